@@ -1,0 +1,52 @@
+# Everything that a fresh clone needs: `make` lists the targets.
+PYTHON ?= python3
+SEED   ?= 0
+BIN    := .venv/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help demo test lint format types doctest docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: .venv/.plot ## learn CartPole with PPO, live; leaves learning_curve.png
+	$(BIN)/python examples/ppo_cartpole.py --seed $(SEED) --plot learning_curve.png
+
+test: .venv/.dev ## run the tests
+	$(BIN)/python -m pytest
+
+lint: .venv/.dev ## check style and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: .venv/.dev ## mend what `make lint` can mend
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+types: .venv/.dev ## check types (mypy, strict)
+	$(BIN)/mypy
+
+doctest: .venv/.dev ## run the examples in docstrings
+	$(BIN)/python -m pytest --doctest-modules src/rollwright
+
+docs: .venv/.docs ## build docs/_build/html/index.html
+	$(BIN)/sphinx-build --fail-on-warning --keep-going -b html docs docs/_build/html
+
+clean: ## remove what was built; .venv stays
+	rm -rf build dist docs/_build src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests examples docs -name __pycache__ -prune -exec rm -rf {} +
+
+# .venv/.EXTRA says that the extra is installed, so that a second run installs nothing.
+# The build runs in .venv itself, with the pinned setuptools: nothing is fetched for it.
+.venv/.%: pyproject.toml constraints.txt | .venv/.made
+	$(PIP) install -c constraints.txt setuptools
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[$*]'
+	@touch $@
+
+.venv/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "rollwright needs Python 3.11 or newer, and '$(PYTHON)' is not. Choose one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	  echo "'$(PYTHON)' has no venv module. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	@touch $@

@@ -1,0 +1,4 @@
+"""rollwright collects experience for reinforcement learning."""
+
+__version__ = "0.1.0"
+__all__ = ["__version__"]

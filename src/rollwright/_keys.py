@@ -1,0 +1,90 @@
+"""Nested keys: an entry of a TensorDict is named by a string or by a tuple of strings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor, is_tensor_collection
+
+NestedKey = str | tuple[str, ...]
+
+__all__ = ["NestedKey", "as_keys", "as_tuple", "is_private", "key_str", "leaf_keys", "unravel", "without"]
+
+
+def as_tuple(key: NestedKey) -> tuple[str, ...]:
+    """The path of a key.
+
+    >>> as_tuple("a"), as_tuple(("a", "b"))
+    (('a',), ('a', 'b'))
+    """
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def unravel(key: NestedKey) -> NestedKey:
+    """A key in canonical form: a string at the root, a tuple below it.
+
+    >>> unravel(("a",)), unravel(("a", "b"))
+    ('a', ('a', 'b'))
+    """
+    if isinstance(key, str):
+        return key
+    return key[0] if len(key) == 1 else tuple(key)
+
+
+def as_keys(keys: NestedKey | Sequence[NestedKey] | None) -> list[NestedKey]:
+    """A list of keys from one key, a sequence of keys, or None.
+
+    A tuple of strings is one nested key; a list is several keys.
+
+    >>> as_keys("a"), as_keys(("a", "b")), as_keys(["a", ("b", "c")]), as_keys(None)
+    (['a'], [('a', 'b')], ['a', ('b', 'c')], [])
+    """
+    if keys is None:
+        return []
+    if isinstance(keys, str):
+        return [keys]
+    if isinstance(keys, tuple) and keys and all(isinstance(part, str) for part in keys):
+        return [unravel(keys)]
+    return [unravel(key) for key in keys]
+
+
+def is_private(key: NestedKey) -> bool:
+    """Whether a level of the key begins with an underscore (such keys never leave a collector).
+
+    >>> is_private("_reset"), is_private(("agent", "_reset")), is_private("action")
+    (True, True, False)
+    """
+    return any(part.startswith("_") for part in as_tuple(key))
+
+
+def key_str(keys: NestedKey | Iterable[NestedKey]) -> str:
+    """Keys for a message, sorted.
+
+    >>> key_str(["b", ("next", "a")])
+    "'b', ('next', 'a')"
+    """
+    listed = [keys] if isinstance(keys, str) else list(keys)
+    return ", ".join(sorted((repr(unravel(key)) for key in listed), key=lambda text: text.strip("(")))
+
+
+def leaf_keys(td: TensorDictBase) -> list[NestedKey]:
+    """Keys of all leaves, objects that are no tensors included.
+
+    >>> from tensordict import TensorDict
+    >>> leaf_keys(TensorDict({"a": {"b": 0}}).set_non_tensor("word", "yes"))
+    [('a', 'b'), 'word']
+    """
+    return [unravel(key) for key in td.keys(True, True, is_leaf=is_leaf_nontensor)]
+
+
+def without(td: TensorDictBase, *keys: NestedKey) -> TensorDictBase:
+    """``td`` less some entries; tensors are shared, nests are not, so that ``set`` leaves ``td`` alone.
+
+    >>> from tensordict import TensorDict
+    >>> td = TensorDict({"a": {"b": 0}, "c": 1})
+    >>> leaf_keys(without(td, "c").set(("a", "d"), 2)), leaf_keys(td)
+    ([('a', 'b'), ('a', 'd')], [('a', 'b'), 'c'])
+    """
+    out = td.exclude(*keys)
+    lazy = isinstance(out, LazyStackedTensorDict)  # whose entries may have no common shape to be read with
+    return out.copy() if lazy or any(is_tensor_collection(value) for value in out.values()) else out

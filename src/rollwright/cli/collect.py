@@ -1,0 +1,232 @@
+"""``rollwright collect``: from an environment and a policy to a dataset."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from rollwright._keys import key_str
+from rollwright.cli import minari
+from rollwright.cli.console import Console, count
+from rollwright.cli.errors import Failure, brief, plain
+from rollwright.cli.interrupts import Interrupts
+from rollwright.cli.policies import load_policy
+from rollwright.collectors import Collector
+from rollwright.data.datasets import DatasetWriter, describe_dataset
+from rollwright.data.datasets.description import check_target
+from rollwright.envs import GymEnv
+from rollwright.errors import RollwrightError
+
+__all__ = ["run"]
+
+_MOST_FRAMES_PER_BATCH = 500  # small enough to see progress, large enough that writing costs little
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Collect as the arguments say; returns the exit status."""
+    console = Console(arguments.quiet)
+    if arguments.seed is None:
+        arguments.seed = random.SystemRandom().randrange(2**31)
+    with console.warnings_as_lines(), ExitStack() as stack:
+        export = _export_plan(arguments)
+        folder = _folder(arguments) if export is None else export.frames
+        _or_failure(lambda: check_target(folder, overwrite=arguments.overwrite))
+        env = _or_failure(lambda: _make_env(arguments))
+        stack.callback(env.close, raise_if_closed=False)
+        if export is not None:
+            export.check(env, categorical=arguments.categorical_actions)
+        interrupts = Interrupts()
+        collector = _make_collector(arguments, env, interrupts)
+        stack.enter_context(interrupts)
+        stack.callback(collector.shutdown, raise_on_error=False)
+        writer = _or_failure(
+            lambda: DatasetWriter(
+                folder,
+                steps=int(collector.total_frames) // env.numel(),
+                source=_source(arguments, collector),
+                overwrite=arguments.overwrite,
+            )
+        )
+        place = f"{folder}" if export is None else f"the Minari dataset {export.dataset_id} in {export.root}"
+        console.line(
+            f"collecting {int(collector.total_frames):,} frames of {arguments.env_id} in "
+            f"{count(arguments.num_envs, 'environment')} (policy {arguments.policy}, seed {arguments.seed}) "
+            f"into {place}"
+        )
+        seconds, error = _collect(collector, writer, interrupts, console)
+        saved = _outcome(writer, int(collector.total_frames), None if export is not None else folder)
+        status = _report(saved, seconds, error, interrupts, console)
+        if writer.left_out:
+            console.line(f"note: left out, since they are no tensors: {key_str(writer.left_out)}")
+        if export is not None and writer.frames:
+            with interrupts.saving():
+                export.run(env, arguments, console, lambda: interrupts.hurried)
+        elif writer.frames:
+            console.line(f"look at it: rollwright inspect {folder}")
+        if error is not None and arguments.debug:
+            raise error
+        return status
+
+
+def _or_failure(call: Callable[[], Any]) -> Any:
+    """The value of ``call``; errors that tell the user what to do end the command."""
+    try:
+        return call()
+    except FileExistsError as error:
+        text = plain(error).removeprefix("path: ").replace("overwrite=True", "--overwrite")
+        raise Failure(f"--output: {text}") from error
+    except OSError as error:
+        raise Failure(f"--output: {plain(error)}") from error
+    except (RollwrightError, TypeError, ValueError) as error:
+        raise error if isinstance(error, Failure) else Failure(plain(error)) from error
+
+
+# What to collect, and where to ---------------------------------------------------------------------
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    if arguments.dataset_id is not None:
+        raise Failure("--dataset-id: names a Minari dataset; add --format minari, or use --output.")
+    if arguments.output is not None:
+        return Path(arguments.output)
+    return Path("rollwright-data") / re.sub(r"[^\w.-]+", "-", arguments.env_id)
+
+
+def _export_plan(arguments: argparse.Namespace) -> minari.Export | None:
+    if arguments.format != "minari":
+        return None
+    return minari.Export.plan(
+        arguments.env_id, arguments.policy, arguments.dataset_id, arguments.output, overwrite=arguments.overwrite
+    )
+
+
+def _make_env(arguments: argparse.Namespace) -> GymEnv:
+    options: dict[str, Any] = {"categorical_action_encoding": arguments.categorical_actions}
+    if arguments.num_envs > 1:
+        options["num_envs"] = arguments.num_envs
+    for name in ("categorical_action_encoding", "num_envs", "device"):
+        if name in arguments.env_kwargs:
+            raise Failure(f"--env-kwargs: {name!r} has an option of its own, see rollwright collect --help.")
+    return GymEnv(arguments.env_id, **options, **arguments.env_kwargs)
+
+
+def _make_collector(arguments: argparse.Namespace, env: GymEnv, interrupts: Interrupts) -> Collector:
+    def make() -> Collector:
+        policy = load_policy(arguments.policy, env)
+        collector = Collector(
+            env,
+            policy,
+            frames_per_batch=arguments.frames_per_batch or _frames_per_batch(arguments.frames, env.numel()),
+            total_frames=arguments.frames,
+            max_frames_per_traj=arguments.max_frames_per_traj,
+            device=arguments.device,
+            interruptor=interrupts,
+        )
+        collector.set_seed(arguments.seed)
+        return collector
+
+    collector: Collector = _or_failure(make)
+    return collector
+
+
+def _frames_per_batch(frames: int, num_envs: int) -> int:
+    """A batch of moderate size of which whole ones make up ``frames``, where there is such a size.
+
+    >>> _frames_per_batch(10_000, 8), _frames_per_batch(300, 1), _frames_per_batch(10_007, 1)
+    (400, 300, 477)
+    """
+    steps = -(-frames // num_envs)
+    most = max(1, min(steps, _MOST_FRAMES_PER_BATCH // num_envs))
+    batches = -(-steps // most)
+    return num_envs * next((size for size in range(most, most // 2, -1) if steps % size == 0), -(-steps // batches))
+
+
+def _source(arguments: argparse.Namespace, collector: Collector) -> dict[str, Any]:
+    return {
+        "env": arguments.env_id,
+        "env_kwargs": arguments.env_kwargs,
+        "num_envs": arguments.num_envs,
+        "categorical_actions": arguments.categorical_actions,
+        "max_frames_per_traj": arguments.max_frames_per_traj,
+        "policy": arguments.policy,
+        "seed": arguments.seed,
+        "frames": arguments.frames,
+        "frames_per_batch": collector.frames_per_batch,
+        "device": arguments.device,
+    }
+
+
+# The collection ------------------------------------------------------------------------------------
+
+
+def _collect(
+    collector: Collector, writer: DatasetWriter, interrupts: Interrupts, console: Console
+) -> tuple[float, Exception | None]:
+    """Write batches until all are there, a signal comes or something fails; then finish the dataset.
+
+    Returns:
+        Seconds that it took, and the error that ended it.
+    """
+    failed: Exception | None = None
+    start = time.perf_counter()
+    try:
+        with console.progress(int(collector.total_frames)):
+            for batch in collector:
+                with interrupts.saving():
+                    writer.write(batch, steps=_steps_taken(batch))
+                console.update({**collector.stats(), "frames": writer.frames})
+                if interrupts.collection_stopped():
+                    break
+    except KeyboardInterrupt:  # the second signal: the step under way is lost, what was written is not
+        pass
+    except Exception as error:
+        failed = error
+    with interrupts.saving():
+        try:
+            writer.close(lambda: interrupts.hurried)
+        except OSError as error:
+            failed = failed or error
+    return time.perf_counter() - start, failed
+
+
+def _steps_taken(batch: TensorDictBase) -> int:
+    """Steps that an interrupted rollout took; all of them in any other."""
+    ids = batch.get(("collector", "traj_ids"))
+    return int((ids.reshape(-1, batch.batch_size[-1])[0] >= 0).sum())
+
+
+def _outcome(writer: DatasetWriter, total: int, folder: Path | None) -> str:
+    """What there is now, as it stands on disk, whatever failed."""
+    if not writer.frames:
+        return "nothing was collected, nothing was written"
+    counts = describe_dataset(writer.path)
+    of_all = "" if counts["complete"] else f" of {total:,}"
+    place = "" if folder is None else f", in {folder}"
+    verb = "collected" if folder is None else "saved"
+    episodes = count(counts["episodes"]["count"], "complete episode")
+    return f"{verb} {counts['frames']:,}{of_all} frames, {episodes}{place}"
+
+
+def _report(
+    saved: str, seconds: float, error: Exception | None, interrupts: Interrupts, console: Console
+) -> int:
+    """Say how it ended; returns the exit status."""
+    if error is not None:
+        text = brief(error)
+        hint = " With --categorical-actions, actions are integers." if "one-hot" in text else ""
+        console.alert(f"rollwright collect: {text}{hint}")
+        console.alert(saved)
+        return 1
+    if interrupts.signum is not None:
+        console.alert(f"interrupted: {saved}")
+        return interrupts.exit_status
+    console.line(f"{saved} ({seconds:.1f} s)")
+    return 0

@@ -1,0 +1,113 @@
+"""What a command prints: lines, and live progress where there is a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
+from rich.text import Text
+
+from rollwright.cli.errors import plain
+
+__all__ = ["Console", "count"]
+
+_SECONDS_BETWEEN_LINES = 2.0
+
+
+def count(number: int, noun: str) -> str:
+    """A number and its noun.
+
+    >>> count(1, "frame"), count(2500, "frame")
+    ('1 frame', '2,500 frames')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+class Console:
+    """Lines for people on stdout, and the state of a collection.
+
+    Args:
+        quiet: print nothing but :meth:`alert`.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self._rich = RichConsole(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._total = 0
+        self._last_line = -float("inf")
+
+    def line(self, text: str) -> None:
+        """Print a line, above the progress bar where there is one."""
+        if not self.quiet:
+            self._rich.print(text)
+            sys.stdout.flush()  # a pipe's reader sees progress as it happens
+
+    def alert(self, text: str) -> None:
+        """Print a line on stderr, also when quiet."""
+        print(text, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def progress(self, total: int) -> Iterator[None]:
+        """Show progress towards ``total`` frames in the ``with`` block, fed by :meth:`update`."""
+        self._total = total
+        bar: AbstractContextManager[Any] = nullcontext()
+        if self._rich.is_terminal and not self.quiet:
+            columns = (BarColumn(bar_width=20), _State(), TimeRemainingColumn())
+            self._progress = bar = Progress(*columns, console=self._rich)
+            self._progress.add_task("", total=total, state="starting")
+        try:
+            with bar:
+                yield
+        finally:
+            self._progress = None
+
+    def update(self, stats: Mapping[str, Any]) -> None:
+        """Show what ``collector.stats()`` says: on a terminal at once, else in a line every few seconds."""
+        state = _state(stats, self._total)
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=stats["frames"], state=state)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= _SECONDS_BETWEEN_LINES or stats["frames"] >= self._total:
+            self._last_line = now
+            self.line(state)
+
+    @contextmanager
+    def warnings_as_lines(self) -> Iterator[None]:
+        """Print Python's warnings as lines, each text once."""
+        seen: set[str] = set()
+
+        def show(message: Warning | str, *_: Any, **__: Any) -> None:
+            text = plain(message)
+            if text not in seen:
+                seen.add(text)
+                self.line(f"note: {text}")
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            warnings.simplefilter("ignore", DeprecationWarning)  # for developers of packages, not for users
+            warnings.simplefilter("ignore", PendingDeprecationWarning)
+            warnings.showwarning = show
+            yield
+
+
+class _State(ProgressColumn):
+    """Frames, rate, episodes and returns beside the bar."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["state"])
+
+
+def _state(stats: Mapping[str, Any], total: int) -> str:
+    rate, mean = stats["frames_per_second"], stats["mean_return"]
+    return (
+        f"{stats['frames']:,} / {total:,} frames, {rate or 0:,.0f} frames/s, {count(stats['episodes'], 'episode')}, "
+        f"mean return {'-' if mean is None else f'{mean:,.1f}'}"
+    )

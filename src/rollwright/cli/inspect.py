@@ -1,0 +1,231 @@
+"""``rollwright inspect``: what a dataset holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+
+from rollwright._keys import NestedKey, as_tuple, leaf_keys
+from rollwright.cli.errors import Failure, brief, plain
+from rollwright.data.datasets import Episodes, describe_dataset, episodes_of, load_dataset
+from rollwright.data.datasets.description import COMPACT, DESCRIPTION, FRAMES
+
+__all__ = ["run"]
+
+_BARS = 24  # of a histogram
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report, and draw the picture where one is asked for; returns the exit status."""
+    frames, description = _open(arguments.path)
+    episodes, unfinished, unknown = _episodes(frames)
+    report = {
+        "path": str(arguments.path),
+        **_about(frames, description),
+        "episodes": None if episodes is None else _counts(episodes, unfinished),
+    }
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join(_text(report, episodes, unknown)))
+    if arguments.plot is not None:
+        from rollwright.cli.plot import draw
+
+        rows = 1 if frames is None else frames.batch_size[:-1].numel()
+        draw(arguments.plot, str(arguments.path), episodes, rows)
+        if not arguments.json:
+            print(f"\npicture: {arguments.plot}")
+    return 0
+
+
+# Opening what there is -----------------------------------------------------------------------------
+
+
+def _open(path: Path) -> tuple[TensorDictBase | None, dict[str, Any] | None]:
+    """Frames and description; either may be missing."""
+    if path.name in (FRAMES, COMPACT) and (path.parent / DESCRIPTION).is_file():
+        path = path.parent  # whose description says how many of the frames are complete
+    try:
+        if not path.exists():
+            raise Failure(f"there is no {str(path)!r}. Name a folder that rollwright collect wrote, or a .pt file.")
+        if path.is_file():
+            return _load_file(path), None
+        if (path / DESCRIPTION).is_file():
+            description = describe_dataset(path)
+            return load_dataset(path) if description["steps"] else None, description
+        if (path / "meta.json").is_file():
+            return TensorDict.load_memmap(path), None
+    except Failure:
+        raise
+    except Exception as error:
+        raise Failure(f"{str(path)!r} cannot be read: {plain(error)}", status=1) from error
+    hint = ""
+    if any((path / name).is_file() for name in ("metadata.json", "data/metadata.json")):
+        hint = " It looks like a Minari dataset: minari.load_dataset reads it."
+    raise Failure(f"{str(path)!r} holds neither a {DESCRIPTION} nor a memory-mapped TensorDict.{hint}")
+
+
+def _load_file(path: Path) -> TensorDictBase:
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise Failure(
+            f"{str(path)!r} is no TensorDict of tensors written by torch.save: {brief(error)}", status=1
+        ) from error
+    if not isinstance(loaded, TensorDictBase):
+        raise Failure(f"{str(path)!r} holds a {type(loaded).__name__}, expected a TensorDict written by torch.save.")
+    return loaded
+
+
+# The report ----------------------------------------------------------------------------------------
+
+
+def _episodes(frames: TensorDictBase | None) -> tuple[Episodes | None, int, str]:
+    """Episodes, unfinished ones, and why episodes are unknown where they are."""
+    if frames is None:
+        return None, 0, ""
+    if not frames.ndim:
+        return None, 0, "there is no dimension of time"
+    try:
+        return *episodes_of(frames), ""
+    except KeyError:
+        return None, 0, "there is no flag ('next', 'done')"
+    except RuntimeError:
+        return None, 0, "frames differ in shape"
+
+
+def _about(frames: TensorDictBase | None, description: dict[str, Any] | None) -> dict[str, Any]:
+    entries = [] if frames is None else [_entry(frames, key) for key in sorted(leaf_keys(frames), key=as_tuple)]
+    return {
+        "complete": None if description is None else description["complete"],
+        "frames": 0 if frames is None else frames.numel(),
+        "batch_size": [] if frames is None else list(frames.batch_size),
+        "bytes": sum(entry["bytes"] for entry in entries),
+        "entries": entries,
+        **{name: (description or {}).get(name) for name in ("source", "created", "versions", "left_out")},
+    }
+
+
+def _entry(frames: TensorDictBase, key: NestedKey) -> dict[str, Any]:
+    entry: dict[str, Any] = {"key": list(as_tuple(key)), "shape": None, "dtype": "object", "bytes": 0}
+    try:
+        value: Any = frames.get(key)
+    except RuntimeError:  # of a lazy stack of different shapes
+        return {**entry, "dtype": "varies"}
+    if not isinstance(value, torch.Tensor):
+        return entry
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {**entry, "shape": list(value.shape), "dtype": dtype, "bytes": value.numel() * value.element_size()}
+
+
+def _counts(episodes: Episodes, unfinished: int) -> dict[str, Any]:
+    count, terminated = len(episodes.lengths), int(episodes.terminated.sum())
+    return {
+        "count": count,
+        "terminated": terminated,
+        "truncated": count - terminated,
+        "unfinished": unfinished,
+        "return": _distribution(episodes.returns),
+        "length": _distribution(episodes.lengths),
+    }
+
+
+def _distribution(values: NDArray[Any] | None) -> dict[str, Any] | None:
+    """Mean, range and histogram of what is finite."""
+    values = np.asarray([]) if values is None else values[np.isfinite(values)]
+    if not len(values):
+        return None
+    histogram, _ = np.histogram(values, bins=_BARS)
+    return {
+        "mean": float(values.mean()),
+        "min": float(values.min()),
+        "max": float(values.max()),
+        "histogram": histogram.tolist(),
+    }
+
+
+# Text ----------------------------------------------------------------------------------------------
+
+
+def _text(report: dict[str, Any], episodes: Episodes | None, unknown: str) -> list[str]:
+    lines = [*_heading(report), ""]
+    if report["entries"]:
+        lines += [*_table(report["entries"], report["bytes"]), ""]
+    counts = report["episodes"]
+    if counts is None:
+        return [*lines, f"episodes   unknown: {unknown}"] if unknown else lines[:-1]
+    lines.append(
+        f"episodes   {counts['count']:,} complete ({counts['terminated']:,} terminated, {counts['truncated']:,} "
+        f"truncated), {counts['unfinished']:,} unfinished"
+    )
+    for name in ("return", "length"):
+        if counts[name] is not None:
+            lines.append(f"{name}s".ljust(11) + _line(counts[name]))
+    return lines
+
+
+def _heading(report: dict[str, Any]) -> list[str]:
+    state = {None: "", True: ", complete", False: ", INCOMPLETE: the collection was cut short"}[report["complete"]]
+    lines = [f"{report['path']}: {report['frames']:,} frames {report['batch_size']}{state}"]
+    source = report["source"]
+    if source:
+        said = {name: value for name, value in source.items() if not (value is None or value is False or value == {})}
+        lines.append("  " + ", ".join(f"{name} {value}" for name, value in said.items()))
+    if report["versions"]:
+        versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+        lines.append(f"  written {report['created']} by {versions}")
+    if report["left_out"]:
+        lines.append(f"  left out, since they are no tensors: {', '.join(map('.'.join, report['left_out']))}")
+    return lines
+
+
+def _table(entries: list[dict[str, Any]], num_bytes: int) -> list[str]:
+    rows = [("entry", "shape", "dtype", "size")]
+    for entry in entries:
+        shape = "varies" if entry["dtype"] == "varies" else str(entry["shape"] or "-")
+        rows.append((".".join(entry["key"]), shape, entry["dtype"], _size(entry["bytes"])))
+    rows.append(("total", "", "", _size(num_bytes)))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        f"{key:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {size:>{widths[3]}}"
+        for key, shape, dtype, size in rows
+    ]
+
+
+def _line(values: dict[str, Any]) -> str:
+    return f"mean {values['mean']:,.1f}  {values['min']:g} |{_bars(values['histogram'])}| {values['max']:g}"
+
+
+def _bars(counts: list[int]) -> str:
+    """A histogram in one line of text.
+
+    >>> _bars([0, 1, 4, 8]) in (" ▁▄█", " .=#")
+    True
+    """
+    blocks = "▁▂▃▄▅▆▇█" if "utf" in (getattr(sys.stdout, "encoding", None) or "").lower() else ".:-=+*%#"
+    top = max(counts)
+    return "".join(blocks[max(0, -(-8 * count // top) - 1)] if count else " " for count in counts)
+
+
+def _size(num_bytes: int) -> str:
+    """A number of bytes for people.
+
+    >>> _size(999), _size(1_500), _size(2_000_000)
+    ('999 B', '1.5 kB', '2.0 MB')
+    """
+    if num_bytes < 1000:
+        return f"{num_bytes} B"
+    size = float(num_bytes)
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} TB"

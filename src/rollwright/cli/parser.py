@@ -1,0 +1,140 @@
+"""The arguments of all commands. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import rollwright
+
+__all__ = ["build_parser"]
+
+_COLLECT = """\
+Collect frames from a gymnasium environment into a dataset.
+
+The dataset is a memory-mapped TensorDict [environments, time] with a description in dataset.json;
+rollwright.data.datasets.load_dataset(DIR) reads it. Ctrl-C ends the collection after the current step
+and keeps what was collected.
+"""
+
+_POLICIES = """\
+policies:
+  random            actions drawn from the action space
+  MODULE:FACTORY    a function that takes no arguments and returns the policy: a TensorDict module, a
+                    torch.nn.Module whose forward() takes entries of the environment by name, or any
+                    function of a TensorDict. MODULE is found from the current folder.
+  FILE.pt2          a program saved by torch.export.save. Its inputs are named after entries of the
+                    environment ("observation"); its outputs are "action", "output1", "output2", ...
+                    It is called with the batch of environments in front: export it with a dynamic
+                    first dimension. Discrete actions are one-hot unless --categorical-actions.
+
+example:
+  rollwright collect CartPole-v1 --frames 20000 --num-envs 8 --seed 0 --output runs/cartpole
+  rollwright inspect runs/cartpole --plot cartpole.png
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line.
+
+    Example:
+        >>> build_parser().parse_args(["collect", "CartPole-v1", "--frames", "2e4"]).frames
+        20000
+    """
+    parser = argparse.ArgumentParser(
+        prog="rollwright", description="Collects experience for reinforcement learning."
+    )
+    parser.add_argument("--version", action="version", version=f"rollwright {rollwright.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_collect(commands)
+    _add_inspect(commands)
+    return parser
+
+
+def _add_collect(commands: Any) -> None:
+    parser = commands.add_parser(
+        "collect",
+        help="collect frames from a gymnasium environment into a dataset",
+        description=_COLLECT,
+        epilog=_POLICIES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("env_id", metavar="ENV_ID", help="id of the environment, such as CartPole-v1")
+    add("--frames", type=_count, default=10_000, metavar="N", help="frames to collect in all (default 10000)")
+    add(
+        "--frames-per-batch",
+        type=_count,
+        metavar="N",
+        help="frames collected between two writes to disk (default: at most 500)",
+    )
+    add("--num-envs", type=_count, default=1, metavar="N", help="environments stepped together (default 1)")
+    add("--policy", default="random", metavar="POLICY", help="random, MODULE:FACTORY or FILE.pt2, see below")
+    add("--seed", type=_seed, metavar="S", help="of environments and policy (default: drawn, and written down)")
+    add("--output", type=Path, metavar="DIR", help="folder of the dataset (default: rollwright-data/ENV_ID)")
+    add("--format", choices=["tensordict", "minari"], default="tensordict", help="(default tensordict)")
+    add(
+        "--dataset-id",
+        metavar="ID",
+        help="minari: id of the dataset (default: rollwright/<env>/<policy>-v0)",
+    )
+    add("--max-frames-per-traj", type=_count, metavar="N", help="truncate trajectories after N frames")
+    add("--env-kwargs", type=_json_object, default={}, metavar="JSON", help="arguments for the environment")
+    add("--categorical-actions", action="store_true", help="discrete actions as integers, not one-hot")
+    add("--device", metavar="DEVICE", help="where environment data and policy live, such as cuda")
+    add("--overwrite", action="store_true", help="replace a dataset that is there")
+    add("--quiet", action="store_true", help="print errors only")
+    _add_debug(parser)
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="show what a dataset holds",
+        description="Show what a dataset holds: entries, episodes, lengths and returns.",
+    )
+    parser.add_argument(
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="a dataset, a folder written by TensorDict.memmap, or a TensorDict written by torch.save",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw returns and lengths into a picture")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_debug(parser)
+
+
+def _add_debug(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1; 2e4 and 20_000 pass."""
+    try:
+        value = float(text)
+        number = int(value)
+    except (ValueError, OverflowError):
+        value, number = 0.5, 0
+    if number != value or number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return number
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 4294967295, got {text!r}")
+    return int(text)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a JSON object such as '{{\"g\": 9.81}}', got {text!r}: {error}"
+        ) from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object such as '{{\"g\": 9.81}}', got {text!r}")
+    return value

@@ -1,0 +1,164 @@
+"""The stages of a step, built once for the objects at hand: act, step, and what travels between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+
+from rollwright._keys import NestedKey, as_tuple, key_str, unravel
+from rollwright.collectors.policy import Call
+from rollwright.collectors.profiling import named_range
+from rollwright.data.specs import MultiOneHot, OneHot
+from rollwright.envs.base import EnvBase
+from rollwright.errors import PolicyError, PolicyKeyError
+
+__all__ = ["action_check", "build_act", "build_step", "mover"]
+
+Stage = Callable[[TensorDictBase], TensorDictBase]
+Step = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase]]
+
+
+def mover(device: torch.device | None, sync: Callable[[], None]) -> Stage:
+    """Data on ``device``, ready to be read there; None leaves them where they are."""
+    if device is None:
+        return lambda td: td
+
+    def move(td: TensorDictBase) -> TensorDictBase:
+        moved = td.to(device, non_blocking=True)
+        sync()
+        return moved
+
+    return named_range("rollwright.copy", move)
+
+
+def build_act(policy: Call, move: Stage, check: Callable[[TensorDictBase], None], *, fresh_outputs: bool) -> Stage:
+    """The stage that writes actions into the carrier.
+
+    Args:
+        policy: TensorDict in, TensorDict (or None) out.
+        move: brings the carrier to the policy's device.
+        check: tests the actions.
+        fresh_outputs: False when the policy overwrites its outputs at the next call.
+    """
+    policy = named_range("rollwright.policy", policy)
+
+    def act(carrier: TensorDictBase) -> TensorDictBase:
+        seen = move(carrier)
+        before = None if seen is carrier and fresh_outputs else dict(_entries(seen))
+        chosen = policy(seen)
+        chosen = seen if chosen is None else chosen
+        if not is_tensor_collection(chosen):
+            raise PolicyError(
+                f"policy: expected it to return a TensorDict (or None), got {type(chosen).__name__}. Write the action "
+                "into the TensorDict and return that, or wrap the function in a TensorDictModule."
+            )
+        if chosen is not carrier or not fresh_outputs:
+            old = before if before is not None else dict(_entries(carrier))
+            for key, value in list(_entries(chosen)):
+                if old.get(key) is not value:
+                    carrier.set(key, value if fresh_outputs else value.clone())
+        check(carrier)
+        return carrier
+
+    return act
+
+
+def _entries(td: TensorDictBase, place: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, Any]]:
+    """The leaves of a TensorDict; objects and ragged stacks count as leaves."""
+    for key, value in td.items():
+        if type(value) is TensorDict:
+            yield from _entries(value, (*place, key))
+        else:
+            yield unravel((*place, key)), value
+
+
+def build_step(env: EnvBase, move: Stage, *, reset_when_done: bool, carrier_has_no_device: bool) -> Step:
+    """The stage that steps the environment: the frame, and the carrier of the next step."""
+
+    def advance(td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        td = env.step(td)
+        return td, env._step_mdp(td)
+
+    stage: Step = named_range("rollwright.env", env.step_and_maybe_reset if reset_when_done else advance)
+
+    def step(carrier: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        stepped, following = stage(move(carrier))
+        if stepped is not carrier:
+            outcome = stepped.get("next")
+            carrier.set("next", outcome.copy().clear_device_() if carrier_has_no_device else outcome)
+        if carrier_has_no_device:
+            following.clear_device_()
+        return carrier, following
+
+    return step
+
+
+def action_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
+    """Tests that every action is there and has the shape of its spec; ragged actions are the environment's to test."""
+    ndim = env.ndim
+    actions = [(key, spec) for key in env.action_keys if -1 not in (spec := env.full_action_spec[key]).shape]
+
+    def check(carrier: TensorDictBase) -> None:
+        for key, spec in actions:
+            value: Any = carrier.get(key, None)
+            if value is None:
+                raise PolicyKeyError(
+                    f"policy: it wrote no {key!r}, which {env} needs. Entries after the call: "
+                    f"{key_str(carrier.keys(True, True))}. Add {key!r} to its out_keys."
+                )
+            expected = carrier.batch_size + spec.shape[ndim:]
+            if isinstance(value, torch.Tensor) and value.numel() != expected.numel():
+                one_hot = isinstance(spec, OneHot | MultiOneHot)
+                hint = " The spec is one-hot: did the policy write an index?" if one_hot else ""
+                raise PolicyError(
+                    f"policy: it wrote {key!r} with shape {list(value.shape)}; {env} expects {list(expected)}, as in "
+                    f"{spec}.{hint}"
+                )
+
+    return check
+
+
+def finite_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
+    """Tests, on a whole batch, that no continuous action is NaN."""
+    specs = env.full_action_spec
+    keys = [key for key in env.action_keys if (dtype := specs[key].dtype) and dtype.is_floating_point]
+    keys = [key for key in keys if -1 not in specs[key].shape]
+
+    def check(batch: TensorDictBase) -> None:
+        for key in keys:
+            value = batch.get(key, None)
+            if isinstance(value, torch.Tensor) and bool(torch.isnan(value).any()):
+                first = torch.isnan(value).nonzero()[0].tolist()[: batch.ndim]
+                raise PolicyError(
+                    f"policy: {key!r} is NaN, first at index {first} of the batch. Look for infinite weights or losses, "
+                    "or for a scale of zero."
+                )
+
+    return check
+
+
+def tag_version(act: Stage, step: Step, version: Callable[[], int], batch_size: torch.Size) -> tuple[Stage, Step]:
+    """Both stages, with ``"policy_version"`` written where the weights of that version act."""
+    key = "policy_version"
+
+    def tagged_act(carrier: TensorDictBase) -> TensorDictBase:
+        carrier.set(key, torch.full(batch_size, version(), dtype=torch.int64))
+        return act(carrier)
+
+    def tagged_step(carrier: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        tag = carrier.get(key)
+        frame, following = step(carrier)
+        frame.set(("next", key), tag)
+        following.set(key, tag)
+        return frame, following
+
+    return tagged_act, tagged_step
+
+
+def next_keys(env: EnvBase) -> list[NestedKey]:
+    """Keys below ``"next"`` that repeat at the root of the next step: observations and states."""
+    shared = {*env.observation_keys, *env.state_keys}
+    return [unravel(key) for key in sorted(shared, key=lambda key: as_tuple(key))]

@@ -1,0 +1,39 @@
+"""Interruptor: stops a rollout between two steps, from outside."""
+
+from __future__ import annotations
+
+import threading
+
+__all__ = ["Interruptor"]
+
+
+class Interruptor:
+    """A switch that ends the rollout under way after its current step.
+
+    The collector reads it once a step, after the step was taken: an interrupted batch holds at least
+    one step, and frames that were not taken have the trajectory id -1.
+
+    Example:
+        >>> switch = Interruptor()
+        >>> switch.stop_collection()
+        >>> switch.collection_stopped()
+        True
+        >>> switch.start_collection()
+        >>> switch.collection_stopped()
+        False
+    """
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+
+    def start_collection(self) -> None:
+        """Let rollouts run to their end."""
+        self._stopped.clear()
+
+    def stop_collection(self) -> None:
+        """End the rollout under way, and every further one after its first step."""
+        self._stopped.set()
+
+    def collection_stopped(self) -> bool:
+        """Whether rollouts are to stop."""
+        return self._stopped.is_set()

@@ -1,0 +1,233 @@
+"""The options of collectors: declared, checked and documented here, once, for all of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from inspect import Parameter
+from numbers import Real
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright.envs.utils import ExplorationType
+
+__all__ = ["CollectorOptions", "Device"]
+
+Device = torch.device | str | int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorOptions:
+    """What a collector is told besides its environment and its policy.
+
+    An instance is complete and can be sent to another process.
+
+    Attributes:
+        frames_per_batch: frames in a batch, over all environments. Rounded up to a multiple of the number of
+            environments, with a warning.
+        total_frames: frames to deliver in all; -1 for no end. Rounded up to whole batches, with a warning.
+        policy_factory: called once, without arguments, where the policy is needed; instead of a policy.
+        device: default of the three devices below.
+        policy_device: where the policy runs. A policy with parameters elsewhere is copied there, and
+            ``update_policy_weights_()`` brings the copy up to date. None: the policy stays where it is.
+        env_device: where the environment's data live. None: the environment's own device.
+        storing_device: where batches are delivered. None: the environment's device where the policy's is the
+            same, else no common device.
+        create_env_kwargs: keyword arguments for the environment's constructor.
+        max_frames_per_traj: truncate trajectories after this many frames, counted for each environment by a
+            ``StepCounter`` appended to the environment. None, 0 or less: no limit.
+        init_random_frames: frames for which random actions stand in for the policy. Rounded up to whole batches,
+            with a warning. None, 0 or less: none.
+        reset_at_each_iter: begin every batch with a reset of all environments, and new trajectory ids.
+        reset_when_done: reset environments whose trajectory ended. If False, stepping goes on after the end.
+        exploration_type: how probabilistic modules pick actions.
+        postproc: applied to each batch; its result is delivered.
+        split_trajs: deliver ``[trajectories, T]``, padded, with a mask; see
+            :func:`~rollwright.collectors.utils.split_trajectories`.
+        track_traj_ids: write ``("collector", "traj_ids")``.
+        track_policy_version: write ``"policy_version"``, int64 ``[*env, T]``, at the root and below ``"next"``: the
+            version of the weights that acted.
+        return_same_td: deliver the same TensorDict each time, overwritten.
+        interruptor: an :class:`~rollwright.collectors.Interruptor` that can end a rollout between two steps.
+        set_truncated: mark the last frame of each batch as truncated and done unless it is terminated. The next
+            batch begins new trajectory ids.
+        use_buffers: write frames into memory allocated for the batch. False: stack them at its end. None: True
+            unless the environment's specs are dynamic or hold objects.
+        compact_obs: leave observations out below ``"next"``, where they repeat the root of the next frame; those that
+            no root repeats are kept aside, see :func:`~rollwright.collectors.utils.restore_next`.
+        trust_policy: call the policy as it is, without wrapping. None: True for TensorDict modules only.
+        compile_policy: run the policy through ``torch.compile``; a dictionary holds its arguments.
+        cudagraph_policy: run the policy as a CUDA graph; a dictionary holds arguments of ``CudaGraphModule``.
+        no_cuda_sync: skip the synchronisation after copies between devices.
+        pre_collect_hook: called without arguments before each rollout.
+        post_collect_hook: called with each batch just before it is delivered.
+        worker_idx: index of this collector among its siblings.
+
+    Example:
+        >>> CollectorOptions(frames_per_batch=0)
+        Traceback (most recent call last):
+        ...
+        ValueError: frames_per_batch: expected an integer of at least 1, got 0.
+    """
+
+    frames_per_batch: int = 200
+    total_frames: int = -1
+    policy_factory: Callable[[], Any] | None = None
+    device: Device | None = None
+    policy_device: Device | None = None
+    env_device: Device | None = None
+    storing_device: Device | None = None
+    create_env_kwargs: Mapping[str, Any] | None = None
+    max_frames_per_traj: int | None = None
+    init_random_frames: int | None = None
+    reset_at_each_iter: bool = False
+    reset_when_done: bool = True
+    exploration_type: ExplorationType = ExplorationType.RANDOM
+    postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
+    split_trajs: bool | None = None
+    track_traj_ids: bool = True
+    track_policy_version: bool = False
+    return_same_td: bool = False
+    interruptor: Any = None
+    set_truncated: bool = False
+    use_buffers: bool | None = None
+    compact_obs: bool = False
+    trust_policy: bool | None = None
+    compile_policy: bool | Mapping[str, Any] | None = None
+    cudagraph_policy: bool | Mapping[str, Any] | None = None
+    no_cuda_sync: bool = False
+    pre_collect_hook: Callable[[], None] | None = None
+    post_collect_hook: Callable[[TensorDictBase], None] | None = None
+    worker_idx: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.total_frames is None:
+            self._set("total_frames", -1)
+        for name, least in _COUNTS.items():
+            value = getattr(self, name)
+            if value is not None or name in ("frames_per_batch", "total_frames"):
+                self._set(name, _integer(name, value, least))
+        if self.total_frames == 0 or self.total_frames < -1:
+            raise ValueError(
+                f"total_frames: expected at least 1, or -1 for a collector without an end, got {self.total_frames}."
+            )
+        for name in ("device", "policy_device", "env_device", "storing_device"):
+            self._set(name, _device(name, getattr(self, name)))
+        for name in ("policy_factory", "postproc", "pre_collect_hook", "post_collect_hook"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"{name}: expected a callable or None, got {type(value).__name__}: {value!r}.")
+        for name in _FLAGS:
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name in _OPTIONAL_FLAGS):
+                raise TypeError(f"{name}: expected True or False, got {type(value).__name__}: {value!r}.")
+        for name in ("compile_policy", "cudagraph_policy"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool | Mapping):
+                raise TypeError(f"{name}: expected True, False or a dictionary of arguments, got {value!r}.")
+        if self.create_env_kwargs is not None and not isinstance(self.create_env_kwargs, Mapping):
+            raise TypeError(f"create_env_kwargs: expected a dictionary, got {type(self.create_env_kwargs).__name__}.")
+        if not isinstance(self.exploration_type, ExplorationType):
+            raise TypeError(
+                f"exploration_type: expected a member of ExplorationType, got {self.exploration_type!r}. "
+                "Import it from rollwright.envs."
+            )
+        self._check_pairs()
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # the dataclass is frozen
+
+    def _check_pairs(self) -> None:
+        if self.interruptor is not None and not hasattr(self.interruptor, "collection_stopped"):
+            raise TypeError(
+                f"interruptor: expected an object with collection_stopped(), got {type(self.interruptor).__name__}. "
+                "Pass rollwright.collectors.Interruptor()."
+            )
+        if not self.track_traj_ids:
+            for name in ("split_trajs", "interruptor"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name} needs trajectory ids, and track_traj_ids is False. Drop one of the two options."
+                    )
+        if self.cudagraph_policy and not torch.cuda.is_available():
+            raise ValueError("cudagraph_policy needs a CUDA device, and there is none. Leave it out.")
+        if self.return_same_td and self.use_buffers is False:
+            raise ValueError(
+                "return_same_td overwrites a batch's memory, and use_buffers=False allocates none. Drop one of the two."
+            )
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any], owner: str) -> CollectorOptions:
+        """Options from keyword arguments.
+
+        Raises:
+            TypeError: for an unknown name, with the nearest known one.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f" Did you mean {near[0]!r}?" if near else f" It has {', '.join(known)}."
+                raise TypeError(f"{owner} has no option {name!r}.{hint}")
+        return cls(**options)
+
+    def override(self, **changes: Any) -> CollectorOptions:
+        """A copy with some options changed."""
+        return replace(self, **changes)
+
+    @classmethod
+    def parameters(cls) -> list[Parameter]:
+        """The options as keyword-only parameters, for ``inspect.signature`` of collectors."""
+        return [
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+            for field in fields(cls)
+        ]
+
+
+_COUNTS = {
+    "frames_per_batch": 1,
+    "total_frames": None,
+    "max_frames_per_traj": None,
+    "init_random_frames": None,
+    "worker_idx": 0,
+}
+_OPTIONAL_FLAGS = ("split_trajs", "use_buffers", "trust_policy")
+_FLAGS = (
+    "reset_at_each_iter",
+    "reset_when_done",
+    "track_traj_ids",
+    "track_policy_version",
+    "return_same_td",
+    "set_truncated",
+    "compact_obs",
+    "no_cuda_sync",
+    *_OPTIONAL_FLAGS,
+)
+
+
+def _integer(name: str, value: object, least: int | None) -> int:
+    wanted = "an integer" if least is None else f"an integer of at least {least}"
+    whole = isinstance(value, Real) and not isinstance(value, bool) and value == value // 1
+    if not whole:
+        raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}: {value!r}.")
+    number = int(cast(Any, value))
+    if least is not None and number < least:
+        raise ValueError(f"{name}: expected {wanted}, got {number}.")
+    return number
+
+
+def _device(name: str, value: Device | None) -> torch.device | None:
+    if value is None:
+        return None
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name}: expected a device such as 'cpu' or 'cuda:0', got {value!r}: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{name}: got {value!r}, and torch sees no CUDA device. Pass 'cpu', or install CUDA's torch.")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,59 @@
+"""Trajectory ids: where they come from and when they change."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["TrajectoryPool", "renew"]
+
+
+class TrajectoryPool:
+    """Hands out trajectory ids, each once, in rising order.
+
+    Example:
+        >>> pool = TrajectoryPool()
+        >>> pool.get_traj_and_increment(2), pool.get_traj_and_increment(1)
+        (tensor([0, 1]), tensor([2]))
+        >>> pool.state_dict()
+        {'traj_id': 3}
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def get_traj_and_increment(self, n: int = 1, device: torch.device | None = None) -> torch.Tensor:
+        """``n`` fresh ids, int64 ``[n]``."""
+        first, self._next = self._next, self._next + n
+        return torch.arange(first, first + n, device=device)
+
+    def state_dict(self) -> dict[str, int]:
+        """The next id to hand out."""
+        return {"traj_id": self._next}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on above the saved ids, and never below those handed out already."""
+        self._next = max(self._next, int(state_dict["traj_id"]))
+
+
+def renew(ids: torch.Tensor, ended: torch.Tensor, pool: TrajectoryPool) -> torch.Tensor:
+    """Ids of the next step: fresh ones where a trajectory ended.
+
+    Args:
+        ids: int64 ``[*env]``.
+        ended: bool ``[*env]``.
+        pool: where fresh ids come from.
+
+    Returns:
+        ``ids`` itself when nothing ended, else a new tensor.
+
+    Example:
+        >>> pool = TrajectoryPool()
+        >>> ids = pool.get_traj_and_increment(3)
+        >>> renew(ids, torch.tensor([False, True, False]), pool)
+        tensor([0, 3, 2])
+    """
+    count = int(ended.sum())
+    if not count:
+        return ids
+    ended = ended.to(ids.device)
+    return ids.masked_scatter(ended, pool.get_traj_and_increment(count, ids.device)).reshape(ids.shape)

@@ -1,0 +1,100 @@
+"""Observations stored once: the compact layout of batches, and the way back.
+
+Inside a trajectory ``("next", obs)`` at t is the root's ``obs`` at t+1, so a compact batch leaves the
+former out. It keeps those that no root repeats (the last of each trajectory, and those at the end of the
+batch) in one TensorDict, the non-tensor entry ``("collector", "boundaries")``; the int64 entry
+``("collector", "boundary")`` ``[*env, T]`` says which row of it belongs to a frame, -1 for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from tensordict import NonTensorData, TensorDictBase
+
+from rollwright._keys import NestedKey, as_tuple
+
+__all__ = ["BoundaryKeeper", "restore_next"]
+
+_INDEX, _ROWS = ("collector", "boundary"), ("collector", "boundaries")
+
+
+class BoundaryKeeper:
+    """Keeps aside the next observations that no root repeats, while a batch is collected.
+
+    Args:
+        keys: entries below ``"next"`` that the batch leaves out.
+        batch_size: of the environment.
+        device: where the batch is delivered.
+    """
+
+    def __init__(self, keys: Iterable[NestedKey], batch_size: torch.Size, device: torch.device | None) -> None:
+        self.keys = list(keys)
+        self._batch_size = batch_size
+        self._device = device
+        self._rows: list[TensorDictBase] = []
+        self._places: list[tuple[int, torch.Tensor]] = []
+        self._steps = 0
+
+    def keep(self, t: int, outcome: TensorDictBase, ended: torch.Tensor) -> None:
+        """Keep the rows of ``outcome`` (the content of ``"next"`` at ``t``) that ``ended`` ``[*env]`` marks."""
+        where = ended.flatten().nonzero().squeeze(-1)
+        if not len(where):
+            return
+        rows = outcome.select(*self.keys, strict=False).reshape(-1)[where.to(outcome.device)]
+        self._rows.append(rows.to(self._device) if self._device is not None else rows.clone())
+        self._places.append((t, where))
+
+    def finish(self, batch: TensorDictBase) -> TensorDictBase:
+        """Write what was kept into the batch, and begin the next one."""
+        index = torch.full((self._batch_size.numel(), batch.batch_size[-1]), -1, dtype=torch.int64)
+        count = 0
+        for t, where in self._places:
+            index[where.cpu(), t] = torch.arange(count, count + len(where))
+            count += len(where)
+        rows = cast(TensorDictBase, torch.cat(cast(Any, self._rows)))
+        batch.set(_INDEX, index.reshape(batch.batch_size).to(batch.device or "cpu"))
+        batch.set_non_tensor(_ROWS, rows)
+        self._rows, self._places = [], []
+        return batch
+
+
+def restore_next(batch: TensorDictBase) -> TensorDictBase:
+    """Put the next observations back into a batch collected with ``compact_obs=True``.
+
+    Args:
+        batch: ``[*env, T]``, frames in order of time along the last dimension, as the collector delivered it.
+
+    Returns:
+        A new TensorDict, ``("next", obs)`` of every frame included; tensors that were there are shared.
+
+    Raises:
+        KeyError: the batch is not compact.
+
+    Example:
+        >>> from rollwright.collectors import Collector
+        >>> from rollwright.envs import GymEnv
+        >>> collector = Collector(lambda: GymEnv("CartPole-v1"), frames_per_batch=50, compact_obs=True)
+        >>> batch = collector.next()
+        >>> "observation" in batch["next"].keys(), "observation" in restore_next(batch)["next"].keys()
+        (False, True)
+        >>> collector.shutdown()
+    """
+    index, rows = batch.get(_INDEX, None), batch.get(_ROWS, None)
+    if index is None or rows is None:
+        raise KeyError(
+            "batch: expected the entries ('collector', 'boundary') and ('collector', 'boundaries') of a compact batch. "
+            "Collect with compact_obs=True; a batch collected without it has its next observations already."
+        )
+    while not isinstance(rows, TensorDictBase) or isinstance(rows, NonTensorData):
+        rows = rows.data if isinstance(rows, NonTensorData) else rows[0]
+    restored = batch.exclude(_INDEX, _ROWS)
+    marked = index >= 0
+    for key in rows.keys(True, True):
+        root = cast(torch.Tensor, batch.get(key))
+        following = root.roll(-1, dims=batch.ndim - 1)
+        following[marked] = rows.get(key)[index[marked]]
+        restored.set(("next", *as_tuple(key)), following)
+    return restored

@@ -1,0 +1,245 @@
+"""Episodes in a stream of frames: which ended, how long they were, what they returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from rollwright._keys import as_tuple
+from rollwright.data.layout import DoneGroup, done_groups
+
+__all__ = ["EpisodeScan", "Episodes", "Frames", "Totals", "episodes_of"]
+
+_CHUNK = 1_000_000  # frames read at once from data that may be larger than memory
+
+
+class Episodes(NamedTuple):
+    """Episodes that ended, in order of environments, then of time.
+
+    Attributes:
+        returns: float64 ``[episodes]``, sums of rewards.
+        lengths: int64 ``[episodes]``.
+        terminated: bool ``[episodes]``; the others were truncated, or did not say.
+        ends: int64 ``[episodes]``, the time of each last frame.
+    """
+
+    returns: NDArray[np.float64]
+    lengths: NDArray[np.int64]
+    terminated: NDArray[np.bool_]
+    ends: NDArray[np.int64]
+
+
+class Frames(NamedTuple):
+    """What the boundaries and returns of a batch are read from, each ``[rows, T]``.
+
+    Attributes:
+        rewards: float64; zeros where the batch has no ``("next", "reward")``.
+        done: bool, the last frame of an episode.
+        terminated: bool.
+        ids: int64 trajectory ids, None where the batch has none.
+        taken: bool, False on padding and on frames that an interrupted rollout did not take.
+        has_rewards: whether the batch has rewards.
+    """
+
+    rewards: NDArray[np.float64]
+    done: NDArray[np.bool_]
+    terminated: NDArray[np.bool_]
+    ids: NDArray[np.int64] | None
+    taken: NDArray[np.bool_]
+    has_rewards: bool
+
+    @classmethod
+    def of(cls, batch: TensorDictBase) -> Frames:
+        """Read them from a batch ``[*env, T]``.
+
+        Raises:
+            KeyError: the batch has no ``done`` flag below ``"next"``.
+        """
+        outcome = batch.get("next", None)
+        names = ("done", "terminated", "truncated")
+        keys = [] if outcome is None else [key for key in outcome.keys(True, True) if as_tuple(key)[-1] in names]
+        groups = done_groups(keys)
+        if outcome is None or not any(as_tuple(key)[-1] == "done" for key in keys):
+            raise KeyError(
+                "batch: expected a flag ('next', 'done') that says where episodes end, and there is none. Pass frames "
+                "as a collector or rollout() delivers them."
+            )
+        groups = groups[:1] if groups[0].prefix == () else groups
+        done = _any_flag(outcome, groups, "done", batch)
+        rewards = outcome.get("reward", None)
+        ids = batch.get(("collector", "traj_ids"), None)
+        mask = batch.get(("collector", "mask"), batch.get("mask", None))
+        taken = np.ones_like(done)
+        if ids is not None:
+            ids = _rows(ids, batch)[..., 0]
+            taken &= ids >= 0
+        if mask is not None:
+            taken &= _rows(mask, batch)[..., 0].astype(bool)
+        return cls(
+            np.zeros(done.shape) if rewards is None else _rows(rewards, batch).sum(-1, dtype=np.float64),
+            done,
+            _any_flag(outcome, groups, "terminated", batch),
+            ids,
+            taken,
+            rewards is not None,
+        )
+
+
+def _rows(value: Tensor, batch: TensorDictBase) -> NDArray[Any]:
+    """``[rows, T, features]``."""
+    return value.detach().cpu().reshape(-1, batch.batch_size[-1], value.shape[batch.ndim :].numel()).numpy()
+
+
+def _any_flag(outcome: TensorDictBase, groups: list[DoneGroup], name: str, batch: TensorDictBase) -> NDArray[np.bool_]:
+    """Bool ``[rows, T]``: the flag of any deciding group is set."""
+    flags = [outcome.get(getattr(group, name), None) for group in groups]
+    found = [_rows(flag, batch).any(-1) for flag in flags if flag is not None]
+    shape = (batch.batch_size[:-1].numel(), batch.batch_size[-1])
+    return np.logical_or.reduce(found) if found else np.zeros(shape, dtype=bool)
+
+
+class EpisodeScan:
+    """Finds the episodes that end in frames ``[rows, T]``, given piece by piece along time.
+
+    An episode ends after a frame that is done. Where trajectory ids change without that, what was
+    begun counts as unfinished.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> done = torch.tensor([[False, True, False, False]])
+        >>> scan = EpisodeScan()
+        >>> piece = TensorDict({"next": {"reward": torch.ones(1, 4), "done": done}}, [1, 4])
+        >>> scan.update(Frames.of(piece)).returns, scan.update(Frames.of(piece)).returns
+        (array([2.]), array([4.]))
+        >>> scan.unfinished
+        1
+    """
+
+    def __init__(self) -> None:
+        self._open_return: NDArray[np.float64] = np.zeros(0)
+        self._open_length: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._last_id: NDArray[np.int64] | None = None
+        self._abandoned = self._time = 0
+
+    @property
+    def unfinished(self) -> int:
+        """Number of episodes that were begun and did not end."""
+        return self._abandoned + int((self._open_length > 0).sum())
+
+    def update(self, frames: Frames) -> Episodes:
+        """The episodes that end in the next piece."""
+        num_rows, steps = frames.done.shape
+        if not len(self._open_return):
+            self._open_return = np.zeros(num_rows)
+            self._open_length = np.zeros(num_rows, dtype=np.int64)
+        self._begin(frames)
+        ends = frames.done & frames.taken
+        starts_anew = np.ones((num_rows, steps), dtype=bool)
+        starts_anew[:, 1:] = ends[:, :-1] | (frames.taken[:, 1:] != frames.taken[:, :-1])
+        if frames.ids is not None:
+            starts_anew[:, 1:] |= frames.ids[:, 1:] != frames.ids[:, :-1]
+        # Sums by segment, not differences of running sums: one NaN must not spoil every later return.
+        starts = np.flatnonzero(starts_anew)
+        stops = np.append(starts[1:], num_rows * steps) - 1
+        returns = np.add.reduceat(np.where(frames.taken, frames.rewards, 0.0).ravel(), starts)
+        lengths = np.add.reduceat(frames.taken.ravel().astype(np.int64), starts)
+        first, last = starts % steps == 0, stops % steps == steps - 1
+        returns[first] += self._open_return
+        lengths[first] += self._open_length
+        ended = ends.ravel()[stops]
+        self._open_return = np.where(ended[last], 0.0, returns[last])
+        self._open_length = np.where(ended[last], 0, lengths[last])
+        self._abandoned += int((~ended & ~last & (lengths > 0)).sum())
+        ends_at = self._time + stops[ended] % steps
+        self._time += steps
+        return Episodes(returns[ended], lengths[ended], frames.terminated.ravel()[stops][ended], ends_at)
+
+    def _begin(self, frames: Frames) -> None:
+        """Drop what was open where the new piece belongs to another trajectory."""
+        if frames.ids is None:
+            return
+        if self._last_id is not None:
+            other = (self._last_id != frames.ids[:, 0]) & (self._open_length > 0)
+            self._abandoned += int(other.sum())
+            self._open_return[other] = 0.0
+            self._open_length[other] = 0
+        self._last_id = frames.ids[:, -1].copy()
+
+
+def pieces(batch: TensorDictBase) -> Iterator[TensorDictBase]:
+    """The batch ``[*env, T]`` in pieces along time that fit into memory."""
+    steps = max(1, _CHUNK // max(1, batch.batch_size[:-1].numel()))
+    for start in range(0, batch.batch_size[-1], steps):
+        yield batch[..., start : start + steps]
+
+
+class Totals:
+    """Counts over all episodes of a stream, without a list of them.
+
+    Example:
+        >>> totals, zeros = Totals(), np.zeros(2, dtype=np.int64)
+        >>> episodes = Episodes(np.array([1.0, 3.0]), np.array([1, 2]), np.array([True, False]), zeros)
+        >>> totals.add(episodes, has_rewards=True)
+        >>> totals.summary()["return"], totals.summary()["truncated"]
+        ({'mean': 2.0, 'min': 1.0, 'max': 3.0}, 1)
+    """
+
+    def __init__(self) -> None:
+        self._count = self._terminated = 0
+        self._sums = {"return": 0.0, "length": 0.0}
+        self._ranges = {"return": (np.inf, -np.inf), "length": (np.inf, -np.inf)}
+        self._has_rewards = True
+
+    def add(self, episodes: Episodes, *, has_rewards: bool) -> None:
+        """Count episodes; without rewards their returns say nothing."""
+        self._has_rewards = has_rewards
+        if not len(episodes.lengths):
+            return
+        self._count += len(episodes.lengths)
+        self._terminated += int(episodes.terminated.sum())
+        for name, values in {"return": episodes.returns, "length": episodes.lengths}.items():
+            low, high = self._ranges[name]
+            self._sums[name] += float(values.sum())
+            self._ranges[name] = (min(low, float(values.min())), max(high, float(values.max())))
+
+    def summary(self) -> dict[str, Any]:
+        """Counts, and mean and range of ``return`` and ``length``, None where there is nothing to take them from."""
+        out: dict[str, Any] = {
+            "count": self._count,
+            "terminated": self._terminated,
+            "truncated": self._count - self._terminated,
+        }
+        for name, (low, high) in self._ranges.items():
+            out[name] = None
+            if self._count and (name == "length" or self._has_rewards):
+                values = {"mean": self._sums[name] / self._count, "min": low, "max": high}
+                out[name] = {key: value if np.isfinite(value) else None for key, value in values.items()}
+        return out
+
+
+def episodes_of(batch: TensorDictBase) -> tuple[Episodes, int]:
+    """All episodes of a batch, and how many were begun and did not end.
+
+    Args:
+        batch: ``[*env, T]``, frames in order of time along the last dimension.
+
+    Raises:
+        KeyError: the batch has no ``done`` flag below ``"next"``.
+
+    Example:
+        >>> from rollwright.envs import GymEnv
+        >>> env = GymEnv("CartPole-v1")
+        >>> episodes, unfinished = episodes_of(env.rollout(500))
+        >>> bool(episodes.returns[0] == episodes.lengths[0]), unfinished
+        (True, 0)
+        >>> env.close()
+    """
+    scan = EpisodeScan()
+    found = [scan.update(Frames.of(piece)) for piece in pieces(batch)]
+    return Episodes(*(np.concatenate(column) for column in zip(*found, strict=True))), scan.unfinished

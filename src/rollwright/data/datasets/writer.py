@@ -1,0 +1,349 @@
+"""DatasetWriter: appends a collector's batches to a dataset on disk."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self, cast
+
+import gymnasium
+import tensordict
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_leaf_nontensor
+
+import rollwright
+from rollwright._keys import NestedKey, as_tuple, leaf_keys
+from rollwright.data.datasets.description import (
+    COMPACT,
+    DESCRIPTION,
+    FRAMES,
+    check_target,
+    remove_dataset,
+    write_description,
+)
+from rollwright.data.datasets.episodes import EpisodeScan, Frames, Totals
+
+__all__ = ["DatasetWriter"]
+
+_LAYOUT = (
+    "A memory-mapped TensorDict in the folder 'data', time last. Each environment's frames lie in order of time; "
+    "trajectories are told apart by collector.traj_ids and end where next.done is true. Only the first 'steps' "
+    "steps are data. Read it with rollwright.data.datasets.load_dataset."
+)
+_COPY_BYTES = 1 << 23
+
+Leaves = dict[NestedKey, torch.Tensor]
+Layout = dict[NestedKey, tuple[torch.Size, torch.dtype]]
+
+
+class DatasetWriter:
+    """Writes a collector's batches to disk as one long batch. Memory use does not grow with the frames.
+
+    Args:
+        path: folder to write to, made where needed.
+        steps: the most steps that each environment will take; disk space is taken as it is used.
+        source: what the frames come from, for the description; anything that JSON knows.
+        overwrite: replace a dataset at ``path``, with the first batch. Other files are never deleted.
+
+    Attributes:
+        steps: steps of each environment that are written.
+        frames: frames that are written.
+        left_out: entries that are no tensors, which are not stored.
+
+    Raises:
+        FileExistsError: ``path`` is a file, or a folder that is not empty.
+
+    Example:
+        >>> import tempfile
+        >>> from rollwright.collectors import Collector
+        >>> from rollwright.data.datasets import describe_dataset, load_dataset
+        >>> from rollwright.envs import GymEnv
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> collector = Collector(GymEnv("CartPole-v1", num_envs=2), frames_per_batch=40, total_frames=120)
+        >>> with collector, DatasetWriter(folder.name, steps=60, source={"env": "CartPole-v1"}) as writer:
+        ...     for batch in collector:
+        ...         writer.write(batch)
+        >>> load_dataset(folder.name)["next", "reward"].shape
+        torch.Size([2, 60, 1])
+        >>> describe_dataset(folder.name)["complete"]
+        True
+        >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        steps: int,
+        source: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        if steps < 1:
+            raise ValueError(f"steps: expected at least 1, got {steps}.")
+        self.path = Path(path)
+        self.steps = 0
+        self.left_out: list[NestedKey] = []
+        self._requested_steps = self._allocated_steps = steps
+        self._source = dict(source or {})
+        self._created = _now()
+        self._data = FRAMES
+        self._layout: Layout = {}
+        self._env_shape = torch.Size(())
+        self._files: dict[NestedKey, BinaryIO] = {}
+        self._scan, self._totals = EpisodeScan(), Totals()
+        self._closed = False
+        self._made_folder = not self.path.exists()
+        check_target(self.path, overwrite=overwrite)
+        self._replaces = (self.path / DESCRIPTION).exists()
+        if not self._replaces:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._describe(complete=False)
+
+    @property
+    def frames(self) -> int:
+        """Frames that are written."""
+        return self.steps * self._env_shape.numel() if self.steps else 0
+
+    @property
+    def episodes(self) -> dict[str, Any]:
+        """Counts of episodes, with the mean and range of returns and lengths, as in the description."""
+        return {**self._totals.summary(), "unfinished": self._scan.unfinished}
+
+    def write(self, batch: TensorDictBase, steps: int | None = None) -> None:
+        """Append a batch.
+
+        Args:
+            batch: ``[*env, T]``, with the layout of the first one.
+            steps: how many of its steps to take, from the front; None for all.
+
+        Raises:
+            ValueError: the batch has another layout, or more steps than are left.
+            OSError: the disk is full or failing; what was written before stays.
+        """
+        steps = batch.batch_size[-1] if steps is None else steps
+        if self._closed:
+            raise ValueError("This writer is closed. Make a new one.")
+        if steps > self._allocated_steps - self.steps:
+            raise ValueError(
+                f"batch: expected at most {self._allocated_steps - self.steps} more steps, got {steps}. Make the "
+                "writer with a larger steps=."
+            )
+        batch = batch[..., :steps]
+        leaves = self._leaves(batch)
+        if not self._files:
+            self._allocate(batch, leaves)
+        self._check(batch, leaves)
+        for key, value in leaves.items():
+            self._write_rows(key, value)
+        self._count(batch)
+        self.steps += steps
+        self._describe(complete=False)
+
+    def close(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Finish the dataset and give back disk space that was not used. May be called again.
+
+        A writer that never got a batch leaves nothing behind.
+
+        Args:
+            interrupted: asked while data are copied to give back space: True stops that, which loses nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for file in self._files.values():
+            os.fsync(file.fileno())
+            file.close()
+        if not self.steps:
+            if not self._replaces:
+                remove_dataset(self.path)
+            if self._made_folder and not any(self.path.iterdir()):
+                self.path.rmdir()
+            return
+        if self.steps < self._allocated_steps:
+            self._compact(interrupted)
+        self._describe(complete=self.steps == self._requested_steps)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Frames -----------------------------------------------------------------------------------
+
+    def _leaves(self, batch: TensorDictBase) -> Leaves:
+        """The tensors of a batch; what is no tensor is noted and left out."""
+        leaves: Leaves = {}
+        try:
+            for key, value in batch.items(True, True, is_leaf=is_leaf_nontensor):
+                if isinstance(value, torch.Tensor):
+                    leaves[key] = value
+                elif key not in self.left_out:
+                    self.left_out.append(key)
+        except RuntimeError as error:
+            raise _ragged() from error
+        if isinstance(batch, LazyStackedTensorDict) and any(
+            set(leaf_keys(frame)) != set(leaf_keys(batch)) for frame in batch.unbind(-1)
+        ):
+            raise _ragged()
+        return leaves
+
+    def _allocate(self, batch: TensorDictBase, leaves: Leaves) -> None:
+        """Make the files, which the system gives space as they are written."""
+        if self._replaces:  # only now that there is something to replace it with
+            remove_dataset(self.path)
+            self._replaces = False
+        self._env_shape = batch.batch_size[:-1]
+        self._layout = _layout_of(batch, leaves)
+        num_bytes = sum(map(self._frame_bytes, leaves)) * self._env_shape.numel() * self._allocated_steps
+        free = shutil.disk_usage(self.path).free
+        if num_bytes > free:
+            warnings.warn(
+                f"The dataset will take {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free at {self.path}. "
+                "Ask for fewer frames, or write elsewhere.",
+                stacklevel=3,
+            )
+        names = self._make_files(self._data, self._allocated_steps)
+        self._files = {key: open(name, "r+b", buffering=0) for key, name in names.items()}  # noqa: SIM115 - kept
+
+    def _make_files(self, folder: str, steps: int) -> dict[NestedKey, str]:
+        """Sparse files of a memory-mapped TensorDict ``[*env, steps]`` in tensordict's own format, by entry."""
+        frame = TensorDict({}, [*self._env_shape, 1])
+        for key, (shape, dtype) in self._layout.items():
+            frame.set(key, torch.zeros((*self._env_shape, 1, *shape), dtype=dtype))
+        frame.names = [*[None] * len(self._env_shape), "time"]
+        mapped: Any = frame.expand(*self._env_shape, steps).memmap_like(str(self.path / folder))
+        return {key: mapped.get(key).filename for key in self._layout}
+
+    def _check(self, batch: TensorDictBase, leaves: Leaves) -> None:
+        if batch.batch_size[:-1] != self._env_shape:
+            raise ValueError(
+                f"batch: expected environments {list(self._env_shape)}, as in the first batch, got "
+                f"{list(batch.batch_size[:-1])}. Write it to a dataset of its own."
+            )
+        layout = _layout_of(batch, leaves)
+        for key in {**self._layout, **layout}:
+            expected, got = self._layout.get(key), layout.get(key)
+            if expected != got:
+                raise ValueError(
+                    f"batch: {key!r} was {_brief(expected)} in the first batch and is now {_brief(got)}. A dataset has "
+                    "one layout: give the entry one shape and dtype."
+                )
+
+    def _frame_bytes(self, key: NestedKey) -> int:
+        shape, dtype = self._layout[key]
+        return shape.numel() * dtype.itemsize
+
+    def _write_rows(self, key: NestedKey, value: torch.Tensor) -> None:
+        """Write each environment's steps behind those it has.
+
+        Through the file, not through the memory map: a full disk is then an ``OSError`` instead of a
+        killed process, and pages written do not count as this process's memory.
+        """
+        size, num_rows = self._frame_bytes(key), self._env_shape.numel()
+        if not size:
+            return
+        rows = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).reshape(num_rows, -1).numpy()
+        for row, data in enumerate(rows):
+            _write_all(self._files[key], (row * self._allocated_steps + self.steps) * size, memoryview(data))
+
+    def _compact(self, interrupted: Callable[[], bool]) -> None:
+        """Copy the complete steps into files of their size; the old ones hold until that is done."""
+        try:
+            for key, name in self._make_files(COMPACT, self.steps).items():
+                size = self._frame_bytes(key)
+                with open(cast(str, self._files[key].name), "rb") as source, open(name, "r+b") as target:
+                    for row in range(self._env_shape.numel()):
+                        source.seek(row * self._allocated_steps * size)
+                        _copy(source, target, self.steps * size, interrupted)
+                    target.flush()
+                    os.fsync(target.fileno())
+        except OSError:  # interrupted, or no space for a copy
+            shutil.rmtree(self.path / COMPACT, ignore_errors=True)
+            return
+        self._data, self._allocated_steps = COMPACT, self.steps
+        self._describe(complete=False)
+        shutil.rmtree(self.path / FRAMES)
+
+    # Description ------------------------------------------------------------------------------
+
+    def _count(self, batch: TensorDictBase) -> None:
+        try:
+            frames = Frames.of(batch)
+        except KeyError:  # no flags: the dataset counts no episodes
+            return
+        self._totals.add(self._scan.update(frames), has_rewards=frames.has_rewards)
+
+    def _describe(self, *, complete: bool) -> None:
+        entries = [
+            {"key": list(as_tuple(key)), "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+            for key, (shape, dtype) in self._layout.items()
+        ]
+        description = {
+            "complete": complete,
+            "frames": self.frames,
+            "steps": self.steps,
+            "batch_size": [*self._env_shape, self.steps],
+            "requested_steps": self._requested_steps,
+            "allocated_steps": self._allocated_steps,
+            "data": self._data,
+            "layout": _LAYOUT,
+            "entries": entries,
+            "left_out": [list(as_tuple(key)) for key in self.left_out],
+            "episodes": self.episodes,
+            "source": self._source,
+            "created": self._created,
+            "updated": _now(),
+            "versions": {
+                "rollwright": rollwright.__version__,
+                "torch": str(torch.__version__),
+                "tensordict": str(tensordict.__version__),
+                "gymnasium": gymnasium.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        write_description(self.path, description)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _layout_of(batch: TensorDictBase, leaves: Leaves) -> Layout:
+    return {key: (value.shape[batch.ndim :], value.dtype) for key, value in leaves.items()}
+
+
+def _ragged() -> ValueError:
+    return ValueError(
+        "batch: its frames differ in keys or shapes, and a dataset needs one layout. Let the environment pad such "
+        "entries, or leave them out."
+    )
+
+
+def _brief(layout: tuple[torch.Size, torch.dtype] | None) -> str:
+    return "absent" if layout is None else f"{str(layout[1]).removeprefix('torch.')} {list(layout[0])}"
+
+
+def _write_all(file: BinaryIO, offset: int, data: memoryview) -> None:
+    file.seek(offset)
+    while len(data):
+        data = data[file.write(data) :]  # an unbuffered file may take less than it is given
+
+
+def _copy(source: BinaryIO, target: BinaryIO, num_bytes: int, interrupted: Callable[[], bool]) -> None:
+    while num_bytes:
+        if interrupted():
+            raise InterruptedError("the copy was interrupted")
+        data = source.read(min(num_bytes, _COPY_BYTES))
+        if not data:
+            raise OSError("a file ended before its complete frames did")
+        target.write(data)
+        num_bytes -= len(data)

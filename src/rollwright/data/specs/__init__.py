@@ -1,0 +1,34 @@
+"""Specs: what the tensors that environments and policies exchange may hold."""
+
+from rollwright.data.specs.base import IntervalSpace, OutcomeSpace, TensorSpec
+from rollwright.data.specs.binary import Binary
+from rollwright.data.specs.composite import Composite
+from rollwright.data.specs.discrete import Categorical, OneHot
+from rollwright.data.specs.gymspaces import from_gym_space, to_gym_space, to_gym_value
+from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
+from rollwright.data.specs.nontensor import NonTensor
+from rollwright.data.specs.numeric import Bounded, Unbounded
+from rollwright.data.specs.stack import stack
+from rollwright.data.specs.stacked import Stacked
+from rollwright.data.specs.stackedcomposite import StackedComposite
+
+__all__ = [
+    "Binary",
+    "Bounded",
+    "Categorical",
+    "Composite",
+    "IntervalSpace",
+    "MultiCategorical",
+    "MultiOneHot",
+    "NonTensor",
+    "OneHot",
+    "OutcomeSpace",
+    "Stacked",
+    "StackedComposite",
+    "TensorSpec",
+    "Unbounded",
+    "from_gym_space",
+    "stack",
+    "to_gym_space",
+    "to_gym_value",
+]

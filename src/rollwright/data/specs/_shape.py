@@ -1,0 +1,77 @@
+"""Shapes, devices and indices: the arithmetic behind a spec's shape operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "DeviceLike",
+    "ShapeLike",
+    "as_device",
+    "as_size",
+    "full_index",
+    "index_leading",
+    "index_shape",
+    "star_size",
+]
+
+DeviceLike = torch.device | str | int | None
+ShapeLike = Iterable[int] | int | None
+
+
+def as_size(shape: ShapeLike) -> torch.Size:
+    """A ``torch.Size`` from None (no dimension), one size, or an iterable of sizes."""
+    if shape is None:
+        return torch.Size(())
+    if isinstance(shape, int):
+        return torch.Size((shape,))
+    return torch.Size([int(size) for size in shape])
+
+
+def as_device(device: DeviceLike) -> torch.device | None:
+    """A ``torch.device`` with an index for CUDA, so that equal devices compare equal."""
+    if device is None:
+        return None
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return device
+
+
+def star_size(shape: tuple[Any, ...]) -> torch.Size:
+    """The size meant by ``f(3, 4)``, ``f((3, 4))`` or ``f(torch.Size([3, 4]))``."""
+    return as_size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+
+
+def full_index(idx: Any, extra_ndim: int) -> tuple[Any, ...]:
+    """The same index for a tensor with ``extra_ndim`` more dimensions at its end."""
+    items = idx if isinstance(idx, tuple) else (idx,)
+    items = tuple(list(item) if isinstance(item, range) else item for item in items)
+    if any(item is Ellipsis for item in items):
+        items += (slice(None),) * extra_ndim
+    return items
+
+
+def index_shape(batch: Sequence[int], idx: Any) -> torch.Size:
+    """The shape that a tensor of shape ``batch`` has after indexing.
+
+    Raises:
+        IndexError: the index does not fit.
+    """
+    try:
+        # An expanded scalar takes no memory, whatever its shape.
+        return torch.zeros(()).expand(tuple(batch))[full_index(idx, 0)].shape
+    except (IndexError, RuntimeError, TypeError) as error:
+        raise IndexError(
+            f"index: expected one that fits the batch dimensions {list(batch)}, got {idx!r} ({error}). "
+            "Dimensions that belong to one value (such as the last one of OneHot) cannot be indexed."
+        ) from error
+
+
+def index_leading(tensor: Tensor, idx: Any, ndim: int) -> Tensor:
+    """Index the first ``ndim`` dimensions of a tensor and leave the others alone."""
+    return tensor[full_index(idx, tensor.ndim - ndim)]

@@ -1,0 +1,400 @@
+"""Composite: a mapping of specs under nested keys, as a TensorDict is a mapping of tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+from rollwright._keys import NestedKey, as_tuple, key_str, unravel
+from rollwright.data.specs._shape import DeviceLike, ShapeLike, as_device, as_size, index_shape
+from rollwright.data.specs.base import TensorSpec
+from rollwright.data.specs.mapping import SpecMapping, is_key
+from rollwright.data.specs.nontensor import NonTensor
+from rollwright.errors import SpecError
+
+__all__ = ["Composite"]
+
+
+class Composite(SpecMapping):
+    """Specs under nested keys; its samples are TensorDicts.
+
+    Args:
+        specs: a mapping from (nested) keys to specs or to further mappings.
+        shape: batch size of the samples, with which the shape of every entry begins.
+        device: device of the samples, to which entries are moved; None: each entry keeps its own.
+        batch_size: same as ``shape``.
+        kwargs: more entries, by name.
+
+    Raises:
+        ValueError: the shape of an entry does not begin with ``shape``. (A Composite or NonTensor entry
+            with fewer batch dimensions takes over those of its parent.)
+        TypeError: an entry is no spec, or a key is no string.
+
+    Unlike other specs it can be changed: ``set``, ``pop``, ``update``, ``del`` and ``device = ...`` work
+    in place. ``spec["a", "b"]`` looks up a key; any other index selects along the batch.
+
+    Example:
+        >>> from rollwright.data import Bounded, Categorical
+        >>> spec = Composite(obs=Bounded(-1.0, 1.0, (4, 3)), info={"mode": Categorical(2, (4,))}, shape=(4,))
+        >>> spec
+        Composite(
+            obs: Bounded(low=-1.0, high=1.0, shape=[4, 3], dtype=float32, device=cpu),
+            info: Composite(
+                mode: Categorical(n=2, shape=[4], dtype=int64, device=cpu),
+                shape=[4], device=None),
+            shape=[4], device=None)
+        >>> list(spec.keys(True, True))
+        ['obs', ('info', 'mode')]
+        >>> spec.rand().batch_size, spec[0]["obs"].shape
+        (torch.Size([4]), torch.Size([3]))
+    """
+
+    dtype = None
+
+    def __init__(
+        self,
+        specs: Mapping[Any, Any] | Composite | None = None,
+        /,
+        *,
+        shape: ShapeLike = None,
+        device: DeviceLike = None,
+        batch_size: ShapeLike = None,
+        **kwargs: Any,
+    ) -> None:
+        if shape is not None and batch_size is not None:
+            raise ValueError(
+                f"batch_size: expected it or shape, got both ({batch_size} and {shape}). Drop one."
+            )
+        if specs is not None and not isinstance(specs, (Mapping, Composite)):
+            raise TypeError(f"specs: expected a mapping from keys to specs, got {type(specs).__name__}.")
+        self.shape = as_size(batch_size if shape is None else shape)
+        self._device = as_device(device)
+        self._specs = {}
+        for entries in (specs, kwargs):
+            for key, spec in () if entries is None else entries.items():
+                self.set(key, spec)
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """Same as :attr:`shape`."""
+        return self.shape
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the samples; setting it moves the entries, None lifts the restriction."""
+        return self._device
+
+    @device.setter
+    def device(self, device: DeviceLike) -> None:
+        target = as_device(device)
+        if target is not None:
+            self._specs = {name: spec.to(target) for name, spec in self._specs.items()}
+        self._device = target
+
+    def clear_device_(self) -> Self:
+        """Set the device to None, in nested Composites as well, in place."""
+        self._device = None
+        for spec in self.values():
+            if isinstance(spec, Composite):
+                spec.clear_device_()
+        return self
+
+    # Mapping ----------------------------------------------------------------------------------
+
+    def set(self, key: NestedKey, spec: TensorSpec | Mapping[Any, Any]) -> Self:
+        """Put an entry under a (nested) key, in place; Composites on the way are made.
+
+        Raises:
+            ValueError: the shape of the spec does not begin with this one's.
+            TypeError: the key or the spec is none.
+        """
+        if not is_key(key):
+            raise TypeError(f"key: expected a string or a tuple of strings, got {key!r}.")
+        name, *rest = as_tuple(key)
+        if rest:
+            child = self._specs.get(name)
+            if not isinstance(child, Composite):
+                child = Composite(shape=self.shape, device=self.device)
+            self._specs[name] = child.set(tuple(rest), spec)
+        else:
+            self._specs[name] = self._adopt(name, spec)
+        return self
+
+    def __setitem__(self, key: NestedKey, spec: TensorSpec | Mapping[Any, Any]) -> None:
+        self.set(key, spec)
+
+    def _adopt(self, name: str, spec: object) -> TensorSpec:
+        """The spec as an entry of this Composite: of its batch, on its device."""
+        if isinstance(spec, Mapping):
+            spec = Composite(spec, shape=self.shape, device=self.device)
+        if not isinstance(spec, TensorSpec):
+            raise TypeError(
+                f"{name!r}: expected a TensorSpec or a mapping of them, got {type(spec).__name__}."
+            )
+        if spec.shape[: self.ndim] != self.shape:
+            if isinstance(spec, Composite) and spec.shape == self.shape[: spec.ndim]:
+                spec = spec._rebatched(self.shape)
+            elif isinstance(spec, NonTensor) and spec.shape == self.shape[: spec.ndim]:
+                spec = spec._changed(shape=self.shape)
+            else:
+                raise ValueError(
+                    f"{name!r}: expected a spec whose shape begins with the Composite's {list(self.shape)}, "
+                    f"got {spec!r}. Use spec.expand({[*self.shape, *spec.shape]}), or another shape "
+                    "for the Composite."
+                )
+        if spec._batch_ndim < self._batch_ndim:
+            raise ValueError(
+                f"{name!r}: expected a spec whose first {self.ndim} dimensions are batch dimensions, "
+                f"got {spec!r}, "
+                f"whose last ones belong to one value. Expand it to the batch {list(self.shape)} first."
+            )
+        return spec if self.device is None else spec.to(self.device)
+
+    def _rebatched(self, shape: torch.Size) -> Self:
+        """The same entries with more of their dimensions counted as batch."""
+        new = self._rebuilt(shape)
+        new._specs = {name: new._adopt(name, spec) for name, spec in self._specs.items()}
+        return new
+
+    def update(self, specs: Mapping[Any, Any] | Composite) -> Self:
+        """Put all entries of a mapping, in place; nested Composites are merged."""
+        for key, spec in specs.items():
+            known = self.get(key)
+            if isinstance(known, Composite) and isinstance(spec, (Mapping, Composite)):
+                known.update(spec)
+            else:
+                self.set(key, spec)
+        return self
+
+    def empty(self) -> Self:
+        """A Composite of the same shape and device without entries."""
+        return self._rebuilt(self.shape, entries={})
+
+    # Samples ----------------------------------------------------------------------------------
+
+    def _sample(self, shape: ShapeLike, draw: Callable[[TensorSpec, torch.Size], Any]) -> TensorDictBase:
+        sizes = as_size(shape)
+        entries = {name: draw(spec, sizes) for name, spec in self._specs.items()}
+        return TensorDict(entries, batch_size=[*sizes, *self._safe_shape], device=self.device)
+
+    def rand(self, shape: ShapeLike = ()) -> TensorDictBase:
+        """A random TensorDict of batch size ``[*shape, *self.shape]``."""
+        return self._sample(shape, lambda spec, sizes: spec.rand(sizes))
+
+    def zero(self, shape: ShapeLike = ()) -> TensorDictBase:
+        """A TensorDict of zeros, of batch size ``[*shape, *self.shape]``."""
+        return self._sample(shape, lambda spec, sizes: spec.zero(sizes))
+
+    def one(self, shape: ShapeLike = ()) -> TensorDictBase:
+        """A TensorDict of ones, of batch size ``[*shape, *self.shape]``."""
+        return self._sample(shape, lambda spec, sizes: spec.one(sizes))
+
+    def cardinality(self) -> int | float:
+        """The product of the entries' cardinalities."""
+        return math.prod(spec.cardinality() for spec in self._specs.values())
+
+    def enumerate(self, use_mask: bool = False) -> TensorDictBase:
+        """All combinations of the entries' values, batch size ``[combinations, *self.shape]``."""
+        values = {name: spec.enumerate(use_mask) for name, spec in self._specs.items()}
+        counts = [torch.arange(value.shape[0], device=value.device) for value in values.values()]
+        grids = torch.meshgrid(*counts, indexing="ij") if counts else ()
+        picked = {
+            name: value[grid.flatten()] for (name, value), grid in zip(values.items(), grids, strict=True)
+        }
+        batch = [math.prod(len(count) for count in counts), *self._safe_shape]
+        return TensorDict(picked, batch_size=batch, device=self.device)
+
+    def is_in(self, val: Any) -> bool:
+        """Whether every entry is there and lies in its spec; other entries of ``val`` do not matter."""
+        if not isinstance(val, (TensorDictBase, Mapping)):
+            return False
+        if isinstance(val, LazyStackedTensorDict):
+            parts = self._parts(val)
+            return parts is not None and all(spec.is_in(part) for spec, part in parts)
+        return all(
+            spec.is_in(part)
+            for name, spec in self._specs.items()
+            if (part := val.get(name, None)) is not None or not _optional(spec)
+        )
+
+    def _parts(self, val: LazyStackedTensorDict) -> list[tuple[TensorSpec, Any]] | None:
+        """A lazy stack's TensorDicts, each with its spec (entries of different shape cannot be stacked)."""
+        dim = val.stack_dim - (val.ndim - self.ndim)
+        parts = val.tensordicts
+        if dim < 0:
+            return [(self, part) for part in parts]
+        if self.shape[dim] not in (-1, len(parts)):
+            return None
+        first = (slice(None),) * dim
+        return [(self[(*first, 0 if self.shape[dim] == -1 else i)], part) for i, part in enumerate(parts)]
+
+    def assert_is_in(self, val: Any, key: NestedKey | None = None) -> None:
+        """Raise :class:`SpecError` that names the first entry that is missing or not in its spec."""
+        if self.is_in(val):
+            return
+        path = () if key is None else as_tuple(key)
+        name = repr(unravel(path)) if path else "value"
+        if not isinstance(val, (TensorDictBase, Mapping)):
+            raise SpecError(
+                f"{name}: expected a TensorDict with {key_str(self.keys())}, got {type(val).__name__}."
+            )
+        if isinstance(val, LazyStackedTensorDict):
+            parts = self._parts(val)
+            if parts is None:
+                raise SpecError(
+                    f"{name}: expected a batch size that ends in {list(self.shape)}, "
+                    f"got {list(val.batch_size)}. Index or reshape the TensorDict."
+                )
+            for spec, part in parts:
+                spec.assert_is_in(part, key)
+        for child, spec in self._specs.items():
+            part = val.get(child, None)
+            if part is not None or not _optional(spec):
+                if part is None:
+                    raise _missing((*path, child), spec, val)
+                spec.assert_is_in(part, (*path, child))
+
+    def type_check(self, val: Any, key: NestedKey | None = None) -> None:
+        """Raise :class:`SpecError` where an entry is missing or has another dtype than its spec."""
+        path = () if key is None else as_tuple(key)
+        for name, spec in self._specs.items():
+            part = val.get(name, None)
+            if part is None and not _optional(spec):
+                raise _missing((*path, name), spec, val)
+            if part is not None:
+                spec.type_check(part, (*path, name))
+
+    def project(self, val: Any) -> Any:
+        """A TensorDict with every entry mapped into its spec; ``val`` itself where it is a member.
+
+        Raises:
+            SpecError: an entry is missing, or its shape does not fit.
+        """
+        if self.is_in(val):
+            return val
+        out = val.copy()
+        for name, spec in self._specs.items():
+            part = val.get(name, None)
+            if part is None and not _optional(spec):
+                raise _missing((name,), spec, val)
+            if part is not None:
+                with _under(name):
+                    out[name] = spec.project(part)
+        return out
+
+    def encode(self, val: Any) -> TensorDictBase:
+        """A TensorDict from a mapping of data; a tuple or list is read under the keys "0", "1", ….
+
+        Raises:
+            SpecError: entries are missing or unknown, or one cannot be encoded.
+        """
+        if isinstance(val, (tuple, list)):
+            val = {str(i): part for i, part in enumerate(val)}
+        if not isinstance(val, (TensorDictBase, Mapping)):
+            raise SpecError(
+                f"value: expected a mapping with {key_str(self.keys())}, got {type(val).__name__}."
+            )
+        required = {name for name, spec in self._specs.items() if not _optional(spec)}
+        present = set(val.keys())
+        if not required <= present <= set(self._specs):
+            raise SpecError(
+                f"value: expected the entries {key_str(self.keys())}, got {_names(val)}. "
+                "Make data and spec agree."
+            )
+        entries = {}
+        for name, spec in self._specs.items():
+            with _under(name):
+                entries[name] = spec.encode(val[name]) if name in present else spec.zero()
+        return TensorDict(entries, batch_size=self._safe_shape, device=self.device)
+
+    def to_numpy(self, val: Any, safe: bool | None = None) -> dict[str, Any]:
+        """A nested dict of arrays."""
+        if safe:
+            self.assert_is_in(val)
+        return {name: spec.to_numpy(val.get(name)) for name, spec in self._specs.items()}
+
+    # Other specs ------------------------------------------------------------------------------
+
+    def _rebuilt(
+        self,
+        shape: torch.Size,
+        op: Callable[[TensorSpec], TensorSpec] | None = None,
+        entries: dict[str, TensorSpec] | None = None,
+    ) -> Self:
+        """A copy of another shape, with an operation applied to every entry or other entries."""
+        new = copy.copy(self)
+        new.shape = shape
+        if entries is not None:
+            new._specs = entries
+        elif op is not None:
+            new._specs = {name: op(spec) for name, spec in self._specs.items()}
+        return new
+
+    def clone(self) -> Self:
+        """A copy of the mapping and of every spec in it."""
+        return self._rebuilt(self.shape, lambda spec: spec.clone())
+
+    def to(self, dest: torch.dtype | DeviceLike) -> Self:
+        """The Composite on another device, or with all its entries of another dtype."""
+        device = None if dest is None or isinstance(dest, torch.dtype) else as_device(dest)
+        if dest is None or (device is not None and device == self.device):
+            return self
+        new = self._rebuilt(self.shape, lambda spec: spec.to(dest))
+        if device is not None:
+            new._device = device
+        return new
+
+    def _index_batch(self, idx: Any, ndim: int) -> Any:
+        shape = index_shape(self.shape[:ndim], idx) + self.shape[ndim:]
+        return self._rebuilt(shape, lambda spec: spec._index_batch(idx, ndim))
+
+    def _expand_batch(self, batch: torch.Size, ndim: int) -> Self:
+        return self._rebuilt(batch + self.shape[ndim:], lambda spec: spec._expand_batch(batch, ndim))
+
+    def _reshape_batch(self, batch: torch.Size, ndim: int) -> Self:
+        return self._rebuilt(batch + self.shape[ndim:], lambda spec: spec._reshape_batch(batch, ndim))
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other) or not isinstance(other, Composite):
+            return False
+        return self.shape == other.shape and self.device == other.device and self._specs == other._specs
+
+    def __repr__(self) -> str:
+        end = f"shape={list(self.shape)}, device={self.device})"
+        if not self._specs:
+            return f"{type(self).__name__}({end}"
+        lines = ",\n".join([*(f"{name}: {spec!r}" for name, spec in self._specs.items()), end])
+        return f"{type(self).__name__}(\n{textwrap.indent(lines, '    ')}"
+
+
+def _optional(spec: TensorSpec) -> bool:
+    """Whether an entry may be missing: a Composite that holds nothing."""
+    return isinstance(spec, Composite) and spec.is_empty(recurse=True)
+
+
+def _names(val: Any) -> str:
+    """The keys of any mapping, for a message."""
+    return ", ".join(sorted(map(repr, val.keys()))) or "no entries"
+
+
+def _missing(path: tuple[str, ...], spec: TensorSpec, val: Any) -> SpecError:
+    return SpecError(
+        f"{unravel(path)!r}: expected an entry for {spec!r}, got only {_names(val)}. "
+        "Write the entry, or take it out of the spec."
+    )
+
+
+@contextlib.contextmanager
+def _under(name: str) -> Iterator[None]:
+    """Put a key before the message of a SpecError raised inside."""
+    try:
+        yield
+    except SpecError as error:
+        raise SpecError(f"{name!r}: {error}") from error

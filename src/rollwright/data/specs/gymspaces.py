@@ -1,0 +1,240 @@
+"""Conversion between Gymnasium spaces and specs."""
+
+from __future__ import annotations
+
+import copy
+from functools import singledispatch
+from typing import Any
+
+import gymnasium.spaces as gym_spaces
+import numpy as np
+import torch
+
+from rollwright.data.specs._shape import DeviceLike, ShapeLike, as_size
+from rollwright.data.specs.base import TensorSpec
+from rollwright.data.specs.binary import Binary
+from rollwright.data.specs.composite import Composite
+from rollwright.data.specs.discrete import Categorical, OneHot
+from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
+from rollwright.data.specs.nontensor import NonTensor
+from rollwright.data.specs.numeric import Bounded, Unbounded
+
+__all__ = ["from_gym_space", "to_gym_space", "to_gym_value"]
+
+Space = gym_spaces.Space[Any]
+
+# torch has few operations on these: the next signed dtype that holds their numbers.
+_WIDENED = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64}
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """The torch dtype of a NumPy dtype; uint16 and larger become signed and wider.
+
+    >>> torch_dtype(np.float32), torch_dtype("uint16")
+    (torch.float32, torch.int32)
+    """
+    name = np.dtype(dtype).name
+    return _WIDENED[name] if name in _WIDENED else torch.from_numpy(np.empty(0, name)).dtype
+
+
+def numpy_dtype(dtype: torch.dtype) -> Any:
+    """The NumPy dtype of a torch dtype (float32 for bfloat16)."""
+    return np.dtype(np.float32) if dtype == torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def from_gym_space(
+    space: Space,
+    *,
+    device: DeviceLike = None,
+    categorical_action_encoding: bool = False,
+    batch_size: ShapeLike = (),
+) -> TensorSpec:
+    """The spec of a Gymnasium space.
+
+    ============================== ==================================================================
+    space                          spec
+    ============================== ==================================================================
+    ``Box``                        :class:`Bounded`; :class:`Unbounded` where no bound is finite
+    ``Discrete``                   :class:`OneHot` (int64), or :class:`Categorical`
+    ``MultiDiscrete``              :class:`MultiOneHot` (int64), or :class:`MultiCategorical`, always
+                                   so for an ``nvec`` of several dimensions
+    ``MultiBinary``                :class:`Binary`
+    ``Dict``, ``Tuple``            :class:`Composite`; a tuple's keys are "0", "1", …
+    ``Text``, ``Sequence``, others :class:`NonTensor`, with a sample as its example
+    ============================== ==================================================================
+
+    A ``start`` other than zero is kept: ``spec.encode`` and ``spec.to_numpy`` speak the
+    environment's numbers.
+
+    Args:
+        space: the space of one environment, or of a batch (then its batch stands in its shape).
+        device: device of the spec.
+        categorical_action_encoding: numbers instead of one-hot vectors.
+        batch_size: dimensions to put before the spec's shape.
+
+    Raises:
+        TypeError: ``space`` is no Gymnasium space.
+
+    Example:
+        >>> import gymnasium.spaces
+        >>> from_gym_space(gymnasium.spaces.Discrete(3, start=1)).encode(3)
+        tensor([0, 0, 1])
+        >>> from_gym_space(gymnasium.spaces.Discrete(3), categorical_action_encoding=True, batch_size=(2,))
+        Categorical(n=3, shape=[2], dtype=int64, device=cpu)
+    """
+    if not isinstance(space, gym_spaces.Space):
+        raise TypeError(
+            f"space: expected a gymnasium.spaces.Space, got {type(space).__module__}.{type(space).__name__}. "
+            "Convert spaces of other packages to Gymnasium's first."
+        )
+    spec = _convert(space, device, categorical_action_encoding)
+    batch = as_size(batch_size)
+    return spec.expand((*batch, *spec.shape)) if batch else spec
+
+
+def _convert(space: Any, device: DeviceLike, categorical: bool) -> TensorSpec:
+    if isinstance(space, gym_spaces.Box):
+        dtype = torch_dtype(space.dtype)
+        if not (np.isfinite(space.low).any() or np.isfinite(space.high).any()) and space.low.size:
+            return Unbounded(space.shape, device, dtype)
+        low, high = _clipped(space.low, dtype), _clipped(space.high, dtype)
+        return Bounded(low, high, space.shape, device, dtype)
+    if isinstance(space, gym_spaces.Discrete):
+        start = int(space.start)
+        if categorical:
+            return Categorical(int(space.n), (), device, torch_dtype(space.dtype), start=start)
+        return OneHot(int(space.n), None, device, torch.int64, start=start)
+    if isinstance(space, gym_spaces.MultiDiscrete):
+        nvec, starts = space.nvec.astype(np.int64), space.start.astype(np.int64)
+        if categorical or nvec.ndim > 1:
+            return MultiCategorical(nvec, None, device, torch_dtype(space.dtype), start=starts)
+        return MultiOneHot(nvec.tolist(), None, device, torch.int64, start=starts)
+    if isinstance(space, gym_spaces.MultiBinary):
+        return Binary(None, space.shape, device, torch_dtype(space.dtype))
+    if isinstance(space, gym_spaces.Dict):
+        return Composite(
+            {key: _convert(sub, device, categorical) for key, sub in space.items()}, device=device
+        )
+    if isinstance(space, gym_spaces.Tuple):
+        return Composite(
+            {str(i): _convert(sub, device, categorical) for i, sub in enumerate(space)}, device=device
+        )
+    example = copy.deepcopy(space)  # sampling must not disturb the environment's own generator
+    example.seed(0)
+    return NonTensor((), device, example_data=example.sample())
+
+
+def _clipped(bound: Any, dtype: torch.dtype) -> Any:
+    """A Box's bound as numbers that the dtype can hold."""
+    if dtype.is_floating_point:
+        return torch.from_numpy(np.array(bound))
+    info = torch.iinfo(dtype)
+    return torch.from_numpy(np.asarray(np.clip(bound, None, info.max), numpy_dtype(dtype)))
+
+
+@singledispatch
+def to_gym_space(spec: TensorSpec) -> Space:
+    """The Gymnasium space of a spec, whose batch dimensions stay in the space's shape.
+
+    It inverts :func:`from_gym_space`, except that a tuple comes back as a ``Dict``. One-hot specs
+    become spaces of numbers, as ``spec.to_numpy`` returns them; masks are left out, since Gymnasium
+    takes them with each sample.
+
+    Args:
+        spec: any spec but :class:`NonTensor` and stacks of unlike specs.
+
+    Raises:
+        ValueError: there is no such space.
+
+    Example:
+        >>> to_gym_space(Bounded(-1.0, 1.0, (2,)))
+        Box(-1.0, 1.0, (2,), float32)
+        >>> to_gym_space(OneHot(4))
+        Discrete(4)
+    """
+    raise ValueError(
+        f"spec: expected one of numbers or of choices, or a Composite of them, got {spec!r}. "
+        "Gymnasium has no space for it: leave it out, or write the space by hand."
+    )
+
+
+@to_gym_space.register
+def _(spec: Bounded) -> Space:
+    low, high = (bound.cpu().float() if spec.dtype == torch.bfloat16 else bound.cpu() for bound in spec.space)
+    return gym_spaces.Box(low.numpy(), high.numpy(), tuple(spec.shape), numpy_dtype(spec.dtype))
+
+
+@to_gym_space.register
+def _(spec: Unbounded) -> Space:
+    if spec.dtype == torch.bool:
+        return _bits(spec.shape)
+    if spec.dtype.is_floating_point:
+        return gym_spaces.Box(-np.inf, np.inf, tuple(spec.shape), numpy_dtype(spec.dtype))
+    info = torch.iinfo(spec.dtype)
+    return gym_spaces.Box(info.min, info.max, tuple(spec.shape), numpy_dtype(spec.dtype))
+
+
+@to_gym_space.register
+def _(spec: Categorical) -> Space:
+    if spec.dtype == torch.bool:
+        return _bits(spec.shape) if spec.ndim else gym_spaces.Discrete(2)
+    return _choices(spec, tuple(spec.shape), numpy_dtype(spec.dtype))
+
+
+@to_gym_space.register
+def _(spec: OneHot) -> Space:
+    return _choices(spec, tuple(spec.shape[:-1]), np.dtype(np.int64))
+
+
+def _choices(spec: Categorical | OneHot, shape: tuple[int, ...], dtype: Any) -> Space:
+    if not shape:
+        return gym_spaces.Discrete(spec.n, start=spec.start, dtype=dtype)
+    return gym_spaces.MultiDiscrete(np.full(shape, spec.n), dtype=dtype, start=np.full(shape, spec.start))
+
+
+@to_gym_space.register
+def _(spec: MultiCategorical) -> Space:
+    return gym_spaces.MultiDiscrete(
+        spec.nvec.cpu().numpy(), dtype=numpy_dtype(spec.dtype), start=spec.start.cpu().numpy()
+    )
+
+
+@to_gym_space.register
+def _(spec: MultiOneHot) -> Space:
+    return to_gym_space(spec.to_categorical_spec())
+
+
+@to_gym_space.register
+def _(spec: Binary) -> Space:
+    return _bits(spec.shape)
+
+
+def _bits(shape: torch.Size) -> Space:
+    return gym_spaces.MultiBinary(shape[0] if len(shape) == 1 else list(shape))
+
+
+@to_gym_space.register
+def _(spec: Composite) -> Space:
+    return gym_spaces.Dict({str(name): to_gym_space(child) for name, child in spec.items()})
+
+
+def to_gym_value(spec: TensorSpec, space: Space, val: Any) -> Any:
+    """What an environment of that space takes: as ``spec.to_numpy``, with tuples where the space has them.
+
+    Args:
+        spec: the spec that :func:`from_gym_space` made of ``space``.
+        space: the space.
+        val: a member of the spec.
+
+    Example:
+        >>> import gymnasium.spaces
+        >>> space = gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(2), gymnasium.spaces.Discrete(3)])
+        >>> spec = from_gym_space(space)
+        >>> tuple(int(part) for part in to_gym_value(spec, space, spec.encode((1, 2))))
+        (1, 2)
+    """
+    if isinstance(spec, Composite) and isinstance(space, gym_spaces.Dict):
+        return {key: to_gym_value(spec[key], sub, val.get(key)) for key, sub in space.items()}
+    if isinstance(spec, Composite) and isinstance(space, gym_spaces.Tuple):
+        return tuple(to_gym_value(spec[str(i)], sub, val.get(str(i))) for i, sub in enumerate(space))
+    return spec.to_numpy(val)

@@ -1,0 +1,162 @@
+"""SpecMapping: the dictionary side of a Composite, look-up and selection by nested keys."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from typing import Any, Self
+
+from rollwright._keys import NestedKey, as_tuple, key_str, unravel
+from rollwright.data.specs.base import TensorSpec
+
+__all__ = ["SpecMapping"]
+
+MISSING: Any = object()
+
+
+class SpecMapping(TensorSpec):
+    """A spec that holds others under nested keys."""
+
+    _specs: dict[str, TensorSpec]
+
+    @abc.abstractmethod
+    def empty(self) -> Self:
+        """A mapping of the same shape and device without entries."""
+
+    def _flat(self, include_nested: bool, leaves_only: bool) -> dict[NestedKey, TensorSpec]:
+        found: dict[NestedKey, TensorSpec] = {}
+        for name, spec in self._specs.items():
+            nested = isinstance(spec, SpecMapping)
+            if not (nested and leaves_only):
+                found[name] = spec
+            if isinstance(spec, SpecMapping) and include_nested:
+                below = spec._flat(include_nested, leaves_only)
+                found.update({(name, *as_tuple(key)): child for key, child in below.items()})
+        return found
+
+    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> KeysView[NestedKey]:
+        """The keys, in order of insertion.
+
+        Args:
+            include_nested: also the keys of nested Composites, as tuples.
+            leaves_only: leave out the Composites themselves.
+        """
+        return self._flat(include_nested, leaves_only).keys()
+
+    def values(self, include_nested: bool = False, leaves_only: bool = False) -> ValuesView[TensorSpec]:
+        """The specs, for the arguments see :meth:`keys`."""
+        return self._flat(include_nested, leaves_only).values()
+
+    def items(
+        self, include_nested: bool = False, leaves_only: bool = False
+    ) -> ItemsView[NestedKey, TensorSpec]:
+        """Pairs of key and spec, for the arguments see :meth:`keys`."""
+        return self._flat(include_nested, leaves_only).items()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._specs))
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def __contains__(self, key: object) -> bool:
+        return is_key(key) and self.get(key, MISSING) is not MISSING  # type: ignore[arg-type]
+
+    def is_empty(self, recurse: bool = False) -> bool:
+        """Whether there is no entry; with ``recurse``, none but empty Composites."""
+        return not (self._flat(True, True) if recurse else self._specs)
+
+    def __getitem__(self, idx: Any) -> Any:
+        """The entry of a (nested) key, or the Composite of an indexed sample.
+
+        Raises:
+            KeyError: there is no such entry.
+            IndexError: the index does not fit the batch.
+        """
+        if not is_key(idx):
+            return super().__getitem__(idx)
+        spec = self.get(idx, MISSING)
+        if spec is MISSING:
+            raise self._unknown(idx)
+        return spec
+
+    def get(self, key: NestedKey, default: Any = None) -> Any:
+        """The entry of a (nested) key, or ``default``."""
+        name, *rest = as_tuple(key)
+        spec = self._specs.get(name, MISSING)
+        if spec is MISSING or not rest:
+            return default if spec is MISSING else spec
+        return spec.get(tuple(rest), default) if isinstance(spec, SpecMapping) else default
+
+    def _unknown(self, key: NestedKey) -> KeyError:
+        known = key_str(self.keys(True))
+        return KeyError(f"{unravel(key)!r}: expected one of {known or 'no keys (the spec is empty)'}.")
+
+    def pop(self, key: NestedKey, default: Any = MISSING) -> Any:
+        """Remove an entry, in place, and return it; ``default`` where there is none.
+
+        Raises:
+            KeyError: there is none, and no default.
+        """
+        spec = self.get(key, default)
+        if spec is MISSING:
+            raise self._unknown(key)
+        if key in self:
+            del self[key]
+        return spec
+
+    def __delitem__(self, key: NestedKey) -> None:
+        if key not in self:
+            raise self._unknown(key)
+        name, *rest = as_tuple(key)
+        if rest:
+            del self._specs[name][tuple(rest)]  # type: ignore[attr-defined]
+        else:
+            del self._specs[name]
+
+    def select(self, *keys: NestedKey, strict: bool = True) -> Self:
+        """A Composite of the given entries only.
+
+        Raises:
+            KeyError: ``strict``, and there is no such entry.
+        """
+        for key in keys:
+            if strict and key not in self:
+                raise self._unknown(key)
+        wanted = _by_first(keys)
+        out = self.empty()
+        for name, spec in self._specs.items():
+            below = wanted.get(name)
+            if below is None:
+                continue
+            if () in below:
+                out._specs[name] = spec
+            elif isinstance(spec, SpecMapping):
+                out._specs[name] = spec.select(*below, strict=strict)
+        return out
+
+    def exclude(self, *keys: NestedKey) -> Self:
+        """A Composite without the given entries; unknown ones are ignored."""
+        unwanted = _by_first(keys)
+        out = self.empty()
+        for name, spec in self._specs.items():
+            below = unwanted.get(name, [])
+            if () not in below:
+                out._specs[name] = spec.exclude(*below) if below and isinstance(spec, SpecMapping) else spec
+        return out
+
+
+def is_key(key: object) -> bool:
+    """Whether an index is a (nested) key."""
+    return isinstance(key, str) or (
+        isinstance(key, tuple) and bool(key) and all(isinstance(part, str) for part in key)
+    )
+
+
+def _by_first(keys: tuple[NestedKey, ...]) -> dict[str, list[tuple[str, ...]]]:
+    """For each first part of the keys, what follows it."""
+    grouped: dict[str, list[tuple[str, ...]]] = {}
+    for key in keys:
+        first, *rest = as_tuple(key)
+        grouped.setdefault(first, []).append(tuple(rest))
+    return grouped

@@ -1,0 +1,250 @@
+"""Specs of numbers: Bounded by an interval, or Unbounded."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rollwright.data.specs._shape import DeviceLike, ShapeLike, as_size
+from rollwright.data.specs.base import IntervalSpace
+from rollwright.data.specs.leaf import DenseSpec
+
+__all__ = ["Bounded", "Unbounded"]
+
+
+class Bounded(DenseSpec):
+    """Numbers of which each lies in a closed interval, ``low <= value <= high``.
+
+    Args:
+        low: lower bounds, broadcast to ``shape``; may be ``-inf`` for a floating-point dtype.
+        high: upper bounds, broadcast to ``shape``; may be ``inf`` for a floating-point dtype.
+        shape: shape of a sample; default: that of the bounds, broadcast.
+        device: device of the tensors.
+        dtype: any floating-point or integer dtype; default: that of bounds given as tensors, else
+            torch's default dtype.
+
+    Raises:
+        ValueError: bounds that do not fit the shape or the dtype, NaN, or ``low > high``.
+
+    ``rand`` is uniform, upper bound of integers included; where one bound is infinite it adds an
+    exponential to the other, where both are it is normal.
+
+    Example:
+        >>> spec = Bounded(-1.0, 1.0, shape=(3,))
+        >>> spec
+        Bounded(low=-1.0, high=1.0, shape=[3], dtype=float32, device=cpu)
+        >>> spec.is_in(spec.rand()), spec.is_in(torch.full((3,), 2.0))
+        (True, False)
+        >>> spec.project(torch.tensor([0.5, 2.0, -7.0]))
+        tensor([ 0.5000,  1.0000, -1.0000])
+    """
+
+    _tensors = ("low", "high")
+    low: Tensor
+    high: Tensor
+
+    def __init__(
+        self,
+        low: Any,
+        high: Any,
+        shape: ShapeLike = None,
+        device: DeviceLike = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if dtype is None:
+            given = [bound.dtype for bound in (low, high) if isinstance(bound, Tensor)]
+            dtype = given[0] if given else torch.get_default_dtype()
+        super().__init__(shape, device, dtype)
+        if dtype == torch.bool or dtype.is_complex:
+            raise ValueError(
+                f"dtype: expected a floating-point or integer dtype, got {dtype}. Use Binary for flags."
+            )
+        lows, highs = self._bound("low", low), self._bound("high", high)
+        try:
+            self.shape = torch.broadcast_shapes(lows.shape, highs.shape) if shape is None else self.shape
+            sizes = self._safe_shape
+            self.low, self.high = lows.expand(sizes), highs.expand(sizes)
+        except RuntimeError as error:
+            wanted = "each other" if shape is None else f"shape {list(as_size(shape))}"
+            raise ValueError(
+                f"low, high: expected bounds that broadcast to {wanted}, got shapes {list(lows.shape)} and "
+                f"{list(highs.shape)}. Give one number, or one for each element."
+            ) from error
+        if not bool((self.low <= self.high).all()):
+            raise ValueError(
+                f"low, high: expected low <= high everywhere and no NaN, got low={low!r}, high={high!r}. "
+                "Swap or correct the bounds."
+            )
+        self._prepare()
+
+    def _bound(self, name: str, value: Any) -> Tensor:
+        """A bound as a tensor of the dtype, with one element where all are equal."""
+        try:
+            given = torch.as_tensor(value, device=self.device)
+            bound = given.to(self.dtype)
+            if not self.dtype.is_floating_point and not bool((bound == given).all()):
+                raise ValueError(f"{value!r} is not a number of {self.dtype}")
+        except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{name}: expected bounds that {self.dtype} can hold, got {value!r} ({error}). "
+                "Give another dtype or other bounds."
+            ) from error
+        if bound.numel() and bool((bound == bound.flatten()[0]).all()):
+            return bound.flatten()[0].clone().expand(bound.shape)  # a view on one number
+        return bound
+
+    def _prepare(self) -> None:
+        # Bounds without the dimensions along which they repeat: less work for each sample.
+        self._low, self._high = _compact(self.low), _compact(self.high)
+        self._interval: tuple[int, int] | None = None
+        self._narrow = True
+        if self.dtype.is_floating_point:
+            self._span = self._high - self._low
+            self._narrow = bool(self._span.isfinite().all())
+        else:
+            span = self._high.long() - self._low.long()
+            self._span = span.double() + (span < 0) * 2.0**64  # int64 wraps around at 2**63
+            if self._low.numel() == self._high.numel() == 1:
+                self._interval = int(self._low), int(self._high)
+
+    def _to_dtype(self, dtype: torch.dtype) -> Self:
+        return type(self)(self.low, self.high, self.shape, self.device, dtype)
+
+    @property
+    def space(self) -> IntervalSpace:
+        """The bounds, each of the spec's shape."""
+        return IntervalSpace(self.low, self.high)
+
+    def rand(self, shape: ShapeLike = ()) -> Tensor:
+        """A uniform sample; see the class for infinite bounds."""
+        sizes = self._sizes(shape)
+        if not self.dtype.is_floating_point:
+            return self._rand_integers(sizes)
+        unit = torch.rand(sizes, dtype=self.dtype, device=self.device)
+        if self._narrow:
+            # Rounding may lift the largest samples above the bound.
+            return torch.minimum(unit.mul_(self._span).add_(self._low), self._high)
+        return self._rand_wide(unit)
+
+    def _rand_wide(self, unit: Tensor) -> Tensor:
+        """Samples where a bound is infinite, or where the distance of the bounds overflows."""
+        has_low, has_high = self._low.isfinite(), self._high.isfinite()
+        low, high = self._low.nan_to_num(posinf=0, neginf=0), self._high.nan_to_num(posinf=0, neginf=0)
+        uniform = low * (1 - unit) + high * unit
+        tail = torch.empty_like(unit).exponential_()
+        one_sided = torch.where(has_low, low + tail, high - tail)
+        out = torch.where(has_low & has_high, uniform, one_sided)
+        out = torch.where(has_low | has_high, out, torch.randn_like(unit))
+        return torch.minimum(torch.maximum(out, self._low), self._high)
+
+    def _rand_integers(self, sizes: tuple[int, ...]) -> Tensor:
+        if self._interval is not None:
+            low, high = self._interval
+            # ``random_`` excludes its upper end, and means the dtype's largest number by None.
+            end = None if high == torch.iinfo(self.dtype).max else high + 1
+            return torch.empty(sizes, dtype=self.dtype, device=self.device).random_(low, end)
+        offset = (torch.rand(sizes, dtype=torch.float64, device=self.device) * (self._span + 1)).floor()
+        exact = self._low.long() + offset.clamp(max=2.0**62).long()
+        # Where doubles cannot count the interval's numbers: round, then force into the bounds.
+        coarse = (self._low.double() + offset).clamp(-(2.0**63), 2.0**63 - 1024).long()
+        coarse = torch.minimum(torch.maximum(coarse, self._low.long()), self._high.long())
+        return torch.where(self._span < 2.0**53, exact, coarse).to(self.dtype)
+
+    def _in_domain(self, val: Tensor) -> bool:
+        low, high = self._low.to(val.device), self._high.to(val.device)
+        return bool(((val >= low) & (val <= high)).all())
+
+    def _nearest(self, val: Tensor) -> Tensor:
+        low, high = self._low.to(val.device), self._high.to(val.device)
+        if val.is_floating_point():
+            val = val.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+            if not self.dtype.is_floating_point:
+                # Bring it near the bounds before the conversion, which wraps around.
+                val = (
+                    val.double()
+                    .round()
+                    .clamp(low.double(), high.double())
+                    .clamp(-(2.0**63), 2.0**63 - 1024)
+                    .long()
+                )
+        if not self.dtype.is_floating_point:
+            return torch.minimum(torch.maximum(val.long(), low.long()), high.long())
+        return torch.minimum(torch.maximum(val.to(self.dtype), low), high)
+
+    def _domain(self) -> str:
+        return f"values in [{_brief(self._low)}, {_brief(self._high)}]"
+
+    def _describe(self) -> list[str]:
+        return [f"low={_brief(self._low)}", f"high={_brief(self._high)}"]
+
+
+class Unbounded(DenseSpec):
+    """Numbers without bounds: shape and dtype only.
+
+    Args:
+        shape: shape of a sample.
+        device: device of the tensors.
+        dtype: any dtype.
+
+    ``rand`` is normal for floating-point dtypes, and uniform over the dtype's range for others.
+
+    Example:
+        >>> Unbounded((2,)).zero()
+        tensor([0., 0.])
+        >>> Unbounded((2,)).is_in(torch.zeros(5, 2))
+        True
+    """
+
+    def __init__(
+        self, shape: ShapeLike = (1,), device: DeviceLike = None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(shape, device, dtype)
+
+    @property
+    def space(self) -> IntervalSpace:
+        """The smallest and the largest number of the dtype, of the spec's shape."""
+        if self.dtype == torch.bool:
+            low: float = False
+            high: float = True
+        else:
+            info = torch.finfo(self.dtype) if self.dtype.is_floating_point else torch.iinfo(self.dtype)
+            low, high = info.min, info.max
+        ends = (torch.tensor(end, dtype=self.dtype, device=self.device) for end in (low, high))
+        return IntervalSpace(*(end.expand(self._safe_shape) for end in ends))
+
+    def rand(self, shape: ShapeLike = ()) -> Tensor:
+        """A normal sample, or one uniform over the dtype's range."""
+        sizes = self._sizes(shape)
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            return torch.randn(sizes, dtype=self.dtype, device=self.device)
+        if self.dtype == torch.bool:
+            return torch.randint(2, sizes, dtype=self.dtype, device=self.device)
+        return torch.empty(sizes, dtype=self.dtype, device=self.device).random_(
+            torch.iinfo(self.dtype).min, None
+        )
+
+    def _in_domain(self, val: Tensor) -> bool:
+        return True
+
+    def _nearest(self, val: Tensor) -> Tensor:
+        return val if self.dtype.is_floating_point or not val.is_floating_point() else val.round()
+
+    def _domain(self) -> str:
+        return "any values"
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The tensor with one element along each dimension that it was expanded over."""
+    if not tensor.numel():
+        return tensor
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+
+
+def _brief(bound: Tensor) -> str:
+    """A bound in few words: one number, a few, or the range it lies in."""
+    values = bound.unique().tolist()
+    if len(values) == 1:
+        return str(values[0])
+    return str(bound.tolist()) if bound.numel() <= 4 else f"{values[0]} to {values[-1]}" if values else "[]"

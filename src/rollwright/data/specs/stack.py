@@ -1,0 +1,92 @@
+"""stack: specs along a new dimension, one spec where they agree and a lazy stack where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rollwright.data.specs.base import TensorSpec
+from rollwright.data.specs.composite import Composite
+from rollwright.data.specs.leaf import LeafSpec
+from rollwright.data.specs.stacked import Stacked
+from rollwright.data.specs.stackedcomposite import StackedComposite
+
+__all__ = ["stack"]
+
+
+def stack(specs: Sequence[TensorSpec], dim: int = 0) -> Any:
+    """Stack specs along a new dimension; ``torch.stack`` of specs does the same.
+
+    Specs that differ in bounds, masks or nothing give one spec; others a :class:`Stacked`, and
+    Composites whose entries differ a :class:`StackedComposite`.
+
+    Args:
+        specs: at least one spec; all leaves, or all Composites.
+        dim: the new dimension.
+
+    Raises:
+        ValueError: nothing to stack, leaves mixed with Composites, or other dtypes, devices or
+            numbers of dimensions.
+
+    Example:
+        >>> from rollwright.data import Bounded, Unbounded
+        >>> stack([Bounded(0.0, 1.0, (3,)), Bounded(0.0, 2.0, (3,))]).high[:, 0]
+        tensor([1., 2.])
+        >>> stack([Unbounded((3,)), Unbounded((4,))]).shape
+        torch.Size([2, -1])
+    """
+    specs = list(specs)
+    if not specs:
+        raise ValueError("specs: expected at least one spec to stack, got none.")
+    first = specs[0]
+    composite = isinstance(first, Composite)
+    kinds = {(isinstance(spec, Composite), spec.dtype, spec.device, spec.ndim) for spec in specs}
+    if len(kinds) > 1 or (composite and len({spec.shape for spec in specs}) > 1):
+        raise ValueError(
+            "specs: expected leaves of one dtype, device and number of dimensions, or Composites of one "
+            f"shape and device, got {specs!r}. Put different leaves under keys of a Composite."
+        )
+    dim = dim + first.ndim + 1 if dim < 0 else dim
+    if not 0 <= dim <= first._batch_ndim:
+        raise ValueError(f"dim: expected a new dimension among the first {first._batch_ndim + 1}, got {dim}.")
+    if composite:
+        return _stack_composites(specs, dim)
+    dense = _stack_leaves(specs, dim)
+    return Stacked(specs, dim) if dense is None else dense
+
+
+def _stack_leaves(specs: Sequence[Any], dim: int) -> TensorSpec | None:
+    """One spec for leaves that differ in their tensor parameters at most, else None."""
+    first = specs[0]
+    if not isinstance(first, LeafSpec) or not all(first._same_kind(spec) for spec in specs):
+        return None
+    out = first.unsqueeze(dim)._expand_batch(torch.Size((*first.shape[:dim], len(specs))), dim + 1)
+    if all(spec == first for spec in specs):
+        return out
+    for name in first._tensors:
+        tensors = [getattr(spec, name) for spec in specs]
+        if len({None if tensor is None else tensor.shape for tensor in tensors}) > 1:
+            return None
+        if tensors[0] is not None:
+            setattr(out, name, torch.stack(tensors, dim))
+    out._prepare()
+    return out
+
+
+def _stack_composites(specs: Sequence[Any], dim: int) -> Composite:
+    first: Composite = specs[0]
+    if any(isinstance(spec, StackedComposite) or set(spec) != set(first) for spec in specs):
+        return StackedComposite(specs, dim)
+    try:
+        entries = {name: stack([spec[name] for spec in specs], dim) for name in first}
+    except ValueError:  # entries of one name that are too different even for a lazy stack
+        return StackedComposite(specs, dim)
+    if any(isinstance(entry, (Stacked, StackedComposite)) for entry in entries.values()):
+        return StackedComposite(specs, dim)
+    shape = torch.Size((*first.shape[:dim], len(specs), *first.shape[dim:]))
+    return first._rebuilt(shape, entries=entries)
+
+
+TensorSpec._torch_functions[torch.stack] = stack

@@ -1,0 +1,243 @@
+"""What comes out of ``_step`` and ``_reset`` is completed and checked against the specs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+
+from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys, unravel
+from rollwright.data.layout import complete_done
+from rollwright.data.specs import Composite, NonTensor, StackedComposite, TensorSpec
+from rollwright.envs._partial_reset import Masks, mask_like
+from rollwright.errors import EnvError, EnvKeyError
+
+if TYPE_CHECKING:
+    from rollwright.envs.base import EnvBase
+
+__all__ = ["check_alive", "check_entries", "complete_reset", "complete_step"]
+
+
+class Entry(NamedTuple):
+    """What the specs say of one leaf; ``shape`` is below the batch, and None where nothing is checked."""
+
+    key: NestedKey
+    shape: torch.Size | None
+    dtype: torch.dtype | None
+    spec: TensorSpec
+
+
+class Stack(NamedTuple):
+    """A place where specs differ along a dimension, counted from the end of the batch; one list a row."""
+
+    place: tuple[str, ...]
+    dim: int
+    rows: list[list[Entry | Stack]]
+
+
+def entries(spec: Composite, batch_ndim: int, place: tuple[str, ...] = ()) -> list[Entry | Stack]:
+    """The leaves of a Composite, flattened once for checking with each step."""
+    if isinstance(spec, StackedComposite):
+        rows = [entries(row, batch_ndim - (spec.dim < batch_ndim)) for row in spec.specs]
+        return [Stack(place, spec.dim - batch_ndim, rows)]
+    listed: list[Entry | Stack] = []
+    for name, leaf in spec.items():
+        path = (*place, str(name))
+        if isinstance(leaf, Composite):
+            listed += entries(leaf, batch_ndim, path)
+        elif isinstance(leaf, NonTensor) or leaf.dtype is None:
+            listed.append(Entry(unravel(path), None, None, leaf))
+        else:
+            listed.append(Entry(unravel(path), leaf.shape[batch_ndim:], leaf.dtype, leaf))
+    return listed
+
+
+def check_entries(
+    env: EnvBase,
+    td: TensorDictBase,
+    name: str,
+    call: str,
+    *,
+    dtypes: bool = True,
+    domains: bool | None = None,
+) -> None:
+    """Test that ``td`` holds what the spec ``name`` announces: presence, shape and dtype.
+
+    Args:
+        env: whose spec it is.
+        td: ``[*batch]``.
+        name: ``"observation"``, ``"action"``, ``"reward"``, ``"done"`` or ``"state"``.
+        call: what returned ``td``, for the message.
+        dtypes: test dtypes.
+        domains: test that values lie in their specs; None for ``env.run_type_checks``.
+
+    Raises:
+        EnvKeyError: an entry is missing.
+        EnvError: an entry has another shape or dtype, or lies outside its spec.
+    """
+    cached = env._cache.get(("entries", name))
+    if cached is None:
+        cached = entries(getattr(env, f"full_{name}_spec"), env.ndim)
+        env._cache["entries", name] = cached
+    tests = Tests(env, name, call, dtypes, env.run_type_checks if domains is None else domains)
+    tests.check(td, cached, td.batch_size)
+
+
+class Tests(NamedTuple):
+    """What is to be tested of the entries of one spec, and the words for the message."""
+
+    env: EnvBase
+    name: str
+    call: str
+    dtypes: bool
+    domains: bool
+
+    def check(
+        self, td: TensorDictBase, listed: list[Entry | Stack], batch: torch.Size, place: tuple[str, ...] = ()
+    ) -> None:
+        """Test the entries of ``td``, which lies at ``place``; ``batch`` is its batch size in the environment."""
+        for entry in listed:
+            if isinstance(entry, Stack):
+                self._check_stack(td, entry, batch, place)
+                continue
+            value, key = td.get(entry.key, None), unravel((*place, *as_tuple(entry.key)))
+            if value is None:
+                raise EnvKeyError(
+                    f"{self.env}: {self.call} returned no {key!r}, which {self.name}_spec announces. "
+                    f"It returned {key_str(leaf_keys(td)) or 'nothing'}. Return the entry, or take it out of "
+                    f"{self.name}_spec."
+                )
+            if entry.shape is not None:
+                self._check_leaf(value, entry, batch + entry.shape, key)
+
+    def _check_stack(self, td: TensorDictBase, stack: Stack, batch: torch.Size, place: tuple[str, ...]) -> None:
+        at = len(batch) + stack.dim
+        inner = batch if stack.dim >= 0 else batch[:at] + batch[at + 1 :]
+        nest = td.get(stack.place, None) if stack.place else td
+        place = (*place, *stack.place)
+        rows = () if nest is None or at >= nest.ndim else nest.unbind(at)
+        if len(rows) != len(stack.rows):
+            raise EnvError(
+                f"{self.env}: {self.call} returned {len(rows)} rows in {unravel(place) if place else 'the root'!r}; "
+                f"{self.name}_spec says {len(stack.rows)}. Return a lazy stack of these along dimension {at}."
+            )
+        for row, listed in zip(rows, stack.rows, strict=True):
+            self.check(row, listed, inner, place)
+
+    def _check_leaf(self, value: Any, entry: Entry, expected: torch.Size, key: NestedKey) -> None:
+        said = f"{self.env}: {self.call} returned {key!r}"
+        if not isinstance(value, torch.Tensor):
+            raise EnvError(
+                f"{said} of type {type(value).__name__}; {self.name}_spec says {entry.dtype} of shape "
+                f"{list(expected)}. Return a tensor, or describe it with NonTensor or a nested Composite."
+            )
+        if self.dtypes and value.dtype != entry.dtype:
+            raise EnvError(f"{said} {_other_dtype(value, self.name, entry.dtype)}")
+        if value.shape != expected and not _fits(value.shape, expected):
+            raise EnvError(
+                f"{said} with shape {list(value.shape)}; {self.name}_spec says {list(expected)}. "
+                "Reshape the value, or change the spec."
+            )
+        if self.domains and not entry.spec.is_in(value):
+            raise EnvError(f"{said} = {value}, which lies outside {entry.spec}. Clip it, or widen the spec.")
+
+
+def _fits(shape: torch.Size, expected: torch.Size) -> bool:
+    """Whether a shape matches one in which -1 stands for any size."""
+    return len(shape) == len(expected) and all(e in (-1, n) for n, e in zip(shape, expected, strict=True))
+
+
+def _other_dtype(value: torch.Tensor, name: str, dtype: torch.dtype | None) -> str:
+    return f"with dtype {value.dtype}; {name}_spec says {dtype}. Cast the value, or change the spec."
+
+
+def _match_trailing_one(env: EnvBase, td: TensorDictBase, name: str, call: str) -> None:
+    """Reshape rewards or flags that lack (or have one too many) trailing dimensions of one."""
+    spec = getattr(env, f"full_{name}_spec")
+    for key in env._keys_of(name):
+        value = td.get(key, None)
+        if value is None or not isinstance(value, torch.Tensor):
+            continue
+        if value.dtype != spec[key].dtype:  # before flags are combined
+            raise EnvError(f"{env}: {call} returned {key!r} {_other_dtype(value, name, spec[key].dtype)}")
+        expected = td.batch_size + spec[key].shape[env.ndim :]
+        if value.shape != expected and value.numel() == expected.numel():
+            td.set(key, value.reshape(expected))
+
+
+def _as_outcome(env: EnvBase, given: TensorDictBase | None, td: object, call: str) -> TensorDictBase:
+    if not is_tensor_collection(td):
+        raise EnvError(
+            f"{env}: _{call} must return a TensorDict, got {type(td).__name__}. "
+            "Return TensorDict({...}, batch_size=self.batch_size)."
+        )
+    td = cast(TensorDictBase, td)
+    if td is given:
+        raise EnvError(f"{env}: _{call} returned the TensorDict it was given. Return a new one.")
+    if td.get("next", None) is not None:
+        raise EnvError(f"{env}: _{call} returned an entry 'next'. Return its content at the root; step() nests it.")
+    expected = env.batch_size if env.batch_locked or given is None else given.batch_size
+    if td.batch_size != expected:
+        if td.batch_size[: len(expected)] != expected and td.batch_size != torch.Size([]):
+            raise EnvError(
+                f"{env}: _{call} returned batch size {list(td.batch_size)}, expected {list(expected)}. "
+                "Pass batch_size=self.batch_size to the TensorDict."
+            )
+        try:
+            td.batch_size = expected
+        except RuntimeError as error:
+            raise EnvError(
+                f"{env}: _{call} returned batch size {list(td.batch_size)}, expected {list(expected)}, and "
+                f"an entry does not begin with that: {str(error).rstrip('.')}. Return entries of that batch size."
+            ) from error
+    if env.device is not None and td.device != env.device:
+        td = td.to(env.device)
+    return td
+
+
+def complete_step(env: EnvBase, given: TensorDictBase, outcome: object) -> TensorDictBase:
+    """The result of ``_step``: flags completed, shapes of rewards and flags mended, all checked."""
+    td = _as_outcome(env, given, outcome, "step")
+    _match_trailing_one(env, td, "reward", "step")
+    _match_trailing_one(env, td, "done", "step")
+    complete_done(td, env._done_groups)
+    check_entries(env, td, "observation", "step")
+    check_entries(env, td, "reward", "step")
+    check_entries(env, td, "done", "step")
+    return td
+
+
+def complete_reset(env: EnvBase, given: TensorDictBase | None, fresh: object) -> TensorDictBase:
+    """The result of ``_reset``: flags completed (False where absent), all checked."""
+    td = _as_outcome(env, given, fresh, "reset")
+    _match_trailing_one(env, td, "done", "reset")
+    complete_done(td, env._done_groups)
+    spec = env.full_done_spec
+    for key in env.done_keys:
+        if td.get(key, None) is None:
+            shape = td.batch_size + spec[key].shape[env.ndim :]
+            td.set(key, torch.zeros(shape, dtype=torch.bool, device=env.device or td.device))
+    check_entries(env, td, "observation", "reset")
+    check_entries(env, td, "done", "reset")
+    if given is None:
+        check_alive(env, td, None)
+    return td
+
+
+def check_alive(env: EnvBase, td: TensorDictBase, masks: Masks | None) -> None:
+    """Test that nothing is done right after a reset, where ``masks`` (of :func:`reset_masks`) marks it.
+
+    Raises:
+        EnvError: something is.
+    """
+    if env.allow_done_after_reset:
+        return
+    for group in env._done_groups:
+        done = td.get(group.done)
+        if masks is not None:
+            done = done & mask_like(masks, group.prefix, done, td.ndim)
+        if bool(done.any()):
+            raise EnvError(
+                f"{env}: {group.done!r} is True right after reset. If that is meant, pass allow_done_after_reset=True."
+            )

@@ -1,0 +1,121 @@
+"""Partial resets: the ``"_reset"`` masks, and old rows merged with fresh ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
+
+from rollwright._keys import without
+from rollwright.errors import EnvError
+
+if TYPE_CHECKING:
+    from rollwright.envs.base import EnvBase
+
+__all__ = ["Masks", "mask_like", "merge_reset", "reset_masks"]
+
+Masks = dict[tuple[str, ...], torch.Tensor]
+
+
+def reset_masks(env: EnvBase, td: TensorDictBase | None) -> Masks | None:
+    """The ``"_reset"`` entries of ``td`` by place, or None for a reset of everything.
+
+    Raises:
+        EnvError: a mask is not bool, or has a shape that the environment's flags do not have.
+    """
+    if td is None:
+        return None
+    masks: Masks = {}
+    for group in env._done_groups:
+        mask = td.get(group.reset, None)
+        if mask is None:
+            continue
+        expected = td.batch_size + env.full_done_spec[group.done].shape[env.ndim :]
+        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            got = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise EnvError(f"{env}: {group.reset!r} is {got}, expected a bool tensor. Write mask.bool().")
+        if mask.shape != expected:
+            if mask.numel() != expected.numel():
+                raise EnvError(
+                    f"{env}: {group.reset!r} has shape {list(mask.shape)}, expected {list(expected)}, that "
+                    f"of {group.done!r}. Give one flag for each environment."
+                )
+            mask = mask.reshape(expected)
+            td.set(group.reset, mask)
+        masks[group.prefix] = mask
+    return masks or None
+
+
+def mask_like(masks: Masks, place: tuple[str, ...], value: torch.Tensor, batch_ndim: int) -> torch.Tensor:
+    """The mask that governs ``value`` at ``place``, shaped to broadcast against it."""
+    mask = _mask_at(masks, place, value.shape, batch_ndim)
+    return mask.reshape(mask.shape + (1,) * (value.ndim - mask.ndim))
+
+
+def _mask_at(masks: Masks, place: tuple[str, ...], shape: torch.Size, batch_ndim: int) -> torch.Tensor:
+    """One flag for each leading element of ``shape``: for the environment, or for each of its agents."""
+    governing = [prefix for prefix in masks if prefix == place[: len(prefix)]]
+    if not governing:  # beside all groups: anew when any group of the environment is
+        return torch.stack([mask.flatten(batch_ndim).any(-1) for mask in masks.values()]).any(0)
+    mask = masks[() if () in masks else max(governing, key=len)]
+    if mask.ndim > batch_ndim and mask.shape[-1] == 1:
+        mask = mask.squeeze(-1)
+    return mask if mask.shape == shape[: mask.ndim] else mask.flatten(batch_ndim).any(-1)
+
+
+def merge_reset(
+    env: EnvBase, old: TensorDictBase, fresh: TensorDictBase, masks: Masks | None
+) -> TensorDictBase:
+    """``old`` with the marked rows of ``fresh``: a new TensorDict without ``"_reset"`` and ``"next"``."""
+    out = without(old, "next", *env.reset_keys)
+    fresh = fresh.exclude(*env.reset_keys)
+    if masks is None or all(bool(mask.all()) for mask in masks.values()):
+        return out.update(fresh)
+    return _merge(out, fresh, masks, (), old.ndim)
+
+
+def _merge(
+    old: TensorDictBase, fresh: TensorDictBase, masks: Masks, place: tuple[str, ...], batch_ndim: int
+) -> TensorDictBase:
+    stack = next((td for td in (fresh, old) if isinstance(td, LazyStackedTensorDict)), None)
+    if stack is not None:
+        return _merge_rows(old, fresh, masks, place, batch_ndim, stack.stack_dim)
+    for key, new in fresh.items():
+        kept = old.get(key, None)
+        if kept is not None:
+            if isinstance(new, torch.Tensor):
+                new = torch.where(mask_like(masks, place, new, batch_ndim), new, kept)
+            elif is_non_tensor(new):
+                new = _choose(_mask_at(masks, place, new.batch_size, batch_ndim), new, kept)
+            else:
+                new = _merge(kept, cast(TensorDictBase, new), masks, (*place, str(key)), batch_ndim)
+        old.set(key, new)
+    return old
+
+
+def _merge_rows(
+    old: TensorDictBase,
+    fresh: TensorDictBase,
+    masks: Masks,
+    place: tuple[str, ...],
+    batch_ndim: int,
+    dim: int,
+) -> TensorDictBase:
+    """Merge the rows of lazy stacks, which may differ in shape, one by one; stack them again."""
+    inner = batch_ndim - (dim < batch_ndim)
+    if inner == batch_ndim:  # a stack of agents
+        masks = {place: _mask_at(masks, place, fresh.batch_size, batch_ndim)}
+    rows = []
+    for i, (one, other) in enumerate(zip(old.unbind(dim), fresh.unbind(dim), strict=True)):
+        of_row = {at: mask.select(dim, i) if mask.ndim > dim else mask for at, mask in masks.items()}
+        rows.append(_merge(one, other, of_row, place, inner))
+    return LazyStackedTensorDict.lazy_stack(rows, dim)
+
+
+def _choose(mask: torch.Tensor, new: Any, kept: Any) -> Any:
+    """``where`` for objects, which torch cannot select."""
+    if mask.ndim == 0:
+        return new if bool(mask) else kept
+    rows = zip(mask, new.unbind(0), kept.unbind(0), strict=True)
+    return LazyStackedTensorDict.maybe_dense_stack([_choose(*row) for row in rows], 0)

@@ -1,0 +1,95 @@
+"""EnvBase.rollout: step with a policy and stack what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch import nn
+
+from rollwright.data.layout import end_of_trajectory, mark_truncated
+
+if TYPE_CHECKING:
+    from rollwright.envs.base import EnvBase
+
+__all__ = ["rollout"]
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+def rollout(
+    env: EnvBase,
+    max_steps: int,
+    policy: Policy | None,
+    callback: Callable[[EnvBase, TensorDictBase], Any] | None,
+    *,
+    start: TensorDictBase | None,
+    auto_reset: bool,
+    auto_cast_to_device: bool,
+    break_when_any_done: bool | None,
+    break_when_all_dones: bool,
+    return_contiguous: bool | None,
+    set_truncated: bool,
+) -> TensorDictBase:
+    """See :meth:`EnvBase.rollout`, which declares the options."""
+    if max_steps < 1:
+        raise ValueError(f"max_steps: expected at least 1, got {max_steps}.")
+    if break_when_any_done and break_when_all_dones:
+        raise ValueError(
+            "break_when_any_done and break_when_all_dones exclude one another; pass one of them."
+        )
+    if not auto_reset and start is None:
+        raise ValueError(
+            "tensordict: expected the start of the rollout with auto_reset=False, got None. Pass reset()."
+        )
+    if policy is not None and not callable(policy):
+        raise TypeError(
+            f"policy: expected a callable that takes a TensorDict, got {type(policy).__name__}. "
+            "Pass None for random actions."
+        )
+    stop_at_any = not break_when_all_dones if break_when_any_done is None else break_when_any_done
+    act = env.rand_action if policy is None else policy
+    if auto_cast_to_device and policy is not None:
+        act = _on_device_of(policy, env)
+    td = env.reset(start) if auto_reset else cast(TensorDictBase, start).copy()
+    frames: list[TensorDictBase] = []
+    ended: torch.Tensor | bool = False
+    for t in range(max_steps):
+        chosen = act(td)
+        td = td if chosen is None else chosen
+        if callback is not None:
+            callback(env, td)
+        if stop_at_any or break_when_all_dones:
+            td = env.step(td)
+            frames.append(td)
+            ends = end_of_trajectory(td.get("next"), env._done_groups, td.ndim)
+            ended = ended | ends if break_when_all_dones else ends.any()
+            if bool(torch.as_tensor(ended).all()) or t == max_steps - 1:
+                break
+            td = env._step_mdp(td)
+        else:
+            frame, td = env.step_and_maybe_reset(td)
+            frames.append(frame)
+    stack = (
+        LazyStackedTensorDict.lazy_stack
+        if return_contiguous is False
+        else LazyStackedTensorDict.maybe_dense_stack
+    )
+    out = cast(TensorDictBase, stack(frames, frames[0].ndim))
+    if set_truncated:
+        mark_truncated(env._done_groups, out[..., -1].get("next"), out.ndim - 1)
+    out.names = [*[None] * (out.ndim - 1), "time"]
+    return out
+
+
+def _on_device_of(policy: Policy, env: EnvBase) -> Policy:
+    parameter = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
+    device = getattr(policy, "device", None) if parameter is None else parameter.device
+
+    def act(td: TensorDictBase) -> TensorDictBase:
+        chosen = policy(td.to(device))
+        return chosen.to(env.device) if env.device is not None else chosen
+
+    return policy if device is None else act

@@ -1,0 +1,96 @@
+"""What batches of environments share: the functions that make them, and what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from rollwright.data.specs import Composite, StackedComposite, stack
+from rollwright.envs.base import EnvBase
+
+__all__ = ["SPECS", "common_batch_size", "common_device", "factories", "is_ragged", "stacked_specs"]
+
+Factory = Callable[..., EnvBase]
+Factories = Factory | Sequence[Factory]
+FactoryKwargs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+
+SPECS = ("observation", "state", "action", "reward", "done")
+
+
+def factories(num_workers: int, create_env_fn: Factories, create_env_kwargs: FactoryKwargs) -> list[Factory]:
+    """One function without arguments for each worker.
+
+    Raises:
+        TypeError: a factory cannot be called, or is an environment.
+        ValueError: ``num_workers`` is not a positive number, or a list has another length.
+    """
+    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
+        raise ValueError(f"num_workers: expected a number of at least 1, got {num_workers!r}.")
+    makers = _one_each("create_env_fn", create_env_fn, num_workers)
+    for maker in makers:
+        if isinstance(maker, EnvBase) or not callable(maker):
+            raise TypeError(
+                "create_env_fn: expected a function that makes an environment, or a list of them, got "
+                f"{type(maker).__name__}: {maker!r}. Pass for example lambda: GymEnv('CartPole-v1')."
+            )
+    arguments = _one_each("create_env_kwargs", create_env_kwargs, num_workers)
+    return [partial(maker, **(kwargs or {})) for maker, kwargs in zip(makers, arguments, strict=True)]
+
+
+def _one_each(name: str, given: Any, num_workers: int) -> list[Any]:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return [given] * num_workers
+    if len(given) != num_workers:
+        raise ValueError(
+            f"{name}: expected one entry for each of the {num_workers} workers, got {len(given)}. Change "
+            "num_workers, or pass a single one for all."
+        )
+    return list(given)
+
+
+def common_batch_size(sizes: Sequence[torch.Size]) -> torch.Size:
+    """The batch size that all environments have.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"create_env_fn: expected environments of one batch size, got {[list(size) for size in sizes]}. "
+            "Batch environments of one size together."
+        )
+    return sizes[0]
+
+
+def common_device(devices: Sequence[torch.device | None]) -> torch.device | None:
+    """The device that all environments have.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if len(set(devices)) > 1:
+        raise ValueError(
+            f"device: the environments are on different devices, {[str(device) for device in devices]}. "
+            "Pass device= to say where their data is to come together."
+        )
+    return devices[0]
+
+
+def stacked_specs(specs: Mapping[str, Sequence[Composite]], device: torch.device | None) -> dict[str, Composite]:
+    """The specs of the batch by name: dense where all environments have the same, else lazily stacked."""
+
+    def placed(spec: Composite) -> Composite:
+        if device is not None:
+            return spec.to(device)
+        return spec.clone().clear_device_()
+
+    return {name: stack([placed(spec) for spec in each], 0) for name, each in specs.items()}
+
+
+def is_ragged(spec: Composite) -> bool:
+    """Whether the environments' entries differ, so that their data must be stacked lazily."""
+    nested = [spec, *(child for child in spec.values(True) if isinstance(child, Composite))]
+    return any(isinstance(child, StackedComposite) for child in nested)

@@ -1,0 +1,333 @@
+"""EnvBase: what an environment is."""
+
+from __future__ import annotations
+
+from abc import ABCMeta
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rollwright._keys import key_str, leaf_keys, without
+from rollwright.data.layout import end_of_trajectory
+from rollwright.envs._exchange import check_alive, complete_reset, complete_step
+from rollwright.envs._partial_reset import merge_reset, reset_masks
+from rollwright.envs._specs import EnvSpecs
+from rollwright.errors import EnvError, EnvKeyError, RollwrightError
+
+__all__ = ["EnvBase"]
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+class _EnvMeta(ABCMeta):
+    """Calls ``_finalize`` once the constructor of the most derived class has run."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        env = super().__call__(*args, **kwargs)
+        env._finalize()
+        return env
+
+
+class EnvBase(EnvSpecs, metaclass=_EnvMeta):
+    """An environment, or a batch of them, that speaks TensorDict.
+
+    Subclass it with four things: specs set in ``__init__``, ``_reset``, ``_step`` and ``_set_seed``.
+    ``_step`` returns what came of the action *without* ``"next"`` around it; ``_reset`` returns the
+    first observations. ``done``, ``terminated`` and ``truncated`` are completed from one another, and
+    a trailing dimension of one is added to rewards and flags that lack it.
+
+    Args:
+        device: where the environment's tensors live. None: wherever ``_step`` leaves them.
+        batch_size: shape of the batch of environments that this object steps together, ``[]`` for one.
+        run_type_checks: also test with every step that values lie in their specs' domains (presence,
+            shape and dtype are always tested).
+        allow_done_after_reset: accept an environment that is done as soon as it is reset.
+
+    Attributes:
+        batch_locked: False for an environment whose batch size is that of the data it is given.
+
+    Example:
+        >>> from rollwright.data import Categorical, Composite, Unbounded
+        >>> class Countdown(EnvBase):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.observation_spec = Composite(left=Unbounded((1,), dtype=torch.int64))
+        ...         self.action_spec = Categorical(2, shape=())
+        ...     def _reset(self, tensordict=None, **kwargs):
+        ...         return TensorDict({"left": torch.tensor([3])})
+        ...     def _step(self, tensordict):
+        ...         left = tensordict["left"] - tensordict["action"]
+        ...         return TensorDict({"left": left, "reward": -1.0, "done": left == 0})
+        ...     def _set_seed(self, seed):
+        ...         pass
+        >>> env = Countdown()
+        >>> rollout = env.rollout(10, policy=lambda td: td.set("action", 1))
+        >>> rollout["next", "left"].squeeze(-1), rollout["next", "terminated"].squeeze(-1)
+        (tensor([2, 1, 0]), tensor([False, False,  True]))
+    """
+
+    batch_locked: bool = True
+
+    def __init__(
+        self,
+        *,
+        device: torch.device | str | int | None = None,
+        batch_size: Sequence[int] | None = None,
+        run_type_checks: bool = False,
+        allow_done_after_reset: bool = False,
+    ) -> None:
+        super().__init__(device=device, batch_size=batch_size)
+        self.run_type_checks = run_type_checks
+        self.allow_done_after_reset = allow_done_after_reset
+        self.is_closed = False
+
+    # What a subclass writes -------------------------------------------------------------------
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """Begin anew; returns observations (and flags, where any is set), without ``"next"``.
+
+        ``tensordict`` is None for a plain reset. In a partial reset it holds ``"_reset"``; only rows
+        that it marks are read from the result.
+        """
+        raise EnvError(
+            f"{type(self).__name__} has no _reset: define `_reset(self, tensordict=None, **kwargs)`."
+        )
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Act; returns observations, reward and flags in a new TensorDict, without ``"next"``."""
+        raise EnvError(f"{type(self).__name__} has no _step: define `_step(self, tensordict)`.")
+
+    def _set_seed(self, seed: int | None) -> int | None:
+        """Seed the environment's own randomness; may return the last seed that it used."""
+        raise EnvError(f"{type(self).__name__} has no _set_seed: define `_set_seed(self, seed)`.")
+
+    # Stepping ---------------------------------------------------------------------------------
+
+    def reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """Begin new trajectories, in all environments or in those that ``"_reset"`` marks.
+
+        Args:
+            tensordict: None, or data of the environment's batch size. With bool entries ``"_reset"``
+                (``[*batch, 1]``, one per group of flags), unmarked rows keep what ``tensordict`` holds.
+            **kwargs: go to ``_reset``.
+
+        Returns:
+            A new TensorDict: observations, ``done``, ``terminated`` (``truncated``), and whatever else
+            ``tensordict`` held.
+
+        Raises:
+            EnvError: the environment raised or returned what its specs do not describe.
+        """
+        if tensordict is not None:
+            self._check_batch(tensordict, "reset")
+        masks = reset_masks(self, tensordict)
+        if tensordict is not None and masks and not any(bool(mask.any()) for mask in masks.values()):
+            return without(tensordict, "next", *self.reset_keys)
+        fresh = self._begin(tensordict, **kwargs)
+        if tensordict is None:
+            return fresh
+        merged = merge_reset(self, tensordict, fresh, masks)
+        check_alive(self, merged, masks)
+        return merged
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Act in the environment.
+
+        Args:
+            tensordict: holds the action (and what the state spec names), batch size as the environment.
+
+        Returns:
+            ``tensordict`` itself, with ``"next"`` set: observations, reward, flags. Entries that the
+            policy has written below ``"next"`` already (recurrent states) stay.
+
+        Raises:
+            EnvError: the environment raised or returned what its specs do not describe.
+        """
+        self._check_batch(tensordict, "step")
+        outcome = self._advance(tensordict)
+        preset = tensordict.get("next", None)
+        if preset is not None:
+            outcome.update(preset.exclude(*leaf_keys(outcome)))
+        tensordict.set("next", outcome)
+        return tensordict
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """Act, then begin anew where a trajectory ended.
+
+        Returns:
+            ``tensordict`` with ``"next"`` set, the true last observation included; and the data from
+            which the next step is to be taken, where ended trajectories have begun anew.
+        """
+        tensordict = self.step(tensordict)
+        return tensordict, self.maybe_reset(self._step_mdp(tensordict))
+
+    def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Reset the environments that ``tensordict`` (of :meth:`step_mdp`) shows as done."""
+        groups = self._done_groups
+        deciding = groups[:1] if groups and groups[0].prefix == () else groups
+        flags = [(group.reset, tensordict.get(group.done)) for group in deciding]
+        if not any(bool(flag.any()) for _, flag in flags):
+            return tensordict
+        marked = without(tensordict)
+        for key, flag in flags:
+            marked.set(key, flag.clone())
+        return self.reset(marked)
+
+    def any_done(self, tensordict: TensorDictBase) -> bool:
+        """Whether any environment of ``tensordict`` (flags at its root) is done."""
+        return bool(end_of_trajectory(tensordict, self._done_groups, tensordict.ndim).any())
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Write random actions from the action spec."""
+        if tensordict is None:
+            tensordict = TensorDict({}, self.batch_size, device=self.device)
+        spec = self.full_action_spec
+        if self.batch_locked or tensordict.batch_size == spec.shape:
+            return tensordict.update(spec.rand())
+        return tensordict.update(spec.expand(tensordict.batch_size).rand())
+
+    def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Take a random action and step."""
+        return self.step(self.rand_action(self.reset() if tensordict is None else tensordict))
+
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Policy | None = None,
+        callback: Callable[[EnvBase, TensorDictBase], Any] | None = None,
+        *,
+        auto_reset: bool = True,
+        auto_cast_to_device: bool = False,
+        break_when_any_done: bool | None = None,
+        break_when_all_dones: bool | None = None,
+        return_contiguous: bool | None = None,
+        tensordict: TensorDictBase | None = None,
+        set_truncated: bool = False,
+    ) -> TensorDictBase:
+        """Step for up to ``max_steps`` with a policy.
+
+        Args:
+            max_steps: the most steps to take.
+            policy: called on each TensorDict; random actions when None.
+            callback: called as ``callback(env, tensordict)`` after each action was chosen.
+            auto_reset: reset first. If False, ``tensordict`` holds the start.
+            auto_cast_to_device: move data to the policy's device and back at each step.
+            break_when_any_done: stop when any environment is done (the default). If False, what is
+                done begins anew and stepping goes on.
+            break_when_all_dones: stop when every environment is done; those that are done before
+                go on without a reset.
+            return_contiguous: stack into dense tensors (the default unless specs are dynamic); if
+                False, the result is a lazy stack.
+            tensordict: where to start (``auto_reset=False``), or data for ``reset``.
+            set_truncated: mark the last step as truncated unless it is terminated.
+
+        Returns:
+            ``[*batch, T]``, the last dimension named ``"time"``.
+        """
+        from rollwright.envs._rollout import rollout
+
+        return rollout(
+            self,
+            max_steps,
+            policy,
+            callback,
+            start=tensordict,
+            auto_reset=auto_reset,
+            auto_cast_to_device=auto_cast_to_device,
+            break_when_any_done=break_when_any_done,
+            break_when_all_dones=bool(break_when_all_dones),
+            return_contiguous=return_contiguous,
+            set_truncated=set_truncated,
+        )
+
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
+        """Seed the environment and torch's global generator (from which policies sample).
+
+        Takes effect with the next reset where the environment reads seeds there.
+
+        Args:
+            seed: for the first environment; further ones of a batch get ``seed + 1``, and so on.
+            static_seed: give the same seed to all.
+
+        Returns:
+            The seed of the last environment.
+        """
+        if seed is not None:
+            torch.manual_seed(seed)
+        last = self._seed_envs(seed, static_seed)
+        return seed if last is None else last
+
+    def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
+        return self._set_seed(seed)
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Release what the environment holds. A second call raises unless ``raise_if_closed=False``."""
+        if self.is_closed and raise_if_closed:
+            raise EnvError(f"{self} is already closed. Pass raise_if_closed=False to allow this.")
+        self.is_closed = True
+
+    def _check_batch(self, tensordict: TensorDictBase, call: str) -> None:
+        if not isinstance(tensordict, TensorDictBase):
+            raise TypeError(
+                f"tensordict: {self}.{call} expected a TensorDict, got {type(tensordict).__name__}. "
+                "Pass what reset() or step_mdp() returned."
+            )
+        if self.batch_locked and tensordict.batch_size != self.batch_size:
+            raise EnvError(
+                f"{self}: {call} expected data of batch size {list(self.batch_size)}, got "
+                f"{list(tensordict.batch_size)}. Pass what reset() or step_mdp() returned."
+            )
+
+    # The exchange with _reset and _step, checked ---------------------------------------------------
+
+    def _advance(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """``_step``, its errors named, its result completed and checked."""
+        with self._named_errors("step", tensordict):
+            outcome = self._step(tensordict)
+        return complete_step(self, tensordict, outcome)
+
+    def _begin(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
+        """``_reset``, its errors named, its result completed and checked."""
+        with self._named_errors("reset"):
+            fresh = self._reset(tensordict, **kwargs)
+        return complete_reset(self, tensordict, fresh)
+
+    @contextmanager
+    def _named_errors(self, call: str, acting_on: TensorDictBase | None = None) -> Iterator[None]:
+        if self.is_closed:
+            raise EnvError(f"{self}: {call} after close(). Make a new environment.")
+        try:
+            yield
+        except RollwrightError:
+            raise
+        except Exception as error:
+            if acting_on is not None and (missing := set(self.action_keys) - set(leaf_keys(acting_on))):
+                raise EnvKeyError(
+                    f"{self}: step got no {key_str(missing)}. It got {key_str(leaf_keys(acting_on))}. "
+                    "Let the policy write every action."
+                ) from error
+            raise EnvError(f"{self} raised in {call}: {type(error).__name__}: {error}") from error
+
+    def _step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The root of the next step: ``"next"`` without rewards, over what the root holds besides."""
+        outcome = tensordict.get("next")
+        root = without(tensordict, "next", *self.reward_keys)
+        return root.update(without(outcome, *self.reward_keys))
+
+    # The object itself ------------------------------------------------------------------------
+
+    def append_transform(self, transform: Any) -> EnvBase:
+        """A :class:`~rollwright.envs.TransformedEnv` of this environment with ``transform``."""
+        from rollwright.envs.transforms import TransformedEnv
+
+        return TransformedEnv(self, transform)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Same as :meth:`step`."""
+        return self.step(tensordict)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(batch_size={list(self.batch_size)}, device={self.device})"

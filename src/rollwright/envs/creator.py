@@ -1,0 +1,81 @@
+"""EnvCreator: a function that makes environments, in a form that can be sent to other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from rollwright.envs.base import EnvBase
+
+__all__ = ["EnvCreator", "env_creator"]
+
+
+class EnvCreator:
+    """A function that makes an environment, with its arguments; lambdas and closures can be pickled.
+
+    Args:
+        create_env_fn: returns an environment.
+        create_env_kwargs: arguments for it.
+        **kwargs: more arguments for it, which win over ``create_env_kwargs``.
+
+    Raises:
+        TypeError: ``create_env_fn`` cannot be called, or is an environment.
+
+    Example:
+        >>> import pickle
+        >>> from rollwright.envs import GymEnv
+        >>> make = EnvCreator(lambda name: GymEnv(name), name="CartPole-v1")
+        >>> pickle.loads(pickle.dumps(make))()
+        GymEnv(env=CartPole-v1, batch_size=[], device=None)
+        >>> make(name="Pendulum-v1")
+        GymEnv(env=Pendulum-v1, batch_size=[], device=None)
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Callable[..., EnvBase],
+        create_env_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(create_env_fn, EnvBase) or not callable(create_env_fn):
+            raise TypeError(
+                "create_env_fn: expected a function that makes an environment, got "
+                f"{type(create_env_fn).__name__}: {create_env_fn!r}. Pass a class, a function or a lambda."
+            )
+        self.create_env_fn = create_env_fn
+        self.create_env_kwargs = {**(create_env_kwargs or {}), **kwargs}
+
+    def __call__(self, **kwargs: Any) -> EnvBase:
+        """Make an environment; arguments given here win over those given before."""
+        return self.create_env_fn(**{**self.create_env_kwargs, **kwargs})
+
+    def make_variant(self, **kwargs: Any) -> EnvCreator:
+        """A creator of the same environments with other arguments."""
+        return EnvCreator(self.create_env_fn, {**self.create_env_kwargs, **kwargs})
+
+    def __getstate__(self) -> bytes:
+        state: bytes = cloudpickle.dumps((self.create_env_fn, self.create_env_kwargs))
+        return state
+
+    def __setstate__(self, state: bytes) -> None:
+        self.create_env_fn, self.create_env_kwargs = cloudpickle.loads(state)
+
+    def __repr__(self) -> str:
+        name = getattr(self.create_env_fn, "__qualname__", repr(self.create_env_fn))
+        arguments = "".join(f", {key}={value!r}" for key, value in self.create_env_kwargs.items())
+        return f"EnvCreator({name}{arguments})"
+
+
+def env_creator(fn: Callable[..., EnvBase]) -> EnvCreator:
+    """Decorate a function that makes environments.
+
+    >>> from rollwright.envs import GymEnv
+    >>> @env_creator
+    ... def make():
+    ...     return GymEnv("CartPole-v1")
+    >>> make
+    EnvCreator(make)
+    """
+    return EnvCreator(fn)

@@ -1,0 +1,380 @@
+"""Arrays of gymnasium spaces to tensors of specs and back: what to do with each entry is decided once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from gymnasium import Space, spaces
+from numpy.typing import NDArray
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+from torch import Tensor
+
+from rollwright._keys import NestedKey, unravel
+from rollwright.data.specs import Binary, Composite, MultiOneHot, OneHot, TensorSpec
+from rollwright.data.specs.gymspaces import from_gym_space, numpy_dtype
+from rollwright.errors import SpecError
+
+__all__ = ["ActionWriter", "Leaf", "ObservationReader", "leaves_of", "spec_of"]
+
+Batch = tuple[int, ...]
+
+
+class Leaf(NamedTuple):
+    """One entry of a space: its key, the way to it inside the raw value, its space and spec (unbatched)."""
+
+    key: NestedKey
+    path: tuple[Any, ...]
+    space: Space[Any]
+    spec: TensorSpec
+
+
+def leaves_of(space: Space[Any], root: str, categorical: bool) -> list[Leaf]:
+    """The entries of a space.
+
+    A Dict gives its own keys; what is not a Dict is called ``root``; the elements of a Tuple are
+    called ``"0"``, ``"1"``, … below the Tuple's name.
+
+    Args:
+        space: of one environment.
+        root: the key of a space that has no name of its own.
+        categorical: discrete entries as integers instead of one-hot.
+    """
+    return list(_walk(space, root, categorical, (), ()))
+
+
+def _walk(space: Space[Any], root: str, categorical: bool, names: tuple[str, ...], path: tuple[Any, ...]) -> list[Leaf]:
+    children: list[tuple[Any, tuple[str, ...], Space[Any]]]
+    if isinstance(space, spaces.Dict):
+        children = [(name, (*names, str(name)), child) for name, child in space.spaces.items()]
+    elif isinstance(space, spaces.Tuple):
+        names = names or (root,)
+        children = [(i, (*names, str(i)), child) for i, child in enumerate(space.spaces)]
+    else:
+        spec = from_gym_space(space, categorical_action_encoding=categorical)
+        return [Leaf(unravel(names or (root,)), path, space, spec)]
+    return [leaf for index, below, child in children for leaf in _walk(child, root, categorical, below, (*path, index))]
+
+
+def spec_of(leaves: list[Leaf], batch: Batch) -> Composite:
+    """The Composite of the entries, each with the batch's dimensions in front."""
+    spec = Composite(shape=batch)
+    for leaf in leaves:
+        spec.set(leaf.key, leaf.spec.expand((*batch, *leaf.spec.shape)) if batch else leaf.spec)
+    return spec
+
+
+# From the environment ------------------------------------------------------------------------------
+
+
+class ReadArray:
+    """A Box or MultiBinary value as a tensor of its own memory."""
+
+    def __init__(self, leaf: Leaf, batch: Batch) -> None:
+        self.shape = (*batch, *(leaf.space.shape or ()))
+        self.dtype = np.dtype(leaf.space.dtype)
+        self.out_dtype = numpy_dtype(_dtype(leaf.spec))
+
+    def __call__(self, value: Any) -> Tensor:
+        if type(value) is not np.ndarray or value.dtype != self.dtype or value.shape != self.shape:
+            value = admit(value, self.dtype, self.shape)
+        # astype copies: environments may write into their arrays later.
+        return torch.from_numpy(value.astype(self.out_dtype, "C"))
+
+
+def admit(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """What is no array of the right kind at once: Python numbers and lists pass, wrong arrays do not."""
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise SpecError(f"is not an array ({error}); its space says {dtype} {list(shape)}.") from error
+    if array.shape != shape:
+        raise SpecError(
+            f"has shape {list(array.shape)}; its space says {list(shape)}. Reshape the value, or change the space."
+        )
+    typed = isinstance(value, (np.ndarray, np.generic))
+    if array.dtype != dtype and (typed or not np.can_cast(array.dtype, dtype, "same_kind")):
+        raise SpecError(
+            f"has dtype {array.dtype}; its space says {dtype}. Cast the value with .astype(np.{dtype}), or "
+            "change the space."
+        )
+    return array.astype(dtype)
+
+
+class ReadIndex:
+    """A Discrete or MultiDiscrete value as one-hot rows or as integers that begin at 0."""
+
+    def __init__(self, leaf: Leaf, batch: Batch) -> None:
+        nvec, start = _choices(leaf.space)
+        self.nvec, self.start = nvec, start
+        self.shape = (*batch, *(leaf.space.shape or ()))
+        self.dtype = numpy_dtype(_dtype(leaf.spec))
+        self.tables = [np.eye(n, dtype=self.dtype) for n in nvec.flat] if _is_one_hot(leaf.spec) else None
+
+    def __call__(self, value: Any) -> Tensor:
+        index = np.asarray(value)
+        if index.dtype.kind not in "iub" or index.shape != self.shape:
+            raise SpecError(
+                f"is {value!r}; its space says integers of shape {list(self.shape)}. Return them so, or "
+                "change the space."
+            )
+        index = index.astype(np.int64) - self.start
+        if (index < 0).any() or (index >= self.nvec).any():
+            raise SpecError(
+                f"is {value!r}, outside of its space, which has {self.nvec.tolist()} choices that begin at "
+                f"{self.start.tolist()}. Correct the value, or change the space."
+            )
+        if self.tables is None:
+            return torch.from_numpy(np.array(index, self.dtype))
+        if self.nvec.ndim == 0:
+            return torch.from_numpy(self.tables[0][index].copy())
+        rows = [table[index[..., i]] for i, table in enumerate(self.tables)]
+        return torch.from_numpy(np.concatenate(rows, -1))
+
+
+class ReadObject:
+    """A value that no tensor holds: text, graphs, sequences."""
+
+    def __init__(self, leaf: Leaf, batch: Batch) -> None:
+        self.batched = bool(batch)
+
+    def __call__(self, value: Any) -> Any:
+        value = copy.deepcopy(value)
+        return NonTensorStack(*map(NonTensorData, value)) if self.batched else NonTensorData(value)
+
+
+class ObservationReader:
+    """Raw observations as a nested dictionary of tensors, for ``TensorDict(...)``."""
+
+    def __init__(self, leaves: list[Leaf], batch: Batch) -> None:
+        self.entries = [(leaf.key, leaf.path, _reader(leaf, batch)) for leaf in leaves]
+
+    def __call__(self, raw: Any) -> dict[str, Any]:
+        """Convert.
+
+        Raises:
+            SpecError: an entry has another shape or dtype than its space says.
+            KeyError: an entry is missing.
+        """
+        out: dict[str, Any] = {}
+        for key, path, read in self.entries:
+            value = raw
+            for part in path:
+                try:
+                    value = value[part]
+                except (KeyError, IndexError, TypeError) as error:
+                    raise KeyError(key) from error
+            try:
+                converted = read(value)
+            except SpecError as error:
+                raise SpecError(f"{key!r} {error}") from error
+            if type(key) is str:
+                out[key] = converted
+            else:
+                place = out
+                for part in key[:-1]:
+                    place = place.setdefault(part, {})
+                place[key[-1]] = converted
+        return out
+
+
+# To the environment --------------------------------------------------------------------------------
+
+
+class WriteBox:
+    """A tensor as a Box value: a fresh array, all finite."""
+
+    def __init__(self, leaf: Leaf, batch: Batch) -> None:
+        self.shape = (*batch, *leaf.spec.shape)
+        self.dtype = np.dtype(leaf.space.dtype)
+
+    def __call__(self, array: NDArray[Any]) -> NDArray[Any]:
+        _check_shape(array, self.shape)
+        if self.dtype.kind != "f":
+            return self._whole(array)
+        if array.dtype.kind not in "biuf":
+            raise SpecError(f"has dtype {array.dtype}, expected {self.dtype}. Cast it in the policy.")
+        if not np.isfinite(array).all():
+            raise SpecError(
+                f"holds NaN or infinity{_where(~np.isfinite(array), self.shape)}: {_short(array)}. Check "
+                "the policy's output: a diverging loss or an unscaled observation is the usual cause."
+            )
+        return np.array(array, self.dtype)
+
+    def _whole(self, array: NDArray[Any]) -> NDArray[Any]:
+        cast_down = array.astype(self.dtype)
+        if array.dtype.kind not in "biu" or (cast_down != array).any():
+            raise SpecError(
+                f"must hold integers that {self.dtype} can hold, got {_short(array)} of dtype {array.dtype}. Cast or "
+                "clamp it in the policy."
+            )
+        return cast_down
+
+
+class WriteBinary:
+    """A tensor of zeros and ones as a MultiBinary value."""
+
+    def __init__(self, leaf: Leaf, batch: Batch) -> None:
+        self.shape = (*batch, *leaf.spec.shape)
+        self.dtype = np.dtype(leaf.space.dtype)
+
+    def __call__(self, array: NDArray[Any]) -> NDArray[Any]:
+        _check_shape(array, self.shape)
+        if not ((array == 0) | (array == 1)).all():
+            raise SpecError(f"must hold zeros and ones, got {_short(array)}.")
+        return array.astype(self.dtype)
+
+
+class WriteIndex:
+    """One-hot rows or integers from 0 as a Discrete or MultiDiscrete value."""
+
+    def __init__(self, leaf: Leaf, batch: Batch) -> None:
+        self.nvec, self.start = _choices(leaf.space)
+        self.shape = (*batch, *leaf.spec.shape)
+        self.raw_shape = (*batch, *(leaf.space.shape or ()))
+        self.dtype = np.dtype(leaf.space.dtype)
+        self.one_hot = _is_one_hot(leaf.spec)
+        self.as_int = not self.raw_shape
+
+    def __call__(self, array: NDArray[Any]) -> Any:
+        _check_shape(array, self.shape)
+        index = self._place_of_one(array) if self.one_hot else self._in_range(array)
+        index = index + self.start
+        return int(index) if self.as_int else index.astype(self.dtype)
+
+    def _place_of_one(self, array: NDArray[Any]) -> NDArray[Any]:
+        if self.as_int:  # by far the most frequent case, worth its own way
+            (hot,) = array.nonzero()
+            if len(hot) != 1 or array[hot[0]] != 1:
+                raise self._not_one_hot(array)
+            return cast(NDArray[Any], hot[0])
+        places = []
+        for block in np.split(array, self.nvec.reshape(-1).cumsum()[:-1], -1):
+            hot = block == 1
+            if ((hot.sum(-1) != 1) | ((block != 0).sum(-1) != 1)).any():
+                raise self._not_one_hot(array)
+            places.append(hot.argmax(-1))
+        return np.stack(places, -1).reshape(self.raw_shape)
+
+    def _not_one_hot(self, array: NDArray[Any]) -> SpecError:
+        return SpecError(
+            f"must be one-hot, a single 1 among {self.nvec.tolist()}, got {_short(array)}. Write one-hot "
+            "actions, or create the environment with categorical_action_encoding=True and write integers."
+        )
+
+    def _in_range(self, array: NDArray[Any]) -> NDArray[Any]:
+        if array.dtype.kind not in "iub":
+            raise SpecError(f"has dtype {array.dtype}, expected integers. Cast it in the policy.")
+        index = array.astype(np.int64)
+        wrong = (index < 0) | (index >= self.nvec)
+        if wrong.any():
+            raise SpecError(
+                f"must lie in 0 .. {(self.nvec - 1).tolist()}, got {_short(array)}{_where(wrong, self.shape)}."
+            )
+        return index
+
+
+class WriteObject:
+    """An object as it is."""
+
+    def __init__(self, leaf: Leaf, batch: Batch) -> None:
+        self.batched = bool(batch)
+
+    def __call__(self, value: Any) -> Any:
+        return tuple(value) if self.batched else value
+
+
+class ActionWriter:
+    """The actions of a TensorDict as a raw value of the action space.
+
+    Attributes:
+        entries: key, place in the raw value and converter of each action.
+    """
+
+    def __init__(self, space: Space[Any], leaves: list[Leaf], batch: Batch) -> None:
+        self.space = space
+        self.entries = [(leaf.key, leaf.path, _writer(leaf, batch)) for leaf in leaves]
+
+    def __call__(self, tensordict: TensorDictBase) -> Any:
+        """Convert the actions that ``tensordict`` holds.
+
+        Raises:
+            SpecError: an action that the environment cannot take.
+            KeyError: an action is missing.
+        """
+        values = {}
+        for key, path, write in self.entries:
+            try:
+                value = tensordict[key]
+            except KeyError as error:
+                raise KeyError(key) from error
+            if isinstance(value, Tensor):
+                value = value.detach().cpu().numpy()
+            elif not isinstance(write, WriteObject):
+                raise SpecError(f"{key!r} must be a tensor, got {type(value).__name__}.")
+            try:
+                values[path] = write(value)
+            except SpecError as error:
+                raise SpecError(f"{key!r} {error}") from error
+        return values[()] if () in values else _assemble(self.space, (), values)
+
+
+def _assemble(space: Space[Any], path: tuple[Any, ...], values: dict[tuple[Any, ...], Any]) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {name: _assemble(child, (*path, name), values) for name, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_assemble(child, (*path, i), values) for i, child in enumerate(space.spaces))
+    return values[path]
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+def _reader(leaf: Leaf, batch: Batch) -> Callable[[Any], Any]:
+    if isinstance(leaf.space, (spaces.Discrete, spaces.MultiDiscrete)):
+        return ReadIndex(leaf, batch)
+    if isinstance(leaf.space, (spaces.Box, spaces.MultiBinary)):
+        return ReadArray(leaf, batch)
+    return ReadObject(leaf, batch)
+
+
+def _writer(leaf: Leaf, batch: Batch) -> Callable[[Any], Any]:
+    if isinstance(leaf.space, (spaces.Discrete, spaces.MultiDiscrete)):
+        return WriteIndex(leaf, batch)
+    if isinstance(leaf.spec, Binary):
+        return WriteBinary(leaf, batch)
+    if isinstance(leaf.space, spaces.Box):
+        return WriteBox(leaf, batch)
+    return WriteObject(leaf, batch)
+
+
+def _choices(space: Space[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Numbers of outcomes and of the first outcome, shaped as the space."""
+    if isinstance(space, spaces.MultiDiscrete):
+        return np.asarray(space.nvec, np.int64), np.asarray(space.start, np.int64)
+    return np.asarray(space.n, np.int64), np.asarray(space.start, np.int64)  # type: ignore[attr-defined]
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    return cast(torch.dtype, spec.dtype)
+
+
+def _is_one_hot(spec: TensorSpec) -> bool:
+    return isinstance(spec, (OneHot, MultiOneHot))
+
+
+def _check_shape(array: NDArray[Any], shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise SpecError(f"has shape {list(array.shape)}, expected {list(shape)}. Reshape it in the policy.")
+
+
+def _where(wrong: NDArray[Any], shape: tuple[int, ...]) -> str:
+    """Names the first place that is wrong, in values of more than one element."""
+    return "" if wrong.size == 1 else f" (first at index {list(map(int, np.argwhere(wrong)[0]))})"
+
+
+def _short(array: NDArray[Any]) -> str:
+    return np.array2string(array, threshold=20, edgeitems=3, separator=", ").replace("\n", "")

@@ -1,0 +1,112 @@
+"""Builds the gymnasium environments that ``GymEnv`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers import AddRenderObservation
+
+from rollwright.errors import EnvError
+
+__all__ = ["FrameSkip", "decorate", "make"]
+
+GymnasiumEnv = gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any]
+Wrap = Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]
+
+MODES = ("async", "sync", "vector_entry_point")
+
+
+class FrameSkip(gymnasium.Wrapper[Any, Any, Any, Any], gymnasium.utils.RecordConstructorArgs):
+    """Repeats each action; the reward is the sum, the observation the last, and an episode's end stops it."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], frame_skip: int) -> None:
+        gymnasium.utils.RecordConstructorArgs.__init__(self, frame_skip=frame_skip)
+        gymnasium.Wrapper.__init__(self, env)
+        self.frame_skip = frame_skip
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step up to ``frame_skip`` times."""
+        total: Any = 0.0
+        for _ in range(self.frame_skip):
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            total += reward
+            if terminated or truncated:
+                break
+        return obs, total, terminated, truncated, info
+
+
+def wrappers_for(frame_skip: int | None, from_pixels: bool, pixels_only: bool) -> list[Wrap]:
+    """The wrappers that these options ask for, innermost first."""
+    if frame_skip is not None and (not isinstance(frame_skip, int) or frame_skip < 1):
+        raise ValueError(f"frame_skip: expected a number of at least 1, or None, got {frame_skip!r}.")
+    wrappers: list[Wrap] = []
+    if frame_skip is not None and frame_skip > 1:
+        wrappers.append(partial(FrameSkip, frame_skip=frame_skip))
+    if from_pixels:
+        wrappers.append(partial(AddRenderObservation, render_only=pixels_only, obs_key="observation"))
+    return wrappers
+
+
+def decorate(env: GymnasiumEnv, frame_skip: int | None, from_pixels: bool, pixels_only: bool) -> GymnasiumEnv:
+    """Wrap an environment that exists.
+
+    Raises:
+        ValueError: the options do not fit the environment.
+    """
+    wrappers = wrappers_for(frame_skip, from_pixels, pixels_only)
+    if wrappers and isinstance(env, VectorEnv):
+        raise ValueError(
+            "frame_skip and from_pixels: expected a single environment, got a vector environment. Wrap its "
+            "environments when you create it, or use GymEnv(name, num_envs=n, ...)."
+        )
+    if from_pixels and env.render_mode not in ("rgb_array", "rgb_array_list"):
+        raise ValueError(
+            "from_pixels: expected an environment with render_mode='rgb_array', got "
+            f"render_mode={env.render_mode!r}. Create it with gymnasium.make(..., render_mode='rgb_array')."
+        )
+    for wrapper in wrappers:
+        env = wrapper(env)  # type: ignore[arg-type]
+    return env
+
+
+def make(
+    env_name: str,
+    num_envs: int,
+    vectorization_mode: str,
+    frame_skip: int | None,
+    from_pixels: bool,
+    pixels_only: bool,
+    kwargs: dict[str, Any],
+) -> GymnasiumEnv:
+    """Create ``env_name``, alone (``num_envs=0``) or as a vector environment that never resets itself.
+
+    Raises:
+        EnvError: gymnasium could not create it; its message is in ours.
+        ValueError: an option has no such value.
+    """
+    if vectorization_mode not in MODES:
+        raise ValueError(f"vectorization_mode: expected one of {MODES}, got {vectorization_mode!r}.")
+    if from_pixels:
+        kwargs.setdefault("render_mode", "rgb_array")
+    spec = gymnasium.registry.get(env_name)
+    if frame_skip is not None and spec is not None and "frameskip" in spec.kwargs:
+        kwargs["frameskip"], frame_skip = frame_skip, None  # Atari skips frames by itself
+    wrappers = wrappers_for(frame_skip, from_pixels, pixels_only)
+    try:
+        if not num_envs:
+            env: GymnasiumEnv = gymnasium.make(env_name, **kwargs)
+            for wrapper in wrappers:
+                env = wrapper(env)  # type: ignore[arg-type]
+            return env
+        # What comes out is copied into tensors at once, so that the environment may reuse its arrays.
+        options = {"autoreset_mode": AutoresetMode.DISABLED, "copy": False}
+        if vectorization_mode == "vector_entry_point":
+            kwargs.pop("disable_env_checker")
+            options = {}
+        return gymnasium.make_vec(env_name, num_envs, vectorization_mode, options, wrappers, **kwargs)  # type: ignore[arg-type]
+    except Exception as error:
+        raise EnvError(f"GymEnv({env_name!r}): gymnasium raised {type(error).__name__}: {error}") from error

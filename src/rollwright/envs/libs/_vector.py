@@ -1,0 +1,172 @@
+"""Makes any gymnasium vector environment begin episodes only when told to, whatever its autoreset mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from rollwright._keys import leaf_keys
+from rollwright.errors import EnvError
+
+__all__ = ["Readers", "VectorEpisodes"]
+
+Rows = NDArray[np.bool_]
+
+
+class Readers(NamedTuple):
+    """What turns gymnasium's values into data of the whole batch.
+
+    Attributes:
+        step: from the five values of a step.
+        reset: from the two values of a reset.
+        final: observations of a single environment, unbatched.
+        info: writes entries of ``info`` into data.
+    """
+
+    step: Callable[[Any], TensorDict]
+    reset: Callable[[Any], TensorDict]
+    final: Callable[[Any], TensorDict]
+    info: Callable[[dict[str, Any], TensorDict], None]
+
+
+class VectorEpisodes:
+    """Steps and resets a vector environment so that no transition crosses from an episode to the next.
+
+    - ``DISABLED``: the environment never resets by itself; parts of it are reset by ``reset_mask``.
+    - ``NEXT_STEP``: it would spend its next step on the reset. Resetting by ``reset_mask`` before that
+      step prevents it, where the environment can; else the constructor raises.
+    - ``SAME_STEP``: it resets within the step. The true last observation is in ``info["final_obs"]``;
+      the first one of the new episode is kept until it is asked for.
+
+    An environment whose episode has ended and that is stepped on without a reset (while others run on)
+    stays as it ended: the same data with a reward of zero.
+
+    Args:
+        env: the vector environment.
+
+    Attributes:
+        seeds_parts: whether a reset of some environments can seed them.
+
+    Raises:
+        ValueError: the environment cannot be made to reset only when told.
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+        self.env = env
+        base = env.unwrapped
+        mode = env.metadata.get("autoreset_mode")
+        self.mode = AutoresetMode(mode) if mode is not None else None
+        generic = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
+        # AsyncVectorEnv's workers forget that they were reset unless memory is shared (gymnasium 1.4).
+        forgets = isinstance(base, AsyncVectorEnv) and not base.shared_memory
+        self.masked = self.mode is AutoresetMode.DISABLED or generic
+        self.seeds_parts = generic
+        self._takes_seeds = generic or getattr(base, "takes_seeds", False)  # one for each environment
+        if self.mode is None or (self.mode is AutoresetMode.NEXT_STEP and (not generic or forgets)):
+            raise ValueError(
+                f"env: {env} resets itself with the step after the end of an episode (autoreset mode "
+                f"{mode or 'unknown'}) and cannot be told to reset in parts before, so that this step would "
+                "be collected as a transition that never was. Create it with "
+                "autoreset_mode=AutoresetMode.DISABLED, or use GymEnv(name, num_envs=n)."
+            )
+        self.ended: Rows = np.zeros(env.num_envs, np.bool_)
+        self._last: TensorDict | None = None  # data of the last step, while anything has ended
+        self._fresh: TensorDict | None = None  # first observations of new episodes (SAME_STEP)
+        self._is_fresh: Rows = np.zeros(env.num_envs, np.bool_)
+
+    def step(self, actions: Any, read: Readers) -> TensorDict:
+        """Step all environments; returns the content of ``"next"``, true last observations included."""
+        held = self.ended
+        if held.any() and self.mode is not AutoresetMode.SAME_STEP:
+            self.env.reset(options={"reset_mask": held.copy()})
+        values = self.env.step(actions)
+        out = read.step(values)
+        now = np.logical_or(values[2], values[3]) & ~held
+        self._is_fresh = now & (self.mode is AutoresetMode.SAME_STEP)
+        if self._is_fresh.any():
+            self._fresh = out.exclude("reward", "done", "terminated", "truncated").clone()
+            self._put_final(out, values[4], now, read)
+        if held.any() and self._last is not None:
+            _put(out, self._last, held)
+            out["reward"][held] = 0.0
+        self.ended = held | now
+        self._last = out.clone() if self.ended.any() else None
+        return out
+
+    def reset(
+        self, rows: Rows | None, read: Readers, *, seed: list[int | None] | None, options: dict[str, Any] | None
+    ) -> TensorDict:
+        """Begin new episodes.
+
+        Args:
+            rows: bool ``[num_envs]``, with a True in it; None for all, also those that have begun anew.
+            read: readers of the values.
+            seed: for each environment.
+            options: for the environments' reset.
+
+        Raises:
+            EnvError: the environment cannot reset in parts and has not done so by itself.
+        """
+        kwargs: dict[str, Any] = {} if seed is None else {"seed": seed if self._takes_seeds else seed[0]}
+        if rows is None:
+            rows = np.ones_like(self.ended)
+            served = np.zeros_like(rows)
+        else:
+            served = rows & self._is_fresh & (not kwargs and not options)
+        rest = rows & ~served
+        if rest.all():
+            out = read.reset(self.env.reset(options=options, **kwargs))
+        elif not rest.any() and self._fresh is not None:
+            out = self._fresh
+        elif kwargs and not self.seeds_parts:
+            raise EnvError(f"{self.env} cannot be seeded in parts. Reset all of its environments with the seed.")
+        elif self.masked:
+            out = read.reset(self.env.reset(options={**(options or {}), "reset_mask": rest}, **kwargs))
+            if self._fresh is not None:
+                _put(out, self._fresh, served)
+        else:
+            raise EnvError(
+                f"{self.env} cannot reset its environments {np.flatnonzero(rest).tolist()} alone: only "
+                "those whose episode ended with the last step have begun anew. Reset all of them, or "
+                "create it with autoreset_mode=AutoresetMode.DISABLED."
+            )
+        self.ended = self.ended & ~rows
+        self._is_fresh = self._is_fresh & ~rows
+        return out
+
+    def _put_final(self, out: TensorDict, info: dict[str, Any], rows: Rows, read: Readers) -> None:
+        """Write true last observations and infos over those of the new episodes."""
+        final = info.get("final_obs") if isinstance(info, dict) else None
+        if final is None:
+            raise EnvError(
+                f"{self.env} announces AutoresetMode.SAME_STEP but put no 'final_obs' into info at the end "
+                "of an episode, so its last observation is lost. Create it with "
+                "autoreset_mode=AutoresetMode.DISABLED."
+            )
+        if isinstance(info.get("final_info"), dict):
+            infos = out.empty()
+            read.info(info["final_info"], infos)
+            _put(out, infos, rows)
+        for i in np.flatnonzero(rows).tolist():
+            last = read.final(_row(final, i))
+            for key in leaf_keys(last):
+                out.get(key)[i] = last.get(key)
+
+
+def _put(target: TensorDict, source: TensorDict, rows: Rows) -> None:
+    """Write marked rows of ``source`` into ``target``, entry by entry of ``target``."""
+    indices = np.flatnonzero(rows).tolist()
+    for key in leaf_keys(source):
+        entry, value = target.get(key, None), source.get(key)
+        for i in indices if entry is not None else ():
+            entry[i] = value[i]
+
+
+def _row(values: Any, i: int) -> Any:
+    """Row ``i`` of a batch of observations, whether it is an array, an array of objects or a dictionary."""
+    return {key: _row(value, i) for key, value in values.items()} if isinstance(values, dict) else values[i]

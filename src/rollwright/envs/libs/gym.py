@@ -1,0 +1,331 @@
+"""GymEnv and GymWrapper: gymnasium environments, single or vectorized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+
+from rollwright._keys import key_str
+from rollwright.data.specs import Categorical, Unbounded
+from rollwright.envs.libs._codecs import ActionWriter, ObservationReader, leaves_of, spec_of
+from rollwright.envs.libs._info import BaseInfoDictReader, InfoReadingEnv, default_info_dict_reader
+from rollwright.envs.libs._make import decorate, make
+from rollwright.envs.libs._vector import Readers, VectorEpisodes
+from rollwright.envs.libs.backend import gym_backend, set_gym_backend
+from rollwright.errors import EnvError, EnvKeyError, SpecError
+
+__all__ = [
+    "BaseInfoDictReader",
+    "GymEnv",
+    "GymWrapper",
+    "default_info_dict_reader",
+    "gym_backend",
+    "set_gym_backend",
+]
+
+Seeds = list[int | None]
+
+RESERVED = ("reward", "done", "terminated", "truncated", "next", "_reset")
+
+
+class GymWrapper(InfoReadingEnv):
+    """A gymnasium environment, or vector environment, that exists already.
+
+    Entries: a Dict space gives its own keys; other observations are called ``"observation"`` (``"pixels"``
+    with ``pixels_only``), other actions ``"action"``; elements of a Tuple are ``("observation", "0")``
+    and so on. Discrete values are one-hot unless ``categorical_action_encoding``; spaces that no tensor
+    can hold (text, graphs, sequences) become non-tensor data.
+
+    The true last observation of an episode is always in ``"next"``, also where a vector environment
+    resets itself; see :mod:`rollwright.envs.libs._vector` for what happens in each autoreset mode.
+
+    Attributes that are not found here are looked up in the gymnasium environment, ``env._env``.
+
+    Args:
+        env: the environment.
+        categorical_action_encoding: discrete actions and observations as integers from 0.
+        device: where tensors are put; None leaves them on CPU without naming a device.
+        from_pixels: add what the environment renders as ``"pixels"``, uint8 ``[height, width, channels]``.
+        pixels_only: with ``from_pixels``: leave out all other observations.
+        frame_skip: repeat each action so many times; rewards are summed.
+        allow_done_after_reset: see :class:`~rollwright.envs.EnvBase`.
+        run_type_checks: see :class:`~rollwright.envs.EnvBase`.
+
+    Raises:
+        TypeError: ``env`` is no gymnasium environment.
+        ValueError: ``env`` is a vector environment that cannot be kept from mixing episodes.
+
+    Example:
+        >>> import gymnasium
+        >>> env = GymWrapper(gymnasium.make("Pendulum-v1"))
+        >>> env.set_seed(0)
+        0
+        >>> rollout = env.rollout(3)
+        >>> rollout["next", "observation"].shape, env.spec.max_episode_steps
+        (torch.Size([3, 3]), 200)
+    """
+
+    def __init__(
+        self,
+        env: gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any],
+        categorical_action_encoding: bool = False,
+        *,
+        device: torch.device | str | int | None = None,
+        from_pixels: bool = False,
+        pixels_only: bool = False,
+        frame_skip: int | None = None,
+        allow_done_after_reset: bool = False,
+        run_type_checks: bool = False,
+    ) -> None:
+        if not isinstance(env, (gymnasium.Env, VectorEnv)):
+            raise TypeError(
+                "env: expected a gymnasium.Env or gymnasium.vector.VectorEnv, got "
+                f"{type(env).__module__}.{type(env).__qualname__}. Pass gymnasium.make(...), call "
+                "GymEnv(name) to create one by name, or subclass EnvBase."
+            )
+        if hasattr(env.unwrapped, "all_env_ids"):
+            raise TypeError("env: expected a gymnasium environment, got an EnvPool. Use EnvPoolEnv(task_id, num_envs).")
+        env = decorate(env, frame_skip, from_pixels, pixels_only)
+        root = "pixels" if from_pixels and pixels_only else "observation"
+        self._setup(env, root, categorical_action_encoding, device, allow_done_after_reset, run_type_checks)
+
+    def _setup(
+        self,
+        env: gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any],
+        root: str,
+        categorical: bool,
+        device: torch.device | str | int | None,
+        allow_done_after_reset: bool,
+        run_type_checks: bool,
+    ) -> None:
+        """Take over ``env`` and decide how each entry of it is converted."""
+        vector = isinstance(env, VectorEnv)
+        batch = (env.num_envs,) if isinstance(env, VectorEnv) else ()
+        seen = env.single_observation_space if isinstance(env, VectorEnv) else env.observation_space
+        done = env.single_action_space if isinstance(env, VectorEnv) else env.action_space
+        super().__init__(
+            device=device,
+            batch_size=batch,
+            allow_done_after_reset=allow_done_after_reset,
+            run_type_checks=run_type_checks,
+        )
+        self._env: Any = env
+        self._episodes = VectorEpisodes(env) if isinstance(env, VectorEnv) else None
+        self._seeds: Seeds | None = None
+        observations = leaves_of(seen, root, categorical)
+        actions = leaves_of(done, "action", categorical)
+        clashes = {leaf.key for leaf in observations} & {*RESERVED, *(leaf.key for leaf in actions)}
+        if clashes:
+            raise ValueError(
+                f"env: {self} has an observation of the same name as an action, a reward or a flag: "
+                f"{key_str(clashes)}. Rename it with gymnasium.wrappers.TransformObservation."
+            )
+        self._observe = ObservationReader(observations, batch)
+        self._observe_one = ObservationReader(observations, ()) if vector else self._observe
+        self._act = ActionWriter(done, actions, batch)
+        self.observation_spec = spec_of(observations, batch)
+        self.action_spec = spec_of(actions, batch)
+        self.reward_spec = Unbounded((*batch, 1), device=self.device)
+        flag = Categorical(2, shape=(*batch, 1), dtype=torch.bool, device=self.device)
+        self.done_spec = flag
+        self.add_truncated_keys()
+
+    # Stepping ---------------------------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        action = self._raw_action(tensordict)
+        if self._episodes is not None:
+            return self._episodes.step(action, self._readers)
+        return self._read_step(self._env.step(action))
+
+    def _raw_action(self, tensordict: TensorDictBase) -> Any:
+        try:
+            return self._act(tensordict)
+        except SpecError as error:
+            raise EnvError(f"{self}: action {error}") from error
+        except KeyError as error:
+            raise EnvKeyError(
+                f"{self}: step found no {error.args[0]!r} in the data, which has "
+                f"{key_str(tensordict.keys())}. Let the policy write it, or call env.rand_action(data)."
+            ) from error
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        rows = None if mask is None else mask.reshape(-1).cpu().numpy()
+        seeds = self._seeds_for(rows, kwargs.pop("seed", None))
+        if self._episodes is not None:
+            options = kwargs.pop("options", None)
+            return self._episodes.reset(rows, self._readers, seed=seeds, options=options, **kwargs)
+        if seeds is not None:
+            kwargs["seed"] = seeds[0]
+        return self._read_reset(self._env.reset(**kwargs))
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Close the gymnasium environment. A second call raises unless ``raise_if_closed=False``."""
+        was_closed = self.is_closed
+        super().close(raise_if_closed=raise_if_closed)
+        if not was_closed:
+            self._env.close()
+
+    # Seeds ------------------------------------------------------------------------------------
+
+    def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
+        if seed is None:
+            self._seeds = None
+            return None
+        self._seeds = [seed if static_seed else seed + i for i in range(self.numel())]
+        return self._seeds[-1]
+
+    def _seeds_for(self, rows: NDArray[np.bool_] | None, given: int | Seeds | None) -> Seeds | None:
+        """The seeds of a reset: those given, else those that ``set_seed`` left for the environments reset."""
+        seeds, self._seeds = self._seeds, None
+        if given is not None:
+            return [given + i for i in range(self.numel())] if isinstance(given, int) else list(given)
+        if seeds is None or rows is None or rows.all():
+            return seeds
+        if self._episodes is not None and not self._episodes.seeds_parts:
+            self._seeds = seeds  # they wait for a reset of all
+            return None
+        if any(seed is not None for seed in np.array(seeds, object)[~rows]):
+            self._seeds = [None if row else seed for seed, row in zip(seeds, rows, strict=True)]
+        now = [seed if row else None for seed, row in zip(seeds, rows, strict=True)]
+        return now if any(seed is not None for seed in now) else None
+
+    # Reading what gymnasium returns ---------------------------------------------------------------
+
+    @property
+    def _readers(self) -> Readers:
+        return Readers(self._read_step, self._read_reset, self._read_final, self._read_info)
+
+    def _read_step(self, values: Any) -> TensorDict:
+        if not isinstance(values, (tuple, list)) or len(values) != 5:
+            raise EnvError(
+                f"{self}: step must return (observation, reward, terminated, truncated, info), got "
+                f"{_described(values)}. Environments of the old gym API need shimmy's GymV26CompatibilityV0."
+            )
+        observation, reward, terminated, truncated, info = values
+        entries = self._converted(self._observe, observation, "step")
+        entries["reward"] = torch.from_numpy(self._column("reward", reward, np.float32))
+        ended = self._column("terminated", terminated, np.bool_)
+        cut = self._column("truncated", truncated, np.bool_)
+        entries["terminated"] = torch.from_numpy(ended)
+        entries["truncated"] = torch.from_numpy(cut)
+        entries["done"] = torch.from_numpy(ended | cut)
+        out = TensorDict(entries, batch_size=self.batch_size, device=self.device)
+        self._read_info(info, out)
+        return out
+
+    def _read_reset(self, values: Any) -> TensorDict:
+        if not isinstance(values, (tuple, list)) or len(values) != 2:
+            raise EnvError(f"{self}: reset must return (observation, info), got {_described(values)}.")
+        entries = self._converted(self._observe, values[0], "reset")
+        out = TensorDict(entries, batch_size=self.batch_size, device=self.device)
+        self._read_info(values[1], out)
+        return out
+
+    def _read_final(self, observation: Any) -> TensorDict:
+        return TensorDict(self._converted(self._observe_one, observation, "step"), device=self.device)
+
+    def _converted(self, read: ObservationReader, observation: Any, call: str) -> dict[str, Any]:
+        try:
+            return read(observation)
+        except SpecError as error:
+            raise EnvError(f"{self}: {call} returned an observation that breaks its space: {error}") from error
+        except KeyError as error:
+            raise EnvKeyError(
+                f"{self}: {call} returned no {error.args[0]!r}, which the observation space announces. "
+                "Return the entry, or take it out of the space."
+            ) from error
+
+    def _column(self, name: str, value: Any, dtype: type[np.generic]) -> NDArray[Any]:
+        """Rewards or flags as a new array ``[*batch, 1]``."""
+        array = np.asarray(value)
+        if array.size != self.numel() or array.dtype.kind not in "biuf":
+            expected = "a number" if not self.batch_size else f"{self.numel()} numbers"
+            raise EnvError(f"{self}: step returned {name!r} = {value!r}, expected {expected}. Return it so.")
+        return array.astype(dtype).reshape(*self.batch_size, 1)
+
+    # The object itself ------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            env = self.__dict__.get("_env")
+            if env is None or name.startswith("__"):
+                raise
+            return getattr(env, name)
+
+    @property
+    def env_name(self) -> str:
+        """The id of the gymnasium environment; its class's name where it has none."""
+        spec = self._env.spec
+        return str(spec.id) if spec is not None else type(self._env.unwrapped).__name__
+
+    def __repr__(self) -> str:
+        name = self.env_name if "_env" in self.__dict__ else "?"
+        return f"{type(self).__name__}(env={name}, batch_size={list(self.batch_size)}, device={self.device})"
+
+
+class GymEnv(GymWrapper):
+    """A gymnasium environment by its name.
+
+    See :class:`GymWrapper` for how its spaces become entries, and for the options that are not below.
+
+    Args:
+        env_name: id of a registered environment.
+        num_envs: step so many of them together, batch size ``[num_envs]``; None or 0: one, batch size ``[]``.
+        vectorization_mode: ``"sync"`` steps them in turn, ``"async"`` in one process each,
+            ``"vector_entry_point"`` uses the environment's own vector form.
+        pixels_only: with ``from_pixels``: leave out all other observations.
+        **kwargs: go to ``gymnasium.make``.
+
+    Raises:
+        EnvError: gymnasium cannot create the environment; its message is repeated.
+
+    Example:
+        >>> env = GymEnv("CartPole-v1")
+        >>> env
+        GymEnv(env=CartPole-v1, batch_size=[], device=None)
+        >>> env.rollout(3)["action"].shape, env.rollout(3)["next", "reward"].shape
+        (torch.Size([3, 2]), torch.Size([3, 1]))
+        >>> GymEnv("Pendulum-v1", num_envs=2).rollout(3).batch_size
+        torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        env_name: str,
+        *,
+        num_envs: int | None = None,
+        vectorization_mode: str = "sync",
+        categorical_action_encoding: bool = False,
+        device: torch.device | str | int | None = None,
+        from_pixels: bool = False,
+        pixels_only: bool = True,
+        frame_skip: int | None = None,
+        allow_done_after_reset: bool = False,
+        run_type_checks: bool = False,
+        disable_env_checker: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(env_name, str):
+            raise TypeError(f"env_name: expected the id of an environment, got {env_name!r}. GymWrapper takes objects.")
+        if num_envs is not None and (not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 0):
+            raise ValueError(
+                f"num_envs: expected a number of environments, or None for a single one, got {num_envs!r}."
+            )
+        kwargs["disable_env_checker"] = disable_env_checker
+        env = make(env_name, num_envs or 0, vectorization_mode, frame_skip, from_pixels, pixels_only, kwargs)
+        root = "pixels" if from_pixels and pixels_only else "observation"
+        self._setup(env, root, categorical_action_encoding, device, allow_done_after_reset, run_type_checks)
+
+
+def _described(values: Any) -> str:
+    return f"{len(values)} values" if isinstance(values, (tuple, list)) else type(values).__name__

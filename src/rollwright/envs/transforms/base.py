@@ -1,0 +1,402 @@
+"""Transform: a change to what an environment returns, or to what it is given."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from rollwright._keys import NestedKey, as_keys, as_tuple, key_str
+from rollwright.data.layout import DoneGroup, done_groups
+from rollwright.data.specs import Composite, TensorSpec
+from rollwright.envs._partial_reset import mask_like
+
+if TYPE_CHECKING:
+    from rollwright.envs.transforms.transformed_env import TransformedEnv
+
+__all__ = ["CallableTransform", "Transform", "as_transform", "kept", "map_spec"]
+
+T = TypeVar("T")
+KeySeq = NestedKey | Sequence[NestedKey] | None
+
+
+class Transform(nn.Module):
+    """Changes the data of an environment; put it on with :class:`TransformedEnv`.
+
+    What is to change decides what to override:
+
+    - each of some entries, alike: ``_apply_transform`` (and ``_inv_apply_transform`` for actions);
+    - the outcome of a step as a whole: ``_call``;
+    - the outcome of a step, by what the step began from: ``_step``;
+    - what a reset returns: ``_reset``. By default it applies ``_apply_transform`` to the ``in_keys`` that
+      are there; a transform that overrides ``_call`` and is to act at resets too calls it from ``_reset``.
+
+    The specs change with the data: override ``transform_observation_spec`` and its like.
+
+    What must survive a step (a count, a sum) belongs in the data: ``_step`` reads it from the root and
+    writes it below ``"next"``, so that a row that begins anew starts over by itself and a saved run resumes.
+
+    Args:
+        in_keys: entries to read from what the environment returns.
+        out_keys: entries to write, one for each of ``in_keys``; default: the same.
+        in_keys_inv: entries that the environment wants, made from ``out_keys_inv``.
+        out_keys_inv: entries that the policy writes; default: the same.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> class Half(Transform):
+        ...     def _apply_transform(self, obs):
+        ...         return obs / 2
+        >>> Half(in_keys=["x"], out_keys=["half"])(TensorDict({"x": torch.ones(3)}))["half"]
+        tensor([0.5000, 0.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        in_keys: KeySeq = None,
+        out_keys: KeySeq = None,
+        in_keys_inv: KeySeq = None,
+        out_keys_inv: KeySeq = None,
+    ) -> None:
+        super().__init__()
+        self.in_keys = as_keys(in_keys)
+        self.out_keys = list(self.in_keys) if out_keys is None else as_keys(out_keys)
+        self.in_keys_inv = as_keys(in_keys_inv)
+        self.out_keys_inv = list(self.in_keys_inv) if out_keys_inv is None else as_keys(out_keys_inv)
+        self._release()
+
+    # What a subclass overrides ----------------------------------------------------------------
+
+    def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
+        """The new value of one entry."""
+        raise RuntimeError(
+            f"{type(self).__name__} has in_keys but says not what to do with them: define "
+            "_apply_transform(self, obs), or _call(self, next_tensordict)."
+        )
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """Change what a step returned (the content of ``"next"``)."""
+        return self._apply_to(next_tensordict, may_lack=False)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """Change ``next_tensordict``, what the step that began at ``tensordict`` returned."""
+        return self._call(next_tensordict)
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        """Change what a reset returned.
+
+        Args:
+            tensordict: what was passed to the reset, empty if nothing was; ``"_reset"`` marks the rows
+                that begin anew, all do where there is none.
+            tensordict_reset: the first data of those rows; what it holds in others is dropped later.
+        """
+        if type(self)._call is not Transform._call:
+            return tensordict_reset
+        return self._apply_to(tensordict_reset, may_lack=True)
+
+    def _inv_apply_transform(self, state: torch.Tensor) -> torch.Tensor:
+        """The value that the environment wants, from the one that the policy wrote."""
+        return state
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Change what the environment is given; ``tensordict`` is a shallow copy."""
+        for in_key, out_key in self._pairs_inv():
+            tensordict.set(in_key, self._inv_apply_transform(self._read(tensordict, out_key)))
+        return tensordict
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Change data outside of an environment: applies ``_apply_transform`` to the root's entries."""
+        return self._apply_to(tensordict, may_lack=False)
+
+    def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """What the environment is given for ``tensordict``, which is left as it is."""
+        return self._inv_call(tensordict.clone(recurse=False))
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """The spec of all observations after this transform."""
+        return observation_spec
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """The spec of all rewards after this transform."""
+        return reward_spec
+
+    def transform_done_spec(self, done_spec: Composite) -> Composite:
+        """The spec of all flags after this transform."""
+        return done_spec
+
+    def transform_action_spec(self, action_spec: Composite) -> Composite:
+        """The spec of all actions, as the policy sees them."""
+        return action_spec
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """The spec of what a step reads beside the action."""
+        return state_spec
+
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        """``full_observation_spec``, ``full_reward_spec`` and ``full_done_spec`` after this transform."""
+        output_spec = output_spec.clone()
+        for name in ("observation", "reward", "done"):
+            change = getattr(self, f"transform_{name}_spec")
+            output_spec[f"full_{name}_spec"] = change(output_spec[f"full_{name}_spec"])
+        return output_spec
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """``full_action_spec`` and ``full_state_spec`` after this transform."""
+        input_spec = input_spec.clone()
+        for name in ("action", "state"):
+            change = getattr(self, f"transform_{name}_spec")
+            input_spec[f"full_{name}_spec"] = change(input_spec[f"full_{name}_spec"])
+        return input_spec
+
+    def close(self) -> None:
+        """Release what the transform holds; called when its environment is closed."""
+
+    # Help for subclasses ----------------------------------------------------------------------
+
+    def _apply_to(self, tensordict: TensorDictBase, *, may_lack: bool) -> TensorDictBase:
+        for in_key, out_key in self._pairs():
+            if may_lack and tensordict.get(in_key, None) is None:
+                continue
+            tensordict.set(out_key, self._apply_transform(self._read(tensordict, in_key)))
+        return tensordict
+
+    def _pairs(self) -> list[tuple[NestedKey, NestedKey]]:
+        """``(in_key, out_key)`` for what the environment returns."""
+        return self._zipped("in_keys", "out_keys")
+
+    def _pairs_inv(self) -> list[tuple[NestedKey, NestedKey]]:
+        """``(in_key_inv, out_key_inv)`` for what the environment is given."""
+        return self._zipped("in_keys_inv", "out_keys_inv")
+
+    def _zipped(self, ins_name: str, outs_name: str) -> list[tuple[NestedKey, NestedKey]]:
+        ins, outs = getattr(self, ins_name), getattr(self, outs_name)
+        if len(ins) != len(outs):
+            raise ValueError(
+                f"{type(self).__name__}: expected one of {outs_name} for each of {ins_name}, got {len(outs)} "
+                f"({outs}) for {len(ins)} ({ins}). Pass lists of equal length."
+            )
+        return list(zip(ins, outs, strict=True))
+
+    def _read(self, tensordict: TensorDictBase, key: NestedKey) -> torch.Tensor:
+        value = tensordict.get(key, None)
+        if value is None:
+            raise KeyError(
+                f"{type(self).__name__}: no entry {key!r}; there are {key_str(tensordict.keys(True, True))}. "
+                "Correct the transform's keys, or the order of transforms."
+            )
+        return cast(torch.Tensor, value)
+
+    def _carried(self, tensordict: TensorDictBase, key: NestedKey) -> torch.Tensor:
+        """An entry that an earlier reset wrote, and that each step carries on."""
+        value = tensordict.get(key, None)
+        if value is None:
+            raise KeyError(
+                f"{type(self).__name__}: the data to step from has no {key!r}, which a reset writes. Begin "
+                "from env.reset(), and go on with what step_mdp() or step_and_maybe_reset() return."
+            )
+        return cast(torch.Tensor, value)
+
+    @property
+    def _inverts(self) -> bool:
+        """Whether the transform changes what the environment is given."""
+        kind = type(self)
+        overrides = kind._inv_call is not Transform._inv_call or kind.inv is not Transform.inv
+        return overrides or bool(self.in_keys_inv)
+
+    @property
+    def _groups(self) -> list[DoneGroup]:
+        """The groups of flags that decide when a row begins anew: the root's, else all."""
+        return self._remember("groups", self._find_groups)
+
+    def _find_groups(self) -> list[DoneGroup]:
+        groups = self._all_groups
+        return groups[:1] if groups[0].prefix == () else groups
+
+    @property
+    def _all_groups(self) -> list[DoneGroup]:
+        parent = self.parent
+        return done_groups(["done", "terminated", "truncated"]) if parent is None else parent._done_groups
+
+    def _fresh(self, tensordict: TensorDictBase, key: NestedKey, value: torch.Tensor) -> torch.Tensor | None:
+        """Which elements of ``value``, at ``key``, begin anew: bool that broadcasts to it; None: all."""
+        marks = {group.prefix: tensordict.get(group.reset, None) for group in self._groups}
+        masks = {prefix: mask for prefix, mask in marks.items() if mask is not None}
+        return mask_like(masks, as_tuple(key)[:-1], value, tensordict.ndim) if masks else None
+
+    def _remember(self, name: str, find: Callable[[], T]) -> T:
+        """``find()``, called once until the environment or the transforms before this one change."""
+        memo = self.__dict__["_memo"]
+        if name not in memo:
+            memo[name] = find()
+        return cast(T, memo[name])
+
+    # The environment around -------------------------------------------------------------------
+
+    def _release(self) -> None:
+        self.__dict__.update(_containers=(), _parent=None, _memo={})
+
+    def set_container(self, container: nn.Module) -> None:
+        """Tell the transform which :class:`Compose` or :class:`TransformedEnv` holds it.
+
+        Raises:
+            RuntimeError: another one holds it.
+        """
+        if self._holder() is not container:
+            self._check_free()
+        self._release()
+        self._belong_to(container)
+
+    def _belong_to(self, container: nn.Module) -> None:
+        """Belong to ``container``, and again to what holds the transform now once ``container`` is gone."""
+        self.empty_cache()
+        self.__dict__["_containers"] += (weakref.ref(container),)
+
+    def _check_free(self) -> None:
+        holder = self._holder()
+        if holder is not None:
+            raise RuntimeError(
+                f"transform: this {type(self).__name__} already belongs to another {type(holder).__name__}. "
+                "It can follow only one; pass transform.clone()."
+            )
+
+    def reset_parent(self) -> None:
+        """Take the transform out of what holds it, so that another environment can have it."""
+        self._release()
+
+    def _holder(self) -> nn.Module | None:
+        holders = (reference() for reference in reversed(self.__dict__["_containers"]))
+        return next((holder for holder in holders if holder is not None), None)
+
+    @property
+    def container(self) -> TransformedEnv | None:
+        """The environment that has this transform, if any."""
+        holder = self._holder()
+        return holder.container if isinstance(holder, Transform) else cast("TransformedEnv | None", holder)
+
+    @property
+    def parent(self) -> TransformedEnv | None:
+        """The environment as this transform meets it: with the transforms before it, if there is any."""
+        parent = self.__dict__["_parent"]
+        if parent is None and (env := self.container) is not None:
+            parent = self.__dict__["_parent"] = env._with_only(self._before())
+        return cast("TransformedEnv | None", parent)
+
+    def _before(self) -> list[Transform]:
+        """The transforms that act before this one."""
+        holder = self._holder()
+        if not isinstance(holder, Transform):
+            return []
+        before = holder._before()
+        for transform in cast(Iterable[Transform], holder):  # a Compose: no other transform holds some
+            if transform is self:
+                break
+            before.append(transform)
+        return before
+
+    def empty_cache(self) -> None:
+        """Forget what was derived from the environment's specs."""
+        self.__dict__.update(_parent=None, _memo={})
+
+    def clone(self) -> Self:
+        """A copy without an environment. Parameters and buffers are shared with the original."""
+        other = copy.copy(self)
+        for name in ("_parameters", "_buffers", "_modules"):
+            other.__dict__[name] = dict(self.__dict__[name])
+        other._release()
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The environment is not part of the transform; it takes its transforms back when it is loaded.
+        return self.__dict__ | {"_containers": (), "_parent": None, "_memo": {}}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Buffers that are made with the first data take the shape that was saved.
+        for name, buffer in self._buffers.items():
+            saved = state_dict.get(prefix + name)
+            if saved is not None and (buffer is None or buffer.shape != saved.shape):
+                device = None if buffer is None else buffer.device
+                self._buffers[name] = torch.empty_like(saved, device=device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(keys={self.in_keys})"
+
+
+class CallableTransform(Transform):
+    """A function on TensorDicts as a transform: called on what steps and resets return."""
+
+    def __init__(self, function: Callable[[TensorDictBase], TensorDictBase | None]) -> None:
+        super().__init__()
+        self.function = function
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        changed = self.function(next_tensordict)
+        return next_tensordict if changed is None else changed
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return self._call(tensordict_reset)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Call the function on ``tensordict``."""
+        return self._call(tensordict)
+
+    def __repr__(self) -> str:
+        return f"CallableTransform({self.function!r})"
+
+
+def as_transform(transform: object) -> Transform:
+    """A transform from a transform or from a function on TensorDicts.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(transform, Transform):
+        return transform
+    if isinstance(transform, type):
+        name = transform.__name__
+        raise TypeError(f"transform: expected an object, got the class {name}. Call it: {name}().")
+    if not callable(transform):
+        remedy = " Write Compose(*transforms)." if isinstance(transform, (list, tuple)) else ""
+        raise TypeError(
+            f"transform: expected a Transform, or a function from a TensorDict to a TensorDict, got "
+            f"{type(transform).__name__}.{remedy or ' Subclass Transform.'}"
+        )
+    return CallableTransform(transform)
+
+
+def map_spec(
+    spec: Composite,
+    pairs: Iterable[tuple[NestedKey, NestedKey]],
+    change: Callable[[TensorSpec], TensorSpec],
+    *,
+    move: bool = False,
+) -> Composite:
+    """A Composite whose leaf ``out_key`` is ``change`` of its leaf ``in_key``, for each such leaf it has.
+
+    Args:
+        spec: left as it is.
+        pairs: ``(in_key, out_key)``.
+        change: from a leaf to a new leaf.
+        move: drop ``in_key`` where it differs.
+    """
+    changed = spec.clone()
+    for in_key, out_key in pairs:
+        if in_key in spec:
+            changed.set(out_key, change(spec[in_key]))
+            if move and in_key != out_key:
+                del changed[in_key]
+    return changed
+
+
+def kept(td: TensorDictBase, reset_key: NestedKey, key: NestedKey, fresh: torch.Tensor) -> torch.Tensor:
+    """``fresh`` where ``reset_key`` marks, else what ``td`` holds at ``key`` (if it holds both)."""
+    mask, old = td.get(reset_key, None), td.get(key, None)
+    if mask is None or old is None:
+        return fresh
+    return torch.where(mask.reshape(mask.shape + (1,) * (fresh.ndim - mask.ndim)), fresh, old)

@@ -1,0 +1,310 @@
+"""What a frame says of its place in the trajectory: first step or not, number of steps, sum of rewards."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
+from rollwright.data.layout import DoneGroup
+from rollwright.data.specs import Bounded, Composite, Unbounded
+from rollwright.envs.transforms._time import time_axis, trajectory_starts
+from rollwright.envs.transforms.base import KeySeq, Transform, kept
+
+__all__ = ["InitTracker", "RewardSum", "StepCounter"]
+
+
+def _check_name(argument: str, name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"{argument}: expected a plain name, to be used beside each group of flags, got {name!r}."
+        )
+    return name
+
+
+class _Bookkeeping(Transform):
+    """A transform that writes one entry beside the flags of each group."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    @property
+    def _entries(self) -> list[tuple[DoneGroup, NestedKey]]:
+        return self._remember("entries", lambda: [(g, unravel((*g.prefix, self.name))) for g in self._groups])
+
+    def _flags(self, tensordict: TensorDictBase, group: DoneGroup) -> torch.Tensor:
+        """A tensor of the shape of the group's flags."""
+        done = tensordict.get(group.done, None)
+        if done is None:
+            return torch.zeros((*tensordict.batch_size, 1), dtype=torch.bool, device=tensordict.device)
+        return cast(torch.Tensor, done)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """An error: collected data have the entry already, and others lack what it takes."""
+        raise RuntimeError(
+            f"{type(self).__name__} follows an environment from its reset on and cannot be applied to data. "
+            f"Put it on the environment: TransformedEnv(env, {type(self).__name__}(...))."
+        )
+
+
+class InitTracker(_Bookkeeping):
+    """Marks the first step of each trajectory.
+
+    ``is_init``, bool ``[*batch, 1]``, is True at the root of the first step after a reset and False
+    elsewhere, below ``"next"`` always. Where flags lie below the root, there is one beside each group.
+
+    Args:
+        init_key: name of the entry.
+
+    Example:
+        >>> from rollwright.envs import TransformedEnv
+        >>> from rollwright.testing.mocking_classes import CountingEnv
+        >>> TransformedEnv(CountingEnv(), InitTracker()).rollout(3)["is_init"].squeeze(-1)
+        tensor([ True, False, False])
+    """
+
+    def __init__(self, init_key: str = "is_init") -> None:
+        super().__init__(_check_name("init_key", init_key))
+        self.init_key = init_key
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        for group, key in self._entries:
+            next_tensordict.set(key, torch.zeros_like(self._flags(next_tensordict, group)))
+        return next_tensordict
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        for group, key in self._entries:
+            mask = tensordict.get(group.reset, None)
+            first = torch.ones_like(self._flags(tensordict_reset, group)) if mask is None else mask.clone()
+            tensordict_reset.set(key, first)
+        return tensordict_reset
+
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        """Announce the mark."""
+        output_spec = output_spec.clone()
+        for group, key in self._entries:
+            flag = output_spec["full_done_spec"][group.done]
+            output_spec["full_observation_spec"].set(key, flag.clone())
+        return output_spec
+
+    def __repr__(self) -> str:
+        return f"InitTracker(init_key={self.init_key!r})"
+
+
+class StepCounter(_Bookkeeping):
+    """Counts the steps of each trajectory, and may cut it short.
+
+    ``step_count``, int64 ``[*batch, 1]``, is 0 at a reset and grows by one with each step. Where flags lie
+    below the root, there is one beside each group.
+
+    Args:
+        max_steps: set ``truncated`` when the count reaches it; None counts only.
+        truncated_key: name of the flag to set.
+        step_count_key: name of the count.
+        update_done: set ``done`` with it. ``terminated`` is never touched.
+
+    Raises:
+        ValueError: ``max_steps`` is below 1.
+
+    Example:
+        >>> from rollwright.envs import TransformedEnv
+        >>> from rollwright.testing.mocking_classes import CountingEnv
+        >>> rollout = TransformedEnv(CountingEnv(), StepCounter(max_steps=2)).rollout(9)
+        >>> rollout["next", "step_count"].squeeze(-1), rollout["next", "truncated"].squeeze(-1)
+        (tensor([1, 2]), tensor([False,  True]))
+    """
+
+    def __init__(
+        self,
+        max_steps: int | None = None,
+        truncated_key: str = "truncated",
+        step_count_key: str = "step_count",
+        update_done: bool = True,
+    ) -> None:
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps: expected at least 1, or None for no limit, got {max_steps}.")
+        super().__init__(_check_name("step_count_key", step_count_key))
+        self.max_steps = max_steps
+        self.truncated_key = _check_name("truncated_key", truncated_key)
+        self.step_count_key = step_count_key
+        self.update_done = update_done
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        for group, key in self._entries:
+            count = self._carried(tensordict, key) + 1
+            next_tensordict.set(key, count)
+            if self.max_steps is not None:
+                self._cut(next_tensordict, group, count >= self.max_steps)
+        return next_tensordict
+
+    def _cut(self, td: TensorDictBase, group: DoneGroup, cut: torch.Tensor) -> None:
+        """Set the flag of the group, and those of agents below it."""
+        for place in self._all_groups:
+            if place.prefix[: len(group.prefix)] != group.prefix:
+                continue
+            done = td.get(place.done)
+            here = cut if place.prefix == group.prefix else _as_deep(cut, done)
+            key = self._beside(place, self.truncated_key)
+            truncated = td.get(key, None)
+            td.set(key, here.clone() if truncated is None else truncated | here)
+            if self._beside(place, "done") != place.done:  # a flag of another name: it stays as it is
+                td.set(self._beside(place, "terminated"), td.get(place.terminated))
+                td.set(self._beside(place, "done"), done)
+            if self.update_done:
+                td.set(self._beside(place, "done"), done | here)
+
+    @staticmethod
+    def _beside(group: DoneGroup, name: str) -> NestedKey:
+        return unravel((*group.prefix, name))
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        for group, key in self._entries:
+            zeros = torch.zeros_like(self._flags(tensordict_reset, group), dtype=torch.int64)
+            tensordict_reset.set(key, zeros)
+        return tensordict_reset
+
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        """Announce the count, and the flag that it may set."""
+        output_spec = output_spec.clone()
+        flags = output_spec["full_done_spec"]
+        self._announce(output_spec["full_observation_spec"], flags)
+        for group in self._all_groups if self.max_steps is not None else []:
+            flag = flags[group.done]
+            for name in ("done", "terminated", self.truncated_key):
+                if self._beside(group, name) not in flags:
+                    flags.set(self._beside(group, name), flag.clone())
+        return output_spec
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """A step reads the count."""
+        parent = self.parent
+        return state_spec if parent is None else self._announce(state_spec.clone(), parent.full_done_spec)
+
+    def _announce(self, spec: Composite, flags: Composite) -> Composite:
+        most = torch.iinfo(torch.int64).max
+        for group, key in self._entries:
+            shape = flags[group.done].shape
+            spec.set(key, Bounded(0, most, shape=shape, dtype=torch.int64, device=spec.device))
+        return spec
+
+    def __repr__(self) -> str:
+        return f"StepCounter(max_steps={self.max_steps})"
+
+
+def _as_deep(flag: torch.Tensor, deep: torch.Tensor) -> torch.Tensor:
+    """An environment's flag ``[*batch, 1]``, repeated over the agents of ``deep`` ``[*batch, agents, 1]``."""
+    return flag.reshape(*flag.shape[:-1], *(1,) * (deep.ndim - flag.ndim), 1).expand_as(deep)
+
+
+class RewardSum(Transform):
+    """Sums the rewards of each trajectory.
+
+    ``episode_reward``, of the reward's shape and dtype, is 0 at a reset and grows by each reward; below
+    ``"next"`` of a last step it is the return (undiscounted) of the trajectory.
+
+    Args:
+        in_keys: rewards; None: all of the environment's (``"reward"`` without an environment).
+        out_keys: sums; None: ``"episode_"`` before each reward's name, beside it.
+        reset_keys: for each reward the ``"_reset"`` entry that starts its sum over; None: that of the
+            environment, or of the group of agents that the sum is of.
+
+    Raises:
+        ValueError: the numbers of keys differ.
+
+    Example:
+        >>> from rollwright.envs import TransformedEnv
+        >>> from rollwright.testing.mocking_classes import DiscreteActionVecMockEnv
+        >>> env = TransformedEnv(DiscreteActionVecMockEnv(), RewardSum())
+        >>> rollout = env.rollout(3)
+        >>> bool((rollout["next", "episode_reward"] == rollout["next", "reward"].cumsum(0)).all())
+        True
+    """
+
+    def __init__(self, in_keys: KeySeq = None, out_keys: KeySeq = None, reset_keys: KeySeq = None) -> None:
+        super().__init__(in_keys, out_keys)
+        self.reset_keys = as_keys(reset_keys)
+        self._given = bool(self.in_keys), out_keys is not None
+        if self._given == (False, True):
+            raise ValueError("out_keys: expected in_keys with them, in the same order, got None. Pass both.")
+        if self.reset_keys and len(self.reset_keys) != len(self.in_keys):
+            raise ValueError(
+                f"reset_keys: expected one for each of in_keys, got {len(self.reset_keys)} for "
+                f"{len(self.in_keys)}. Pass in_keys and reset_keys of equal length."
+            )
+        self._pairs()
+
+    def _pairs(self) -> list[tuple[NestedKey, NestedKey]]:
+        return self._remember("pairs", self._find)
+
+    def _find(self) -> list[tuple[NestedKey, NestedKey]]:
+        has_rewards, has_sums = self._given
+        if not has_rewards:
+            parent = self.parent
+            self.in_keys = ["reward"] if parent is None else list(parent.reward_keys)
+        if not has_sums:
+            self.out_keys = [_sibling(key, "episode_") for key in self.in_keys]
+        return super()._pairs()
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        for in_key, out_key in self._pairs():
+            total = self._carried(tensordict, out_key) + self._read(next_tensordict, in_key)
+            next_tensordict.set(out_key, total)
+        return next_tensordict
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        specs = self._rewards()
+        batch = tensordict_reset.batch_size
+        for index, (in_key, out_key) in enumerate(self._pairs()):
+            spec = specs[in_key]
+            shape, device = spec.shape[len(specs.shape) :], tensordict_reset.device or spec.device
+            sums = torch.zeros(batch + shape, dtype=spec.dtype, device=device)
+            if self.reset_keys:
+                sums = kept(tensordict, self.reset_keys[index], out_key, sums)
+            tensordict_reset.set(out_key, sums)
+        return tensordict_reset
+
+    def _rewards(self) -> Composite:
+        parent = self.parent
+        if parent is not None:
+            return parent.full_reward_spec
+        return Composite({key: Unbounded((1,)) for key in self.in_keys})
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Announce the sums."""
+        observation_spec, rewards = observation_spec.clone(), self._rewards()
+        for in_key, out_key in self._pairs():
+            if in_key not in rewards:
+                raise KeyError(
+                    f"RewardSum: the environment has no reward {in_key!r}; it has "
+                    f"{key_str(rewards.keys(True, True))}. Correct in_keys."
+                )
+            reward = rewards[in_key]
+            observation_spec.set(out_key, Unbounded(reward.shape, dtype=reward.dtype, device=reward.device))
+        return observation_spec
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """A step reads the sums."""
+        return self.transform_observation_spec(state_spec)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Sum rewards over the time dimension of data, anew after each ``("next", "done")``."""
+        axis = time_axis(tensordict, "RewardSum")
+        before = trajectory_starts(tensordict, axis) - 1
+        for in_key, out_key in self._pairs():
+            reward = self._read(tensordict, in_key)
+            total = reward.cumsum(axis)
+            index = before.reshape(before.shape + (1,) * (reward.ndim - before.ndim)).expand_as(reward)
+            earlier = torch.where(index < 0, 0, total.gather(axis, index.clamp_min(0)))
+            tensordict.set(out_key, total - earlier)
+        return tensordict
+
+    def __repr__(self) -> str:
+        return f"RewardSum(in_keys={self.in_keys}, out_keys={self.out_keys})"
+
+
+def _sibling(key: NestedKey, before: str) -> NestedKey:
+    *prefix, name = as_tuple(key)
+    return unravel((*prefix, before + name))

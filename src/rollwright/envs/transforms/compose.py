@@ -1,0 +1,199 @@
+"""Compose: a chain of transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self, cast, overload
+
+from tensordict import TensorDictBase
+from torch import nn
+
+from rollwright.data.specs import Composite
+from rollwright.envs.transforms.base import Transform, as_transform
+
+__all__ = ["Compose"]
+
+TransformLike = Transform | Callable[[TensorDictBase], Any]
+
+
+class Compose(Transform):
+    """Applies transforms one after the other; on the way into the environment, last first.
+
+    Args:
+        *transforms: transforms, or functions on TensorDicts; one list of them is accepted too.
+
+    Raises:
+        TypeError: an element is neither.
+        RuntimeError: an element belongs to an environment or to a chain already.
+
+    Example:
+        >>> from rollwright.envs.transforms import InitTracker, StepCounter
+        >>> chain = Compose(StepCounter())
+        >>> chain.append(InitTracker())
+        >>> len(chain), chain[1]
+        (2, InitTracker(init_key='is_init'))
+    """
+
+    def __init__(self, *transforms: TransformLike | list[Any]) -> None:
+        super().__init__()
+        listed = transforms[0] if len(transforms) == 1 and isinstance(transforms[0], list) else transforms
+        self.transforms = nn.ModuleList()
+        for transform in cast(Iterable[TransformLike], listed):
+            self._put(len(self), as_transform(transform))
+
+    def _put(self, index: int, transform: Transform) -> None:
+        transform.set_container(self)
+        self.transforms.insert(index, transform)
+
+    def _share(self, transform: Transform) -> None:
+        """Add a transform that goes on belonging to another chain or environment as well."""
+        transform._belong_to(self)
+        self.transforms.append(transform)
+
+    def append(self, transform: TransformLike) -> None:
+        """Add a transform at the end (those of a ``Compose``, one by one)."""
+        self.insert(len(self), transform)
+
+    def insert(self, index: int, transform: TransformLike) -> None:
+        """Add a transform before the one at ``index`` (those of a ``Compose``, one by one).
+
+        Raises:
+            IndexError: ``index`` lies outside the chain.
+        """
+        if not -len(self) <= index <= len(self):
+            raise IndexError(f"index: expected one from {-len(self)} to {len(self)}, got {index}.")
+        index += len(self) if index < 0 else 0
+        transform = as_transform(transform)
+        added = list(transform) if type(transform) is Compose else [transform]
+        if type(transform) is Compose:
+            transform._check_free()
+            for part in added:
+                part.reset_parent()
+        for offset, part in enumerate(added):
+            self._put(index + offset, part)
+        self._changed()
+
+    def pop(self, index: int = -1) -> Transform:
+        """Take a transform out and return it."""
+        transform = self[index]
+        del self.transforms[index]
+        transform.reset_parent()
+        self._changed()
+        return transform
+
+    def _changed(self) -> None:
+        env = self.container
+        if env is not None:
+            env.empty_cache()
+        else:
+            self.empty_cache()
+
+    @overload
+    def __getitem__(self, index: int) -> Transform: ...
+    @overload
+    def __getitem__(self, index: slice) -> Compose: ...
+    def __getitem__(self, index: int | slice) -> Transform:
+        """The transform at ``index``; for a slice, a ``Compose`` of clones."""
+        if isinstance(index, slice):
+            return Compose(*(transform.clone() for transform in list(self)[index]))
+        return cast(Transform, self.transforms[index])
+
+    def __len__(self) -> int:
+        return len(self.transforms)
+
+    def __iter__(self) -> Iterator[Transform]:
+        return iter(cast(Iterable[Transform], self.transforms))
+
+    # Data -------------------------------------------------------------------------------------
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        for transform in self:
+            next_tensordict = transform._call(next_tensordict)
+        return next_tensordict
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        for transform in self:
+            next_tensordict = transform._step(tensordict, next_tensordict)
+        return next_tensordict
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        for transform in self:
+            tensordict_reset = transform._reset(tensordict, tensordict_reset)
+        return tensordict_reset
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        for transform in reversed(list(self)):
+            tensordict = transform._inv_call(tensordict)
+        return tensordict
+
+    @property
+    def _inverts(self) -> bool:
+        return any(transform._inverts for transform in self)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Apply each transform's ``forward``."""
+        for transform in self:
+            tensordict = transform(tensordict)
+        return tensordict
+
+    # Specs: the policy's side is reached from the environment's in the order of the chain, inputs included.
+
+    def _fold(self, method: str, spec: Composite) -> Composite:
+        for transform in self:
+            spec = getattr(transform, method)(spec)
+            if not isinstance(spec, Composite):
+                raise TypeError(f"{transform}: {method} must return a Composite, got {type(spec).__name__}.")
+        return spec
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """The spec of all observations after the chain."""
+        return self._fold("transform_observation_spec", observation_spec)
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """The spec of all rewards after the chain."""
+        return self._fold("transform_reward_spec", reward_spec)
+
+    def transform_done_spec(self, done_spec: Composite) -> Composite:
+        """The spec of all flags after the chain."""
+        return self._fold("transform_done_spec", done_spec)
+
+    def transform_action_spec(self, action_spec: Composite) -> Composite:
+        """The spec of all actions, as the policy sees them."""
+        return self._fold("transform_action_spec", action_spec)
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """The spec of what a step reads beside the action."""
+        return self._fold("transform_state_spec", state_spec)
+
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        """The specs of what the environment returns after the chain."""
+        return self._fold("transform_output_spec", output_spec)
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """The specs of what the environment is given, as the policy sees them."""
+        return self._fold("transform_input_spec", input_spec)
+
+    # The object -------------------------------------------------------------------------------
+
+    def empty_cache(self) -> None:
+        """Forget what was derived from the environment's specs."""
+        super().empty_cache()
+        for transform in self:
+            transform.empty_cache()
+
+    def clone(self) -> Self:
+        """A chain of clones without an environment."""
+        return type(self)(*(transform.clone() for transform in self))
+
+    def close(self) -> None:
+        """Close each transform."""
+        for transform in self:
+            transform.close()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for transform in self:
+            transform.set_container(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self))})"

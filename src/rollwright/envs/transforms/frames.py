@@ -1,0 +1,178 @@
+"""CatFrames: the last N observations, joined."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
+from rollwright.envs.transforms._time import time_axis, trajectory_starts
+from rollwright.envs.transforms.base import KeySeq, Transform, map_spec
+
+__all__ = ["CatFrames"]
+
+PADDINGS = ("same", "constant")
+
+
+class CatFrames(Transform):
+    """Joins each observation with the ``N - 1`` before it in the trajectory, oldest first.
+
+    At the start of a trajectory, what is missing is the first observation repeated (``padding="same"``) or
+    ``padding_value`` (``padding="constant"``). In an environment the past frames are buffers of the
+    transform, part of ``state_dict()``; each row of a batch has its own.
+
+    Called on data with a time dimension, it joins along time within trajectories (see
+    :meth:`forward`): store single frames, and join them when training.
+
+    Args:
+        N: number of observations to join.
+        dim: dimension to join along, negative, so that batch dimensions do not matter.
+        in_keys: observations; default ``["pixels"]``.
+        out_keys: where to write; default: ``in_keys``.
+        padding: ``"same"`` or ``"constant"``.
+        padding_value: see ``padding``.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> data = TensorDict({"x": torch.arange(1, 5).unsqueeze(-1)}, [4])
+        >>> CatFrames(N=2, dim=-1, in_keys=["x"])(data)["x"]
+        tensor([[1, 1],
+                [1, 2],
+                [2, 3],
+                [3, 4]])
+    """
+
+    def __init__(
+        self,
+        N: int,
+        dim: int,
+        in_keys: KeySeq = None,
+        out_keys: KeySeq = None,
+        padding: str = "same",
+        padding_value: float = 0,
+    ) -> None:
+        if N < 1:
+            raise ValueError(f"N: expected at least 1, got {N}.")
+        if dim >= 0:
+            raise ValueError(f"dim: expected a negative number, counted from the last dimension, got {dim}.")
+        if padding not in PADDINGS:
+            raise ValueError(f"padding: expected one of {PADDINGS}, got {padding!r}.")
+        super().__init__("pixels" if in_keys is None else in_keys, out_keys)
+        self.N = N
+        self.dim = dim
+        self.padding = padding
+        self.padding_value = padding_value
+        for index in range(len(self.in_keys)):
+            self.register_buffer(f"frames_{index}", None)
+
+    # In an environment ------------------------------------------------------------------------
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        for index, (in_key, out_key) in enumerate(self._pairs()):
+            frame = self._read(next_tensordict, in_key)
+            past = self._past(index, in_key, frame)
+            size = frame.shape[self.dim]
+            joined = torch.cat([past.narrow(self.dim, size, size * (self.N - 1)), frame], self.dim)
+            self._keep(index, joined)
+            next_tensordict.set(out_key, joined)
+        return next_tensordict
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        for index, (in_key, out_key) in enumerate(self._pairs()):
+            frame = tensordict_reset.get(in_key, None)
+            if frame is None:
+                continue
+            joined = self._start(frame)
+            tensordict_reset.set(out_key, joined)
+            fresh = self._fresh(tensordict, in_key, joined)
+            past = self._buffers[f"frames_{index}"]
+            if fresh is not None and past is not None and past.shape == joined.shape:
+                joined = torch.where(fresh, joined, past)
+            self._keep(index, joined)
+        return tensordict_reset
+
+    def _keep(self, index: int, joined: torch.Tensor) -> None:
+        # A copy: what was handed out may be changed in place.
+        self._buffers[f"frames_{index}"] = joined.clone()
+
+    def _past(self, index: int, key: NestedKey, frame: torch.Tensor) -> torch.Tensor:
+        past = self._buffers[f"frames_{index}"]
+        shape = list(frame.shape)
+        shape[self.dim] *= self.N
+        if past is None or list(past.shape) != shape:
+            held = "none" if past is None else f"frames of shape {list(past.shape)}"
+            raise RuntimeError(
+                f"CatFrames: expected past frames of shape {shape} for {key!r}, got {held}. "
+                "Reset the environment before stepping it."
+            )
+        return past
+
+    def _start(self, frame: torch.Tensor) -> torch.Tensor:
+        """The frames of a trajectory that begins with ``frame``."""
+        first = frame if self.padding == "same" else torch.full_like(frame, self.padding_value)
+        return torch.cat([first] * (self.N - 1) + [frame], self.dim)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Observations ``N`` times as long along ``dim``."""
+        return map_spec(observation_spec, self._pairs(), self._lengthen)
+
+    def _lengthen(self, spec: TensorSpec) -> TensorSpec:
+        if -self.dim > len(spec.shape):
+            raise ValueError(
+                f"dim: expected one of the {len(spec.shape)} dimensions of {spec}, got {self.dim}."
+            )
+        if isinstance(spec, Bounded):
+            low, high = (torch.cat([end] * self.N, self.dim) for end in (spec.low, spec.high))
+            if self.padding == "constant":
+                low, high = low.clamp_max(self.padding_value), high.clamp_min(self.padding_value)
+            return Bounded(low, high, low.shape, spec.device, spec.dtype)
+        shape = list(spec.shape)
+        shape[self.dim] *= self.N
+        return Unbounded(shape, device=spec.device, dtype=spec.dtype or torch.float32)
+
+    # On data with a time dimension ------------------------------------------------------------
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Join observations along the time dimension (the one named "time", else the last).
+
+        Trajectories end with ``("next", "done")``; one that began before the data is padded as if it began
+        with them. For an in_key ``("next", key)`` the past is read from ``key``, which must be there.
+
+        Raises:
+            KeyError: an entry is missing.
+            ValueError: the data have no batch dimension.
+        """
+        axis = time_axis(tensordict, "CatFrames")
+        starts = trajectory_starts(tensordict, axis)
+        joined = {out_key: self._windows(tensordict, in_key, axis, starts) for in_key, out_key in self._pairs()}
+        for out_key, value in joined.items():
+            tensordict.set(out_key, value)
+        return tensordict
+
+    def _windows(self, td: TensorDictBase, key: NestedKey, axis: int, starts: torch.Tensor) -> torch.Tensor:
+        frame = self._read(td, key)
+        path = as_tuple(key)
+        is_next = path[0] == "next"
+        past = self._read(td, unravel(path[1:])) if is_next else frame
+        ordinal = torch.arange(td.batch_size[axis], device=starts.device)
+        ordinal = ordinal.reshape([-1] + [1] * (starts.ndim - axis - 1))
+        parts = []
+        for back in range(self.N - 1, 0, -1):
+            index = ordinal - back + is_next
+            before = past.gather(axis, _like(index.maximum(starts), past))
+            if self.padding == "constant":
+                before = torch.where(_like(index < starts, past), self.padding_value, before)
+            parts.append(before)
+        return torch.cat([*parts, frame], self.dim)
+
+    def __repr__(self) -> str:
+        return f"CatFrames(N={self.N}, dim={self.dim}, keys={self.in_keys})"
+
+
+def _like(rows: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``rows``, one number for each leading element of ``value``, expanded to its shape."""
+    return rows.reshape(rows.shape + (1,) * (value.ndim - rows.ndim)).expand_as(value)

@@ -1,0 +1,96 @@
+"""ActionMask: random actions keep to those that the environment allows."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey, as_keys, as_tuple, unravel
+from rollwright.data.layout import DONE
+from rollwright.data.specs import Categorical, Composite, MultiCategorical, MultiOneHot, OneHot
+from rollwright.envs.transforms.base import Transform
+
+__all__ = ["ActionMask"]
+
+DISCRETE = (Categorical, MultiCategorical, MultiOneHot, OneHot)
+
+
+class ActionMask(Transform):
+    """Sets the mask of a discrete action spec to the mask that the environment last returned.
+
+    ``env.rand_action`` and everything else that draws from ``env.action_spec`` then takes allowed actions
+    only. The mask is bool, in the shape of a one-hot action: ``[*batch, n]``, True where an action is
+    allowed. A row that is done may allow none.
+
+    Args:
+        action_key: the action.
+        mask_key: the mask, an observation.
+
+    Raises:
+        TypeError: the action's spec is not discrete, or a key is none.
+
+    Example:
+        >>> from rollwright.data import Categorical
+        >>> spec = Categorical(3)
+        >>> spec.update_mask(torch.tensor([False, False, True]))  # what it does with each step
+        >>> spec.rand()
+        tensor(2)
+    """
+
+    def __init__(self, action_key: NestedKey = "action", mask_key: NestedKey = "action_mask") -> None:
+        for argument, key in (("action_key", action_key), ("mask_key", mask_key)):
+            if not isinstance(key, (str, tuple)):
+                raise TypeError(f"{argument}: expected a string or a tuple of strings, got {key!r}.")
+        super().__init__([action_key, mask_key], [])
+        (self.action_key,), (self.mask_key,) = as_keys(action_key), as_keys(mask_key)
+        self._mask: torch.Tensor | None = None
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        self._allow(self._read(next_tensordict, self.mask_key), next_tensordict)
+        return next_tensordict
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        mask = self._read(tensordict_reset, self.mask_key)
+        fresh = self._fresh(tensordict, self.mask_key, mask)
+        past = tensordict.get(self.mask_key, None)
+        if fresh is not None and past is not None:
+            mask = torch.where(fresh, mask, past)
+        self._allow(mask, tensordict)
+        return tensordict_reset
+
+    def _allow(self, mask: torch.Tensor, td: TensorDictBase) -> None:
+        env = self.container
+        if env is None:
+            raise RuntimeError("ActionMask needs an environment: TransformedEnv(env, ActionMask()).")
+        spec = self._spec(env.full_action_spec)
+        done = td.get(unravel((*as_tuple(self.action_key)[:-1], DONE)), td.get(DONE, None))
+        if done is not None:
+            done = done.reshape(done.shape[:-1] + (1,) * (mask.ndim - done.ndim + 1))
+            parts = mask.split(spec._widths(), -1)
+            mask = torch.cat([part | (done & ~part.any(-1, keepdim=True)) for part in parts], -1)
+        self._mask = mask
+        spec.update_mask(mask)
+
+    def _spec(self, action_spec: Composite) -> Categorical | MultiCategorical | MultiOneHot | OneHot:
+        spec = action_spec.get(self.action_key, None)
+        if not isinstance(spec, DISCRETE):
+            raise TypeError(
+                f"ActionMask: expected a discrete spec at action_key={self.action_key!r}, got {spec}. "
+                f"The actions are {list(action_spec.keys(True, True))}; name one that is discrete."
+            )
+        return spec
+
+    def transform_action_spec(self, action_spec: Composite) -> Composite:
+        """The same, with the last mask."""
+        action_spec = action_spec.clone()
+        spec = self._spec(action_spec)
+        if self._mask is not None:
+            spec.update_mask(self._mask)
+        return action_spec
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """An error: there is no action to draw in data."""
+        raise RuntimeError("ActionMask needs an environment: TransformedEnv(env, ActionMask()).")
+
+    def __repr__(self) -> str:
+        return f"ActionMask(action_key={self.action_key!r}, mask_key={self.mask_key!r})"

@@ -1,0 +1,194 @@
+"""TensorDictPrimer: entries that a policy carries along, with their first values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey, key_str, unravel
+from rollwright.data.specs import Composite, NonTensor, TensorSpec
+from rollwright.envs.transforms.base import Transform, kept
+
+__all__ = ["TensorDictPrimer"]
+
+
+class TensorDictPrimer(Transform):
+    """Gives entries of the policy's own (recurrent states) a first value at each reset.
+
+    A step carries an entry from the root to ``"next"``, unless the policy wrote it there. Rows that begin
+    anew get first values, others keep theirs.
+
+    Args:
+        primers: specs by key; ``Composite`` or a mapping.
+        random: draw first values from the specs.
+        default_value: the first value otherwise: a number; a function without arguments that returns a
+            tensor; or a mapping with one of these for each key.
+        reset_key: the ``"_reset"`` entry that decides; None: that of the environment, or of the group of
+            agents that an entry belongs to.
+        expand_specs: True: specs describe one environment's entry and get the batch dimensions of the
+            environment in front. False: they have them already. None: put there where they are missing.
+        single_default_value: ``default_value`` is a function that makes all entries at once: called as
+            ``default_value(reset=rows)``, bool ``[*batch]``, it returns a TensorDict with one row for each
+            that is marked, or for each of the batch.
+        **kwargs: more specs by name.
+
+    Raises:
+        TypeError: a primer is no spec.
+        ValueError: arguments that exclude one another, or keys that do not match.
+
+    Example:
+        >>> from rollwright.data import Unbounded
+        >>> from rollwright.envs.transforms import TransformedEnv
+        >>> from rollwright.testing.mocking_classes import CountingEnv
+        >>> env = TransformedEnv(CountingEnv(batch_size=[2]), TensorDictPrimer(hidden=Unbounded((3,))))
+        >>> env.reset()["hidden"].shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        primers: Mapping[Any, TensorSpec] | Composite | None = None,
+        random: bool = False,
+        default_value: Any = None,
+        reset_key: NestedKey | None = None,
+        expand_specs: bool | None = None,
+        single_default_value: bool = False,
+        **kwargs: TensorSpec,
+    ) -> None:
+        super().__init__()
+        if primers is not None and kwargs:
+            raise ValueError(f"primers: expected them or keyword arguments, got both ({sorted(kwargs)}).")
+        self.primers = primers if isinstance(primers, Composite) else Composite(primers or kwargs)
+        self.random = bool(random)
+        self.default_value = 0.0 if default_value is None else default_value
+        self.reset_key = None if reset_key is None else unravel(reset_key)
+        self.expand_specs = expand_specs
+        self.single_default_value = single_default_value
+        self._check(default_value)
+
+    def _check(self, default_value: Any) -> None:
+        if self.random and default_value is not None:
+            raise ValueError("default_value: expected None with random=True, which draws values. Drop one.")
+        if self.single_default_value and not callable(default_value):
+            raise ValueError(
+                f"default_value: expected a function with single_default_value=True, got {default_value!r}. "
+                "Pass a function from reset= to a TensorDict."
+            )
+        keys = set(self._keys)
+        if isinstance(default_value, Mapping):
+            self.default_value = {unravel(key): value for key, value in default_value.items()}
+            if self.default_value.keys() != keys:
+                raise ValueError(
+                    f"default_value: expected one for each primer ({key_str(keys)}), got them for "
+                    f"{key_str(self.default_value)}. Give each key one."
+                )
+
+    @property
+    def _keys(self) -> list[NestedKey]:
+        return [unravel(key) for key in self.primers.keys(True, True)]
+
+    def _placed(self, batch: torch.Size) -> dict[NestedKey, TensorSpec]:
+        """The specs of the entries of a batch."""
+        name = f"specs{tuple(batch)}"
+        return self._remember(name, lambda: {key: self._place(key, batch) for key in self._keys})
+
+    def _place(self, key: NestedKey, batch: torch.Size) -> TensorSpec:
+        spec = self.primers[key]
+        has_batch = spec.shape[: len(batch)] == batch
+        if self.expand_specs or (self.expand_specs is None and not has_batch):
+            return cast(TensorSpec, spec.expand(*batch, *spec.shape))
+        if not has_batch:
+            raise ValueError(
+                f"TensorDictPrimer: expected a spec for {key!r} that begins with the batch size "
+                f"{list(batch)} (expand_specs=False), got {spec}. Pass expand_specs=True."
+            )
+        return cast(TensorSpec, spec)
+
+    # Data -------------------------------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        for key in self._remember("keys", lambda: self._keys):
+            if next_tensordict.get(key, None) is None:
+                next_tensordict.set(key, self._carried(tensordict, key))
+        return next_tensordict
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        specs = self._placed(tensordict_reset.batch_size)
+        device = tensordict_reset.device
+        if self.single_default_value:
+            return self._reset_at_once(tensordict, tensordict_reset, specs)
+        for key, spec in specs.items():
+            value = self._first(key, spec)
+            if device is not None and isinstance(value, torch.Tensor):
+                value = value.to(device)
+            if self.reset_key is not None:
+                value = kept(tensordict, self.reset_key, key, value)
+            tensordict_reset.set(key, value)
+        return tensordict_reset
+
+    def _first(self, key: NestedKey, spec: TensorSpec) -> Any:
+        """The first value of an entry, for the whole batch."""
+        if self.random:
+            return spec.rand()
+        default = self.default_value
+        default = default[key] if isinstance(default, dict) else default
+        value = default() if callable(default) else default
+        if isinstance(spec, NonTensor):
+            return spec.zero() if isinstance(value, float) and value == 0 else value
+        if not isinstance(value, torch.Tensor) or (value.ndim == 0 and not callable(default)):
+            return torch.full_like(spec.zero(), value)
+        try:
+            value = value.expand(spec.shape) if -1 not in spec.shape else value
+        except RuntimeError as error:
+            raise ValueError(
+                f"default_value: expected a tensor that broadcasts to {list(spec.shape)} for {key!r}, got "
+                f"shape {list(value.shape)}. Return one of the primer's shape."
+            ) from error
+        spec.assert_is_in(value, key)
+        return value.clone()
+
+    def _reset_at_once(
+        self, td: TensorDictBase, fresh: TensorDictBase, specs: dict[NestedKey, TensorSpec]
+    ) -> TensorDictBase:
+        batch = fresh.batch_size
+        mask = td.get(self.reset_key or self._groups[0].reset, None)
+        rows = torch.ones(batch, dtype=torch.bool) if mask is None else mask.reshape(*batch, -1).any(-1)
+        make = cast(Callable[..., TensorDictBase], self.default_value)
+        parameters = inspect.signature(make).parameters.values()
+        takes_rows = any(p.name == "reset" or p.kind is p.VAR_KEYWORD for p in parameters)
+        made = make(reset=rows) if takes_rows else make()
+        missing = [key for key in specs if made.get(key, None) is None]
+        if missing:
+            raise ValueError(f"default_value: expected it to return all primers, got none for {key_str(missing)}.")
+        made = made.select(*specs)
+        if made.batch_size != batch:
+            values = Composite(specs, shape=batch, device=fresh.device).zero()
+            values[rows] = made
+            made = values
+        for key, spec in specs.items():
+            spec.assert_is_in(made.get(key), key)
+        return fresh.update(made)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write first values into data of any batch size."""
+        return self._reset(tensordict.empty(), tensordict)
+
+    # Specs ------------------------------------------------------------------------------------
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Announce the entries."""
+        observation_spec = observation_spec.clone()
+        for key, spec in self._placed(observation_spec.shape).items():
+            observation_spec.set(key, spec.clone())
+        return observation_spec
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """A step reads the entries."""
+        return self.transform_observation_spec(state_spec)
+
+    def __repr__(self) -> str:
+        return f"TensorDictPrimer({key_str(self._keys)})"

@@ -1,0 +1,333 @@
+"""Affine maps and casts: RewardScaling, ObservationNorm, DoubleToFloat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey, unravel
+from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
+from rollwright.envs.transforms.base import KeySeq, Transform, map_spec
+
+__all__ = ["DoubleToFloat", "ObservationNorm", "RewardScaling"]
+
+Number = float | torch.Tensor
+Pairs = list[tuple[NestedKey, NestedKey]]
+
+
+def _as_float(name: str, value: Number) -> torch.Tensor:
+    try:
+        given = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}: expected a number or a tensor, got {value!r}. Pass a float.") from error
+    given = given.detach().clone() if given.is_floating_point() else given.to(torch.get_default_dtype())
+    if not bool(given.isfinite().all()):
+        raise ValueError(f"{name}: expected finite numbers, got {value!r}. Look where they become NaN.")
+    return given
+
+
+def _mapped(spec: TensorSpec, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorSpec:
+    """The spec of ``change(x)``, a map that keeps or reverses order, for ``x`` of ``spec``."""
+    if isinstance(spec, Bounded):
+        ends = change(spec.low), change(spec.high)
+        low, high = torch.minimum(*ends), torch.maximum(*ends)
+        return Bounded(low, high, low.shape if -1 not in spec.shape else spec.shape, spec.device, low.dtype)
+    example = change(spec.zero())
+    shape = spec.shape if -1 in spec.shape else example.shape
+    return Unbounded(shape, device=spec.device, dtype=example.dtype)
+
+
+class _Affine(Transform):
+    """``x * scale + loc``, or with ``standard_normal`` its inverse ``(x - loc) / scale``."""
+
+    loc: torch.Tensor | None
+    scale: torch.Tensor | None
+
+    def __init__(
+        self, loc: Number | None, scale: Number | None, standard_normal: bool, *keys: KeySeq
+    ) -> None:
+        if (loc is None) != (scale is None):
+            raise ValueError(
+                f"loc, scale: expected both or neither, got loc={loc!r}, scale={scale!r}. "
+                "Pass both, or neither and call init_stats()."
+            )
+        super().__init__(*keys)
+        self.standard_normal = bool(standard_normal)
+        self.register_buffer("loc", None if loc is None else _as_float("loc", loc))
+        self.register_buffer("scale", None if scale is None else _as_float("scale", scale))
+        if self.scale is not None and not bool((self.scale != 0).all()):
+            raise ValueError(f"scale: expected numbers other than 0, got {scale!r}. Add a small number.")
+
+    def _numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.loc is None or self.scale is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no loc and scale yet. Pass them to the constructor, call "
+                "init_stats() once the transform is on its environment, or load a state_dict()."
+            )
+        return self.loc, self.scale
+
+    def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
+        loc, scale = self._numbers()
+        return (obs - loc) / scale if self.standard_normal else obs * scale + loc
+
+    def _inv_apply_transform(self, state: torch.Tensor) -> torch.Tensor:
+        loc, scale = self._numbers()
+        return state * scale + loc if self.standard_normal else (state - loc) / scale
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Entries with their bounds scaled."""
+        return map_spec(observation_spec, self._pairs(), lambda spec: _mapped(spec, self._apply_transform))
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Entries with their bounds scaled."""
+        return self.transform_observation_spec(reward_spec)
+
+    def __repr__(self) -> str:
+        numbers = ""
+        if self.loc is not None and self.scale is not None and self.loc.numel() == self.scale.numel() == 1:
+            numbers = f"loc={float(self.loc):.4g}, scale={float(self.scale):.4g}, "
+        return f"{type(self).__name__}({numbers}keys={self.in_keys})"
+
+
+class RewardScaling(_Affine):
+    """Scales rewards: ``reward * scale + loc``.
+
+    Args:
+        loc: number, or tensor that broadcasts to the reward.
+        scale: as ``loc``, not 0.
+        in_keys: rewards; ``"reward"`` by default.
+        out_keys: where to write; default: ``in_keys``.
+        standard_normal: compute ``(reward - loc) / scale`` instead.
+
+    Raises:
+        ValueError: ``scale`` is 0, or a number is not finite.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> RewardScaling(loc=1.0, scale=0.1)(TensorDict({"reward": torch.tensor([10.0])}))["reward"]
+        tensor([2.])
+    """
+
+    def __init__(
+        self,
+        loc: Number,
+        scale: Number,
+        in_keys: KeySeq = None,
+        out_keys: KeySeq = None,
+        standard_normal: bool = False,
+    ) -> None:
+        keys = "reward" if in_keys is None else in_keys
+        super().__init__(loc, scale, standard_normal, keys, out_keys)
+
+
+class ObservationNorm(_Affine):
+    """Shifts and scales observations by fixed numbers: ``obs * scale + loc``.
+
+    The inverse is applied on the way in to ``in_keys_inv``, if there are any. The numbers are buffers.
+
+    Args:
+        loc: number, or tensor that broadcasts to the observation; None: set by :meth:`init_stats` or
+            by ``load_state_dict``.
+        scale: as ``loc``.
+        in_keys: observations; all are treated with the same numbers.
+        out_keys: where to write; default: ``in_keys``.
+        in_keys_inv: actions or states that the environment wants in its own scale.
+        out_keys_inv: where the policy writes them; default: ``in_keys_inv``.
+        standard_normal: compute ``(obs - loc) / scale`` instead.
+        eps: the smallest scale that :meth:`init_stats` sets.
+
+    Raises:
+        ValueError: one of ``loc`` and ``scale`` only, or no keys.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> norm = ObservationNorm(loc=4.0, scale=2.0, in_keys=["x"], standard_normal=True)
+        >>> norm(TensorDict({"x": torch.tensor([8.0])}))["x"]
+        tensor([2.])
+    """
+
+    def __init__(
+        self,
+        loc: Number | None = None,
+        scale: Number | None = None,
+        in_keys: KeySeq = None,
+        out_keys: KeySeq = None,
+        in_keys_inv: KeySeq = None,
+        out_keys_inv: KeySeq = None,
+        standard_normal: bool = False,
+        eps: float = 1e-6,
+    ) -> None:
+        if in_keys is None and in_keys_inv is None:
+            raise ValueError("in_keys: expected observations, got None. Pass in_keys=['observation'].")
+        keys = (in_keys, out_keys, in_keys_inv, out_keys_inv)
+        super().__init__(loc, scale, standard_normal, *keys)
+        self.eps = eps
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there are numbers to normalise with."""
+        return self.loc is not None
+
+    def init_stats(
+        self,
+        num_iter: int,
+        reduce_dim: int | tuple[int, ...] = 0,
+        cat_dim: int | None = None,
+        key: NestedKey | None = None,
+        keep_dims: tuple[int, ...] | None = None,
+    ) -> None:
+        """Set ``loc`` and ``scale`` by which observations under random actions get mean 0 and deviation 1.
+
+        The environment is stepped; reset it afterwards.
+
+        Args:
+            num_iter: number of frames to look at, at least.
+            reduce_dim: dimensions of the data ``[*batch, T, ...]`` to compute the statistics over.
+            cat_dim: the one of them along which rollouts are joined; default: ``reduce_dim``.
+            key: observation to look at; needed where there are several ``in_keys``.
+            keep_dims: those of ``reduce_dim`` to keep as dimensions of size one.
+
+        Raises:
+            RuntimeError: there are numbers already, or the transform is on no environment.
+            ValueError: dimensions that do not go together.
+        """
+        dims = (reduce_dim,) if isinstance(reduce_dim, int) else tuple(reduce_dim)
+        cat_dim = dims[0] if cat_dim is None and len(dims) == 1 else cat_dim
+        if cat_dim is None or cat_dim not in dims:
+            raise ValueError(f"cat_dim: expected one of reduce_dim={reduce_dim}, got {cat_dim}. Pass one.")
+        if key is None and len(self.in_keys) > 1:
+            raise ValueError(f"key: expected one of in_keys={self.in_keys} to look at, got None. Pass key=.")
+        data = self._observe(num_iter, self.in_keys[0] if key is None else unravel(key), cat_dim)
+        dims = tuple(dim % data.ndim for dim in dims)
+        kept = {dim % data.ndim for dim in keep_dims or ()}
+        if not kept <= set(dims):
+            raise ValueError(f"keep_dims: expected some of reduce_dim={reduce_dim}, got {keep_dims}.")
+        squeezed = [dim for dim in dims if dim not in kept]
+        loc = data.mean(dims, keepdim=True).squeeze(squeezed)
+        scale = data.std(dims, keepdim=True).squeeze(squeezed).clamp_min(self.eps)
+        if not bool((loc.isfinite() & scale.isfinite()).all()):
+            raise RuntimeError(
+                f"init_stats: {num_iter} frames give loc={loc}, scale={scale}. Take more frames, and look "
+                "for NaN and infinity in the observations."
+            )
+        self.loc, self.scale = (loc, scale) if self.standard_normal else (-loc / scale, 1 / scale)
+        if (env := self.container) is not None:
+            env.empty_cache()
+
+    def _observe(self, num_iter: int, key: NestedKey, cat_dim: int) -> torch.Tensor:
+        if self.initialized:
+            raise RuntimeError("init_stats: loc and scale are set already. Make a new ObservationNorm.")
+        parent = self.parent
+        if parent is None:
+            raise RuntimeError("init_stats: expected an environment, got none. Call TransformedEnv first.")
+        frames, rollouts = 0, []
+        while frames < num_iter:
+            rollout = parent.rollout(num_iter)
+            frames += rollout.numel()
+            rollouts.append(rollout.get(key))
+        data = torch.cat(rollouts, cat_dim)
+        return data if data.is_floating_point() else data.to(torch.get_default_dtype())
+
+    def transform_action_spec(self, action_spec: Composite) -> Composite:
+        """Actions as the policy sees them."""
+        pairs = self._pairs_inv()
+        return map_spec(action_spec, pairs, lambda spec: _mapped(spec, self._apply_transform), move=True)
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """States as the policy sees them."""
+        return self.transform_action_spec(state_spec)
+
+
+class DoubleToFloat(Transform):
+    """Casts float64 to float32 on the way out of the environment, and back on the way in.
+
+    Args:
+        in_keys: entries to cast; None: every float64 observation and reward (and every float64 action and
+            state on the way in, unless ``in_keys_inv`` names them).
+        out_keys: where to write; default: ``in_keys``.
+        in_keys_inv: actions and states that the environment wants in float64.
+        out_keys_inv: where the policy writes them; default: ``in_keys_inv``.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> DoubleToFloat()(TensorDict({"x": torch.zeros(1, dtype=torch.float64)}))["x"].dtype
+        torch.float32
+    """
+
+    def __init__(
+        self,
+        in_keys: KeySeq = None,
+        out_keys: KeySeq = None,
+        in_keys_inv: KeySeq = None,
+        out_keys_inv: KeySeq = None,
+    ) -> None:
+        super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
+        self._finds = in_keys is None, in_keys is None and in_keys_inv is None
+        if (in_keys is None and out_keys is not None) or (in_keys_inv is None and out_keys_inv is not None):
+            raise ValueError("out_keys: expected in_keys with them, in the same order, got None. Pass both.")
+
+    def _pairs(self) -> Pairs:
+        return self._remember("pairs", self._find)
+
+    def _pairs_inv(self) -> Pairs:
+        return self._remember("pairs_inv", self._find_inv)
+
+    def _find(self) -> Pairs:
+        parent = self.parent
+        if self._finds[0] and parent is not None:
+            self.in_keys = [*_doubles(parent.full_observation_spec), *_doubles(parent.full_reward_spec)]
+            self.out_keys = list(self.in_keys)
+        return super()._pairs()
+
+    def _find_inv(self) -> Pairs:
+        parent = self.parent
+        if self._finds[1] and parent is not None:
+            self.in_keys_inv = [*_doubles(parent.full_action_spec), *_doubles(parent.full_state_spec)]
+            self.out_keys_inv = list(self.in_keys_inv)
+        return super()._pairs_inv()
+
+    @property
+    def _inverts(self) -> bool:
+        return bool(self._pairs_inv())
+
+    def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
+        return obs.to(torch.float32)
+
+    def _inv_apply_transform(self, state: torch.Tensor) -> torch.Tensor:
+        return state.to(torch.float64)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Cast ``in_keys``; without an environment and without keys, every float64 entry."""
+        if self._finds[0] and self.parent is None:
+            for key, value in list(tensordict.items(True, True)):
+                if isinstance(value, torch.Tensor) and value.dtype == torch.float64:
+                    tensordict.set(key, self._apply_transform(value))
+            return tensordict
+        return super().forward(tensordict)
+
+    def _cast_spec(self, spec: TensorSpec) -> TensorSpec:
+        if spec.dtype != torch.float64:
+            raise TypeError(f"DoubleToFloat: expected an entry of float64, got {spec}. Leave its key out.")
+        return spec.to(torch.float32)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Observations in float32."""
+        return map_spec(observation_spec, self._pairs(), self._cast_spec)
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Rewards in float32."""
+        return map_spec(reward_spec, self._pairs(), self._cast_spec)
+
+    def transform_action_spec(self, action_spec: Composite) -> Composite:
+        """Actions in float32."""
+        return map_spec(action_spec, self._pairs_inv(), self._cast_spec, move=True)
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """States in float32."""
+        return map_spec(state_spec, self._pairs_inv(), self._cast_spec, move=True)
+
+
+def _doubles(spec: Composite) -> list[NestedKey]:
+    return [unravel(key) for key, leaf in spec.items(True, True) if leaf.dtype == torch.float64]

@@ -1,0 +1,266 @@
+"""TransformedEnv: an environment with transforms around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self, cast
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright.data.specs import Composite, TensorSpec
+from rollwright.envs.base import EnvBase
+from rollwright.envs.transforms.base import Transform, as_transform
+from rollwright.envs.transforms.compose import Compose, TransformLike
+from rollwright.errors import EnvError
+
+__all__ = ["TransformedEnv"]
+
+SHARED = ("run_type_checks", "allow_done_after_reset", "is_closed")
+OUTPUTS, INPUTS = ("observation", "reward", "done"), ("action", "state")
+
+
+class TransformedEnv(EnvBase):
+    """An environment whose data pass through a transform.
+
+    Attributes that it does not have itself are those of ``base_env``. Its ``state_dict()`` holds the
+    transform's state below ``"transform."`` and the base environment's below ``"base_env."``.
+
+    Args:
+        base_env: the environment. The transforms of a ``TransformedEnv`` are shared, in front of
+            ``transform``, and ``base_env`` becomes the environment inside (``auto_unwrap=False`` nests).
+        transform: a transform, or a function on TensorDicts that is called on what steps and resets
+            return; None for an empty chain. Assign to ``env.transform`` to replace it.
+        cache_specs: compute specs once. If False, anew with each use, for transforms whose specs vary.
+        device: move the environment there first.
+        auto_unwrap: see ``base_env``.
+
+    Raises:
+        TypeError: ``base_env`` or ``transform`` is something else.
+        RuntimeError: ``transform`` belongs to another environment.
+
+    Example:
+        >>> from rollwright.envs.transforms import StepCounter
+        >>> from rollwright.testing.mocking_classes import CountingEnv
+        >>> env = TransformedEnv(CountingEnv(), StepCounter(max_steps=3))
+        >>> env.rollout(10)["next", "step_count"].squeeze(-1)
+        tensor([1, 2, 3])
+    """
+
+    base_env: EnvBase
+    transform: Transform
+
+    def __init__(
+        self,
+        base_env: EnvBase,
+        transform: TransformLike | None = None,
+        cache_specs: bool = True,
+        *,
+        device: torch.device | str | int | None = None,
+        auto_unwrap: bool = True,
+    ) -> None:
+        if not isinstance(base_env, EnvBase):
+            raise TypeError(
+                f"base_env: expected an environment of rollwright, got {type(base_env).__name__}. "
+                "Wrap a gymnasium environment in GymWrapper(env) first."
+            )
+        super().__init__()
+        self.cache_specs = cache_specs
+        transform = Compose() if transform is None else as_transform(transform)
+        transform._check_free()
+        if auto_unwrap and type(base_env) is TransformedEnv and type(self) is TransformedEnv:
+            # The environment unwrapped keeps its transforms too: freezing one there freezes it here.
+            inner, chain = base_env.transform, Compose()
+            for part in inner if isinstance(inner, Compose) else [inner]:
+                chain._share(part)
+            chain.append(transform)
+            base_env, transform = base_env.base_env, chain
+        self.base_env = base_env if device is None else base_env.to(device)
+        self.transform = transform
+
+    def _finalize(self) -> None:
+        """Specs come from the base environment, when they are first asked for."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "transform":
+            self._set_transform(as_transform(value))
+        elif name not in SHARED:
+            super().__setattr__(name, value)
+        elif "base_env" in self._modules:  # not yet while EnvBase sets its defaults
+            setattr(self.base_env, name, value)
+
+    def _set_transform(self, transform: Transform) -> None:
+        transform._check_free()
+        old = self._modules.get("transform")
+        if isinstance(old, Transform) and old._holder() is self:
+            old.reset_parent()
+        if self.base_env.device is not None:
+            transform.to(self.base_env.device)
+        transform.set_container(self)
+        self._modules["transform"] = transform
+        self.empty_cache()
+
+    def append_transform(self, transform: TransformLike) -> TransformedEnv:
+        """Add a transform after those that there are; returns this environment."""
+        self._chain().append(transform)
+        return self
+
+    def insert_transform(self, index: int, transform: TransformLike) -> TransformedEnv:
+        """Add a transform before the one at ``index``; returns this environment."""
+        self._chain().insert(index, transform)
+        return self
+
+    def _chain(self) -> Compose:
+        if not isinstance(self.transform, Compose):
+            single = self.transform
+            single.reset_parent()
+            self.transform = Compose(single)
+        return self.transform
+
+    def _with_only(self, transforms: Iterable[Transform]) -> TransformedEnv:
+        """The base environment with clones of ``transforms``, some of this environment's."""
+        listed = list(transforms)
+        twins = [transform.clone() for transform in listed]
+        env = TransformedEnv(self.base_env, Compose(*twins), self.cache_specs, auto_unwrap=False)
+        for transform, twin in zip(listed, twins, strict=True):
+            # Without this, each twin would build environments for those before it, and they theirs.
+            twin.__dict__["_parent"] = transform.parent
+        return env
+
+    # Stepping ---------------------------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if not self.cache_specs:
+            self._cache.clear()
+        given = self.transform.inv(tensordict) if self._inverts else tensordict
+        outcome = self.base_env._advance(given)
+        preset = tensordict.get("next", None)
+        if preset is not None:  # recurrent states that the policy wrote: transforms must see them
+            outcome.update(preset.exclude(*outcome.keys(True, True)))
+        return self.transform._step(given, outcome)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        if not self.cache_specs:
+            self._cache.clear()
+        base = self.base_env
+        given = None
+        if tensordict is not None:
+            given = tensordict.select(*base.reset_keys, *base.state_keys, strict=False)
+        fresh = base._begin(given, **kwargs)
+        return self.transform._reset(fresh.empty() if tensordict is None else tensordict, fresh)
+
+    @property
+    def _inverts(self) -> bool:
+        """Whether any transform changes what the base environment is given."""
+        known = self._cache.get("inverts")
+        if known is None:
+            known = self._cache["inverts"] = self.transform._inverts
+        return cast(bool, known)
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Write random actions, by the base environment's own method where it has one that still fits."""
+        base = self.base_env
+        overrides = type(base).rand_action is not EnvBase.rand_action
+        if overrides and base.full_action_spec == self.full_action_spec:
+            return base.rand_action(tensordict)
+        return super().rand_action(tensordict)
+
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
+        """Seed the base environment, see :meth:`EnvBase.set_seed`."""
+        return self.base_env.set_seed(seed, static_seed)
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Close the base environment and the transform."""
+        self.base_env.close(raise_if_closed=raise_if_closed)
+        self.transform.close()
+
+    # Specs ------------------------------------------------------------------------------------
+
+    def _full_spec(self, name: str) -> Composite:
+        spec = self._full_specs.get(name)
+        if spec is None or not self.cache_specs:
+            self._compute_specs(OUTPUTS if name in OUTPUTS else INPUTS)
+            spec = self._full_specs[name]
+        return spec
+
+    def _compute_specs(self, names: tuple[str, ...]) -> None:
+        kind = "output_spec" if names is OUTPUTS else "input_spec"
+        try:
+            changed = getattr(self.transform, f"transform_{kind}")(getattr(self.base_env, kind).clone())
+        except AttributeError as error:
+            # Left alone, it would make Python look for the spec in the base environment.
+            raise EnvError(f"{self}: transform_{kind} raised AttributeError: {error}") from error
+        self._full_specs.update({name: changed[f"full_{name}_spec"] for name in names})
+
+    def _set_spec(self, name: str, spec: TensorSpec, default_key: str | None) -> None:
+        raise AttributeError(
+            f"{name}_spec: those of a TransformedEnv follow from its base environment and its transform. "
+            f"Set env.base_env.{name}_spec and call env.empty_cache(), or write a transform."
+        )
+
+    def add_truncated_keys(self) -> TransformedEnv:
+        """Give every group of the base environment's flags a ``truncated`` one; returns this environment."""
+        self.base_env.add_truncated_keys()
+        self.empty_cache()
+        return self
+
+    def empty_cache(self) -> None:
+        """Forget specs; needed when those of the base environment were changed."""
+        self._full_specs.clear()
+        self._cache.clear()
+        self.transform.empty_cache()
+
+    # What belongs to the base environment -----------------------------------------------------
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """Shape of the batch of environments."""
+        return self.base_env.batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: Sequence[int]) -> None:
+        raise AttributeError("batch_size: that of a TransformedEnv is its base environment's. Set it there.")
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the environment's tensors live, or None."""
+        return self.base_env.device
+
+    @device.setter
+    def device(self, value: torch.device | str | None) -> None:
+        self.to(value)
+
+    @property
+    def batch_locked(self) -> bool:  # type: ignore[override]
+        """As for the base environment."""
+        return self.base_env.batch_locked
+
+    # Set through ``__setattr__``.
+    run_type_checks = property(lambda self: self.base_env.run_type_checks)
+    allow_done_after_reset = property(lambda self: self.base_env.allow_done_after_reset)
+    is_closed = property(lambda self: self.base_env.is_closed)
+
+    def to(self, device: torch.device | str | int | None) -> Self:  # type: ignore[override]
+        """Move the base environment and the transform; returns this environment."""
+        if device is not None:
+            self.base_env.to(device)
+            self.transform.to(device)
+            self.empty_cache()
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            base_env = self.__dict__.get("_modules", {}).get("base_env")
+            # Where a property of this class raised, the base environment's value would be a wrong one.
+            if base_env is None or name.startswith("__") or hasattr(type(self), name):
+                raise
+        return getattr(base_env, name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.transform.set_container(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.base_env!r}, {self.transform!r})"

@@ -1,0 +1,211 @@
+"""VecNorm: normalises by running statistics."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rollwright._keys import NestedKey
+from rollwright.data.specs import Composite, TensorSpec, Unbounded
+from rollwright.envs.transforms.base import KeySeq, Transform, map_spec
+from rollwright.envs.transforms.compose import Compose
+from rollwright.envs.transforms.scaling import ObservationNorm
+
+__all__ = ["VecNorm"]
+
+
+class Stats(NamedTuple):
+    """What is known of an entry, each of its shape below the batch (see :class:`VecNorm`)."""
+
+    weight: torch.Tensor
+    mean: torch.Tensor
+    spread: torch.Tensor
+
+
+class VecNorm(Transform):
+    r"""Normalises entries by the mean and deviation of what it has seen, older data counting less.
+
+    With :math:`x_1 \dots x_n` the values that one step (or reset) of a batch of ``n`` environments brings,
+    and :math:`d` the decay, each element of an entry has a weight, a mean and a spread that follow
+
+    .. math::
+        w' = d\,w + n, \qquad
+        \mu' = \mu + \frac{1}{w'} \sum_i (x_i - \mu), \qquad
+        s' = d\,s + \sum_i (x_i - \mu)(x_i - \mu'),
+
+    so that :math:`\mu` is the mean and :math:`s / w` the variance of all values, one seen :math:`k` steps ago
+    weighted by :math:`d^k`. The result is computed with the updated numbers:
+
+    .. math::
+        y_i = (x_i - \mu') / \sqrt{\max(s' / w', \epsilon)}.
+
+    In a partial reset only the rows that begin anew are counted. The numbers are buffers, part of
+    ``state_dict()``; a clone made when there are some shares them.
+
+    Args:
+        in_keys: entries to normalise; default ``["observation", "reward"]``. What a reset does not return
+            (rewards) is skipped there.
+        out_keys: where to write; default: ``in_keys``.
+        decay: :math:`d`, above 0 and at most 1.
+        eps: the smallest variance to divide by.
+
+    Raises:
+        ValueError: ``decay`` or ``eps`` is out of range.
+
+    Example:
+        >>> norm = VecNorm(in_keys=["x"], decay=1.0)
+        >>> norm(TensorDict({"x": torch.tensor([1.0, 3.0])}, [2]))["x"]
+        tensor([-1.,  1.])
+        >>> norm.freeze().loc["x"]
+        tensor(2.)
+    """
+
+    def __init__(
+        self,
+        in_keys: KeySeq = None,
+        out_keys: KeySeq = None,
+        *,
+        decay: float = 0.9999,
+        eps: float = 1e-4,
+    ) -> None:
+        super().__init__(["observation", "reward"] if in_keys is None else in_keys, out_keys)
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay: expected a number above 0 and at most 1, got {decay}.")
+        if not eps > 0:
+            raise ValueError(f"eps: expected a number above 0, got {eps}.")
+        self.decay = decay
+        self.eps = eps
+        self.frozen = False
+        for index in range(len(self.in_keys)):
+            for name in Stats._fields:
+                self.register_buffer(f"{name}_{index}", None)
+
+    # Statistics -------------------------------------------------------------------------------
+
+    def freeze(self) -> Self:
+        """Stop updating the statistics; returns the transform."""
+        self.frozen = True
+        return self
+
+    def unfreeze(self) -> Self:
+        """Update the statistics again; returns the transform."""
+        self.frozen = False
+        return self
+
+    def frozen_copy(self) -> Self:
+        """A frozen transform with statistics of its own, equal to those of now, on no environment."""
+        twin = self.clone()
+        for name, buffer in self._buffers.items():
+            twin._buffers[name] = None if buffer is None else buffer.clone()
+        return twin.freeze()
+
+    @property
+    def loc(self) -> TensorDict:
+        """The means by ``in_keys``, of an entry's shape below the batch; those seen so far."""
+        return TensorDict({key: stats.mean.clone() for key, stats in self._known().items()})
+
+    @property
+    def scale(self) -> TensorDict:
+        """The deviations by ``in_keys``, of an entry's shape below the batch; those seen so far."""
+        return TensorDict({key: self._deviation(stats) for key, stats in self._known().items()})
+
+    def to_observation_norm(self) -> ObservationNorm | Compose:
+        """The statistics of now as fixed numbers: an ``ObservationNorm``, a chain of them for several keys.
+
+        Raises:
+            RuntimeError: an entry was never seen.
+        """
+        norms, known = [], self._known()
+        for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
+            if in_key not in known:
+                raise RuntimeError(f"VecNorm has seen no {in_key!r} yet. Step the environment first.")
+            loc, scale = known[in_key].mean, self._deviation(known[in_key])
+            norms.append(ObservationNorm(loc, scale, [in_key], [out_key], standard_normal=True))
+        return norms[0] if len(norms) == 1 else Compose(*norms)
+
+    def _stats(self, index: int) -> Stats | None:
+        weight, mean, spread = (self._buffers[f"{name}_{index}"] for name in Stats._fields)
+        return None if weight is None or mean is None or spread is None else Stats(weight, mean, spread)
+
+    def _known(self) -> dict[NestedKey, Stats]:
+        found = {key: self._stats(index) for index, key in enumerate(self.in_keys)}
+        return {key: stats for key, stats in found.items() if stats is not None}
+
+    def _deviation(self, stats: Stats) -> torch.Tensor:
+        return (stats.spread / stats.weight).clamp_min_(self.eps).sqrt_()
+
+    # Data -------------------------------------------------------------------------------------
+
+    def _normalise(
+        self, index: int, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int
+    ) -> torch.Tensor:
+        if not value.is_floating_point():
+            value = value.to(torch.get_default_dtype())
+        stats = self._stats(index)
+        if stats is None:
+            stats = Stats(*(value.new_zeros(value.shape[ndim:]) for _ in Stats._fields))
+            for name, zeros in stats._asdict().items():
+                self._buffers[f"{name}_{index}"] = zeros
+        if not self.frozen:
+            self._count(stats, value, fresh, ndim)
+        return (value - stats.mean) / self._deviation(stats)
+
+    def _count(self, stats: Stats, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int) -> None:
+        """Update the statistics, in place: clones and other processes may share them."""
+        weight, mean, spread = stats
+        value = value.detach()
+        rows: float | torch.Tensor = value.shape[:ndim].numel()
+        if fresh is not None:  # a value equal to the mean changes nothing but the weight, which rows says
+            if not bool(fresh.any()):
+                return
+            value = torch.where(fresh, value, mean)
+            rows = _total(fresh.expand(*value.shape[:ndim], *fresh.shape[ndim:]), ndim)
+        weight.mul_(self.decay).add_(rows)
+        offset = value - mean
+        mean.add_(_total(offset, ndim) / weight)
+        spread.mul_(self.decay).add_(_total(offset * (value - mean), ndim))
+
+    def _normalise_all(self, td: TensorDictBase, source: TensorDictBase | None) -> TensorDictBase:
+        for index, (in_key, out_key) in enumerate(self._pairs()):
+            value = td.get(in_key, None)
+            if value is None:
+                continue
+            fresh = None if source is None else self._fresh(source, in_key, value)
+            td.set(out_key, self._normalise(index, value, fresh, td.ndim))
+        return td
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self._normalise_all(next_tensordict, None)
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return self._normalise_all(tensordict_reset, tensordict)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Normalise data of any batch size, which count as one step (freeze the transform to avoid that)."""
+        return self._normalise_all(tensordict, None)
+
+    # Specs ------------------------------------------------------------------------------------
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Observations without bounds."""
+        return map_spec(observation_spec, self._pairs(), _unbounded)
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Rewards without bounds."""
+        return self.transform_observation_spec(reward_spec)
+
+    def __repr__(self) -> str:
+        frozen = ", frozen" if self.frozen else ""
+        return f"VecNorm(in_keys={self.in_keys}, decay={self.decay}, eps={self.eps}{frozen})"
+
+
+def _total(value: torch.Tensor, ndim: int) -> torch.Tensor:
+    return value.sum(tuple(range(ndim))) if ndim else value
+
+
+def _unbounded(spec: TensorSpec) -> TensorSpec:
+    is_float = spec.dtype is not None and spec.dtype.is_floating_point
+    dtype = spec.dtype if is_float else torch.get_default_dtype()
+    return Unbounded(spec.shape, device=spec.device, dtype=dtype or torch.float32)

@@ -1,0 +1,89 @@
+"""The errors that rollwright raises, in one tree.
+
+::
+
+    RollwrightError
+    ├── SpecError (ValueError)            data that does not match its spec
+    ├── EnvError (RuntimeError)           an environment that raised or broke its contract
+    │   └── EnvKeyError (KeyError)        ... by leaving an entry out
+    ├── PolicyError (RuntimeError)        a policy that raised or broke its contract
+    │   └── PolicyKeyError (KeyError)     ... by leaving an entry out
+    └── MissingExtraError (ImportError)   an optional dependency that is not installed
+
+Wrong arguments are plain ``ValueError`` and ``TypeError``: the argument, what was expected, what
+came and what to do stand in the message.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+__all__ = [
+    "EnvError",
+    "EnvKeyError",
+    "MissingExtraError",
+    "PolicyError",
+    "PolicyKeyError",
+    "RollwrightError",
+    "SpecError",
+    "require",
+]
+
+
+class RollwrightError(Exception):
+    """Root of every error that rollwright defines."""
+
+
+class SpecError(RollwrightError, ValueError):
+    """Data does not match the spec that describes it."""
+
+
+class EnvError(RollwrightError, RuntimeError):
+    """An environment raised, or returned something that its specs do not describe."""
+
+
+class EnvKeyError(EnvError, KeyError):
+    """An environment left out an entry that its specs announce."""
+
+    __str__ = Exception.__str__  # KeyError would print the message in quotes
+
+
+class PolicyError(RollwrightError, RuntimeError):
+    """A policy raised, or wrote something that the environment cannot use."""
+
+
+class PolicyKeyError(PolicyError, KeyError):
+    """A policy left out an entry that the environment needs."""
+
+    __str__ = Exception.__str__
+
+
+class MissingExtraError(RollwrightError, ImportError):
+    """An optional dependency is not installed."""
+
+
+def require(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Import an optional dependency, or say which command installs it.
+
+    Args:
+        module: dotted name to import, such as ``"envpool"``.
+        extra: the extra of rollwright that installs it.
+        purpose: what needs it, for the message.
+
+    Raises:
+        MissingExtraError: when the module is not installed.
+
+    Example:
+        >>> require("json", extra="none", purpose="an example").__name__
+        'json'
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
+            raise
+        raise MissingExtraError(
+            f"{purpose} needs the package {module.split('.')[0]!r}, which is not installed. "
+            f"Install it with: pip install 'rollwright[{extra}]'"
+        ) from error

@@ -1,0 +1,53 @@
+"""RandomPolicy: actions drawn from the action spec."""
+
+from __future__ import annotations
+
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey, unravel
+from rollwright.data.specs import Composite, TensorSpec
+
+__all__ = ["RandomPolicy"]
+
+
+class RandomPolicy:
+    """A policy that draws every action from its spec, with torch's global generator.
+
+    Args:
+        action_spec: of one action, or a Composite of several. None: a collector fills in that of its
+            environment, once.
+        action_key: where the action goes when ``action_spec`` is of one action.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rollwright.data import Bounded
+        >>> policy = RandomPolicy(Bounded(-1, 1, shape=(3,)))
+        >>> policy(TensorDict())["action"].shape
+        torch.Size([3])
+    """
+
+    def __init__(self, action_spec: TensorSpec | None = None, action_key: NestedKey = "action") -> None:
+        if action_spec is not None and not isinstance(action_spec, TensorSpec):
+            raise TypeError(
+                f"action_spec: expected a spec or None, got {type(action_spec).__name__}. Pass env.action_spec."
+            )
+        self.action_spec = action_spec
+        self.action_key = unravel(action_key)
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        """Write the action(s) into ``td`` and return it."""
+        spec = self.action_spec
+        if spec is None:
+            raise ValueError(
+                "action_spec: this RandomPolicy has none. Pass RandomPolicy(env.action_spec), or give the policy to a "
+                "collector, which fills it in."
+            )
+        if isinstance(spec, Composite):
+            if spec.shape != td.batch_size:
+                spec = spec.expand(td.batch_size)
+            return td.update(spec.rand())
+        missing = td.batch_size[: max(td.ndim - spec.ndim, 0)] if spec.shape[: td.ndim] != td.batch_size else ()
+        return td.set(self.action_key, spec.rand(missing))
+
+    def __repr__(self) -> str:
+        return f"RandomPolicy(action_spec={self.action_spec})"

@@ -1,0 +1,230 @@
+"""Fakes of one oddity each: objects as data, growing shapes, scalar actions, errors, nothing, images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from rollwright.data.specs import Bounded, Categorical, Composite, NonTensor, Unbounded
+from rollwright.envs.base import EnvBase
+from rollwright.errors import EnvError
+from rollwright.testing._fakes import RandomStrings, check_actions
+
+__all__ = [
+    "ActionObsMergeLinear",
+    "EnvThatDoesNothing",
+    "EnvThatErrorsAfter10Iters",
+    "EnvWithDynamicSpec",
+    "EnvWithMetadata",
+    "EnvWithScalarAction",
+    "FastImageEnv",
+    "Str2StrEnv",
+]
+
+
+class _Unseeded(EnvBase):
+    """An environment with no randomness of its own."""
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Nothing to do: what is random comes from torch's global generator."""
+
+
+class EnvWithMetadata(_Unseeded):
+    """Carries an object through its state: ``non_tensor``, an int that counts steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec = Composite(
+            tensor=Unbounded((3,)), non_tensor=NonTensor(shape=(), example_data=0)
+        )
+        self.state_spec = Composite(non_tensor=NonTensor(shape=(), example_data=0))
+        self.reward_spec = Unbounded((1,))
+        self.action_spec = Unbounded((1,))
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        return self._observe(0)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        check_actions(self, tensordict)
+        outcome = self._observe(tensordict["non_tensor"] + 1)
+        return outcome.update({"reward": torch.zeros(1), "done": torch.zeros(1, dtype=torch.bool)})
+
+    def _observe(self, count: int) -> TensorDictBase:
+        seen = TensorDict({"tensor": torch.zeros(3)})
+        seen.set_non_tensor("non_tensor", count)
+        return seen
+
+
+class EnvWithDynamicSpec(_Unseeded):
+    """Its ``observation`` ``[3, t + 1, 2]`` grows with time t, which fills it; done at ``max_count``."""
+
+    def __init__(self, max_count: int = 5) -> None:
+        super().__init__()
+        self.observation_spec = Composite(observation=Unbounded((3, -1, 2)))
+        self.action_spec = Bounded(-1.0, 1.0, (2,))
+        self.done_spec = Categorical(2, shape=(1,), dtype=torch.bool)
+        self.add_truncated_keys()
+        self.reward_spec = Unbounded((1,))
+        self.count = 0
+        self.max_count = max_count
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        self.count = 0
+        return self._observe()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        check_actions(self, tensordict)
+        self.count += 1
+        done = torch.tensor([self.count >= self.max_count])
+        # All three flags at once, as some simulators report the end of an episode.
+        flags = {name: done.clone() for name in ("done", "terminated", "truncated")}
+        return self._observe().update({"reward": torch.zeros(1), **flags})
+
+    def _observe(self) -> TensorDict:
+        return TensorDict({"observation": torch.full((3, self.count + 1, 2), float(self.count))})
+
+
+class EnvWithScalarAction(_Unseeded):
+    """Takes actions of shape ``batch_size``, or with ``singleton`` of ``[*batch, 1]``; never done."""
+
+    def __init__(self, singleton: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.singleton = singleton
+        batch = self.batch_size
+        self.action_spec = Bounded(-1.0, 1.0, shape=(*batch, 1) if singleton else batch)
+        self.observation_spec = Composite(observation=Unbounded((*batch, 3)), shape=batch)
+        self.done_spec = Unbounded((*batch, 1), dtype=torch.bool)
+        self.add_truncated_keys()
+        self.reward_spec = Unbounded((*batch, 1))
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        return self._observe()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        check_actions(self, tensordict)
+        zeros = torch.zeros((*self.batch_size, 1), device=self.device)
+        return self._observe().update({"reward": zeros, "done": zeros.bool()})
+
+    def _observe(self) -> TensorDict:
+        seen = torch.randn((*self.batch_size, 3), device=self.device)
+        return TensorDict({"observation": seen}, self.batch_size, device=self.device)
+
+
+class EnvThatDoesNothing(_Unseeded):
+    """Observes nothing, earns nothing, takes no action, never ends; for the plumbing alone."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.full_reward_spec = Composite(shape=self.batch_size)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        return TensorDict({}, self.batch_size, device=self.device)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        done = torch.zeros((*self.batch_size, 1), dtype=torch.bool, device=self.device)
+        return TensorDict({"done": done}, self.batch_size, device=self.device)
+
+
+class Str2StrEnv(EnvBase):
+    """Observes and takes strings; done, and rewarded, in one step of a hundred; for text."""
+
+    def __init__(self, min_size: int = 4, max_size: int = 10, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.observation_spec = Composite(observation=NonTensor(shape=(), example_data="an observation!"))
+        self.action_spec = Composite(action=NonTensor(shape=(), example_data="an action!"))
+        self.reward_spec = Unbounded((1,))
+        self.min_size, self.max_size = min_size, max_size
+        self.get_random_string = RandomStrings(min_size, max_size)
+
+    def _set_seed(self, seed: int | None) -> None:
+        self.get_random_string.generator.seed(seed)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        seen = TensorDict({}, device=self.device)
+        seen.set_non_tensor("observation", self.get_random_string())
+        return seen
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        check_actions(self, tensordict)
+        if not isinstance(tensordict["action"], str):
+            got = type(tensordict["action"]).__name__
+            raise EnvError(
+                f"{self}: step expected a string in 'action', got {got}. Write one with set_non_tensor."
+            )
+        rare = {
+            "done": torch.zeros(1, dtype=torch.bool).bernoulli_(0.01),
+            "reward": torch.zeros(1).bernoulli_(0.01),
+        }
+        return self._reset().update(rare)
+
+
+class EnvThatErrorsAfter10Iters(_Unseeded):
+    """Raises ``RuntimeError("max steps!")`` in its eleventh step; for the way of errors to the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_spec = Composite(action=Unbounded((1,)))
+        self.reward_spec = Composite(reward=Unbounded((1,)))
+        self.done_spec = Composite(done=Categorical(2, shape=(1,), dtype=torch.bool))
+        self.observation_spec = Composite(observation=Unbounded((1,)))
+        self.counter = 0
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        return self.full_observation_spec.zero()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        check_actions(self, tensordict)
+        if self.counter >= 10:
+            raise RuntimeError("max steps!")
+        self.counter += 1
+        outcome = self.full_observation_spec.zero().update(self.full_reward_spec.zero())
+        return outcome.update(self.full_done_spec.zero())
+
+
+class FastImageEnv(_Unseeded):
+    """Shows one image ``[*batch, channels, height, width]`` for ever, reward 1; for measuring the rest."""
+
+    def __init__(
+        self,
+        img_shape: Sequence[int] = (4, 84, 84),
+        device: torch.device | str | None = None,
+        batch_size: Sequence[int] = (),
+    ) -> None:
+        super().__init__(device=device, batch_size=tuple(batch_size))
+        self.img_shape = tuple(img_shape)
+        batch = self.batch_size
+        shape = (*batch, *self.img_shape)
+        self.observation_spec = Composite(pixels=Unbounded(shape), shape=batch)
+        self.action_spec = Bounded(-1.0, 1.0, (*batch, 4))
+        self.reward_spec = Unbounded((*batch, 1))
+        self.done_spec = Unbounded((*batch, 1), dtype=torch.bool)
+        image = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+        self.register_buffer("_image", image if device is None else image.to(device), persistent=False)
+
+    _image: torch.Tensor
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        return TensorDict({"pixels": self._image.clone()}, self.batch_size, device=self.device)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        check_actions(self, tensordict)
+        ones = torch.ones((*self.batch_size, 1), device=self.device)
+        flags = torch.zeros(ones.shape, dtype=torch.bool, device=self.device)
+        return self._reset().update({"reward": ones, "done": flags})
+
+
+class ActionObsMergeLinear(nn.Module):
+    """A linear layer on action and observation side by side, as in a critic of both."""
+
+    def __init__(self, in_size: int, out_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_size, out_size)
+
+    def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """``[..., in_size]`` in two parts to ``[..., out_size]``."""
+        out: torch.Tensor = self.linear(torch.cat([observation, action], dim=-1))
+        return out

@@ -1,0 +1,139 @@
+"""Does an environment keep the contract of EnvBase? Checks for users to run on theirs.
+
+==================  =================================================================================
+``specs``           steps have the entries, shapes, dtypes and values that the specs announce
+``reset``           returns observations and flags, no reward, nothing done
+``step``            returns the data it was given, changed only by ``"next"``
+``flags``           ``done == terminated | truncated``
+``same_seed``       one seed, the same bits: in two instances, and in one instance seeded again
+``different_seeds`` two seeds, different data (only with ``stochastic=True``)
+``partial_reset``   ``"_reset"`` touches the rows that it marks, and no other, then and later
+``last_observation``  ``("next", observation)`` at a done step is not that of the new trajectory, and
+                    ``step_and_maybe_reset`` gives what ``step`` and ``reset`` give by hand
+``aliasing``        later steps do not overwrite what earlier ones returned
+``close``           closing twice raises unless allowed, and so does any use after it
+==================  =================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollwright.envs.base import EnvBase
+from rollwright.testing._compare import MakeEnv
+from rollwright.testing._env_checks import CHECKS
+
+__all__ = ["CHECKS", "EnvConformance", "check_env"]
+
+
+def check_env(
+    make_env: MakeEnv,
+    *,
+    seed: int = 0,
+    num_steps: int = 30,
+    stochastic: bool = False,
+    skip: Iterable[str] = (),
+) -> None:
+    """Run every check of this module on an environment.
+
+    Args:
+        make_env: returns a new environment; called several times.
+        seed: what environments are seeded with (and ``seed + 1``).
+        num_steps: steps to take in one check; let it exceed the length of an episode, or the ends of
+            episodes go unchecked.
+        stochastic: the environment is random, so that two seeds must give different data.
+        skip: names of checks to leave out; ``"partial_reset"`` for instance where the rows of a batch
+            share one random generator.
+
+    Raises:
+        EnvError: a check failed; says where, what was expected, what came, and what to do.
+        ValueError: ``skip`` names no check.
+
+    Example:
+        >>> from rollwright.testing.mocking_classes import CountingEnv
+        >>> check_env(lambda: CountingEnv(max_steps=3, batch_size=[2]))
+    """
+    left_out = set(skip)
+    unknown = left_out - set(CHECKS)
+    if unknown:
+        raise ValueError(
+            f"skip: expected names among {sorted(CHECKS)}, got {sorted(unknown)}. Take these out."
+        )
+    if not stochastic:
+        left_out.add("different_seeds")
+    for name, check in CHECKS.items():
+        if name not in left_out:
+            try:
+                check(make_env, seed, num_steps)
+            except Exception as error:
+                error.add_note(f"in the check {name!r} of check_env")
+                raise
+
+
+class EnvConformance:
+    """The checks of :func:`check_env` as pytest tests: inherit, and say how to make the environment.
+
+    Attributes:
+        seed: as in :func:`check_env`.
+        num_steps: as in :func:`check_env`.
+        stochastic: as in :func:`check_env`.
+
+    Override a test with ``None`` to leave it out.
+
+    Example:
+        >>> from rollwright.testing.mocking_classes import CountingEnv
+        >>> class TestCounting(EnvConformance):
+        ...     def make_env(self):
+        ...         return CountingEnv(max_steps=3)
+    """
+
+    seed: int = 0
+    num_steps: int = 30
+    stochastic: bool = False
+
+    def make_env(self) -> EnvBase:
+        """Return a new environment; to be overridden."""
+        raise TypeError(
+            f"{type(self).__name__} has no make_env: define `make_env(self)`, returning an environment."
+        )
+
+    def test_specs(self) -> None:
+        """See the check ``specs``."""
+        CHECKS["specs"](self.make_env, self.seed, self.num_steps)
+
+    def test_reset(self) -> None:
+        """See the check ``reset``."""
+        CHECKS["reset"](self.make_env, self.seed, self.num_steps)
+
+    def test_step(self) -> None:
+        """See the check ``step``."""
+        CHECKS["step"](self.make_env, self.seed, self.num_steps)
+
+    def test_flags(self) -> None:
+        """See the check ``flags``."""
+        CHECKS["flags"](self.make_env, self.seed, self.num_steps)
+
+    def test_same_seed(self) -> None:
+        """See the check ``same_seed``."""
+        CHECKS["same_seed"](self.make_env, self.seed, self.num_steps)
+
+    def test_different_seeds(self) -> None:
+        """See the check ``different_seeds``."""
+        if self.stochastic:
+            CHECKS["different_seeds"](self.make_env, self.seed, self.num_steps)
+
+    def test_partial_reset(self) -> None:
+        """See the check ``partial_reset``."""
+        CHECKS["partial_reset"](self.make_env, self.seed, self.num_steps)
+
+    def test_last_observation(self) -> None:
+        """See the check ``last_observation``."""
+        CHECKS["last_observation"](self.make_env, self.seed, self.num_steps)
+
+    def test_aliasing(self) -> None:
+        """See the check ``aliasing``."""
+        CHECKS["aliasing"](self.make_env, self.seed, self.num_steps)
+
+    def test_close(self) -> None:
+        """See the check ``close``."""
+        CHECKS["close"](self.make_env, self.seed, self.num_steps)

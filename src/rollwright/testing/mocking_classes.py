@@ -1,0 +1,103 @@
+"""Fake environments, policies and modules for tests, under the names that the field's tests use.
+
+They are small but real: wrong actions raise, partial resets begin only the marked rows anew.
+
+==================================  =================================================================
+``CountingEnv``                     counts its actions; done above ``max_steps``
+``IncrementingEnv``                 counts every step
+``CountingBatchedEnv``              rows with limits of their own: episodes of different lengths
+``CountingEnvWithString``           a random string beside the count
+``CountingEnvCountPolicy``          the action 1, as a policy; ``CountingEnvCountModule`` as a module
+``StateLessCountingEnv``            no state, any batch size; with truncated flags
+``MockSerialEnv``                   a count from the seed on, that resets leave alone
+``MockBatchedLockedEnv``            the same for a batch, ``MockBatchedUnLockedEnv`` for any batch
+``DiscreteActionVecMockEnv``        seven numbers, one-hot actions (``...Conv...``: images)
+``ContinuousActionVecMockEnv``      seven numbers, bounded actions (``...Conv...``: images)
+``DiscreteActionVecPolicy``         one-hot actions from seven numbers
+``NestedCountingEnv``               observation, action, reward, flags in a nest, each on demand
+``MultiAgentCountingEnv``           entries by group and agent; a flag of another name at the root
+``MockNestedResetEnv``              agents' flags against the root's
+``MultiKeyCountingEnv``             three actions and rewards (``MultiKeyCountingEnvPolicy``)
+``HeterogeneousCountingEnv``        agents of different shapes (``HeterogeneousCountingEnvPolicy``)
+``EnvWithMetadata``                 an object in the state
+``EnvWithDynamicSpec``              observations that grow
+``EnvWithScalarAction``             actions without a dimension of their own
+``EnvThatDoesNothing``              no entries but flags
+``EnvThatErrorsAfter10Iters``       raises in its eleventh step
+``Str2StrEnv``                      strings for observations and actions
+``FastImageEnv``                    one image for ever
+``ActionObsMergeLinear``            a linear layer on action and observation
+==================================  =================================================================
+"""
+
+from rollwright.testing._counting_envs import (
+    CountingBatchedEnv,
+    CountingEnv,
+    CountingEnvCountModule,
+    CountingEnvCountPolicy,
+    CountingEnvWithString,
+    IncrementingEnv,
+)
+from rollwright.testing._locked_envs import (
+    MockBatchedLockedEnv,
+    MockBatchedUnLockedEnv,
+    MockSerialEnv,
+    StateLessCountingEnv,
+)
+from rollwright.testing._multikey_envs import (
+    HeterogeneousCountingEnv,
+    HeterogeneousCountingEnvPolicy,
+    MultiKeyCountingEnv,
+    MultiKeyCountingEnvPolicy,
+)
+from rollwright.testing._nested_envs import MockNestedResetEnv, MultiAgentCountingEnv, NestedCountingEnv
+from rollwright.testing._odd_envs import (
+    ActionObsMergeLinear,
+    EnvThatDoesNothing,
+    EnvThatErrorsAfter10Iters,
+    EnvWithDynamicSpec,
+    EnvWithMetadata,
+    EnvWithScalarAction,
+    FastImageEnv,
+    Str2StrEnv,
+)
+from rollwright.testing._vector_envs import (
+    ContinuousActionConvMockEnv,
+    ContinuousActionVecMockEnv,
+    DiscreteActionConvMockEnv,
+    DiscreteActionVecMockEnv,
+    DiscreteActionVecPolicy,
+)
+
+__all__ = [
+    "ActionObsMergeLinear",
+    "ContinuousActionConvMockEnv",
+    "ContinuousActionVecMockEnv",
+    "CountingBatchedEnv",
+    "CountingEnv",
+    "CountingEnvCountModule",
+    "CountingEnvCountPolicy",
+    "CountingEnvWithString",
+    "DiscreteActionConvMockEnv",
+    "DiscreteActionVecMockEnv",
+    "DiscreteActionVecPolicy",
+    "EnvThatDoesNothing",
+    "EnvThatErrorsAfter10Iters",
+    "EnvWithDynamicSpec",
+    "EnvWithMetadata",
+    "EnvWithScalarAction",
+    "FastImageEnv",
+    "HeterogeneousCountingEnv",
+    "HeterogeneousCountingEnvPolicy",
+    "IncrementingEnv",
+    "MockBatchedLockedEnv",
+    "MockBatchedUnLockedEnv",
+    "MockNestedResetEnv",
+    "MockSerialEnv",
+    "MultiAgentCountingEnv",
+    "MultiKeyCountingEnv",
+    "MultiKeyCountingEnvPolicy",
+    "NestedCountingEnv",
+    "StateLessCountingEnv",
+    "Str2StrEnv",
+]

@@ -1,0 +1,114 @@
+"""compact_obs: observations are stored once, and nothing is lost at the boundaries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollwright.collectors.utils import restore_next
+from rollwright.envs import GymEnv, SerialEnv
+from rollwright.testing.mocking_classes import CountingBatchedEnv, MultiKeyCountingEnv, NestedCountingEnv
+
+ENVS = {
+    "single": lambda: GymEnv("CartPole-v1"),
+    "serial": lambda: SerialEnv(3, lambda: GymEnv("CartPole-v1")),
+    "vector": lambda: GymEnv("CartPole-v1", num_envs=3),
+    "lengths": lambda: CountingBatchedEnv(max_steps=torch.tensor([1, 2, 100]), batch_size=[3]),
+    "nested": lambda: NestedCountingEnv(max_steps=2, batch_size=[2]),
+    "several keys": lambda: MultiKeyCountingEnv(max_steps=3, batch_size=[3]),
+}
+EXTRA = [("collector", "boundary"), ("collector", "boundaries")]
+
+
+def pair(make, kind, **options):
+    """The same frames, compact and whole."""
+    collectors = [make(ENVS[kind], frames_per_batch=60, total_frames=180, compact_obs=compact, **options)
+                  for compact in (True, False)]
+    for collector in collectors:
+        collector.set_seed(0)
+    return zip(*collectors, strict=True)
+
+
+@pytest.mark.parametrize("kind", ENVS)
+def test_restored_batches_equal_whole_ones(make, same, kind):
+    for compact, whole in pair(make, kind):
+        same(restore_next(compact), whole, but=["collector"])
+
+
+@pytest.mark.parametrize("kind", ENVS)
+def test_next_observations_are_left_out_and_the_rest_stays(make, kind):
+    env = ENVS[kind]()
+    observations = [key if isinstance(key, tuple) else (key,) for key in env.observation_keys]
+    for compact, whole in pair(make, kind):
+        kept, all_keys = set(compact.keys(True, True)), set(whole.keys(True, True))
+        left_out = all_keys - kept
+        assert left_out == {("next", *key) for key in observations}
+        assert kept - all_keys <= set(EXTRA)
+
+
+@pytest.mark.parametrize("kind", ["single", "serial", "vector"])
+def test_the_root_at_the_next_step_is_the_next_of_this_one(make, kind):
+    for compact, whole in pair(make, kind):
+        ids = compact["collector", "traj_ids"]
+        inside = ids[..., 1:] == ids[..., :-1]
+        assert torch.equal(compact["observation"][..., 1:, :][inside],
+                           whole["next", "observation"][..., :-1, :][inside])
+
+
+def test_true_last_observations_are_kept(make, count):
+    env = CountingBatchedEnv(max_steps=torch.tensor([1, 2]), batch_size=[2])
+    batch = make(env, count(env), frames_per_batch=14, compact_obs=True).next()
+    restored = restore_next(batch)["next", "observation"].squeeze(-1)
+    assert restored.tolist() == [[1, 2, 1, 2, 1, 2, 1], [1, 2, 3, 1, 2, 3, 1]]
+
+
+def test_an_observation_is_stored_once(make):
+    """Bytes held by tensors: only ends of trajectories and of the batch come on top of the roots."""
+
+    def held(batch):
+        return sum(value.numel() * value.element_size() for value in batch.values(True, True)
+                   if isinstance(value, torch.Tensor))
+
+    from rollwright.testing.mocking_classes import FastImageEnv
+
+    frames = 50
+    env = FastImageEnv(img_shape=(1, 16, 16))
+    whole = make(env, frames_per_batch=frames).next()
+    compact = make(FastImageEnv(img_shape=(1, 16, 16)), frames_per_batch=frames, compact_obs=True).next()
+    image = 16 * 16 * 4
+    assert held(whole) - held(compact) > (frames - 2) * image
+
+
+def test_restore_next_leaves_the_compact_batch_as_it_is(make):
+    batch = make(ENVS["single"], frames_per_batch=40, compact_obs=True).next()
+    before = batch.clone()
+    restored = restore_next(batch)
+    restored["next", "observation"].fill_(7)
+    assert ("next", "observation") not in batch.keys(True, True)
+    assert torch.equal(batch["observation"], before["observation"])
+
+
+def test_restore_next_survives_indexing_of_environments(make, same):
+    for compact, whole in pair(make, "serial"):
+        same(restore_next(compact[1:]), whole[1:], but=["collector"])
+
+
+def test_restore_next_of_joined_batches(make, same, stream):
+    compact, whole = zip(*pair(make, "single"), strict=True)
+    restored = stream(restore_next(batch) for batch in compact)
+    same(restored, stream(whole), but=["collector"])
+
+
+def test_a_whole_batch_is_refused(make):
+    batch = make(ENVS["single"], frames_per_batch=4).next()
+    with pytest.raises(KeyError, match="compact_obs=True"):
+        restore_next(batch)
+
+
+def test_a_compact_batch_can_be_cloned_moved_and_saved(make, tmp_path, same):
+    batch = make(ENVS["single"], frames_per_batch=40, compact_obs=True).next()
+    expected = restore_next(batch)
+    same(restore_next(batch.clone()), expected)
+    same(restore_next(batch.to("cpu")), expected)
+    torch.save(batch, tmp_path / "batch.pt")
+    same(restore_next(torch.load(tmp_path / "batch.pt", weights_only=False)), expected)

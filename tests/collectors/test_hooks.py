@@ -1,0 +1,178 @@
+"""Hooks, postproc, and reaching into a collector by path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollwright.envs import GymEnv, StepCounter, TransformedEnv
+from rollwright.testing.mocking_classes import CountingEnv
+
+
+def test_hooks_are_called_once_a_batch_in_order(make):
+    log = []
+
+    class Logged(CountingEnv):
+        def _reset(self, tensordict=None, **kwargs):
+            log.append("reset")
+            return super()._reset(tensordict, **kwargs)
+
+        def _step(self, tensordict):
+            log.append("step")
+            return super()._step(tensordict)
+
+    collector = make(
+        Logged(max_steps=100), frames_per_batch=2, total_frames=6, reset_at_each_iter=True,
+        pre_collect_hook=lambda: log.append("pre"), post_collect_hook=lambda td: log.append("post"),
+        postproc=lambda td: log.append("postproc") or td,
+    )
+    log.clear()
+    list(collector)
+    first = ["pre", "step", "step", "postproc", "post"]
+    later = ["pre", "reset", "step", "step", "postproc", "post"]
+    assert log == first + later * 2
+
+
+def test_the_post_hook_sees_the_very_object_that_is_yielded(make):
+    seen = []
+    collector = make(CountingEnv(), frames_per_batch=4, total_frames=8, split_trajs=True,
+                     postproc=lambda td: td.set("extra", torch.ones(td.shape)), post_collect_hook=seen.append)
+    for number, batch in enumerate(collector):
+        assert batch is seen[number]
+        assert "extra" in batch.keys()
+        assert ("collector", "mask") in batch.keys(True)
+
+
+def test_what_the_post_hook_returns_is_ignored(make):
+    collector = make(CountingEnv(), frames_per_batch=4, post_collect_hook=lambda td: "nothing")
+    assert collector.next().shape == (4,)
+
+
+def test_hooks_can_be_set_later(make):
+    collector = make(CountingEnv(), frames_per_batch=4)
+    collector.next()
+    log = []
+    collector.pre_collect_hook = lambda: log.append("pre")
+    collector.post_collect_hook = lambda td: log.append("post")
+    collector.next()
+    assert log == ["pre", "post"]
+    collector.pre_collect_hook = collector.post_collect_hook = None
+    collector.next()
+    assert log == ["pre", "post"]
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["pre_collect_hook", "post_collect_hook", "postproc"])
+def test_exceptions_stop_the_collection_and_reach_the_caller(make, where):
+    def fail(*args):
+        raise Stop("enough")
+
+    collector = make(CountingEnv(), frames_per_batch=4, total_frames=8, **{where: fail})
+    with pytest.raises(Stop, match="enough"):
+        list(collector)
+
+
+def test_after_a_hook_failed_the_collector_can_go_on(make, count):
+    env = CountingEnv(max_steps=100)
+    collector = make(env, count(env), frames_per_batch=3, total_frames=6)
+    fail = [True]
+
+    def hook():
+        if fail:
+            raise Stop(fail.pop())
+
+    collector.pre_collect_hook = hook
+    with pytest.raises(Stop):
+        collector.next()
+    assert collector.next()["observation"].flatten().tolist() == [0, 1, 2]
+
+
+def test_the_result_of_postproc_is_delivered(make):
+    collector = make(CountingEnv(), frames_per_batch=6, total_frames=12, postproc=lambda td: td[::2].select("observation"))
+    for batch in collector:
+        assert batch.shape == (3,)
+        assert list(batch.keys()) == ["observation"]
+    assert collector.stats()["frames"] == 12  # frames stepped, whatever postproc makes of them
+
+
+def test_a_transform_as_postproc(make):
+    from rollwright.envs import RewardScaling
+
+    plain = make(lambda: GymEnv("Pendulum-v1"), frames_per_batch=10)
+    scaled = make(lambda: GymEnv("Pendulum-v1"), frames_per_batch=10,
+                  postproc=RewardScaling(loc=0.0, scale=2.0, in_keys=[("next", "reward")]))
+    plain.set_seed(0)
+    scaled.set_seed(0)
+    torch.testing.assert_close(scaled.next()["next", "reward"], plain.next()["next", "reward"] * 2)
+
+
+# Reaching in.
+
+
+def test_get_distant_attr_and_map_fn_return_one_value(make):
+    env = TransformedEnv(CountingEnv(max_steps=9), StepCounter(max_steps=7))
+    collector = make(env, frames_per_batch=4)
+    assert collector.get_distant_attr("env.transform.max_steps") == 7
+    assert collector.get_distant_attr("env.base_env.max_steps") == 9
+    assert collector.map_fn("get_policy_version") == 0
+    assert collector.map_fn("set_seed", list_of_args=[(5,)]) == 5
+
+
+def test_cascade_execute_calls_what_a_path_leads_to(make):
+    collector = make(CountingEnv(), frames_per_batch=4)
+
+    class Scheme:
+        def configure(self, ref, *, worker_idx):
+            return ref, worker_idx
+
+    collector._receiver_schemes = {"policy": Scheme(), 3: [Scheme()]}
+    path = "_receiver_schemes['policy'].configure"
+    assert collector.cascade_execute(path, "ref", worker_idx=0) == ("ref", 0)
+    assert collector.cascade_execute('_receiver_schemes["policy"].configure', "ref", worker_idx=1) == ("ref", 1)
+    assert collector.cascade_execute("_receiver_schemes[3][0].configure", "x", worker_idx=2) == ("x", 2)
+
+
+@pytest.mark.parametrize("path", ["env.nothing", "nothing", "env.action_keys[9]", "_receiver_schemes['actor'].x"])
+def test_a_path_that_leads_nowhere_is_named(make, path):
+    collector = make(CountingEnv(), frames_per_batch=4)
+    with pytest.raises(AttributeError) as error:
+        collector.cascade_execute(path)
+    assert path in str(error.value)
+
+
+def test_what_cannot_be_called_is_named(make):
+    collector = make(CountingEnv(), frames_per_batch=4)
+    with pytest.raises(TypeError, match=r"env\.max_steps.*int"):
+        collector.cascade_execute("env.max_steps")
+
+
+@pytest.mark.parametrize("path", ["", "env..x", ".env", "env.__import__('os').system('true')", "env[x]"])
+def test_a_path_is_never_evaluated(make, path):
+    collector = make(CountingEnv(), frames_per_batch=4)
+    with pytest.raises((ValueError, AttributeError, TypeError)):
+        collector.cascade_execute(path)
+
+
+def test_worker_idx(make):
+    assert make(CountingEnv(), frames_per_batch=4, worker_idx=3).worker_idx == 3
+    collector = make(CountingEnv(), frames_per_batch=4)
+    with pytest.raises(RuntimeError, match="worker_idx"):
+        _ = collector.worker_idx
+    collector.worker_idx = 1
+    assert collector.worker_idx == 1
+
+
+def test_init_updater_does_nothing(make):
+    assert make(CountingEnv(), frames_per_batch=4).init_updater(1, two=3) is None
+
+
+def test_pause_is_a_context_that_lets_errors_out(make):
+    collector = make(CountingEnv(), frames_per_batch=4)
+    with collector.pause():
+        pass
+    with pytest.raises(Stop), collector.pause():
+        raise Stop
+    assert collector.next().shape == (4,)

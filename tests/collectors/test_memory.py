@@ -1,0 +1,93 @@
+"""Memory: flat after warm-up, however long the run."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollwright.envs import GymEnv, SerialEnv
+from rollwright.testing.mocking_classes import CountingEnv
+
+STATM = Path("/proc/self/statm")
+pytestmark = pytest.mark.skipif(not STATM.exists(), reason="reads /proc")
+MIB = 1 << 20
+
+
+def resident():
+    """Resident bytes that belong to this process."""
+    gc.collect()
+    return int(STATM.read_text().split()[1]) * 4096
+
+
+def growth(collector, warmup, batches):
+    """Bytes by which the process has grown over ``batches`` batches after ``warmup`` more."""
+    for _ in range(warmup):
+        collector.next()
+    before = resident()
+    for _ in range(batches):
+        collector.next()
+    return resident() - before
+
+
+OPTIONS = {
+    "plain": {},
+    "compact": {"compact_obs": True},
+    "lists": {"use_buffers": False},
+    "split": {"split_trajs": True},
+    "limits": {"max_frames_per_traj": 10, "set_truncated": True, "track_policy_version": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_flat_over_many_batches(make, options):
+    """A batch of 1,000 frames holds 0.1 MB: keeping one in five would show."""
+    env = CountingEnv(batch_size=[1000], max_steps=7)
+    collector = make(env, frames_per_batch=4000, **OPTIONS[options])
+    assert growth(collector, 20, 100) < 8 * MIB  # the batches hold 40 MiB and more
+
+
+def test_flat_with_a_real_environment(make, cartpole_actor):
+    collector = make(lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")), cartpole_actor(), frames_per_batch=200)
+    assert growth(collector, 5, 20) < 4 * MIB
+
+
+def test_nothing_of_old_batches_is_kept_alive(make):
+    """Every tensor that a batch held is freed with it."""
+
+    def alive():
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+    collector = make(lambda: GymEnv("CartPole-v1"), frames_per_batch=50)
+    for _ in range(3):
+        collector.next()
+    before = alive()
+    for _ in range(30):
+        collector.next()
+    assert alive() <= before + 5
+
+
+def test_dropping_a_collector_frees_it():
+    import weakref
+
+    from rollwright.collectors import Collector
+
+    collector = Collector(CountingEnv(), frames_per_batch=50)
+    collector.next()
+    gone = weakref.ref(collector)
+    del collector
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_envs", [1, 64])
+def test_a_million_frames_are_flat(make, cartpole_actor, num_envs):
+    env = GymEnv("CartPole-v1") if num_envs == 1 else GymEnv("CartPole-v1", num_envs=num_envs)
+    collector = make(env, cartpole_actor(), frames_per_batch=6400)
+    assert growth(collector, 8, 157) < 16 * MIB
+    assert collector.stats()["frames"] >= 1_000_000

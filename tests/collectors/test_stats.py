@@ -1,0 +1,151 @@
+"""stats(): a snapshot that JSON takes, whose numbers are those of a hand computation."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from rollwright.envs import GymEnv, SerialEnv
+from rollwright.testing.mocking_classes import CountingEnv, MultiKeyCountingEnv, NestedCountingEnv
+
+ENVS = {
+    "cartpole": lambda: GymEnv("CartPole-v1"),
+    "serial": lambda: SerialEnv(3, lambda: GymEnv("CartPole-v1")),
+    "vector": lambda: GymEnv("CartPole-v1", num_envs=3),
+}
+
+
+def by_hand(batches):
+    """Returns and lengths of episodes in order of their end; ties in order of environments."""
+    whole = torch.cat(batches, batches[0].ndim - 1)
+    reward = whole["next", "reward"].reshape(-1, whole.shape[-1]).double()
+    done = whole["next", "done"].reshape(-1, whole.shape[-1])
+    ended = []
+    for env in range(len(reward)):
+        start = 0
+        for t in done[env].nonzero().flatten().tolist():
+            ended.append((float(reward[env, start : t + 1].sum()), t + 1 - start))
+            start = t + 1
+    return ended
+
+
+@pytest.mark.parametrize("kind", ENVS)
+def test_episodes_equal_a_computation_by_hand(make, kind):
+    collector = make(ENVS[kind], frames_per_batch=60, total_frames=960)
+    batches = list(collector)
+    stats = collector.stats()
+    ended = by_hand(batches)
+    assert stats["episodes"] == len(ended)
+    assert 10 < len(ended) <= 100
+    assert stats["mean_return"] == pytest.approx(np.mean([r for r, _ in ended]))
+    assert stats["mean_length"] == pytest.approx(np.mean([n for _, n in ended]))
+
+
+def test_the_last_return(make, pendulum_actor):
+    collector = make(lambda: GymEnv("Pendulum-v1"), pendulum_actor(), frames_per_batch=150, total_frames=600)
+    batches = list(collector)
+    ended = by_hand(batches)
+    assert len(ended) == 3
+    assert collector.stats()["last_return"] == pytest.approx(ended[-1][0])
+
+
+@pytest.mark.parametrize("options", [{}, {"compact_obs": True}, {"split_trajs": True}, {"set_truncated": True},
+                                     {"return_same_td": True}, {"use_buffers": False}, {"track_traj_ids": False},
+                                     {"postproc": lambda td: td.select("action")}])
+def test_options_of_delivery_do_not_change_the_episodes(make, options):
+    def episodes(**extra):
+        collector = make(ENVS["serial"], frames_per_batch=60, total_frames=600, **extra)
+        collector.set_seed(0)
+        for _ in collector:
+            pass
+        return {key: value for key, value in collector.stats().items() if key in
+                ("episodes", "mean_return", "mean_length", "last_return")}
+
+    assert episodes(**options) == episodes()
+
+
+def test_counts_while_running(make):
+    collector = make(CountingEnv(batch_size=[2]), frames_per_batch=6, total_frames=18)
+    seen = []
+    for _ in collector:
+        stats = collector.stats()
+        seen.append((stats["frames"], stats["batches"], stats["completed"]))
+        assert stats["total_frames"] == 18
+    assert seen == [(6, 1, False), (12, 2, False), (18, 3, True)]
+
+
+def test_before_anything_was_collected(make):
+    stats = make(CountingEnv(), frames_per_batch=6, total_frames=18).stats()
+    assert (stats["frames"], stats["batches"], stats["episodes"], stats["completed"]) == (0, 0, 0, False)
+    assert stats["mean_return"] is None
+    json.dumps(stats, allow_nan=False)
+
+
+STATES = {
+    "plain": (lambda: CountingEnv(), {}),
+    "endless": (lambda: CountingEnv(), {"total_frames": -1}),
+    "devices": (lambda: CountingEnv(), {"device": "cpu"}),
+    "nested": (lambda: NestedCountingEnv(batch_size=[2]), {}),
+    "several rewards": (lambda: MultiKeyCountingEnv(), {}),
+    "gym": (lambda: GymEnv("CartPole-v1"), {"track_policy_version": True, "return_same_td": True}),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_json_takes_it_in_every_state(make, state):
+    env, options = STATES[state]
+    collector = make(env, **{"frames_per_batch": 20, "total_frames": 40, **options})
+    json.dumps(collector.stats(), allow_nan=False)
+    collector.next()
+    collector.update_policy_weights_()
+    stats = json.loads(json.dumps(collector.stats(), allow_nan=False))
+    assert stats["frames"] == 20
+    assert stats["policy_version"] == 1
+    collector.shutdown()
+    assert json.loads(json.dumps(collector.stats()))["frames"] == 20
+
+
+def test_an_abandoned_episode_is_not_counted(make, count):
+    """A reset in the middle of an episode begins a new one; the half one has no return."""
+    env = CountingEnv(max_steps=5)
+    collector = make(env, count(env), frames_per_batch=4)
+    collector.next()
+    collector.reset()
+    collector.next()  # frames 0..3 of the second episode
+    assert collector.stats()["episodes"] == 0
+    collector.next()  # ends after two more
+    stats = collector.stats()
+    assert stats["episodes"] == 1
+    assert stats["mean_length"] == 6
+
+
+def test_times_by_stage(make):
+    collector = make(ENVS["cartpole"], frames_per_batch=100, total_frames=300)
+    list(collector)
+    stats = collector.stats()
+    seconds = stats["seconds"]
+    assert seconds["policy"] > 0
+    assert seconds["env"] > 0
+    assert seconds["policy"] + seconds["env"] <= seconds["total"]
+    assert stats["frames_per_second"] == pytest.approx(300 / seconds["total"])
+
+
+def test_bytes_held(make):
+    plain = make(ENVS["cartpole"], frames_per_batch=100)
+    plain.next()
+    assert plain.stats()["bytes_held"] == 0  # a batch belongs to who took it
+    same = make(ENVS["cartpole"], frames_per_batch=100, return_same_td=True)
+    batch = same.next()
+    assert same.stats()["bytes_held"] == sum(v.numel() * v.element_size() for v in batch.values(True, True))
+
+
+def test_a_snapshot_does_not_change_later(make):
+    collector = make(ENVS["cartpole"], frames_per_batch=50)
+    collector.next()
+    before = collector.stats()
+    kept = json.dumps(before)
+    collector.next()
+    assert json.dumps(before) == kept

@@ -1,0 +1,47 @@
+"""EnvCreator."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from rollwright.envs.creator import EnvCreator, env_creator
+from rollwright.envs.libs import GymEnv
+
+
+def test_makes_environments_with_its_arguments() -> None:
+    make = EnvCreator(GymEnv, {"env_name": "CartPole-v1", "num_envs": 2}, num_envs=3)
+    assert make().batch_size == (3,)
+    assert make(num_envs=4).batch_size == (4,)
+    assert make() is not make()
+    assert make.make_variant(num_envs=5)().batch_size == (5,)
+    assert make().batch_size == (3,)
+    assert repr(make) == "EnvCreator(GymEnv, env_name='CartPole-v1', num_envs=3)"
+
+
+def test_closures_can_be_pickled() -> None:
+    task = "Pendulum-v1"
+    make = pickle.loads(pickle.dumps(EnvCreator(lambda **kwargs: GymEnv(task, **kwargs), num_envs=2)))
+    assert repr(make()) == "GymEnv(env=Pendulum-v1, batch_size=[2], device=None)"
+
+
+def test_creators_nest() -> None:
+    inner = EnvCreator(GymEnv, env_name="CartPole-v1")
+    assert pickle.loads(pickle.dumps(EnvCreator(inner, num_envs=2)))().batch_size == (2,)
+
+
+def test_decorator() -> None:
+    @env_creator
+    def make() -> GymEnv:
+        return GymEnv("CartPole-v1")
+
+    assert isinstance(make, EnvCreator)
+    assert make().env_name == "CartPole-v1"
+
+
+@pytest.mark.parametrize("given", ["CartPole-v1", None, GymEnv("CartPole-v1")])
+def test_refuses_what_makes_no_environment(given: Any) -> None:
+    with pytest.raises(TypeError, match="create_env_fn: expected a function that makes an environment"):
+        EnvCreator(given)

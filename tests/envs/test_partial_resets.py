@@ -1,0 +1,327 @@
+"""Partial resets: only marked rows begin anew, in whatever shape their data comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
+
+from rollwright.data import Binary, Composite, Unbounded
+from rollwright.envs import EnvBase
+from rollwright.errors import EnvError
+from rollwright.testing.mocking_classes import (
+    CountingBatchedEnv,
+    CountingEnv,
+    CountingEnvCountPolicy,
+    CountingEnvWithString,
+    HeterogeneousCountingEnv,
+    HeterogeneousCountingEnvPolicy,
+    MockNestedResetEnv,
+    MultiAgentCountingEnv,
+    MultiKeyCountingEnv,
+    MultiKeyCountingEnvPolicy,
+    NestedCountingEnv,
+)
+
+
+def after(env: EnvBase, policy: Any, steps: int) -> TensorDictBase:
+    """The root after some steps."""
+    td = env.reset()
+    for _ in range(steps):
+        td = env._step_mdp(env.step(policy(td)))
+    return td
+
+
+def counting(batch_size: list[int]) -> tuple[CountingEnv, TensorDictBase]:
+    env = CountingEnv(max_steps=99, batch_size=batch_size)
+    return env, after(env, CountingEnvCountPolicy(env.action_spec), 3)
+
+
+MASKS = {
+    "none": [False, False, False],
+    "some": [True, False, True],
+    "all": [True, True, True],
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_only_marked_rows_begin_anew(name: str) -> None:
+    mask = torch.tensor(MASKS[name]).unsqueeze(-1)
+    env, td = counting([3])
+    fresh = env.reset(td.set("_reset", mask))
+    expected = [0 if marked else 3 for marked in MASKS[name]]
+    assert fresh["observation"].flatten().tolist() == expected
+    assert env.count.flatten().tolist() == expected
+    outcome = env.step(fresh.set("action", env.action_spec.one()))["next"]
+    assert outcome["observation"].flatten().tolist() == [count + 1 for count in expected]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_an_environment_without_a_batch_is_reset_or_not(marked: bool) -> None:
+    env, td = counting([])
+    fresh = env.reset(td.set("_reset", torch.tensor([marked])))
+    assert fresh["observation"].item() == (0 if marked else 3)
+    assert env.count.item() == (0 if marked else 3)
+
+
+def test_nothing_marked_touches_nothing() -> None:
+    class Raises(CountingEnv):
+        def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+            if tensordict is not None:
+                raise RuntimeError("asked to reset nothing")
+            return super()._reset(tensordict)
+
+    env = Raises(batch_size=[2])
+    td = env.reset()
+    fresh = env.reset(td.set("_reset", torch.zeros(2, 1, dtype=torch.bool)))
+    assert fresh is not td
+    assert set(fresh.keys()) == {"observation", "done", "terminated"}
+
+
+def test_the_argument_and_its_nests_are_left_alone() -> None:
+    env = NestedCountingEnv(max_steps=99, batch_size=[2])
+    td = after(env, CountingEnvCountPolicy(env.action_spec, env.action_key), 2)
+    td["data", "_reset"] = torch.tensor([True, False]).reshape(2, 1, 1).expand(2, 3, 1)
+    before = td.clone()
+    env.reset(td)
+    assert set(td.keys(True, True)) == set(before.keys(True, True))
+    assert (td == before).all()
+
+
+def test_masks_and_next_are_gone_after_a_reset() -> None:
+    env, td = counting([2])
+    td["next"] = td.clone()
+    fresh = env.reset(td.set("_reset", torch.tensor([[True], [False]])))
+    assert {"_reset", "next"}.isdisjoint(fresh.keys())
+
+
+def test_entries_that_the_environment_does_not_return_stay_in_all_rows() -> None:
+    env, td = counting([2])
+    td["hidden"] = torch.ones(2, 4)
+    fresh = env.reset(td.set("_reset", torch.tensor([[True], [False]])))
+    assert (fresh["hidden"] == 1).all()
+
+
+def test_masks_of_two_batch_dimensions() -> None:
+    env, td = counting([2, 2])
+    mask = torch.tensor([[True, False], [False, True]]).unsqueeze(-1)
+    assert env.reset(td.set("_reset", mask))["observation"].squeeze(-1).tolist() == [[0, 3], [3, 0]]
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1, 1)])
+def test_masks_may_lack_or_add_a_trailing_one(shape: tuple[int, ...]) -> None:
+    env, td = counting([3])
+    mask = torch.tensor([True, False, False]).reshape(shape)
+    assert env.reset(td.set("_reset", mask))["observation"].flatten().tolist() == [0, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(3, 2, dtype=torch.bool), r"'_reset' has shape \[3, 2\], expected \[3, 1\]"),
+        (torch.ones(3, 1), r"'_reset' is torch.float32, expected a bool tensor"),
+        (torch.ones(3, 1, dtype=torch.int64), r"'_reset' is torch.int64, expected a bool tensor"),
+        (NonTensorData("yes", batch_size=[3]), r"'_reset' is .*, expected a bool tensor"),
+    ],
+)
+def test_masks_of_another_kind_are_refused(mask: Any, message: str) -> None:
+    env, td = counting([3])
+    with pytest.raises(EnvError, match=rf"CountingEnv.*{message}"):
+        env.reset(td.set("_reset", mask))
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_marked_row_must_not_be_done_and_another_may(marked: bool) -> None:
+    class StaysDone(CountingEnv):
+        def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+            fresh = super()._reset(tensordict)
+            return fresh if tensordict is None else fresh.set("done", torch.tensor([[True], [False]]))
+
+    env = StaysDone(batch_size=[2])
+    td = env.reset().set("_reset", torch.tensor([[marked], [True]]))
+    if marked:
+        with pytest.raises(EnvError, match="'done' is True right after reset"):
+            env.reset(td)
+    else:
+        assert not env.reset(td)["done"].any()
+
+
+# Episodes of different lengths ------------------------------------------------------------------------
+
+
+def test_each_row_restarts_by_itself_over_a_long_run() -> None:
+    limits = torch.tensor([0, 1, 2, 4])
+    env = CountingBatchedEnv(max_steps=limits, batch_size=[4])
+    rollout = env.rollout(60, CountingEnvCountPolicy(env.action_spec), break_when_any_done=False)
+    steps = torch.arange(60)
+    for row, limit in enumerate(limits.tolist()):
+        assert torch.equal(rollout["observation"][row].flatten(), (steps % (limit + 1)).int())
+        assert torch.equal(rollout["next", "observation"][row].flatten(), (steps % (limit + 1) + 1).int())
+
+
+# Objects, nests, agents ---------------------------------------------------------------------------------
+
+
+def test_objects_of_unmarked_rows_stay() -> None:
+    env = CountingEnvWithString(max_steps=99, batch_size=[2])
+    td = env.reset()
+    old = td.get("string").tolist()
+    fresh = env.reset(td.set("_reset", torch.tensor([[True], [False]])))
+    new = fresh.get("string").tolist()
+    assert new[1] == old[1]
+    assert new[0] != old[0]
+
+
+def test_nested_flags_reset_their_nest() -> None:
+    env = NestedCountingEnv(max_steps=99, batch_size=[2])
+    td = after(env, CountingEnvCountPolicy(env.action_spec, env.action_key), 2)
+    mask = torch.zeros(2, 3, 1, dtype=torch.bool)
+    mask[1] = True
+    fresh = env.reset(td.set(("data", "_reset"), mask))
+    assert fresh["data", "states"].squeeze(-1).tolist() == [[2, 2, 2], [0, 0, 0]]
+    assert ("data", "_reset") not in fresh.keys(True)
+
+
+class TwoAgents(EnvBase):
+    """Two agents that count and end each by themselves, and a clock beside them."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=[2])
+        nest = [2, 2]
+        self.observation_spec = Composite(
+            agents=Composite(count=Unbounded((2, 2, 1)), shape=nest), clock=Unbounded((2, 1)), shape=[2]
+        )
+        self.action_spec = Composite(agents=Composite(action=Binary(1, shape=(2, 2, 1)), shape=nest), shape=[2])
+        self.reward_spec = Composite(agents=Composite(reward=Unbounded((2, 2, 1)), shape=nest), shape=[2])
+        flag = Unbounded((2, 2, 1), dtype=torch.bool)
+        self.done_spec = Composite(agents=Composite(done=flag, shape=nest), shape=[2])
+        self.count = torch.zeros(2, 2, 1)
+
+    def _seen(self) -> TensorDict:
+        agents = TensorDict({"count": self.count.clone()}, [2, 2])
+        return TensorDict({"agents": agents, "clock": self.count.sum(1)}, [2])
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get(("agents", "_reset"), None)
+        self.count = torch.zeros(2, 2, 1) if mask is None else self.count.masked_fill(mask, 0)
+        return self._seen()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.count = self.count + tensordict["agents", "action"]
+        outcome = self._seen()
+        outcome["agents"].update({"reward": self.count.clone(), "done": self.count >= 2})
+        return outcome
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+def test_agents_are_reset_each_by_itself() -> None:
+    env = TwoAgents()
+    td = env.reset()
+    action = torch.tensor([[1, 1], [1, 0]], dtype=torch.int8).unsqueeze(-1)
+    actions = [action, torch.tensor([[1, 0], [0, 0]], dtype=torch.int8).unsqueeze(-1)]
+    for action in actions:
+        td = env._step_mdp(env.step(td.set(("agents", "action"), action)))
+    assert td["agents", "done"].squeeze(-1).tolist() == [[True, False], [False, False]]
+    fresh = env.maybe_reset(td)
+    assert fresh["agents", "count"].squeeze(-1).tolist() == [[0, 1], [1, 0]]
+    # An entry beside the agents is taken anew where any agent of the environment begins anew.
+    assert fresh["clock"].flatten().tolist() == [1, 1]
+
+
+def test_the_root_mask_governs_every_nest() -> None:
+    env = MultiKeyCountingEnv(max_steps=99, batch_size=[2])
+    td = after(env, MultiKeyCountingEnvPolicy(env.full_action_spec, deterministic=True), 2)
+    fresh = env.reset(td.set("_reset", torch.tensor([[False], [True]])))
+    for key in env.observation_keys:
+        assert (fresh[key][0] == 2).all()
+        assert (fresh[key][1] == 0).all()
+
+
+def test_flags_of_agents_are_left_when_the_root_decides() -> None:
+    env = MockNestedResetEnv(num_steps=3, done_at_root=True)
+    rollout = env.rollout(4, break_when_any_done=False)
+    assert rollout["agent_1", "done"].flatten().tolist() == [False, True, True, False]
+
+
+def test_a_flag_of_another_name_resets_its_row() -> None:
+    env = MultiAgentCountingEnv(2, max_steps=1, batch_size=[2])
+    env.count.copy_(torch.tensor([[0], [1]]))
+    td = TensorDict({"env_done": torch.zeros(2, 1, dtype=torch.bool)}, [2])
+    _, root = env.step_and_maybe_reset(env.rand_action(td))
+    assert env.count.flatten().tolist() == [1, 0]
+    assert not root["env_done"].any()
+
+
+# Lazily stacked data --------------------------------------------------------------------------------------
+
+
+def test_unlike_agents_are_merged_row_by_row() -> None:
+    env = HeterogeneousCountingEnv(max_steps=99, batch_size=[3])
+    td = after(env, HeterogeneousCountingEnvPolicy(env.full_action_spec), 2)
+    mask = torch.zeros(3, 3, 1, dtype=torch.bool)
+    mask[1] = True
+    fresh = env.reset(td.set(("lazy", "_reset"), mask))
+    assert fresh["state"][:, 0, 0, 0].tolist() == [2, 0, 2]
+    for agent in range(3):
+        assert fresh["lazy"][:, agent]["vector"][:, 0].tolist() == [2, 0, 2]
+    assert isinstance(fresh["lazy"], LazyStackedTensorDict)
+    assert fresh["lazy"].stack_dim == td["lazy"].stack_dim
+    assert ("lazy", "_reset") not in fresh.keys(True)
+
+
+def test_unlike_agents_end_and_go_on() -> None:
+    env = HeterogeneousCountingEnv(max_steps=3, batch_size=[2])
+    env.count[1] = 2
+    start = env.reset()
+    env.count[1] = 2
+    policy = HeterogeneousCountingEnvPolicy(env.full_action_spec)
+    rollout = env.rollout(6, policy, auto_reset=False, tensordict=start, break_when_any_done=False)
+    assert rollout["next", "state"][:, :, 0, 0, 0].tolist() == [[1, 2, 3, 4, 1, 2], [3, 4, 1, 2, 3, 4]]
+    assert rollout["next", "lazy", "done"][1, :, 0, 0].tolist() == [False, True, False, False, False, True]
+
+
+class Ragged(EnvBase):
+    """A batch of two unlike environments, lazily stacked at the root: each sees its count, at its own width."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=[2])
+        specs = [Composite(seen=Unbounded((width,))) for width in (2, 3)]
+        self.observation_spec = torch.stack(specs, 0)
+        self.action_spec = Binary(1, shape=(2, 1))
+        self.count = torch.zeros(2)
+
+    def _seen(self) -> TensorDictBase:
+        rows = [TensorDict({"seen": self.count[i].repeat(i + 2)}) for i in range(2)]
+        return LazyStackedTensorDict.lazy_stack(rows, 0)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        self.count = torch.zeros(2) if mask is None else self.count.masked_fill(mask.squeeze(-1), 0)
+        return self._seen()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.count = self.count + 1
+        done = (self.count >= torch.tensor([2, 3])).unsqueeze(-1)
+        return self._seen().update({"reward": torch.zeros(2, 1), "done": done})
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+def test_unlike_environments_are_reset_each_by_itself() -> None:
+    rollout = Ragged().rollout(6, break_when_any_done=False)
+    assert rollout.batch_size == (2, 6)
+    for row, cycle in enumerate(([1, 2, 1, 2, 1, 2], [1, 2, 3, 1, 2, 3])):
+        assert [step["next", "seen"].tolist() for step in rollout[row]] == [[float(n)] * (row + 2) for n in cycle]
+    assert rollout["next", "done"].squeeze(-1).int().tolist() == [[0, 1, 0, 1, 0, 1], [0, 0, 1, 0, 0, 1]]
+
+
+def test_unlike_environments_are_checked_each_by_itself() -> None:
+    env = Ragged()
+    env._seen = lambda: LazyStackedTensorDict.lazy_stack([TensorDict({"seen": torch.zeros(2)})] * 2, 0)  # type: ignore[method-assign]
+    with pytest.raises(EnvError, match=r"Ragged.*'seen' with shape \[2\]; observation_spec says \[3\]"):
+        env.reset()

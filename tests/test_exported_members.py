@@ -1,0 +1,40 @@
+"""The public names of each package, and what importing them does not import."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import rollwright
+
+MODULES = list(pkgutil.walk_packages(rollwright.__path__, "rollwright."))
+PACKAGES = ["rollwright", *(module.name for module in MODULES if module.ispkg)]
+OPTIONAL = {"envpool", "h5py", "matplotlib", "minari", "pygame", "ray", "transformers", "vllm"}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_all_is_sorted_and_can_be_imported(name: str) -> None:
+    package = importlib.import_module(name)
+    assert package.__all__ == sorted(set(package.__all__))
+    assert [public for public in package.__all__ if not hasattr(package, public)] == []
+
+
+def test_no_module_imports_an_optional_package() -> None:
+    names = [module.name for module in MODULES if not module.name.endswith("__main__")]
+    program = f"""
+import importlib, sys
+for name in {names!r}:
+    importlib.import_module(name)
+print(*sorted({OPTIONAL!r} & sys.modules.keys()))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
