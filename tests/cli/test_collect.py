@@ -169,7 +169,7 @@ def test_what_is_no_tensor_is_left_out_and_named(run, tmp_path, speaking):
     assert result.status == 0, result.err
     assert "left out, since they are no tensors" in result.out
     assert "word" in result.out
-    assert "number" in load_dataset(out).keys()
+    assert load_dataset(out)["number"].shape == (40, 1)
     assert ["word"] in describe_dataset(out)["left_out"]
     assert "left out" in run("inspect", out).out
 

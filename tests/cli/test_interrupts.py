@@ -162,21 +162,25 @@ def test_ctrl_c_saves_what_is_complete(spawn, tmp_path):
 def test_second_ctrl_c_cuts_a_stuck_step_short(spawn, tmp_path):
     (tmp_path / "stuck.py").write_text(
         """
-import signal, torch
+import signal, threading, torch
 def make():
     calls = iter(range(10**9))
     def act(td):
-        while next(calls) >= 50:
-            print("stuck", flush=True)
-            signal.pause()
+        if next(calls) == 50:
+            print("no way out", flush=True)
+            interrupts = signal.getsignal(signal.SIGINT).__self__
+            while not interrupts.collection_stopped():
+                threading.Event().wait(0.01)
+            print("still in here", flush=True)
+            threading.Event().wait()
         return td.set("action", torch.tensor([1, 0]))
     return act
 """
     )
     process = spawn(*ENDLESS, "--frames-per-batch", 20, "--policy", "stuck:make", "--output", "out")
-    read_until(process, "stuck")
+    read_until(process, "no way out")
     process.send_signal(signal.SIGINT)
-    read_until(process, "stuck")
+    read_until(process, "still in here")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -222,6 +226,14 @@ def test_terminal_shows_live_progress(spawn, tmp_path):
     assert process.wait(timeout=60) == 0
     text = shown.decode()
     assert "600 / 600 frames" in text
-    assert "mean return" in text
+    assert " episodes, return " in text
     assert "━" in text  # a bar
     assert "saved 600 frames" in text
+
+
+def test_collection_outlives_the_reader_of_its_lines(spawn, tmp_path):
+    process = spawn("collect", "CartPole-v1", "--frames", 100, "--output", "out")
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert process.stderr.read() == ""
+    assert describe_dataset(tmp_path / "out")["complete"] is True

@@ -58,8 +58,8 @@ def test_layout_of_a_real_batch(make, kind):
 
 def test_reward_is_what_came_of_the_step_and_not_at_the_root(make):
     batch = make(lambda: GymEnv("CartPole-v1"), frames_per_batch=5, total_frames=5).next()
-    assert "reward" not in batch.keys()
-    assert "action" not in batch["next"].keys()
+    assert "reward" not in batch
+    assert "action" not in batch["next"]
 
 
 def test_equal_to_a_loop_by_hand_over_many_episodes(make, cartpole_actor):
@@ -132,11 +132,15 @@ def test_private_entries_are_dropped_at_every_level(make, use_buffers):
 
 
 def test_private_entries_of_postproc_are_dropped(make):
-    collector = make(CountingEnv(), frames_per_batch=3, total_frames=3,
-                     postproc=lambda td: td.set(("_own", "x"), torch.ones(3)).set("kept", torch.ones(3)))
+    collector = make(
+        CountingEnv(),
+        frames_per_batch=3,
+        total_frames=3,
+        postproc=lambda td: td.set(("_own", "x"), torch.ones(3)).set("kept", torch.ones(3)),
+    )
     batch = collector.next()
-    assert "kept" in batch.keys()
-    assert "_own" not in batch.keys()
+    assert "kept" in batch
+    assert "_own" not in batch
 
 
 def test_what_the_policy_writes_is_in_the_batch(make):
@@ -172,23 +176,28 @@ def test_a_state_that_the_policy_writes_below_next_comes_back_to_it(make):
 @pytest.mark.parametrize("compact_obs", [False, True])
 @pytest.mark.parametrize("use_buffers", [None, True, False])
 def test_batches_have_memory_of_their_own(make, use_buffers, compact_obs):
-    collector = make(lambda: GymEnv("CartPole-v1"), frames_per_batch=10, total_frames=50,
-                     use_buffers=use_buffers, compact_obs=compact_obs)
+    collector = make(
+        lambda: GymEnv("CartPole-v1"),
+        frames_per_batch=10,
+        total_frames=50,
+        use_buffers=use_buffers,
+        compact_obs=compact_obs,
+    )
     batches, copies = [], []
     for batch in collector:
         batches.append(batch)
-        copies.append({key: batch[key].clone() for key in batch.keys(True, True)
-                       if isinstance(batch.get(key), torch.Tensor)})
+        copies.append(
+            {key: batch[key].clone() for key in batch.keys(True, True) if isinstance(batch.get(key), torch.Tensor)}
+        )
     for batch, copy in zip(batches, copies, strict=True):
         for key, value in copy.items():
             assert torch.equal(batch[key], value), key
 
 
-def test_entries_of_one_batch_do_not_share_memory(make):
+def test_entries_of_one_batch_do_not_share_memory(make, count):
     """Writing into the batch (a learner's in-place normalisation) changes that entry alone."""
     env = CountingEnv(max_steps=100)
-    policy = lambda td: td.set("action", torch.ones(1, dtype=torch.int8))  # noqa: E731
-    collector = make(env, policy, frames_per_batch=4, total_frames=8)
+    collector = make(env, count(env), frames_per_batch=4, total_frames=8)
     batch = collector.next()
     batch["observation"].fill_(77)
     batch["next", "observation"].fill_(99)
@@ -210,8 +219,12 @@ def test_return_same_td_overwrites_one_object(make, count):
 def test_use_buffers_does_not_change_the_data(make, same, cartpole_actor):
     batches = {}
     for use_buffers in (None, True, False):
-        collector = make(lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")), frames_per_batch=200, total_frames=200,
-                         use_buffers=use_buffers)
+        collector = make(
+            lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1")),
+            frames_per_batch=200,
+            total_frames=200,
+            use_buffers=use_buffers,
+        )
         collector.set_seed(1)
         batches[use_buffers] = collector.next()
     for use_buffers in (True, False):
@@ -332,8 +345,12 @@ def test_batches_need_no_grad(make):
 def test_a_policy_that_returns_a_new_tensordict(make):
     from tensordict import TensorDict
 
-    collector = make(CountingEnv(max_steps=100), lambda td: TensorDict({"action": torch.ones(1, dtype=torch.int8)}),
-                     frames_per_batch=3, total_frames=3)
+    collector = make(
+        CountingEnv(max_steps=100),
+        lambda td: TensorDict({"action": torch.ones(1, dtype=torch.int8)}),
+        frames_per_batch=3,
+        total_frames=3,
+    )
     batch = collector.next()
     assert batch["observation"].flatten().tolist() == [0, 1, 2]
     assert bool(batch["action"].all())

@@ -22,11 +22,13 @@ EXTRA = [("collector", "boundary"), ("collector", "boundaries")]
 
 def pair(make, kind, **options):
     """The same frames, compact and whole."""
-    collectors = [make(ENVS[kind], frames_per_batch=60, total_frames=180, compact_obs=compact, **options)
-                  for compact in (True, False)]
-    for collector in collectors:
+
+    def batches(compact):
+        collector = make(ENVS[kind], frames_per_batch=60, total_frames=180, compact_obs=compact, **options)
         collector.set_seed(0)
-    return zip(*collectors, strict=True)
+        return list(collector)
+
+    return zip(batches(True), batches(False), strict=True)
 
 
 @pytest.mark.parametrize("kind", ENVS)
@@ -51,8 +53,9 @@ def test_the_root_at_the_next_step_is_the_next_of_this_one(make, kind):
     for compact, whole in pair(make, kind):
         ids = compact["collector", "traj_ids"]
         inside = ids[..., 1:] == ids[..., :-1]
-        assert torch.equal(compact["observation"][..., 1:, :][inside],
-                           whole["next", "observation"][..., :-1, :][inside])
+        assert torch.equal(
+            compact["observation"][..., 1:, :][inside], whole["next", "observation"][..., :-1, :][inside]
+        )
 
 
 def test_true_last_observations_are_kept(make, count):
@@ -66,8 +69,11 @@ def test_an_observation_is_stored_once(make):
     """Bytes held by tensors: only ends of trajectories and of the batch come on top of the roots."""
 
     def held(batch):
-        return sum(value.numel() * value.element_size() for value in batch.values(True, True)
-                   if isinstance(value, torch.Tensor))
+        return sum(
+            value.numel() * value.element_size()
+            for value in batch.values(True, True)
+            if isinstance(value, torch.Tensor)
+        )
 
     from rollwright.testing.mocking_classes import FastImageEnv
 
@@ -112,3 +118,40 @@ def test_a_compact_batch_can_be_cloned_moved_and_saved(make, tmp_path, same):
     same(restore_next(batch.to("cpu")), expected)
     torch.save(batch, tmp_path / "batch.pt")
     same(restore_next(torch.load(tmp_path / "batch.pt", weights_only=False)), expected)
+
+
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+def test_joined_batches_are_refused_before_they_give_wrong_data(make, join):
+    collector = make(ENVS["single"], frames_per_batch=20, compact_obs=True)
+    with pytest.raises(ValueError, match="restore_next on each"):
+        restore_next(join([collector.next(), collector.next()]))
+
+
+def test_a_batch_that_was_cut_short_is_refused(make):
+    env = CountingBatchedEnv(max_steps=torch.tensor([100]), batch_size=[1])
+    batch = make(env, frames_per_batch=10, compact_obs=True).next()
+    with pytest.raises(ValueError, match="last step"):
+        restore_next(batch[:, :-1])
+    assert torch.equal(
+        restore_next(batch[:, 4:])["next", "observation"], restore_next(batch)["next", "observation"][:, 4:]
+    )
+
+
+def test_a_failed_rollout_leaves_nothing_behind(make, count):
+    """Boundaries of a rollout that raised are not those of the next batch."""
+
+    class Flaky(CountingBatchedEnv):
+        steps = 0
+
+        def _step(self, tensordict):
+            self.steps += 1
+            if self.steps == 5:
+                raise OSError("connection lost")
+            return super()._step(tensordict)
+
+    env = Flaky(max_steps=torch.tensor([1, 2]), batch_size=[2])
+    collector = make(env, count(env), frames_per_batch=14, compact_obs=True)
+    with pytest.raises(RuntimeError, match="connection lost"):
+        collector.next()
+    restored = restore_next(collector.next())["next", "observation"].squeeze(-1)
+    assert restored.tolist() == [[1, 2, 1, 2, 1, 2, 1], [1, 2, 3, 1, 2, 3, 1]]

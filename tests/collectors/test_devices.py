@@ -17,7 +17,6 @@ from rollwright.envs import GymEnv, SerialEnv
 from rollwright.testing.mocking_classes import CountingEnv
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 def blind(td):
@@ -28,11 +27,12 @@ def blind(td):
 # The environment's own device, then options, then the batch's device.
 RESOLUTION = [
     (None, {}, None),
-    (CPU, {}, CPU),
+    (CPU, {}, None),  # the policy is nowhere in particular
     (None, {"device": "cpu"}, CPU),
     (None, {"storing_device": "cpu"}, CPU),
-    (None, {"env_device": "cpu"}, CPU),
+    (None, {"env_device": "cpu"}, None),
     (CPU, {"policy_device": "cpu"}, CPU),
+    (None, {"policy_device": "cpu", "env_device": "cpu"}, CPU),
     (CPU, {"policy_device": "meta"}, None),
     (CPU, {"policy_device": "meta", "storing_device": "cpu"}, CPU),
     (CPU, {"storing_device": "meta"}, META),
@@ -45,7 +45,8 @@ RESOLUTION = [
 def test_the_batch_is_on_the_storing_device(make, env_device, options, expected):
     """``storing_device``, else ``device``, else the environment's when it equals the policy's, else None."""
     collector = make(CountingEnv(device=env_device), blind, frames_per_batch=3, total_frames=6, **options)
-    for batch in collector:
+    assert collector.storing_device == expected
+    for batch in collector if expected != META else ():  # what lies there has no values
         assert batch.device == expected
         if expected is not None:
             assert {value.device for value in batch.values(True, True)} == {expected}
@@ -101,8 +102,9 @@ def test_the_policy_reads_on_its_device_and_the_environment_on_its_own(make):
         seen.append(("policy", td.device, td["observation"].device))
         return blind(td)
 
-    collector = make(Watched(device="cpu", max_steps=2), policy, frames_per_batch=7, policy_device="meta",
-                     storing_device="cpu")
+    collector = make(
+        Watched(device="cpu", max_steps=2), policy, frames_per_batch=7, policy_device="meta", storing_device="cpu"
+    )
     batch = collector.next()
     assert seen == [("policy", META, META), ("env", CPU, CPU)] * 7
     assert batch["observation"].flatten().tolist() == [0, 1, 2, 0, 1, 2, 0]
@@ -113,7 +115,10 @@ def test_the_policy_reads_on_its_device_and_the_environment_on_its_own(make):
 def test_a_second_device_does_not_change_the_data(make, options, same):
     def batch(**devices):
         env = CountingEnv(device="cpu", max_steps=2, batch_size=[2])
-        policy = lambda td: TensorDict({"action": torch.ones(2, 1, dtype=torch.int8)}, [2])  # noqa: E731
+
+        def policy(td):
+            return TensorDict({"action": torch.ones(2, 1, dtype=torch.int8)}, [2])
+
         return make(env, policy, frames_per_batch=12, storing_device="cpu", **options, **devices).next()
 
     same(batch(policy_device="meta"), batch(), but=[("collector", "boundaries")])
@@ -168,8 +173,14 @@ def test_a_process_that_never_used_cuda_does_not_start_it(make, monkeypatch):
 
 def test_every_copy_is_synchronised_once(make, monkeypatch):
     calls = pretend(monkeypatch, cuda=True)
-    collector = make(CountingEnv(device="cpu"), blind, frames_per_batch=5, policy_device="meta", env_device="cpu",
-                     storing_device="cpu")
+    collector = make(
+        CountingEnv(device="cpu"),
+        blind,
+        frames_per_batch=5,
+        policy_device="meta",
+        env_device="cpu",
+        storing_device="cpu",
+    )
     collector.next()
     assert len(calls) >= 10  # to the policy and to the environment, at each of 5 steps
     assert len(calls) <= 15  # and at most once a step to the storage
@@ -177,17 +188,23 @@ def test_every_copy_is_synchronised_once(make, monkeypatch):
 
 def test_no_cuda_sync_skips_all_of_them(make, monkeypatch):
     calls = pretend(monkeypatch, cuda=True)
-    collector = make(CountingEnv(device="cpu"), blind, frames_per_batch=5, policy_device="meta", env_device="cpu",
-                     storing_device="cpu", no_cuda_sync=True)
+    collector = make(
+        CountingEnv(device="cpu"),
+        blind,
+        frames_per_batch=5,
+        policy_device="meta",
+        env_device="cpu",
+        storing_device="cpu",
+        no_cuda_sync=True,
+    )
     batch = collector.next()
     assert calls == []
     assert batch["observation"].flatten().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_one_device_needs_neither_casts_nor_copies(make, monkeypatch):
-    """Nothing is moved inside a rollout when everything lives on the CPU."""
+    """No TensorDict is moved in a rollout when everything lives on the CPU."""
     collector = make(CountingEnv(device="cpu"), blind, frames_per_batch=5, device="cpu")
-    monkeypatch.setattr(torch.Tensor, "to", None)
     monkeypatch.setattr(TensorDict, "to", None)
     assert collector.next().device == CPU
 
@@ -200,36 +217,45 @@ def linear_policy():
 
 
 @pytest.mark.cuda
-@needs_cuda
 @pytest.mark.parametrize("storing", [None, "cpu", "cuda:0"])
 def test_cuda_policy_cpu_environment(make, storing):
     policy = linear_policy()
-    collector = make(lambda: SerialEnv(2, lambda: GymEnv("Pendulum-v1", device="cpu")), policy, frames_per_batch=100,
-                     total_frames=300, policy_device="cuda:0", storing_device=storing)
+    collector = make(
+        lambda: SerialEnv(2, lambda: GymEnv("Pendulum-v1", device="cpu")),
+        policy,
+        frames_per_batch=100,
+        total_frames=300,
+        policy_device="cuda:0",
+        storing_device=storing,
+    )
     collector.set_seed(0)
     for batch in collector:
         assert batch.device == (None if storing is None else torch.device(storing))
         obs, action = batch["observation"].cpu(), batch["action"].cpu()
-        torch.testing.assert_close(action, policy(TensorDict({"observation": obs}))["action"].detach(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            action, policy(TensorDict({"observation": obs}))["action"].detach(), rtol=1e-3, atol=1e-4
+        )
         assert torch.equal(batch["next", "observation"][:, :-1].cpu(), obs[:, 1:])
 
 
 @pytest.mark.cuda
-@needs_cuda
-def test_cuda_environment_and_policy(make):
+def test_cuda_environment_and_policy(make, count):
     env = CountingEnv(device="cuda:0", batch_size=[4], max_steps=3)
-    policy = lambda td: td.set("action", torch.ones(4, 1, dtype=torch.int8, device="cuda"))  # noqa: E731
-    batch = make(env, policy, frames_per_batch=24, device="cuda:0").next()
+    batch = make(env, count(env), frames_per_batch=24, device="cuda:0").next()
     assert batch.device == torch.device("cuda:0")
     assert batch["observation"][0].flatten().tolist() == [0, 1, 2, 3, 0, 1]
 
 
 @pytest.mark.cuda
-@needs_cuda
 def test_cuda_copy_of_the_policy_follows_the_original_when_told(make):
     policy = linear_policy()
-    collector = make(lambda: GymEnv("Pendulum-v1", device="cpu"), policy, frames_per_batch=8, policy_device="cuda:0",
-                     storing_device="cpu")
+    collector = make(
+        lambda: GymEnv("Pendulum-v1", device="cpu"),
+        policy,
+        frames_per_batch=8,
+        policy_device="cuda:0",
+        storing_device="cpu",
+    )
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.zero_()
@@ -239,11 +265,16 @@ def test_cuda_copy_of_the_policy_follows_the_original_when_told(make):
 
 
 @pytest.mark.cuda
-@needs_cuda
 def test_cudagraph_policy(make):
     policy = linear_policy().cuda()
-    collector = make(lambda: GymEnv("Pendulum-v1", device="cuda:0"), policy, frames_per_batch=20, total_frames=60,
-                     device="cuda:0", cudagraph_policy=True)
+    collector = make(
+        lambda: GymEnv("Pendulum-v1", device="cuda:0"),
+        policy,
+        frames_per_batch=20,
+        total_frames=60,
+        device="cuda:0",
+        cudagraph_policy=True,
+    )
     for batch in collector:
         expected = policy(batch.select("observation").clone())["action"].detach()
         torch.testing.assert_close(batch["action"], expected)
@@ -252,7 +283,8 @@ def test_cudagraph_policy(make):
 def test_the_users_policy_is_not_moved(make, pendulum_actor):
     """A copy acts on another device; the learner's own stays where it is."""
     policy = pendulum_actor()
-    collector = Collector(lambda: GymEnv("Pendulum-v1"), policy, frames_per_batch=3, policy_device="meta",
-                          env_device="cpu")
+    collector = Collector(
+        lambda: GymEnv("Pendulum-v1"), policy, frames_per_batch=3, policy_device="meta", env_device="cpu"
+    )
     assert {parameter.device for parameter in policy.parameters()} == {CPU}
     collector.shutdown()

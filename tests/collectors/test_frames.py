@@ -165,8 +165,9 @@ def test_random_frames_of_a_batched_environment_count_all_environments(make):
     assert calls == [torch.Size([4])] * 4
 
 
-@pytest.mark.parametrize("maker", [lambda: SerialEnv(3, lambda: GymEnv("CartPole-v1")),
-                                   lambda: GymEnv("CartPole-v1", num_envs=3)])
+@pytest.mark.parametrize(
+    "maker", [lambda: SerialEnv(3, lambda: GymEnv("CartPole-v1")), lambda: GymEnv("CartPole-v1", num_envs=3)]
+)
 def test_real_batches_count_frames_of_all_environments(make, maker):
     collector, messages = caught(lambda: make(maker, frames_per_batch=100, total_frames=300))
     assert "102" in messages[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
@@ -27,7 +29,9 @@ PRINTED = [
 
 @pytest.fixture
 def data():
-    env_maker = lambda: GymEnv("Pendulum-v1", device="cpu")  # noqa: E731
+    def env_maker():
+        return GymEnv("Pendulum-v1", device="cpu")
+
     policy = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
     collector = SyncDataCollector(
         create_env_fn=env_maker,
@@ -40,10 +44,7 @@ def data():
         device="cpu",
         storing_device="cpu",
     )
-    for i, batch in enumerate(collector):
-        if i == 2:
-            break
-    yield batch
+    yield list(itertools.islice(collector, 3))[2]
     collector.shutdown()
 
 
@@ -77,13 +78,14 @@ def test_whole_batches_unless_trajectories_are_limited():
     batch = collector.next()
     collector.shutdown()
     assert batch.shape == (10,)
-    assert "mask" not in batch.keys()
+    assert "mask" not in batch
 
 
 @pytest.mark.parametrize("split", [True, False])
 def test_split_trajs_can_be_said(split):
-    collector = SyncDataCollector(CountingEnv(max_steps=100), None, frames_per_batch=10, total_frames=10,
-                                  max_frames_per_traj=5, split_trajs=split)
+    collector = SyncDataCollector(
+        CountingEnv(max_steps=100), None, frames_per_batch=10, total_frames=10, max_frames_per_traj=5, split_trajs=split
+    )
     batch = collector.next()
     collector.shutdown()
     assert batch.shape == ((2, 5) if split else (10,))
@@ -120,8 +122,14 @@ def test_exploration_mode_errors():
     with pytest.raises(ValueError, match=r"exploration_mode.*'random'.*'greedy'"):
         SyncDataCollector(CountingEnv(), None, frames_per_batch=2, total_frames=2, exploration_mode="greedy")
     with pytest.raises(ValueError, match=r"exploration_mode.*exploration_type"):
-        SyncDataCollector(CountingEnv(), None, frames_per_batch=2, total_frames=2, exploration_mode="mode",
-                          exploration_type=ExplorationType.MODE)
+        SyncDataCollector(
+            CountingEnv(),
+            None,
+            frames_per_batch=2,
+            total_frames=2,
+            exploration_mode="mode",
+            exploration_type=ExplorationType.MODE,
+        )
 
 
 def test_an_unknown_option_names_the_class():

@@ -112,7 +112,7 @@ def test_a_plain_module_for_several_actions_is_an_error(make):
         def forward(self, observation):
             return observation
 
-    with pytest.raises(TypeError, match="several actions.*TensorDictModule"):
+    with pytest.raises(TypeError, match=r"several actions.*TensorDictModule"):
         make(env, Module(), frames_per_batch=2)
 
 
@@ -139,7 +139,7 @@ def test_callables_on_tensordicts(make, form, pendulum_actor):
     }
     batch = make(PENDULUM["single"], forms[form], frames_per_batch=5).next()
     torch.testing.assert_close(batch["action"], 1.5 * batch["observation"][:, :1])
-    assert ("cosine" in batch.keys()) is (form == "sequence")
+    assert ("cosine" in batch) is (form == "sequence")
 
 
 # Factories.
@@ -199,8 +199,12 @@ def categorical(**options):
     return ProbabilisticTensorDictSequential(
         TensorDictModule(net, in_keys=["observation"], out_keys=["logits"]),
         ProbabilisticTensorDictModule(
-            in_keys=["logits"], out_keys=["action"], distribution_class=distributions.OneHotCategorical,
-            return_log_prob=True, log_prob_key="log_prob", **options,
+            in_keys=["logits"],
+            out_keys=["action"],
+            distribution_class=distributions.OneHotCategorical,
+            return_log_prob=True,
+            log_prob_key="log_prob",
+            **options,
         ),
     )
 
@@ -229,10 +233,14 @@ def test_exploration_is_random_unless_told_otherwise(make):
 
 def test_exploration_type_mean_of_a_gaussian(make):
     policy = ProbabilisticTensorDictSequential(
-        TensorDictModule(lambda obs: (obs[..., :1], torch.ones_like(obs[..., :1])), in_keys=["observation"],
-                         out_keys=["loc", "scale"]),
-        ProbabilisticTensorDictModule(in_keys=["loc", "scale"], out_keys=["action"],
-                                      distribution_class=distributions.Normal),
+        TensorDictModule(
+            lambda obs: (obs[..., :1], torch.ones_like(obs[..., :1])),
+            in_keys=["observation"],
+            out_keys=["loc", "scale"],
+        ),
+        ProbabilisticTensorDictModule(
+            in_keys=["loc", "scale"], out_keys=["action"], distribution_class=distributions.Normal
+        ),
     )
     batch = make(PENDULUM["single"], policy, frames_per_batch=20, exploration_type=ExplorationType.MEAN).next()
     assert torch.equal(batch["action"], batch["loc"])
@@ -287,8 +295,9 @@ def test_a_policy_that_cannot_be_compiled_goes_on_with_a_warning(make, pendulum_
     def refuse(graph, inputs):
         raise RuntimeError("this backend knows no linear layer")
 
-    collector = make(PENDULUM["single"], pendulum_actor(1.0), frames_per_batch=5, total_frames=10,
-                     compile_policy={"backend": refuse})
+    collector = make(
+        PENDULUM["single"], pendulum_actor(1.0), frames_per_batch=5, total_frames=10, compile_policy={"backend": refuse}
+    )
     with pytest.warns(UserWarning, match=r"compile_policy.*uncompiled[\s\S]*"):
         first = collector.next()
     second = collector.next()  # and once only: warnings are errors here
@@ -312,6 +321,7 @@ def test_compile_policy_is_off_unless_asked_for(make, monkeypatch, value):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, on importing its compiler
 def test_the_default_compiler(make, pendulum_actor):
     collector = make(PENDULUM["single"], pendulum_actor(1.0), frames_per_batch=5, compile_policy=True)
     batch = collector.next()

@@ -12,7 +12,7 @@ from rollwright.collectors import ProfileConfig
 from rollwright.testing.mocking_classes import CountingEnv
 
 RANGES = {"rollwright.policy", "rollwright.env", "rollwright.write"}
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+pytestmark = pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # where a test asks for none
 
 
 def marked_policy(td):
@@ -81,8 +81,16 @@ def test_disable_profile_before_and_during(make, tmp_path):
 def test_options_reach_the_profiler(make, tmp_path):
     path = tmp_path / "trace.json"
     collector = make(CountingEnv(), frames_per_batch=2, total_frames=4)
-    collector.enable_profile(num_rollouts=2, warmup_rollouts=0, save_path=str(path), activities=["cpu"],
-                             record_shapes=True, with_stack=True, profile_memory=True, with_flops=True)
+    collector.enable_profile(
+        num_rollouts=2,
+        warmup_rollouts=0,
+        save_path=str(path),
+        activities=["cpu"],
+        record_shapes=True,
+        with_stack=True,
+        profile_memory=True,
+        with_flops=True,
+    )
     list(collector)
     trace = json.loads(path.read_text())
     assert trace.get("record_shapes") == 1
@@ -95,8 +103,12 @@ def test_on_trace_ready_takes_the_place_of_the_file(make, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     seen = []
     collector = make(CountingEnv(), marked_policy, frames_per_batch=2, total_frames=8)
-    collector.enable_profile(num_rollouts=2, warmup_rollouts=1, activities=["cpu"],
-                             on_trace_ready=lambda profile: seen.append([e.key for e in profile.key_averages()]))
+    collector.enable_profile(
+        num_rollouts=2,
+        warmup_rollouts=1,
+        activities=["cpu"],
+        on_trace_ready=lambda profile: seen.append([e.key for e in profile.key_averages()]),
+    )
     list(collector)
     assert len(seen) == 1
     assert "mine" in seen[0]
@@ -105,8 +117,13 @@ def test_on_trace_ready_takes_the_place_of_the_file(make, tmp_path, monkeypatch)
 
 def test_the_users_hooks_survive(make, tmp_path):
     log = []
-    collector = make(CountingEnv(), frames_per_batch=2, total_frames=8, pre_collect_hook=lambda: log.append("pre"),
-                     post_collect_hook=lambda td: log.append("post"))
+    collector = make(
+        CountingEnv(),
+        frames_per_batch=2,
+        total_frames=8,
+        pre_collect_hook=lambda: log.append("pre"),
+        post_collect_hook=lambda td: log.append("post"),
+    )
     before = collector.pre_collect_hook, collector.post_collect_hook
     collector.enable_profile(save_path=tmp_path / "trace.json")
     list(collector)
@@ -121,8 +138,10 @@ def test_too_late_is_an_error(make):
         collector.enable_profile()
 
 
-@pytest.mark.parametrize("arguments", [{"num_rollouts": 1, "warmup_rollouts": 1}, {"num_rollouts": 0},
-                                       {"num_rollouts": 2, "warmup_rollouts": 5}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"num_rollouts": 1, "warmup_rollouts": 1}, {"num_rollouts": 0}, {"num_rollouts": 2, "warmup_rollouts": 5}],
+)
 def test_there_must_be_a_rollout_after_the_warm_up(make, arguments):
     with pytest.raises(ValueError, match=r"num_rollouts.*warmup_rollouts"):
         make(CountingEnv(), frames_per_batch=2).enable_profile(**arguments)
@@ -157,8 +176,13 @@ def test_copies_have_a_range_of_their_own(make, monkeypatch):
     from tensordict import TensorDict
 
     monkeypatch.setenv("ROLLWRIGHT_PROFILING", "1")
-    collector = make(CountingEnv(device="cpu"), lambda td: TensorDict({"action": torch.ones(1, dtype=torch.int8)}),
-                     frames_per_batch=3, policy_device="meta", storing_device="cpu")
+    collector = make(
+        CountingEnv(device="cpu"),
+        lambda td: TensorDict({"action": torch.ones(1, dtype=torch.int8)}),
+        frames_per_batch=3,
+        policy_device="meta",
+        storing_device="cpu",
+    )
     counts = recorded(collector)
     assert counts["rollwright.copy"] >= 12  # to the policy and to the environment
 

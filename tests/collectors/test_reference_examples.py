@@ -34,7 +34,7 @@ def test_003_pendulum():
             break
     for name in ("action", "collector", "step_count", "traj_ids", "done", "mask", "next", "observation", "reward"):
         assert f"{name}:" in printed
-    assert "batch_size=torch.Size([4, 50])" in printed
+    assert data.batch_size == torch.Size([4, 50])
     del collector
     # The collector delivers batches of data that are marked with a "time" dimension.
     assert data.names[-1] == "time"
@@ -60,8 +60,9 @@ def collector():
     from rollwright.envs import GymEnv
 
     policy = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
-    with Collector(create_env_fn=lambda: GymEnv("Pendulum-v1"), policy=policy, frames_per_batch=50,
-                   total_frames=400) as collector:
+    with Collector(
+        create_env_fn=lambda: GymEnv("Pendulum-v1"), policy=policy, frames_per_batch=50, total_frames=400
+    ) as collector:
         yield collector
 
 
@@ -152,10 +153,12 @@ def test_002_update_policy_weights_of_models_by_name():
         collector.update_policy_weights_(weights=weights_td, model_id="actor")
         collector.update_policy_weights_(policy=actor_module, model_id="actor")
         # Update multiple models atomically
-        collector.update_policy_weights_(weights_dict={
-            "actor": actor_weights,
-            "critic": critic_weights,
-        })
+        collector.update_policy_weights_(
+            weights_dict={
+                "actor": actor_weights,
+                "critic": critic_weights,
+            }
+        )
         batch = collector.next()
     torch.testing.assert_close(batch["action"], trained.actor(batch["observation"]).detach())
     torch.testing.assert_close(batch["output1"], trained.critic(batch["observation"]).detach())
@@ -163,13 +166,21 @@ def test_002_update_policy_weights_of_models_by_name():
 
 def test_000_what_the_page_says_of_one_step(collector):
     """The names under which contributors find the machinery."""
-    for name in ("_sync_policy", "_sync_env", "_sync_storage", "_get_sync_fn", "_setup_devices", "_make_carrier",
-                 "_update_traj_ids", "rollout"):
+    for name in (
+        "_sync_policy",
+        "_sync_env",
+        "_sync_storage",
+        "_get_sync_fn",
+        "_setup_devices",
+        "_make_carrier",
+        "_update_traj_ids",
+        "rollout",
+    ):
         assert callable(getattr(collector, name)), name
     for flag in ("_cast_to_policy_device", "_cast_to_env_device", "_carrier_has_no_device"):
         assert isinstance(getattr(collector, flag), bool), flag
     carrier = collector._carrier
-    assert "observation" in carrier.keys()
+    assert "observation" in carrier
     assert ("collector", "traj_ids") in carrier.keys(True)
     batch = collector.next()
     assert torch.equal(collector._carrier["observation"], batch["next", "observation"][-1])

@@ -99,17 +99,6 @@ def test_the_policy_version_is_kept(make, pendulum_actor):
     assert second.update_policy_weights_() == 4
 
 
-def test_a_saved_state_does_not_change_with_the_run(make, pendulum_actor, weights_of):
-    collector = make(lambda: GymEnv("Pendulum-v1"), pendulum_actor(0.25), frames_per_batch=5)
-    state = collector.state_dict()
-    collector.update_policy_weights_(weights_of(pendulum_actor(9.0)))
-    collector.next()
-    fresh = make(lambda: GymEnv("Pendulum-v1"), pendulum_actor(1.0), frames_per_batch=5)
-    fresh.load_state_dict(state)
-    batch = fresh.next()
-    torch.testing.assert_close(batch["action"], 0.25 * batch["observation"][:, :1])
-
-
 def test_state_dict_in_the_middle_of_iteration_changes_nothing(make, same, stream):
     streams = []
     for save in (False, True):

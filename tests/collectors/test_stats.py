@@ -52,17 +52,30 @@ def test_the_last_return(make, pendulum_actor):
     assert collector.stats()["last_return"] == pytest.approx(ended[-1][0])
 
 
-@pytest.mark.parametrize("options", [{}, {"compact_obs": True}, {"split_trajs": True}, {"set_truncated": True},
-                                     {"return_same_td": True}, {"use_buffers": False}, {"track_traj_ids": False},
-                                     {"postproc": lambda td: td.select("action")}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compact_obs": True},
+        {"split_trajs": True},
+        {"set_truncated": True},
+        {"return_same_td": True},
+        {"use_buffers": False},
+        {"track_traj_ids": False},
+        {"postproc": lambda td: td.select("action")},
+    ],
+)
 def test_options_of_delivery_do_not_change_the_episodes(make, options):
     def episodes(**extra):
         collector = make(ENVS["serial"], frames_per_batch=60, total_frames=600, **extra)
         collector.set_seed(0)
         for _ in collector:
             pass
-        return {key: value for key, value in collector.stats().items() if key in
-                ("episodes", "mean_return", "mean_length", "last_return")}
+        return {
+            key: value
+            for key, value in collector.stats().items()
+            if key in ("episodes", "mean_return", "mean_length", "last_return")
+        }
 
     assert episodes(**options) == episodes()
 

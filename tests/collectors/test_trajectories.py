@@ -46,7 +46,7 @@ def test_ids_go_on_over_batches(make, count):
 
 def test_without_ids_there_is_no_collector_entry(make):
     batch = make(ENVS["serial"], frames_per_batch=12, total_frames=12, track_traj_ids=False).next()
-    assert "collector" not in batch.keys()
+    assert "collector" not in batch
 
 
 # max_frames_per_traj.
@@ -69,7 +69,7 @@ def test_no_limit(make, count, limit):
     env = CountingEnv(max_steps=100)
     batch = make(env, count(env), frames_per_batch=50, max_frames_per_traj=limit).next()
     assert batch["observation"].flatten().tolist() == list(range(50))
-    assert "step_count" not in batch.keys()
+    assert "step_count" not in batch
 
 
 def test_an_end_at_the_limit_keeps_both_flags_apart(make, count):
@@ -124,7 +124,7 @@ def test_reset_of_some_environments_leaves_the_others(make, count, index):
     batch = collector.next()
     assert batch["observation"].squeeze(-1).tolist() == [[2, 3], [0, 1], [2, 3]]
     assert batch["collector", "traj_ids"].tolist() == [[0, 0], [3, 3], [2, 2]]
-    assert "_reset" not in batch.keys()
+    assert "_reset" not in batch
 
 
 @pytest.mark.parametrize("kind", ["serial", "vector"])
@@ -156,15 +156,17 @@ def test_reset_of_an_index_needs_a_batch(make):
 def test_set_truncated_cuts_the_batch_and_never_touches_terminated(make, count, batch_size):
     env = CountingEnv(max_steps=3, batch_size=batch_size)  # terminates in every fourth step
     steps = 6
-    collector = make(env, count(env), frames_per_batch=steps * env.numel(), total_frames=4 * steps * env.numel(),
-                     set_truncated=True)
+    collector = make(
+        env, count(env), frames_per_batch=steps * env.numel(), total_frames=4 * steps * env.numel(), set_truncated=True
+    )
     for number, batch in enumerate(collector):
-        flags = {name: batch["next", name].reshape(-1, steps)[0].tolist() for name in
-                 ("done", "terminated", "truncated")}
+        flags = {
+            name: batch["next", name].reshape(-1, steps)[0].tolist() for name in ("done", "terminated", "truncated")
+        }
         ends = [(number * steps + t) % 4 == 3 for t in range(steps)]
         assert flags["terminated"] == ends
         assert flags["truncated"] == [False] * (steps - 1) + [not ends[-1]]
-        assert flags["done"] == ends[:-1] + [True]
+        assert flags["done"] == [*ends[:-1], True]
 
 
 def test_set_truncated_leaves_a_terminated_last_frame_alone(make, count):
@@ -210,7 +212,12 @@ def test_split_trajs_pads_and_masks(make, count):
         assert len(ids[row][mask[row]].unique()) == 1
     assert len(ids[mask].unique()) == 6
     assert batch["observation"].squeeze(-1).tolist() == [
-        [0, 1, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 1, 2, 0, 0], [0, 1, 0, 0, 0], [0, 1, 2, 3, 4]
+        [0, 1, 0, 0, 0],
+        [0, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0],
+        [0, 1, 2, 0, 0],
+        [0, 1, 0, 0, 0],
+        [0, 1, 2, 3, 4],
     ]
     assert batch["next", "observation"][3].flatten().tolist() == [1, 2, 3, 0, 0]
     assert int(mask.sum()) == 15
@@ -221,8 +228,9 @@ def test_split_trajs_loses_and_doubles_nothing(make, kind, same):
     whole = make(ENVS[kind], frames_per_batch=120)
     split = make(ENVS[kind], frames_per_batch=120, split_trajs=True)
     whole.set_seed(0)
+    flat = whole.next().reshape(-1)
     split.set_seed(0)
-    flat, padded = whole.next().reshape(-1), split.next()
+    padded = split.next()
     same(padded[padded["collector", "mask"]], flat, but=["collector"])
     mask = padded["collector", "mask"]
     assert bool((mask[:, :-1] >= mask[:, 1:]).all())
@@ -263,8 +271,9 @@ class StopsAfter(Interruptor):
 @pytest.mark.parametrize("batch_size", [[], [2]])
 def test_an_interrupted_batch_keeps_its_shape_and_marks_what_was_not_taken(make, count, batch_size, use_buffers):
     env = CountingEnv(max_steps=100, batch_size=batch_size)
-    collector = make(env, count(env), frames_per_batch=5 * env.numel(), interruptor=StopsAfter(2),
-                     use_buffers=use_buffers)
+    collector = make(
+        env, count(env), frames_per_batch=5 * env.numel(), interruptor=StopsAfter(2), use_buffers=use_buffers
+    )
     batch = collector.next()
     assert batch.shape == (*batch_size, 5)
     ids = batch["collector", "traj_ids"].reshape(-1, 5)

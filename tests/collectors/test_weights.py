@@ -133,15 +133,23 @@ def test_running_statistics_travel_with_the_weights(make):
 
 
 def test_an_update_returns_its_version(collector, pendulum_actor):
-    versions = [collector.update_policy_weights_(), collector.update_policy_weights_(pendulum_actor(GAIN)),
-                collector.update_policy_weights_(weights_dict={"policy": pendulum_actor(1.0)})]
+    versions = [
+        collector.update_policy_weights_(),
+        collector.update_policy_weights_(pendulum_actor(GAIN)),
+        collector.update_policy_weights_(weights_dict={"policy": pendulum_actor(1.0)}),
+    ]
     assert versions == [1, 2, 3]
     assert collector.stats()["policy_version"] == 3
 
 
 def test_frames_carry_the_version_that_acted(make, pendulum_actor, stream):
-    collector = make(lambda: GymEnv("Pendulum-v1"), pendulum_actor(1.0), frames_per_batch=5, total_frames=20,
-                     track_policy_version=True)
+    collector = make(
+        lambda: GymEnv("Pendulum-v1"),
+        pendulum_actor(1.0),
+        frames_per_batch=5,
+        total_frames=20,
+        track_policy_version=True,
+    )
     batches = []
     for number, batch in enumerate(collector):
         batches.append(batch)
@@ -165,7 +173,7 @@ def test_versions_of_a_batched_environment(make):
 
 
 def test_without_tracking_there_is_no_version(collector):
-    assert "policy_version" not in collector.next().keys()
+    assert "policy_version" not in collector.next()
 
 
 # All or nothing.
@@ -208,7 +216,9 @@ def test_weights_that_do_not_fit_change_nothing(make, kind):
 def test_several_models_are_updated_together_or_not_at_all(make):
     collector = make(lambda: GymEnv("Pendulum-v1"), two_layers(1.0, 1.0), frames_per_batch=5)
     with pytest.raises(ValueError, match="shape"):
-        collector.update_policy_weights_(weights_dict={"policy": two_layers(2.0, 2.0), "policy.module.module[1].module": nn.Linear(7, 1, bias=False)})
+        collector.update_policy_weights_(
+            weights_dict={"policy": two_layers(2.0, 2.0), "policy.module.module[1].module": nn.Linear(7, 1, bias=False)}
+        )
     assert gain_of(collector.next()) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="critic"):
         collector.update_policy_weights_(weights_dict={"policy": two_layers(2.0, 2.0), "critic": two_layers(2.0, 2.0)})
@@ -275,9 +285,8 @@ def test_contradictions_are_errors_that_name_both(collector, pendulum_actor, arg
     values = {"weights": actor.state_dict(), "policy": actor, "weights_dict": {"policy": actor}, "model_id": "policy"}
     keywords = {name: values[name] for name in arguments if name != "positional"}
     positional = (actor,) if "positional" in arguments else ()
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="|".join(keywords)):
         collector.update_policy_weights_(*positional, **keywords)
-    assert any(name in str(error.value) for name in keywords)
     assert gain_of(collector.next()) == pytest.approx(1.0)
 
 
@@ -289,9 +298,11 @@ def test_receive_weights_refuses_contradictions(collector, pendulum_actor):
 
 def test_weights_for_another_worker_are_refused(collector, pendulum_actor):
     actor = pendulum_actor(GAIN)
-    for call in (lambda: collector.update_policy_weights_({1: actor}),
-                 lambda: collector.update_policy_weights_({0: actor, 1: actor}),
-                 lambda: collector.update_policy_weights_(actor, worker_ids=1)):
+    for call in (
+        lambda: collector.update_policy_weights_({1: actor}),
+        lambda: collector.update_policy_weights_({0: actor, 1: actor}),
+        lambda: collector.update_policy_weights_(actor, worker_ids=1),
+    ):
         with pytest.raises(ValueError, match="worker 0"):
             call()
     assert gain_of(collector.next()) == pytest.approx(1.0)

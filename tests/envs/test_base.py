@@ -1,4 +1,4 @@
-"""EnvBase: flags, keys, batches, devices, seeds, what a step keeps, what closing does."""
+"""EnvBase: flags, what a step and a reset keep, objects and ragged data, seeds, closing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
-from rollwright.data import Binary, Categorical, Composite, NonTensor, Unbounded
+from rollwright.data import Binary, Composite, NonTensor, Unbounded
 from rollwright.envs import EnvBase, check_env_specs
 from rollwright.errors import EnvError, EnvKeyError
 from rollwright.testing.mocking_classes import (
@@ -20,7 +20,6 @@ from rollwright.testing.mocking_classes import (
     EnvWithDynamicSpec,
     EnvWithMetadata,
     HeterogeneousCountingEnv,
-    MockBatchedUnLockedEnv,
     MultiAgentCountingEnv,
     MultiKeyCountingEnv,
     NestedCountingEnv,
@@ -163,182 +162,6 @@ def test_a_flag_of_another_name_stands_for_done_and_terminated() -> None:
     assert env.done_keys_groups[0] == ["env_done"]
     assert env.rollout(9)["next", "env_done"].flatten().tolist() == [False, True]
     assert env.any_done(env.rollout(9)[-1]["next"])
-
-
-# Specs and keys -----------------------------------------------------------------------------------
-
-
-def test_specs_left_out_get_defaults() -> None:
-    env = Scripted({}, batch_size=[3])
-    assert env.reward_spec == Unbounded((3, 1))
-    assert env.done_spec["done"] == Categorical(2, shape=(3, 1), dtype=torch.bool)
-    assert env.state_spec.is_empty()
-    assert env.done_keys == ["done", "terminated"]
-
-
-def test_specs_may_be_set_before_the_base_constructor() -> None:
-    class Early(Scripted):
-        def __init__(self) -> None:
-            self.reward_spec = Unbounded((1,), dtype=torch.float64)
-            super().__init__({"reward": torch.ones(1, dtype=torch.float64), "done": False}, device="cpu")
-
-    env = Early()
-    assert env.reward_spec.dtype == torch.float64
-    assert env.full_reward_spec.device == torch.device("cpu")
-    check_env_specs(env)
-
-
-def test_specs_set_early_are_checked_against_the_batch_size() -> None:
-    class Early(Scripted):
-        def __init__(self) -> None:
-            self.state_spec = Composite(state=Unbounded((1,)))
-            super().__init__({}, batch_size=[2])
-
-    with pytest.raises(ValueError, match=r"state_spec: expected a shape that begins with .*\[2\], got \[\]"):
-        Early()
-
-
-def test_specs_are_copied_when_set() -> None:
-    spec = Composite(observation=Unbounded((2,)))
-    env = Scripted({}, device="cpu")
-    env.observation_spec = spec
-    env.full_observation_spec["more"] = Unbounded((1,))
-    assert list(spec.keys()) == ["observation"]
-
-
-@pytest.mark.parametrize("name", ["observation_spec", "state_spec"])
-def test_specs_without_a_default_key_must_name_their_entries(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"{name}: expected a Composite .* got Unbounded"):
-        setattr(Scripted({}), name, Unbounded((2,)))
-
-
-def test_leaf_specs_get_their_usual_key() -> None:
-    env = Scripted({})
-    env.action_spec = Unbounded((4,))
-    env.reward_spec = Unbounded(())
-    env.done_spec = Unbounded((), dtype=torch.bool)
-    assert (env.action_key, env.reward_key, env.done_keys) == ("action", "reward", ["done", "terminated"])
-    assert env.reward_spec.shape == (1,)
-    assert env.full_done_spec["terminated"].shape == (1,)
-
-
-def test_input_output_and_all_specs_hold_the_five() -> None:
-    env = NestedCountingEnv(batch_size=[2])
-    assert set(env.input_spec.keys()) == {"full_action_spec", "full_state_spec"}
-    assert set(env.output_spec.keys()) == {"full_observation_spec", "full_reward_spec", "full_done_spec"}
-    assert env.specs["output_spec", "full_reward_spec", "data", "reward"] == env.reward_spec
-
-
-def test_several_action_and_reward_keys() -> None:
-    env = MultiKeyCountingEnv()
-    assert env.action_keys == ["action", ("nested_1", "action"), ("nested_2", "azione")]
-    assert isinstance(env.action_spec, Composite)
-    assert isinstance(env.reward_spec, Composite)
-    with pytest.raises(KeyError, match="has 3 action keys"):
-        _ = env.action_key
-    with pytest.raises(KeyError, match="Read reward_keys instead"):
-        _ = env.reward_key
-    rollout = env.rollout(3)
-    assert all(key in rollout.keys(True) for key in env.action_keys)
-    assert ("nested_1", "gift") not in rollout.keys(True)
-    assert ("next", "nested_1", "gift") in rollout.keys(True)
-
-
-@pytest.mark.parametrize(
-    "make_env",
-    [
-        lambda: CountingEnv(batch_size=[2, 3]),
-        lambda: NestedCountingEnv(batch_size=[2], has_root_done=True),
-        lambda: MultiKeyCountingEnv(batch_size=[2]),
-        EnvWithMetadata,
-        CountingEnvWithString,
-    ],
-)
-def test_fake_tensordict_has_what_a_step_has(make_env: Any) -> None:
-    env = make_env()
-    fake, real = env.fake_tensordict(), env.rand_step()
-    assert fake.batch_size == env.batch_size
-    assert set(fake.keys(True)) == set(real.keys(True))
-    for key, value in fake.items(True, True):
-        assert (value.shape, value.dtype) == (real[key].shape, real[key].dtype)
-        assert not value.any()
-
-
-# Batches and devices -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("batch_size", [[], [1], [3], [2, 3]])
-def test_batch_sizes(batch_size: list[int]) -> None:
-    env = CountingEnv(batch_size=batch_size)
-    assert (env.batch_size, env.shape, env.ndim) == (tuple(batch_size), tuple(batch_size), len(batch_size))
-    assert env.numel() == torch.Size(batch_size).numel()
-    assert env.rollout(3).batch_size == (*batch_size, 3)
-    assert env.rand_step()["next", "reward"].shape == (*batch_size, 1)
-
-
-def test_specs_must_begin_with_the_batch_size() -> None:
-    env = CountingEnv(batch_size=[2])
-    with pytest.raises(ValueError, match=r"observation_spec: .* batch size \[2\], got \[3\]"):
-        env.observation_spec = Composite(observation=Unbounded((3, 1)), shape=[3])
-
-
-@pytest.mark.parametrize("batch_size", [[], [4], [2, 2]])
-def test_unlocked_environments_take_the_batch_of_their_data(batch_size: list[int]) -> None:
-    for env in (StateLessCountingEnv(), MockBatchedUnLockedEnv()):
-        td = env.reset(TensorDict({}, batch_size))
-        assert td["done"].shape == (*batch_size, 1)
-        td = env.rand_step(td)
-        assert td["next", "reward"].shape == (*batch_size, 1)
-        assert td["next"].batch_size == tuple(batch_size)
-        start = env.reset(TensorDict({}, batch_size))
-        rollout = env.rollout(3, tensordict=start, auto_reset=False, break_when_any_done=False)
-        assert rollout.batch_size == (*batch_size, 3)
-
-
-def test_an_unlocked_batch_is_reset_row_by_row() -> None:
-    env = StateLessCountingEnv()
-    td = env.reset(TensorDict({}, [3])).set("max_count", torch.tensor([[1], [5], [1]], dtype=torch.int32))
-    td["action"] = torch.ones(3, 1, dtype=torch.int32)
-    frame, root = env.step_and_maybe_reset(td)
-    assert frame["next", "count"].flatten().tolist() == [1, 1, 1]
-    assert root["count"].flatten().tolist() == [0, 1, 0]
-    assert root["max_count"][1].item() == 5
-    assert (root["max_count"][::2] >= 10).all()
-
-
-def test_without_a_device_tensors_stay_where_they_are_made() -> None:
-    env = CountingEnv()
-    assert env.device is None
-    assert env.reset().device is None
-    assert env.rollout(2).device is None
-
-
-def test_with_a_device_data_and_specs_are_there() -> None:
-    env = CountingEnv(device="cpu")
-    cpu = torch.device("cpu")
-    assert env.device == env.reset().device == env.rollout(2).device == cpu
-    assert env.rand_step()["next"].device == cpu
-    assert env.full_action_spec.device == cpu
-
-
-def test_to_moves_specs_and_data() -> None:
-    env = CountingEnv()
-    assert env.to(None) is env
-    assert env.device is None
-    assert env.to("cpu") is env
-    assert env.device == env.reset().device == torch.device("cpu")
-    assert env.full_done_spec.device == torch.device("cpu")
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("make_env", [CountingEnv, NestedCountingEnv, MultiKeyCountingEnv])
-def test_environments_on_cuda(make_env: Any) -> None:
-    env = make_env(device="cuda:0", batch_size=[2], max_steps=2)
-    check_env_specs(env)
-    rollout = env.rollout(9, break_when_any_done=False)
-    assert rollout.device == torch.device("cuda:0")
-    assert all(value.is_cuda for value in rollout.values(True, True))
 
 
 # Stepping -----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
 
 from rollwright.data import Binary, Bounded, Categorical, MultiCategorical, MultiOneHot, NonTensor, OneHot, Unbounded
 from rollwright.envs import check_env_specs
@@ -238,6 +239,17 @@ def test_actions_reach_the_environment() -> None:
     first, second = env._env.taken[0]
     assert first.tolist() == [1, 0]
     assert second["x"].tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_actions_that_no_tensor_holds(batch: tuple[int, ...]) -> None:
+    def make() -> Echo:
+        return Echo(action_space=spaces.Dict(say=spaces.Text(5), move=spaces.Discrete(2)))
+
+    env = GymWrapper(SyncVectorEnv([make] * 2, autoreset_mode="Disabled") if batch else make())
+    env.rollout(2)
+    for single in env._env.envs if batch else [env._env]:
+        assert [type(action["say"]) for action in single.taken] == [str, str]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])

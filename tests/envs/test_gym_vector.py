@@ -151,6 +151,19 @@ def test_async_with_and_without_shared_memory() -> None:
     forgetful.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*ERROR")  # how gymnasium tells of its processes
+def test_error_in_a_process_of_async() -> None:
+    class Broken(Counter):
+        def step(self, action: int) -> Any:
+            raise ValueError("the wheel came off")
+
+    env = GymWrapper(AsyncVectorEnv([Broken] * 2, autoreset_mode=AutoresetMode.DISABLED))
+    td = env.rand_action(env.reset())
+    with pytest.raises(EnvError, match=r"AsyncVectorEnv.*ValueError: the wheel came off"):
+        env.step(td)
+    env.close()
+
+
 # Vector environments of other makes --------------------------------------------------------------------
 
 

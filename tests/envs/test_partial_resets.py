@@ -325,3 +325,38 @@ def test_unlike_environments_are_checked_each_by_itself() -> None:
     env._seen = lambda: LazyStackedTensorDict.lazy_stack([TensorDict({"seen": torch.zeros(2)})] * 2, 0)  # type: ignore[method-assign]
     with pytest.raises(EnvError, match=r"Ragged.*'seen' with shape \[2\]; observation_spec says \[3\]"):
         env.reset()
+
+
+class Growing(EnvBase):
+    """Two rows that see as many ones as they have taken steps, stacked lazily: sizes of one spec that vary."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=[2], run_type_checks=True)
+        self.observation_spec = Composite(seen=Unbounded((2, -1)), shape=[2])
+        self.action_spec = Binary(1, shape=(2, 1))
+        self.count = torch.zeros(2, dtype=torch.int64)
+
+    def _seen(self) -> TensorDictBase:
+        rows = [TensorDict({"seen": torch.ones(int(count) + 1)}) for count in self.count]
+        return LazyStackedTensorDict.lazy_stack(rows, 0)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        rows = torch.ones(2, dtype=torch.bool) if mask is None else mask.squeeze(-1)
+        self.count = self.count.masked_fill(rows, 0)
+        return self._seen()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.count = self.count + 1
+        done = (self.count >= torch.tensor([2, 3])).unsqueeze(-1)
+        return self._seen().update({"reward": torch.zeros(2, 1), "done": done})
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+def test_growing_rows_are_reset_each_by_itself() -> None:
+    rollout = Growing().rollout(6, break_when_any_done=False)
+    assert rollout.batch_size == (2, 6)
+    sizes = [[len(step["next", "seen"]) for step in row.unbind(0)] for row in rollout.unbind(0)]
+    assert sizes == [[2, 3, 2, 3, 2, 3], [2, 3, 4, 2, 3, 4]]

@@ -413,18 +413,6 @@ WRONG_ACTIONS = {
         EnvError,
         r"shape \[2\], expected \[1\]",
     ),
-    "float-for-int": (
-        CountingEnv,
-        {"action": torch.ones(1)},
-        EnvError,
-        r"dtype torch.float32, expected torch.int8",
-    ),
-    "double-for-float": (
-        ContinuousActionVecMockEnv,
-        {"action": torch.ones(7, dtype=torch.float64)},
-        EnvError,
-        r"dtype torch.float64, expected torch.float32",
-    ),
     "nan": (ContinuousActionVecMockEnv, {"action": torch.full((7,), torch.nan)}, EnvError, "NaN in 'action'"),
     "not-one-hot": (
         DiscreteActionVecMockEnv,
@@ -435,9 +423,9 @@ WRONG_ACTIONS = {
     "nested": (NestedCountingEnv, {"data": {"action": torch.ones(3, 2)}}, EnvError, r"\('data', 'action'\)"),
     "no-batch": (
         lambda: CountingEnv(batch_size=[2]),
-        {"action": torch.ones(2, dtype=torch.int8)},
+        {"action": torch.ones(2, 3, dtype=torch.int8)},
         EnvError,
-        r"shape \[2\], expected \[2, 1\]",
+        r"shape \[2, 3\], expected \[2, 1\]",
     ),
 }
 

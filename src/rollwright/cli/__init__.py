@@ -6,7 +6,6 @@ Nothing heavy is imported before the arguments are understood, so that ``--help`
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nrollwright: interrupted, nothing was saved", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        importlib.import_module("rollwright.cli.console").drop_stdout()
         return 0
     except Failure as failure:
         if arguments.debug:

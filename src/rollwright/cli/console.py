@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from rollwright.cli.errors import plain
 
-__all__ = ["Console", "count"]
+__all__ = ["Console", "count", "drop_stdout"]
 
 _SECONDS_BETWEEN_LINES = 2.0
 
@@ -27,6 +28,11 @@ def count(number: int, noun: str) -> str:
     ('1 frame', '2,500 frames')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def drop_stdout() -> None:
+    """Send what is still to be printed nowhere: the reader of the pipe has left."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Console:
@@ -45,9 +51,16 @@ class Console:
 
     def line(self, text: str) -> None:
         """Print a line, above the progress bar where there is one."""
-        if not self.quiet:
+        if self.quiet:
+            return
+        if self._progress is not None:
             self._rich.print(text)
-            sys.stdout.flush()  # a pipe's reader sees progress as it happens
+            return
+        try:
+            print(text, flush=True)  # a pipe's reader sees progress as it happens
+        except BrokenPipeError:  # the reader has left, and what is collected is not for it alone
+            self.quiet = True
+            drop_stdout()
 
     def alert(self, text: str) -> None:
         """Print a line on stderr, also when quiet."""
@@ -59,7 +72,7 @@ class Console:
         self._total = total
         bar: AbstractContextManager[Any] = nullcontext()
         if self._rich.is_terminal and not self.quiet:
-            columns = (BarColumn(bar_width=20), _State(), TimeRemainingColumn())
+            columns = (BarColumn(bar_width=12), _State(), TimeRemainingColumn())
             self._progress = bar = Progress(*columns, console=self._rich)
             self._progress.add_task("", total=total, state="starting")
         try:
@@ -70,14 +83,14 @@ class Console:
 
     def update(self, stats: Mapping[str, Any]) -> None:
         """Show what ``collector.stats()`` says: on a terminal at once, else in a line every few seconds."""
-        state = _state(stats, self._total)
         if self._progress is not None:
+            state = _state(stats, self._total, short=True)
             self._progress.update(self._progress.task_ids[0], completed=stats["frames"], state=state)
             return
         now = time.monotonic()
         if now - self._last_line >= _SECONDS_BETWEEN_LINES or stats["frames"] >= self._total:
             self._last_line = now
-            self.line(state)
+            self.line(_state(stats, self._total))
 
     @contextmanager
     def warnings_as_lines(self) -> Iterator[None]:
@@ -105,9 +118,11 @@ class _State(ProgressColumn):
         return Text(task.fields["state"])
 
 
-def _state(stats: Mapping[str, Any], total: int) -> str:
-    rate, mean = stats["frames_per_second"], stats["mean_return"]
+def _state(stats: Mapping[str, Any], total: int, *, short: bool = False) -> str:
+    """How a collection stands; ``short`` leaves room for a bar in 80 columns."""
+    rate, mean = stats["frames_per_second"] or 0, stats["mean_return"]
+    per_second, name = ("/s", "return") if short else (" frames/s", "mean return")
     return (
-        f"{stats['frames']:,} / {total:,} frames, {rate or 0:,.0f} frames/s, {count(stats['episodes'], 'episode')}, "
-        f"mean return {'-' if mean is None else f'{mean:,.1f}'}"
+        f"{stats['frames']:,} / {total:,} frames, {rate:,.0f}{per_second}, {count(stats['episodes'], 'episode')}, "
+        f"{name} {'-' if mean is None else f'{mean:,.1f}'}"
     )

@@ -98,7 +98,7 @@ def _episodes(frames: TensorDictBase | None) -> tuple[Episodes | None, int, str]
         return *episodes_of(frames), ""
     except KeyError:
         return None, 0, "there is no flag ('next', 'done')"
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return None, 0, "frames differ in shape"
 
 
@@ -106,12 +106,16 @@ def _about(frames: TensorDictBase | None, description: dict[str, Any] | None) ->
     entries = [] if frames is None else [_entry(frames, key) for key in sorted(leaf_keys(frames), key=as_tuple)]
     return {
         "complete": None if description is None else description["complete"],
-        "frames": 0 if frames is None else frames.numel(),
+        "frames": 0 if frames is None else _num_frames(frames),
         "batch_size": [] if frames is None else list(frames.batch_size),
         "bytes": sum(entry["bytes"] for entry in entries),
         "entries": entries,
         **{name: (description or {}).get(name) for name in ("source", "created", "versions", "left_out")},
     }
+
+
+def _num_frames(frames: TensorDictBase) -> int:
+    return sum(map(_num_frames, frames.unbind(0))) if -1 in frames.batch_size else frames.batch_size.numel()
 
 
 def _entry(frames: TensorDictBase, key: NestedKey) -> dict[str, Any]:

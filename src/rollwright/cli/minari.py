@@ -119,7 +119,7 @@ class Export:
             shutil.rmtree(self.target)
         try:
             episodes = _episodes(frames, env, arguments.categorical_actions, arguments.seed, interrupted)
-            self._create(episodes, env, arguments)
+            self._create(episodes, env, arguments, console)
         except _Interrupted:
             shutil.rmtree(self.target, ignore_errors=True)
             console.alert(f"the Minari dataset was not written. {rest}")
@@ -138,8 +138,15 @@ class Export:
         variable = "" if arguments.output is None else f"with {_ROOT_VARIABLE}={self.root} set, "
         console.line(f"load it: {variable}minari.load_dataset({self.dataset_id!r})")
 
-    def _create(self, episodes: Iterator[Any], env: GymEnv, arguments: argparse.Namespace) -> None:
+    def _create(
+        self, episodes: Iterator[Any], env: GymEnv, arguments: argparse.Namespace, console: Console
+    ) -> None:
         single = getattr(env._env.unwrapped, "envs", [env._env])[0]  # Minari wants one environment, not a vector
+        try:
+            single.spec.to_json()
+        except Exception:  # registered with a class instead of the name of one, for instance
+            console.line("note: Minari cannot write down how to make this environment, and leaves that out")
+            single = None
         with _root(self.root), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # asks for an author, a permalink and the like
             _minari().create_dataset_from_buffers(

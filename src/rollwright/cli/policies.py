@@ -65,7 +65,8 @@ def _from_factory(text: str) -> Any:
             "(--debug shows where)."
         ) from error
     if policy is None or isinstance(policy, type) or not callable(policy):
-        got = repr(policy) if policy is None or isinstance(policy, type) else f"an object of type {type(policy).__name__}"
+        shown = policy is None or isinstance(policy, type)
+        got = repr(policy) if shown else f"an object of type {type(policy).__name__}"
         raise Failure(
             f"--policy: {text}() returned {got}, expected a policy: a TensorDict module, an nn.Module, or a function "
             "of a TensorDict."
@@ -215,7 +216,7 @@ def _inputs(program: torch.export.ExportedProgram, name: str) -> tuple[int, list
             f"--policy: {name} takes nested inputs, and a policy gets one tensor for each entry. Export a module "
             "whose forward() has an argument for each."
         )
-    names = signature.forward_arg_names or placeholders
+    names = getattr(signature, "forward_arg_names", None) or placeholders
     return len(args), [*names[: len(args)], *map(str, kwargs)]
 
 

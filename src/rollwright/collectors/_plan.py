@@ -89,7 +89,7 @@ def build_step(env: EnvBase, move: Stage, *, reset_when_done: bool, carrier_has_
         if stepped is not carrier:
             outcome = stepped.get("next")
             carrier.set("next", outcome.copy().clear_device_() if carrier_has_no_device else outcome)
-        if carrier_has_no_device:
+        if carrier_has_no_device and following.device is not None:
             following.clear_device_()
         return carrier, following
 

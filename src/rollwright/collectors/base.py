@@ -46,11 +46,11 @@ class BaseCollector(ABC):
 
     def next(self) -> TensorDictBase | None:
         """The next batch, or None when all are delivered."""
-        if self._iterating is None:
-            self._iterating = self.iterator()
-        batch = next(self._iterating, None)
-        if batch is None:
-            self._iterating = None
+        iterating = self.iterator() if self._iterating is None else self._iterating
+        self._iterating = None  # stays None at the end, and after an error, which ends a generator for good
+        batch = next(iterating, None)
+        if batch is not None:
+            self._iterating = iterating
         return batch
 
     def __next__(self) -> TensorDictBase:

@@ -6,10 +6,11 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection
 
 from rollwright._keys import as_tuple, is_private, unravel
 from rollwright.collectors import _plan
@@ -108,7 +109,7 @@ class Collector(BaseCollector):
         )
         self._cast_to_policy_device = devices.cast_to_policy
         self._cast_to_env_device = devices.cast_to_env
-        self._carrier_has_no_device = devices.cast_to_policy
+        self._carrier_has_no_device = devices.carrier_has_none
         self._sync_policy = self._get_sync_fn(devices.policy)
         self._sync_env = self._get_sync_fn(devices.env)
         self._sync_storage = self._get_sync_fn(devices.storing)
@@ -167,7 +168,11 @@ class Collector(BaseCollector):
 
         Returns:
             ``[*env, T]``, see the class.
+
+        Raises:
+            RuntimeError: the collector was shut down.
         """
+        self._check_open()
         if self._pre_collect_hook is not None:
             self._pre_collect_hook()
         if self._carrier is None or (self.options.reset_at_each_iter and self._fresh_ids is None):
@@ -236,9 +241,12 @@ class Collector(BaseCollector):
         """Whether ``total_frames`` are delivered."""
         return self._frames >= self.total_frames
 
-    def _deliver(self) -> TensorDictBase:
+    def _check_open(self) -> None:
         if self.closed:
             raise RuntimeError(f"{type(self).__name__} was shut down. Make a new one to collect more.")
+
+    def _deliver(self) -> TensorDictBase:
+        self._check_open()
         self._started = True
         self._start_profiler()
         with self._timer.running():
@@ -257,6 +265,10 @@ class Collector(BaseCollector):
             batch = self._split(batch)
         if self.options.postproc is not None:
             batch = self.options.postproc(batch)
+            if not is_tensor_collection(batch):
+                raise TypeError(
+                    f"postproc: expected it to return a TensorDict, got {type(batch).__name__}. Let it return the batch."
+                )
             private = [key for key in batch.keys(True) if is_private(key)]
             batch = batch.exclude(*private) if private else batch
         return batch
@@ -325,6 +337,8 @@ class Collector(BaseCollector):
         Returns:
             The seed of the last environment.
         """
+        if not isinstance(seed, Integral) or isinstance(seed, bool):
+            raise TypeError(f"seed: expected an integer, got {type(seed).__name__}: {seed!r}.")
         last = self.env.set_seed(seed, static_seed=static_seed)
         self._carrier = None
         return seed if last is None else last
@@ -361,7 +375,7 @@ class Collector(BaseCollector):
         self._policy_version = int(state_dict.get("policy_version", 0))
         if "traj_pool" in state_dict:
             self._pool.load_state_dict(state_dict["traj_pool"])
-        self._carrier = None
+        self._carrier = self._fresh_ids = None
 
     # Weights ----------------------------------------------------------------------------------
 

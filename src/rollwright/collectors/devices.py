@@ -40,7 +40,7 @@ class Devices:
         if policy_device is None and policy is not None and policy != (env or torch.device("cpu")):
             policy_device = policy  # the policy stays where it is, and data must go there
         storing = options.storing_device or options.device
-        if storing is None and (policy_device is None or policy_device == env):
+        if storing is None and policy_device == env:
             storing = env
         return cls(as_device(policy_device), env, as_device(storing))
 
@@ -52,7 +52,12 @@ class Devices:
     @property
     def cast_to_env(self) -> bool:
         """Whether data are copied to the environment's device before it reads them."""
-        return self.env is not None and (self.cast_to_policy or self.storing != self.env)
+        return self.env is not None and (self.policy != self.env or self.storing != self.env)
+
+    @property
+    def carrier_has_none(self) -> bool:
+        """Whether the carrier holds entries of several devices, or of no declared one, and so has none itself."""
+        return self.env is None or self.policy != self.env
 
 
 def as_device(device: torch.device | str | int | None) -> torch.device | None:

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import CudaGraphModule, TensorDictModuleBase
 from torch import nn
 
-from rollwright._keys import NestedKey, key_str
+from rollwright._keys import NestedKey, key_str, unravel
 from rollwright.collectors.devices import module_device
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
@@ -81,8 +81,8 @@ def make_policy(policy: Any, options: CollectorOptions, env: EnvBase) -> Any:
             raise TypeError("policy_factory: expected it to return a policy, got None.")
     if policy is None:
         return RandomPolicy(env.full_action_spec)
-    if isinstance(policy, RandomPolicy) and policy.action_spec is None:
-        policy.action_spec = env.full_action_spec
+    if isinstance(policy, RandomPolicy):
+        policy.set_action_spec_from_env(env)
     if not callable(policy):
         raise TypeError(
             f"policy: expected a callable on TensorDicts, a TensorDictModule, an nn.Module or None, got "
@@ -163,7 +163,8 @@ def check_inputs(policy: Any, available: TensorDictBase, env: EnvBase) -> None:
     """
     if not isinstance(policy, TensorDictModuleBase):
         return
-    missing = [key for key in policy.in_keys if not str(key).startswith("_") and available.get(key, None) is None]
+    own = {unravel(key) for key in policy.out_keys}  # what it writes itself, it can do without at first
+    missing = [key for key in policy.in_keys if key not in own and available.get(key, None) is None]
     if missing:
         raise PolicyKeyError(
             f"policy: {type(policy).__name__} reads {key_str(missing)}, which {env} does not provide; it has "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -123,6 +124,7 @@ class RolloutProfiler:
             with_flops=config.with_flops,
         )
         self._profile.start()
+        atexit.register(self.stop)  # a tracer that still runs when the interpreter goes crashes it
 
     def step(self) -> None:
         """Count a rollout; after the last one the trace is written."""
@@ -137,6 +139,7 @@ class RolloutProfiler:
         """End now. What was recorded after the warm-up is written."""
         running, self._profile, self._left = self._profile, None, 0
         if running is not None:
+            atexit.unregister(self.stop)
             running.stop()
 
     def _export(self, finished: Any) -> None:

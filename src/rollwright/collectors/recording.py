@@ -40,7 +40,15 @@ class Block:
             memory = torch.empty(shape, dtype=value.dtype, device=device or value.device)
             self._memory.append((key, memory))
             self.batch.set(key, memory)
+        self._nest(frame)
         self.batch.names = [*[None] * frame.ndim, "time"]
+
+    def _nest(self, frame: TensorDictBase) -> None:
+        """Give nested entries their batch sizes, which may be longer than the root's."""
+        for key, nested in frame.items(True):
+            mine = self.batch.get(key, None)
+            if isinstance(nested, TensorDictBase) and mine is not None:
+                mine.batch_size = torch.Size([*frame.batch_size, self.steps, *nested.batch_size[frame.ndim :]])
 
     def write(self, t: int, frame: TensorDictBase) -> None:
         """Copy the frame of time ``t``.
@@ -66,6 +74,13 @@ class Block:
             if ids is not None:
                 ids.fill_(-1)
         return self.batch
+
+    def reopened(self) -> Block:
+        """This block, to be written again: what the consumer put in place of its memory is taken out."""
+        for key, memory in self._memory:
+            if self.batch.get(key, None) is not memory:
+                self.batch.set(key, memory)
+        return self
 
     def frames(self, steps: int) -> list[TensorDictBase]:
         """The frames written so far, as views."""
@@ -174,7 +189,7 @@ class Recorder:
         keys = [key for key in keys if key not in self._dropped and not is_private(key)]
         old = self._target
         if self._reuse and isinstance(old, Block) and old.keys == keys:
-            return old
+            return old.reopened()
         return Block(frame, keys, self.steps, self._device)
 
     def _refusal(self, frame: TensorDictBase) -> ValueError:

@@ -39,7 +39,9 @@ class BoundaryKeeper:
         self._steps = 0
 
     def keep(self, t: int, outcome: TensorDictBase, ended: torch.Tensor) -> None:
-        """Keep the rows of ``outcome`` (the content of ``"next"`` at ``t``) that ``ended`` ``[*env]`` marks."""
+        """Keep the rows of ``outcome`` (``"next"`` at ``t``) that ``ended`` ``[*env]`` marks; ``t == 0`` begins a batch."""
+        if t == 0:  # a rollout that failed may have left rows behind
+            self._rows, self._places = [], []
         where = ended.flatten().nonzero().squeeze(-1)
         if not len(where):
             return
@@ -72,6 +74,7 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
 
     Raises:
         KeyError: the batch is not compact.
+        ValueError: the batch was cut short, or joined with another one.
 
     Example:
         >>> from rollwright.collectors import Collector
@@ -88,9 +91,17 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
             "batch: expected the entries ('collector', 'boundary') and ('collector', 'boundaries') of a compact batch. "
             "Collect with compact_obs=True; a batch collected without it has its next observations already."
         )
-    while not isinstance(rows, TensorDictBase) or isinstance(rows, NonTensorData):
-        rows = rows.data if isinstance(rows, NonTensorData) else rows[0]
-    restored = batch.exclude(_INDEX, _ROWS)
+    rows = getattr(rows, "data", None)  # joined batches have several tables, and no one value
+    if not isinstance(rows, TensorDictBase):
+        raise ValueError("batch: it was joined from several compact batches. Call restore_next on each, then join them.")
+    ids = batch.get(("collector", "traj_ids"), None)
+    untaken = torch.zeros_like(index, dtype=torch.bool) if ids is None else ids.to(index.device) < 0
+    if bool(((index < 0) & ~untaken)[..., -1].any()):
+        raise ValueError(
+            "batch: its last step goes on in a step that is not here, so its next observations are lost. "
+            "Call restore_next on the batch as it was delivered, then index the result."
+        )
+    restored = batch.copy().exclude(_INDEX, _ROWS)  # a copy of each level: the batch keeps its own "next"
     marked = index >= 0
     for key in rows.keys(True, True):
         root = cast(torch.Tensor, batch.get(key))

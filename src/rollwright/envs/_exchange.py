@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys, unravel
 from rollwright.data.layout import complete_done
@@ -49,8 +49,17 @@ def entries(spec: Composite, batch_ndim: int, place: tuple[str, ...] = ()) -> li
         elif isinstance(leaf, NonTensor) or leaf.dtype is None:
             listed.append(Entry(unravel(path), None, None, leaf))
         else:
-            listed.append(Entry(unravel(path), leaf.shape[batch_ndim:], leaf.dtype, leaf))
+            listed.append(Entry(unravel(path), leaf.shape[batch_ndim:], leaf.dtype, _without_mask(leaf)))
     return listed
+
+
+def _without_mask(spec: TensorSpec) -> TensorSpec:
+    """The spec with every outcome allowed: a mask speaks of the present, and data may be of an earlier step."""
+    if not hasattr(spec, "update_mask"):
+        return spec
+    bare = spec.clone()
+    bare.update_mask(None)
+    return bare
 
 
 def check_entries(
@@ -101,6 +110,12 @@ class Tests(NamedTuple):
             if isinstance(entry, Stack):
                 self._check_stack(td, entry, batch, place)
                 continue
+            if -1 in (entry.shape or ()) and isinstance(td, LazyStackedTensorDict):
+                # Rows may be of different sizes; the spec's domain is that of the whole and is not tested.
+                at = td.stack_dim
+                for row in td.tensordicts:
+                    self._replace(domains=False).check(row, [entry], batch[:at] + batch[at + 1 :], place)
+                continue
             value, key = td.get(entry.key, None), unravel((*place, *as_tuple(entry.key)))
             if value is None:
                 raise EnvKeyError(
@@ -126,21 +141,25 @@ class Tests(NamedTuple):
             self.check(row, listed, inner, place)
 
     def _check_leaf(self, value: Any, entry: Entry, expected: torch.Size, key: NestedKey) -> None:
-        said = f"{self.env}: {self.call} returned {key!r}"
         if not isinstance(value, torch.Tensor):
             raise EnvError(
-                f"{said} of type {type(value).__name__}; {self.name}_spec says {entry.dtype} of shape "
+                f"{self._said(key)} of type {type(value).__name__}; {self.name}_spec says {entry.dtype} of shape "
                 f"{list(expected)}. Return a tensor, or describe it with NonTensor or a nested Composite."
             )
         if self.dtypes and value.dtype != entry.dtype:
-            raise EnvError(f"{said} {_other_dtype(value, self.name, entry.dtype)}")
+            raise EnvError(f"{self._said(key)} {_other_dtype(value, self.name, entry.dtype)}")
         if value.shape != expected and not _fits(value.shape, expected):
             raise EnvError(
-                f"{said} with shape {list(value.shape)}; {self.name}_spec says {list(expected)}. "
+                f"{self._said(key)} with shape {list(value.shape)}; {self.name}_spec says {list(expected)}. "
                 "Reshape the value, or change the spec."
             )
         if self.domains and not entry.spec.is_in(value):
-            raise EnvError(f"{said} = {value}, which lies outside {entry.spec}. Clip it, or widen the spec.")
+            raise EnvError(
+                f"{self._said(key)} = {value}, which lies outside {entry.spec}. Clip it, or widen the spec."
+            )
+
+    def _said(self, key: NestedKey) -> str:
+        return f"{self.env}: {self.call} returned {key!r}"
 
 
 def _fits(shape: torch.Size, expected: torch.Size) -> bool:

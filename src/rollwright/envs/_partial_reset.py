@@ -64,9 +64,7 @@ def _mask_at(masks: Masks, place: tuple[str, ...], shape: torch.Size, batch_ndim
     return mask if mask.shape == shape[: mask.ndim] else mask.flatten(batch_ndim).any(-1)
 
 
-def merge_reset(
-    env: EnvBase, old: TensorDictBase, fresh: TensorDictBase, masks: Masks | None
-) -> TensorDictBase:
+def merge_reset(env: EnvBase, old: TensorDictBase, fresh: TensorDictBase, masks: Masks | None) -> TensorDictBase:
     """``old`` with the marked rows of ``fresh``: a new TensorDict without ``"_reset"`` and ``"next"``."""
     out = without(old, "next", *env.reset_keys)
     fresh = fresh.exclude(*env.reset_keys)

@@ -40,6 +40,7 @@ class SerialEnv(EnvBase):
         create_env_kwargs: arguments for it, or a list of them.
         device: where the batch's data is put; None: where the environments have theirs.
         serial_for_single: no effect; there so that a program can exchange this class for ``ParallelEnv``.
+        share_individual_td: no effect, as ``serial_for_single``.
         mp_start_method: no effect, as ``serial_for_single``.
 
     Raises:
@@ -65,6 +66,7 @@ class SerialEnv(EnvBase):
         create_env_kwargs: FactoryKwargs = None,
         device: torch.device | str | int | None = None,
         serial_for_single: bool = False,
+        share_individual_td: bool | None = None,
         mp_start_method: str | None = None,
     ) -> None:
         makers = factories(num_workers, create_env_fn, create_env_kwargs)
@@ -135,7 +137,7 @@ class SerialEnv(EnvBase):
         try:
             yield
         except RollwrightError as error:
-            raise type(error)(f"{type(self).__name__}[{worker}]: {error}") from error
+            raise _renamed(f"{type(self).__name__}[{worker}]", error) from error
 
     # The environments together ------------------------------------------------------------------
 
@@ -203,7 +205,7 @@ def _made(worker: int, maker: Callable[[], EnvBase]) -> EnvBase:
     try:
         env = maker()
     except RollwrightError as error:
-        raise type(error)(f"create_env_fn of worker {worker}: {error}") from error
+        raise _renamed(f"create_env_fn of worker {worker}", error) from error
     except Exception as error:
         raise EnvError(f"create_env_fn of worker {worker} raised {type(error).__name__}: {error}") from error
     if not isinstance(env, EnvBase):
@@ -212,6 +214,12 @@ def _made(worker: int, maker: Callable[[], EnvBase]) -> EnvBase:
             f"{type(env).__name__} (worker {worker}). Wrap gymnasium environments in GymWrapper."
         )
     return env
+
+
+def _renamed(place: str, error: RollwrightError) -> RollwrightError:
+    """The error with its place in front; subclasses from elsewhere may take other arguments."""
+    kind = type(error) if type(error).__module__ == RollwrightError.__module__ else EnvError
+    return kind(f"{place}: {error}")
 
 
 def _placed(td: TensorDictBase, device: torch.device | None) -> TensorDictBase:

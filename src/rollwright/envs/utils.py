@@ -62,16 +62,13 @@ def step_mdp(
     outcome = tensordict.get("next", None)
     if outcome is None:
         raise KeyError(
-            f"tensordict: expected an entry 'next', got {key_str(tensordict.keys())}. "
-            "Pass what env.step() returned."
+            f"tensordict: expected an entry 'next', got {key_str(tensordict.keys())}. Pass what env.step() returned."
         )
     dropped: list[NestedKey] = []
     if exclude_reward:
         dropped += as_keys(reward_keys)
     if exclude_done:
-        dropped += [
-            key for group in done_groups(as_keys(done_keys)) for key in (group.done, group.terminated)
-        ]
+        dropped += [key for group in done_groups(as_keys(done_keys)) for key in (group.done, group.terminated)]
         dropped += [unravel((*group.prefix, "truncated")) for group in done_groups(as_keys(done_keys))]
     actions = as_keys(action_keys)
     if exclude_action:
@@ -118,6 +115,4 @@ def check_env_specs(
         for name in ("observation", "state", "action", "done"):
             check_entries(env, step, name, "a rollout", dtypes=check_dtype, domains=True)
         for name in ("observation", "reward", "done"):
-            check_entries(
-                env, step.get("next"), name, "a rollout, at 'next',", dtypes=check_dtype, domains=True
-            )
+            check_entries(env, step.get("next"), name, "a rollout, at 'next',", dtypes=check_dtype, domains=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, unravel
@@ -38,8 +40,8 @@ class RandomPolicy:
         """Write the action(s) into ``td`` and return it."""
         spec = self.action_spec
         if spec is None:
-            raise ValueError(
-                "action_spec: this RandomPolicy has none. Pass RandomPolicy(env.action_spec), or give the policy to a "
+            raise RuntimeError(
+                "action_spec is not set: this RandomPolicy has none. Pass RandomPolicy(env.action_spec), or give the policy to a "
                 "collector, which fills it in."
             )
         if isinstance(spec, Composite):
@@ -48,6 +50,11 @@ class RandomPolicy:
             return td.update(spec.rand())
         missing = td.batch_size[: max(td.ndim - spec.ndim, 0)] if spec.shape[: td.ndim] != td.batch_size else ()
         return td.set(self.action_key, spec.rand(missing))
+
+    def set_action_spec_from_env(self, env: Any) -> None:
+        """Take the spec of ``env``'s actions, unless there is one already."""
+        if self.action_spec is None:
+            self.action_spec = env.full_action_spec
 
     def __repr__(self) -> str:
         return f"RandomPolicy(action_spec={self.action_spec})"

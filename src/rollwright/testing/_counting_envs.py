@@ -40,9 +40,7 @@ class CountingEnv(EnvBase):
         self.max_steps = max_steps
         self.start_val = start_val
         shape = (*self.batch_size, 1)
-        self.observation_spec = Composite(
-            observation=Unbounded(shape, dtype=torch.int32), shape=self.batch_size
-        )
+        self.observation_spec = Composite(observation=Unbounded(shape, dtype=torch.int32), shape=self.batch_size)
         self.reward_spec = Unbounded(shape)
         self.done_spec = Categorical(2, shape=shape, dtype=torch.bool)
         self.action_spec = Binary(1, shape=shape)
@@ -57,7 +55,7 @@ class CountingEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         check_actions(self, tensordict)
-        self.count += self._increment(tensordict)
+        self.count += self._increment(tensordict).reshape(self.count.shape)
         reward = torch.zeros(self.count.shape, device=self.device)
         return self._counted().set("reward", reward)
 
@@ -138,9 +136,7 @@ class CountingEnvCountPolicy(TensorDictModuleBase):
     def __init__(self, action_spec: TensorSpec, action_key: NestedKey = "action") -> None:
         super().__init__()
         if isinstance(action_spec, Composite):
-            raise TypeError(
-                "action_spec: expected the spec of one action, got a Composite. Pass env.action_spec."
-            )
+            raise TypeError("action_spec: expected the spec of one action, got a Composite. Pass env.action_spec.")
         self.action_spec = action_spec
         self.action_key = action_key
         self.in_keys = []

@@ -34,15 +34,11 @@ class MockBatchedLockedEnv(EnvBase):
     ) -> None:
         super().__init__(device=device, batch_size=batch_size)
         shape = (*self.batch_size, 1)
-        counted = Composite(
-            observation=Unbounded(shape, dtype=torch.get_default_dtype()), shape=self.batch_size
-        )
+        counted = Composite(observation=Unbounded(shape, dtype=torch.get_default_dtype()), shape=self.batch_size)
         self.observation_spec = counted if observation_spec is None else observation_spec
         self.state_spec = self._default_state(counted) if state_spec is None else state_spec
         self.action_spec = Unbounded(shape) if action_spec is None else action_spec
-        self.reward_spec = (
-            Unbounded(shape, dtype=torch.get_default_dtype()) if reward_spec is None else reward_spec
-        )
+        self.reward_spec = Unbounded(shape, dtype=torch.get_default_dtype()) if reward_spec is None else reward_spec
         self.done_spec = Categorical(2, shape=shape, dtype=torch.bool) if done_spec is None else done_spec
         self.counter = 0
         self.max_val = 100

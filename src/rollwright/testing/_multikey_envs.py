@@ -60,9 +60,7 @@ class MultiKeyCountingEnv(EnvBase):
         self.full_reward_spec = self._places(
             {"reward": Unbounded((1,))}, {"gift": Unbounded((3, 1))}, {"reward": Unbounded((2, 1))}
         )
-        self.full_done_spec = self._places(
-            {"done": flag}, {"done": flag.expand(3, 1)}, {"done": flag.expand(2, 1)}
-        )
+        self.full_done_spec = self._places({"done": flag}, {"done": flag.expand(3, 1)}, {"done": flag.expand(2, 1)})
 
     def _places(
         self, root: dict[str, TensorSpec], first: dict[str, TensorSpec], second: dict[str, TensorSpec]
@@ -114,9 +112,7 @@ class MultiKeyCountingEnvPolicy(TensorDictModuleBase):
     def __init__(self, full_action_spec: Composite, count: bool = True, deterministic: bool = False) -> None:
         super().__init__()
         if not count and not deterministic:
-            raise ValueError(
-                "deterministic: a policy that does not count has nothing random. Pass deterministic=True."
-            )
+            raise ValueError("deterministic: a policy that does not count has nothing random. Pass deterministic=True.")
         self.full_action_spec = full_action_spec
         self.count = count
         self.deterministic = deterministic
@@ -188,7 +184,7 @@ class HeterogeneousCountingEnv(EnvBase):
         moved = torch.zeros_like(self.count, dtype=torch.bool)
         for i in range(self.n_nested_dim):
             action, spec = tensordict["lazy"][..., i]["action"], self.get_agent_action_spec(i)["action"]
-            check_action(self, ("lazy", "action"), action, spec, tensordict.batch_size + spec.shape)
+            check_action(self, ("lazy", "action"), action, tensordict.batch_size + spec.shape)
             moved |= action[..., :1] != 0
         self.count += moved
         return self._observe().update(self.full_reward_spec.zero())
@@ -205,9 +201,7 @@ class HeterogeneousCountingEnv(EnvBase):
             ).set("done", self.count > self.max_steps)
             for i in range(self.n_nested_dim)
         ]
-        state = (
-            put_first(self.count.squeeze(-1), torch.Size([*self.batch_size, 64, 64, 3])).float().contiguous()
-        )
+        state = put_first(self.count.squeeze(-1), torch.Size([*self.batch_size, 64, 64, 3])).float().contiguous()
         lazy = LazyStackedTensorDict.lazy_stack(filled, self.ndim)
         return TensorDict({"lazy": lazy, "state": state}, self.batch_size, device=self.device)
 

@@ -59,9 +59,7 @@ class NestedCountingEnv(CountingEnv):
             self.full_done_spec = flags
 
     def _below_data(self, **leaves: TensorSpec) -> Composite:
-        return Composite(
-            data=Composite(leaves, shape=(*self.batch_size, self.nested_dim)), shape=self.batch_size
-        )
+        return Composite(data=Composite(leaves, shape=(*self.batch_size, self.nested_dim)), shape=self.batch_size)
 
     def _increment(self, tensordict: TensorDictBase) -> torch.Tensor:
         action = super()._increment(tensordict)
@@ -141,9 +139,7 @@ class MultiAgentCountingEnv(EnvBase):
     def _each_agent(self, name: str, spec: TensorSpec) -> Composite:
         batch = self.batch_size
         groups = {
-            group: Composite(
-                {agent: Composite({name: spec.clone()}, shape=batch) for agent in agents}, shape=batch
-            )
+            group: Composite({agent: Composite({name: spec.clone()}, shape=batch) for agent in agents}, shape=batch)
             for group, agents in self.group_map.items()
         }
         return Composite(groups, shape=batch)

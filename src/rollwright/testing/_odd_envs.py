@@ -38,9 +38,7 @@ class EnvWithMetadata(_Unseeded):
 
     def __init__(self) -> None:
         super().__init__()
-        self.observation_spec = Composite(
-            tensor=Unbounded((3,)), non_tensor=NonTensor(shape=(), example_data=0)
-        )
+        self.observation_spec = Composite(tensor=Unbounded((3,)), non_tensor=NonTensor(shape=(), example_data=0))
         self.state_spec = Composite(non_tensor=NonTensor(shape=(), example_data=0))
         self.reward_spec = Unbounded((1,))
         self.action_spec = Unbounded((1,))
@@ -152,9 +150,7 @@ class Str2StrEnv(EnvBase):
         check_actions(self, tensordict)
         if not isinstance(tensordict["action"], str):
             got = type(tensordict["action"]).__name__
-            raise EnvError(
-                f"{self}: step expected a string in 'action', got {got}. Write one with set_non_tensor."
-            )
+            raise EnvError(f"{self}: step expected a string in 'action', got {got}. Write one with set_non_tensor.")
         rare = {
             "done": torch.zeros(1, dtype=torch.bool).bernoulli_(0.01),
             "reward": torch.zeros(1).bernoulli_(0.01),

@@ -19,6 +19,7 @@ __all__ = [
     "ContinuousActionConvMockEnv",
     "ContinuousActionVecMockEnv",
     "DiscreteActionConvMockEnv",
+    "DiscreteActionConvPolicy",
     "DiscreteActionVecMockEnv",
     "DiscreteActionVecPolicy",
 ]
@@ -119,11 +120,7 @@ class _MockEnv(EnvBase):
         obs = obs + action.reshape(
             *action.shape[: self.ndim], *[1] * (obs.ndim - action.ndim), *action.shape[self.ndim :]
         )
-        reached = (
-            torch.isclose(obs, torch.full_like(obs, self.counter + 1))
-            .flatten(self.ndim)
-            .any(-1, keepdim=True)
-        )
+        reached = torch.isclose(obs, torch.full_like(obs, self.counter + 1)).flatten(self.ndim).any(-1, keepdim=True)
         done = self._ends(reached)
         outcome = self._observed(obs)
         return outcome.update({"reward": reached.to(self.dtype), "done": done, "terminated": done.clone()})
@@ -152,17 +149,13 @@ class DiscreteActionVecMockEnv(_MockEnv):
         if self.categorical_action_encoding:
             return action.unsqueeze(-1)
         if not bool((action.sum(-1) == 1).all()):
-            raise EnvError(
-                f"{self}: step got an 'action' that is not one-hot. Write one 1 and zeros besides."
-            )
+            raise EnvError(f"{self}: step got an 'action' that is not one-hot. Write one 1 and zeros besides.")
         return action
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self.counter += 1
         channels = self._observation_shape()[:-2]
-        return self._observed(
-            torch.full((*self.batch_size, *channels, self.size), self.counter, dtype=self.dtype)
-        )
+        return self._observed(torch.full((*self.batch_size, *channels, self.size), self.counter, dtype=self.dtype))
 
     def _ends(self, reached: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(reached)
@@ -205,9 +198,7 @@ class ContinuousActionConvMockEnv(ContinuousActionVecMockEnv):
     pixel_shape: tuple[int, ...]
 
     def __init__(self, *, pixel_shape: Sequence[int] | None = None, **kwargs: Any) -> None:
-        self.__dict__["pixel_shape"] = (
-            (1, self.size, self.size) if pixel_shape is None else tuple(pixel_shape)
-        )
+        self.__dict__["pixel_shape"] = (1, self.size, self.size) if pixel_shape is None else tuple(pixel_shape)
         super().__init__(**kwargs)
 
     def _observation_shape(self) -> tuple[int, ...]:
@@ -223,14 +214,29 @@ class ContinuousActionConvMockEnv(ContinuousActionVecMockEnv):
 class DiscreteActionVecPolicy(TensorDictModuleBase):
     """Moves the place after the largest number of ``observation``: the same one-hot actions in every run."""
 
+    in_key = "observation"
+
     def __init__(self) -> None:
         super().__init__()
-        self.in_keys = ["observation"]
+        self.in_keys = [self.in_key]
         self.out_keys = ["action"]
+
+    def _numbers(self, tensordict: TensorDictBase) -> torch.Tensor:
+        observation: torch.Tensor = tensordict[self.in_key]
+        return observation
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``action``, int64 one-hot of the observation's shape."""
-        observation = tensordict["observation"]
+        observation = self._numbers(tensordict)
         size = observation.shape[-1]
         largest = size - 1 - observation.flip(-1).argmax(-1)  # the last of several
         return tensordict.set("action", one_hot((largest + 1) % size, size))
+
+
+class DiscreteActionConvPolicy(DiscreteActionVecPolicy):
+    """:class:`DiscreteActionVecPolicy` for ``pixels`` ``[1, 7, 7]``, whose diagonal holds the numbers."""
+
+    in_key = "pixels"
+
+    def _numbers(self, tensordict: TensorDictBase) -> torch.Tensor:
+        return super()._numbers(tensordict).diagonal(0, -1, -2).squeeze(-2)

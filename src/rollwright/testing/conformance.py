@@ -56,9 +56,7 @@ def check_env(
     left_out = set(skip)
     unknown = left_out - set(CHECKS)
     if unknown:
-        raise ValueError(
-            f"skip: expected names among {sorted(CHECKS)}, got {sorted(unknown)}. Take these out."
-        )
+        raise ValueError(f"skip: expected names among {sorted(CHECKS)}, got {sorted(unknown)}. Take these out.")
     if not stochastic:
         left_out.add("different_seeds")
     for name, check in CHECKS.items():
@@ -93,9 +91,7 @@ class EnvConformance:
 
     def make_env(self) -> EnvBase:
         """Return a new environment; to be overridden."""
-        raise TypeError(
-            f"{type(self).__name__} has no make_env: define `make_env(self)`, returning an environment."
-        )
+        raise TypeError(f"{type(self).__name__} has no make_env: define `make_env(self)`, returning an environment.")
 
     def test_specs(self) -> None:
         """See the check ``specs``."""

@@ -13,7 +13,7 @@ They are small but real: wrong actions raise, partial resets begin only the mark
 ``MockBatchedLockedEnv``            the same for a batch, ``MockBatchedUnLockedEnv`` for any batch
 ``DiscreteActionVecMockEnv``        seven numbers, one-hot actions (``...Conv...``: images)
 ``ContinuousActionVecMockEnv``      seven numbers, bounded actions (``...Conv...``: images)
-``DiscreteActionVecPolicy``         one-hot actions from seven numbers
+``DiscreteActionVecPolicy``         one-hot actions from seven numbers (``...Conv...``: from images)
 ``NestedCountingEnv``               observation, action, reward, flags in a nest, each on demand
 ``MultiAgentCountingEnv``           entries by group and agent; a flag of another name at the root
 ``MockNestedResetEnv``              agents' flags against the root's
@@ -65,6 +65,7 @@ from rollwright.testing._vector_envs import (
     ContinuousActionConvMockEnv,
     ContinuousActionVecMockEnv,
     DiscreteActionConvMockEnv,
+    DiscreteActionConvPolicy,
     DiscreteActionVecMockEnv,
     DiscreteActionVecPolicy,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "CountingEnvCountPolicy",
     "CountingEnvWithString",
     "DiscreteActionConvMockEnv",
+    "DiscreteActionConvPolicy",
     "DiscreteActionVecMockEnv",
     "DiscreteActionVecPolicy",
     "EnvThatDoesNothing",

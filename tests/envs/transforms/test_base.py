@@ -116,7 +116,7 @@ def test_inverse_reads_out_keys_and_writes_in_keys(ladder):
     td = halved.reset().set("wish", torch.full((1, 1), 8.0))
     halved.step(td)
     assert env.actions[0].item() == 4
-    assert "action" not in td.keys()  # the caller's data stay as they are
+    assert "action" not in td  # the caller's data stay as they are
 
 
 def test_inv_leaves_its_argument():

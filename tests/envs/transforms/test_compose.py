@@ -92,12 +92,12 @@ def test_a_class_is_refused():
 def test_specs_follow_changes(ladder):
     env = TransformedEnv(ladder([3]))
     for transform, key in ((StepCounter(), "step_count"), (InitTracker(), "is_init"), (RewardSum(), "episode_reward")):
-        assert key not in env.reset().keys()
+        assert key not in env.reset()
         env.transform.append(transform)
         assert key in env.observation_keys
-        assert key in env.reset().keys()
+        assert key in env.reset()
     env.transform.pop(0)
-    assert "step_count" not in env.reset().keys()
+    assert "step_count" not in env.reset()
 
 
 def test_spec_of_the_wrong_type_names_the_transform(ladder):

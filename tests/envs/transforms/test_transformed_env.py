@@ -132,7 +132,7 @@ def test_attribute_error_in_a_spec_is_not_hidden(ladder):
             return observation_spec.no_such_method()
 
     env = TransformedEnv(ladder([2]), Broken())
-    with pytest.raises(EnvError, match="transform_output_spec raised AttributeError: .*no_such_method"):
+    with pytest.raises(EnvError, match=r"transform_output_spec raised AttributeError: .*no_such_method"):
         _ = env.observation_spec
 
 
@@ -258,7 +258,7 @@ def test_rand_action_of_the_base_environment(ladder):
             return Composite(wish=action_spec["action"], shape=action_spec.shape)
 
     renamed = TransformedEnv(Picky([2]), Rename(in_keys_inv=["action"], out_keys_inv=["wish"]))
-    assert "wish" in renamed.rand_action(renamed.reset()).keys()
+    assert "wish" in renamed.rand_action(renamed.reset())
     check_env_specs(renamed)
 
 
@@ -334,7 +334,8 @@ def test_cuda():
     base = mocks.CountingBatchedEnv(max_steps=torch.tensor([2, 4]), batch_size=[2], device="cpu")
     frames = CatFrames(2, -1, ["observation"])
     primer = TensorDictPrimer(hidden=Unbounded((3,)))
-    env = TransformedEnv(base, Compose(StepCounter(3), RewardSum(), InitTracker(), frames, VecNorm(), primer), device="cuda")
+    chain = Compose(StepCounter(3), RewardSum(), InitTracker(), frames, VecNorm(), primer)
+    env = TransformedEnv(base, chain, device="cuda")
     check_env_specs(env)
     rollout = env.rollout(9, break_when_any_done=False)
     assert {value.device.type for value in rollout.values(True, True)} == {"cuda"}
@@ -370,3 +371,11 @@ def test_transforms_come_back_when_the_outer_environment_is_gone(ladder):
     TransformedEnv(inner, StepCounter())
     assert all(t.container is inner for t in inner.transform)
     check_env_specs(inner)
+
+
+def test_base_environment_can_be_replaced(ladder):
+    env = TransformedEnv(ladder([2]), StepCounter())
+    env.reset()
+    env.base_env = ladder([2, 3, 4])
+    assert env.batch_size == (3,)
+    check_env_specs(env)

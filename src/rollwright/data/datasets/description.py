@@ -68,10 +68,18 @@ def load_dataset(path: str | os.PathLike[str]) -> TensorDictBase:
     if not steps:
         raise ValueError(f"{path}: the collection ended before its first batch was complete. There are no frames.")
     folder = Path(path) / description["data"]
+    for entry in description["entries"]:  # tensordict would fill in zeros for a file that is missing
+        if entry["file"] is None:  # an entry of no bytes
+            continue
+        file = folder / entry["file"]
+        size = file.stat().st_size if file.is_file() else None
+        if size is None or size < entry["bytes"]:
+            state = "is missing" if size is None else f"has {size} bytes, expected {entry['bytes']}"
+            raise ValueError(f"The dataset is damaged: {file} {state}. Restore it from a copy.")
     try:
         frames = cast(TensorDictBase, TensorDict.load_memmap(folder))
     except Exception as error:
-        raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}. Restore it from a copy.") from error
+        raise ValueError(f"The dataset is damaged: {folder}: {error}. Restore it from a copy.") from error
     return frames if frames.batch_size[-1] == steps else frames[..., :steps]
 
 

@@ -162,14 +162,14 @@ class EpisodeScan:
 
     def _begin(self, frames: Frames) -> None:
         """Drop what was open where the new piece belongs to another trajectory."""
-        if frames.ids is None:
-            return
-        if self._last_id is not None:
-            other = (self._last_id != frames.ids[:, 0]) & (self._open_length > 0)
-            self._abandoned += int(other.sum())
-            self._open_return[other] = 0.0
-            self._open_length[other] = 0
-        self._last_id = frames.ids[:, -1].copy()
+        other = ~frames.taken[:, 0]
+        if frames.ids is not None:
+            if self._last_id is not None:
+                other |= self._last_id != frames.ids[:, 0]
+            self._last_id = frames.ids[:, -1].copy()
+        self._abandoned += int((other & (self._open_length > 0)).sum())
+        self._open_return[other] = 0.0
+        self._open_length[other] = 0
 
 
 def pieces(batch: TensorDictBase) -> Iterator[TensorDictBase]:
@@ -231,6 +231,7 @@ def episodes_of(batch: TensorDictBase) -> tuple[Episodes, int]:
 
     Raises:
         KeyError: the batch has no ``done`` flag below ``"next"``.
+        ValueError: its rows have different lengths.
 
     Example:
         >>> from rollwright.envs import GymEnv
@@ -240,6 +241,11 @@ def episodes_of(batch: TensorDictBase) -> tuple[Episodes, int]:
         (True, 0)
         >>> env.close()
     """
+    if -1 in batch.batch_size:
+        raise ValueError(f"batch: expected rows of one length, got batch size {list(batch.batch_size)}. Pad the batch.")
     scan = EpisodeScan()
+    if not batch.batch_size.numel():
+        none = np.zeros(0, dtype=np.int64)
+        return Episodes(np.zeros(0), none, np.zeros(0, dtype=np.bool_), none), 0
     found = [scan.update(Frames.of(piece)) for piece in pieces(batch)]
     return Episodes(*(np.concatenate(column) for column in zip(*found, strict=True))), scan.unfinished

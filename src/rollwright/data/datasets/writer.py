@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, BinaryIO, Self
 
 import gymnasium
 import tensordict
@@ -96,6 +96,7 @@ class DatasetWriter:
         self._layout: Layout = {}
         self._env_shape = torch.Size(())
         self._files: dict[NestedKey, BinaryIO] = {}
+        self._names: dict[NestedKey, str] = {}
         self._scan, self._totals = EpisodeScan(), Totals()
         self._closed = False
         self._made_folder = not self.path.exists()
@@ -211,17 +212,28 @@ class DatasetWriter:
                 "Ask for fewer frames, or write elsewhere.",
                 stacklevel=3,
             )
-        names = self._make_files(self._data, self._allocated_steps)
-        self._files = {key: open(name, "r+b", buffering=0) for key, name in names.items()}  # noqa: SIM115 - kept
+        self._names = self._make_files(self._data, self._allocated_steps)
+        self._files = {
+            key: open(self.path / self._data / name, "r+b", buffering=0)  # noqa: SIM115 - kept open
+            for key, name in self._names.items()
+        }
 
     def _make_files(self, folder: str, steps: int) -> dict[NestedKey, str]:
-        """Sparse files of a memory-mapped TensorDict ``[*env, steps]`` in tensordict's own format, by entry."""
+        """Make sparse files of a memory-mapped TensorDict ``[*env, steps]``, in tensordict's own format.
+
+        Returns:
+            Their names in the folder, by entry. Entries of no bytes have none.
+        """
         frame = TensorDict({}, [*self._env_shape, 1])
         for key, (shape, dtype) in self._layout.items():
             frame.set(key, torch.zeros((*self._env_shape, 1, *shape), dtype=dtype))
         frame.names = [*[None] * len(self._env_shape), "time"]
-        mapped: Any = frame.expand(*self._env_shape, steps).memmap_like(str(self.path / folder))
-        return {key: mapped.get(key).filename for key in self._layout}
+        try:
+            mapped: Any = frame.expand(*self._env_shape, steps).memmap_like(str(self.path / folder))
+        except RuntimeError as error:
+            raise OSError(f"cannot make files for {steps:,} steps in {self.path / folder}: {error}") from error
+        files = {key: mapped.get(key).filename for key in self._layout if self._frame_bytes(key)}
+        return {key: Path(os.path.relpath(file, self.path / folder)).as_posix() for key, file in files.items()}
 
     def _check(self, batch: TensorDictBase, leaves: Leaves) -> None:
         if batch.batch_size[:-1] != self._env_shape:
@@ -260,7 +272,8 @@ class DatasetWriter:
         try:
             for key, name in self._make_files(COMPACT, self.steps).items():
                 size = self._frame_bytes(key)
-                with open(cast(str, self._files[key].name), "rb") as source, open(name, "r+b") as target:
+                old, new = self.path / FRAMES / name, self.path / COMPACT / name
+                with open(old, "rb") as source, open(new, "r+b") as target:
                     for row in range(self._env_shape.numel()):
                         source.seek(row * self._allocated_steps * size)
                         _copy(source, target, self.steps * size, interrupted)
@@ -284,7 +297,13 @@ class DatasetWriter:
 
     def _describe(self, *, complete: bool) -> None:
         entries = [
-            {"key": list(as_tuple(key)), "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+            {
+                "key": list(as_tuple(key)),
+                "shape": list(shape),
+                "dtype": str(dtype).removeprefix("torch."),
+                "file": self._names.get(key),
+                "bytes": self._frame_bytes(key) * self._env_shape.numel() * self._allocated_steps,
+            }
             for key, (shape, dtype) in self._layout.items()
         ]
         description = {

@@ -238,19 +238,19 @@ class WriteIndex:
         self.dtype = np.dtype(leaf.space.dtype)
         self.one_hot = _is_one_hot(leaf.spec)
         self.as_int = not self.raw_shape
+        self.first = int(self.start) if self.as_int else 0
 
     def __call__(self, array: NDArray[Any]) -> Any:
         _check_shape(array, self.shape)
-        index = self._place_of_one(array) if self.one_hot else self._in_range(array)
-        index = index + self.start
-        return int(index) if self.as_int else index.astype(self.dtype)
-
-    def _place_of_one(self, array: NDArray[Any]) -> NDArray[Any]:
-        if self.as_int:  # by far the most frequent case, worth its own way
+        if self.as_int and self.one_hot:  # by far the most frequent case, worth its own way
             (hot,) = array.nonzero()
             if len(hot) != 1 or array[hot[0]] != 1:
                 raise self._not_one_hot(array)
-            return cast(NDArray[Any], hot[0])
+            return int(hot[0]) + self.first
+        index = (self._place_of_one(array) if self.one_hot else self._in_range(array)) + self.start
+        return int(index) if self.as_int else index.astype(self.dtype)
+
+    def _place_of_one(self, array: NDArray[Any]) -> NDArray[Any]:
         places = []
         for block in np.split(array, self.nvec.reshape(-1).cumsum()[:-1], -1):
             hot = block == 1
@@ -307,13 +307,14 @@ class ActionWriter:
         """
         values = {}
         for key, path, write in self.entries:
-            try:
-                value = tensordict[key]
-            except KeyError as error:
-                raise KeyError(key) from error
+            value = tensordict.get(key, None)
+            if value is None:
+                raise KeyError(key)
             if isinstance(value, Tensor):
                 value = value.detach().cpu().numpy()
-            elif not isinstance(write, WriteObject):
+            elif isinstance(write, WriteObject):
+                value = value.tolist()  # non-tensor data: the object itself, or a list of them
+            else:
                 raise SpecError(f"{key!r} must be a tensor, got {type(value).__name__}.")
             try:
                 values[path] = write(value)

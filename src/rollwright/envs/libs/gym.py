@@ -42,8 +42,12 @@ class GymWrapper(InfoReadingEnv):
     and so on. Discrete values are one-hot unless ``categorical_action_encoding``; spaces that no tensor
     can hold (text, graphs, sequences) become non-tensor data.
 
-    The true last observation of an episode is always in ``"next"``, also where a vector environment
-    resets itself; see :mod:`rollwright.envs.libs._vector` for what happens in each autoreset mode.
+    The true last observation of an episode is always in ``"next"``, and no transition crosses from an
+    episode to the next, whatever the autoreset mode of a vector environment: in ``SAME_STEP`` the first
+    observation of the new episode is kept until the reset asks for it; in ``NEXT_STEP`` and ``DISABLED``
+    environments are reset by ``options={"reset_mask": ...}``. Vector environments whose mode would need
+    a made-up step are refused. In a vector environment, those that ended and were not reset stay as they
+    ended, with rewards of zero, while the others are stepped on.
 
     Attributes that are not found here are looked up in the gymnasium environment, ``env._env``.
 

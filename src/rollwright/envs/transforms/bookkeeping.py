@@ -241,9 +241,15 @@ class RewardSum(Transform):
 
     def _find(self) -> list[tuple[NestedKey, NestedKey]]:
         has_rewards, has_sums = self._given
+        parent = self.parent
         if not has_rewards:
-            parent = self.parent
             self.in_keys = ["reward"] if parent is None else list(parent.reward_keys)
+        unknown = [] if parent is None else [key for key in self.in_keys if key not in parent.reward_keys]
+        if unknown and parent is not None:
+            raise KeyError(
+                f"RewardSum: the environment has no reward {unknown[0]!r}; it has {key_str(parent.reward_keys)}. "
+                "Correct in_keys."
+            )
         if not has_sums:
             self.out_keys = [_sibling(key, "episode_") for key in self.in_keys]
         return super()._pairs()
@@ -276,11 +282,6 @@ class RewardSum(Transform):
         """Announce the sums."""
         observation_spec, rewards = observation_spec.clone(), self._rewards()
         for in_key, out_key in self._pairs():
-            if in_key not in rewards:
-                raise KeyError(
-                    f"RewardSum: the environment has no reward {in_key!r}; it has "
-                    f"{key_str(rewards.keys(True, True))}. Correct in_keys."
-                )
             reward = rewards[in_key]
             observation_spec.set(out_key, Unbounded(reward.shape, dtype=reward.dtype, device=reward.device))
         return observation_spec

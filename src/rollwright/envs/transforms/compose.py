@@ -9,7 +9,8 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rollwright.data.specs import Composite
-from rollwright.envs.transforms.base import Transform, as_transform
+from rollwright.envs.transforms.base import Transform
+from rollwright.envs.transforms.functions import as_transform
 
 __all__ = ["Compose"]
 

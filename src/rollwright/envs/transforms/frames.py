@@ -75,7 +75,7 @@ class CatFrames(Transform):
         for index, (in_key, out_key) in enumerate(self._pairs()):
             frame = self._read(next_tensordict, in_key)
             past = self._past(index, in_key, frame)
-            size = frame.shape[self.dim]
+            size = past.shape[self.dim] // self.N
             joined = torch.cat([past.narrow(self.dim, size, size * (self.N - 1)), frame], self.dim)
             self._keep(index, joined)
             next_tensordict.set(out_key, joined)
@@ -86,6 +86,7 @@ class CatFrames(Transform):
             frame = tensordict_reset.get(in_key, None)
             if frame is None:
                 continue
+            self._check_dim(frame.ndim - tensordict_reset.ndim, in_key)
             joined = self._start(frame)
             tensordict_reset.set(out_key, joined)
             fresh = self._fresh(tensordict, in_key, joined)
@@ -118,13 +119,19 @@ class CatFrames(Transform):
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Observations ``N`` times as long along ``dim``."""
+        for key, _ in self._pairs():
+            if key in observation_spec:
+                self._check_dim(observation_spec[key].ndim - observation_spec.ndim, key)
         return map_spec(observation_spec, self._pairs(), self._lengthen)
 
-    def _lengthen(self, spec: TensorSpec) -> TensorSpec:
-        if -self.dim > len(spec.shape):
+    def _check_dim(self, ndim: int, key: NestedKey) -> None:
+        if -self.dim > ndim:
             raise ValueError(
-                f"dim: expected one of the {len(spec.shape)} dimensions of {spec}, got {self.dim}."
+                f"dim: expected one of the {ndim} dimensions that {key!r} has below the batch, got {self.dim}. "
+                f"Pass a number from {-ndim} to -1."
             )
+
+    def _lengthen(self, spec: TensorSpec) -> TensorSpec:
         if isinstance(spec, Bounded):
             low, high = (torch.cat([end] * self.N, self.dim) for end in (spec.low, spec.high))
             if self.padding == "constant":

@@ -10,8 +10,9 @@ from tensordict import TensorDictBase
 
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs.base import EnvBase
-from rollwright.envs.transforms.base import Transform, as_transform
+from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.compose import Compose, TransformLike
+from rollwright.envs.transforms.functions import as_transform
 from rollwright.errors import EnvError
 
 __all__ = ["TransformedEnv"]
@@ -86,6 +87,11 @@ class TransformedEnv(EnvBase):
             self._set_transform(as_transform(value))
         elif name not in SHARED:
             super().__setattr__(name, value)
+            if name == "base_env":
+                # Also a plain attribute: modules are looked up in a slow way, and each step does so often.
+                self.__dict__[name] = value
+                if "transform" in self._modules:
+                    self.empty_cache()
         elif "base_env" in self._modules:  # not yet while EnvBase sets its defaults
             setattr(self.base_env, name, value)
 
@@ -97,7 +103,7 @@ class TransformedEnv(EnvBase):
         if self.base_env.device is not None:
             transform.to(self.base_env.device)
         transform.set_container(self)
-        self._modules["transform"] = transform
+        self._modules["transform"] = self.__dict__["transform"] = transform
         self.empty_cache()
 
     def append_transform(self, transform: TransformLike) -> TransformedEnv:

@@ -1,0 +1,53 @@
+"""Functions on TensorDicts as transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tensordict import TensorDictBase
+
+from rollwright.envs.transforms.base import Transform
+
+__all__ = ["CallableTransform", "as_transform"]
+
+
+class CallableTransform(Transform):
+    """A function on TensorDicts as a transform: called on what steps and resets return."""
+
+    def __init__(self, function: Callable[[TensorDictBase], TensorDictBase | None]) -> None:
+        super().__init__()
+        self.function = function
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        changed = self.function(next_tensordict)
+        return next_tensordict if changed is None else changed
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return self._call(tensordict_reset)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Call the function on ``tensordict``."""
+        return self._call(tensordict)
+
+    def __repr__(self) -> str:
+        return f"CallableTransform({self.function!r})"
+
+
+def as_transform(transform: object) -> Transform:
+    """A transform from a transform or from a function on TensorDicts.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(transform, Transform):
+        return transform
+    if isinstance(transform, type):
+        name = transform.__name__
+        raise TypeError(f"transform: expected an object, got the class {name}. Call it: {name}().")
+    if not callable(transform):
+        remedy = " Write Compose(*transforms)." if isinstance(transform, (list, tuple)) else ""
+        raise TypeError(
+            f"transform: expected a Transform, or a function from a TensorDict to a TensorDict, got "
+            f"{type(transform).__name__}.{remedy or ' Subclass Transform.'}"
+        )
+    return CallableTransform(transform)
