@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.distributions import Categorical
@@ -47,20 +47,14 @@ def learn(batch: TensorDictBase, actor: nn.Module, critic: nn.Module, optimizer:
     with torch.no_grad():
         value, next_value = critic(batch["observation"]), critic(batch["next", "observation"])
         advantage = advantages(batch, value, next_value)
-    frames = TensorDict(
-        {
-            "observation": batch["observation"],
-            "action": batch["action"],
-            "log_prob": batch["action_log_prob"],
-            "advantage": ((advantage - advantage.mean()) / (advantage.std() + 1e-8)).squeeze(-1),
-            "target": advantage + value,
-        },
-        batch_size=batch.batch_size,
-    ).reshape(-1)
+    frames = batch.select("observation", "action", "action_log_prob")
+    frames["advantage"] = ((advantage - advantage.mean()) / (advantage.std() + 1e-8)).squeeze(-1)
+    frames["target"] = advantage + value
+    frames = frames.reshape(-1)
     for _ in range(EPOCHS):
         for part in frames[torch.randperm(len(frames))].split(MINIBATCH):
             policy = Categorical(logits=actor(part["observation"]))
-            ratio = (policy.log_prob(part["action"]) - part["log_prob"]).exp()
+            ratio = (policy.log_prob(part["action"]) - part["action_log_prob"]).exp()
             gain = torch.min(ratio * part["advantage"], ratio.clamp(1 - CLIP, 1 + CLIP) * part["advantage"])
             error = (critic(part["observation"]) - part["target"]).pow(2)
             loss = 0.5 * error.mean() - gain.mean() - ENTROPY * policy.entropy().mean()

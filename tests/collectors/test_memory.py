@@ -83,9 +83,8 @@ def test_dropping_a_collector_frees_it():
     assert gone() is None
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("num_envs", [1, 64])
+@pytest.mark.parametrize("num_envs", [pytest.param(1, marks=pytest.mark.slow), 64])
 def test_a_million_frames_are_flat(make, cartpole_actor, num_envs):
     env = GymEnv("CartPole-v1") if num_envs == 1 else GymEnv("CartPole-v1", num_envs=num_envs)
     collector = make(env, cartpole_actor(), frames_per_batch=6400)

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.collectors.policy import Call
 from rollwright.collectors.profiling import named_range
-from rollwright.data.specs import MultiOneHot, OneHot
+from rollwright.data.specs import MultiOneHot, NonTensor, OneHot
 from rollwright.envs.base import EnvBase
 from rollwright.errors import PolicyError, PolicyKeyError
 
@@ -159,6 +159,10 @@ def tag_version(act: Stage, step: Step, version: Callable[[], int], batch_size: 
 
 
 def next_keys(env: EnvBase) -> list[NestedKey]:
-    """Keys below ``"next"`` that repeat at the root of the next step: observations and states."""
-    shared = {*env.observation_keys, *env.state_keys}
-    return [unravel(key) for key in sorted(shared, key=lambda key: as_tuple(key))]
+    """Keys below ``"next"`` that repeat at the root of the next step: observations and states, as far as tensors."""
+    leaves = [
+        (key, spec[key]) for spec in (env.full_observation_spec, env.full_state_spec) for key in spec.keys(True, True)
+    ]
+    # Objects and shapes that vary (-1) cannot be put back row by row: they stay where they are.
+    shared = {unravel(key) for key, leaf in leaves if not isinstance(leaf, NonTensor) and -1 not in leaf.shape}
+    return sorted(shared, key=as_tuple)

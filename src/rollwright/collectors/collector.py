@@ -267,7 +267,7 @@ class Collector(BaseCollector):
             batch = self.options.postproc(batch)
             if not is_tensor_collection(batch):
                 raise TypeError(
-                    f"postproc: expected it to return a TensorDict, got {type(batch).__name__}. Let it return the batch."
+                    f"postproc: expected it to return a TensorDict, got {type(batch).__name__}. Return the batch from it."
                 )
             private = [key for key in batch.keys(True) if is_private(key)]
             batch = batch.exclude(*private) if private else batch

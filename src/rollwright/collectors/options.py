@@ -57,7 +57,8 @@ class CollectorOptions:
         use_buffers: write frames into memory allocated for the batch. False: stack them at its end. None: True
             unless the environment's specs are dynamic or hold objects.
         compact_obs: leave observations out below ``"next"``, where they repeat the root of the next frame; those that
-            no root repeats are kept aside, see :func:`~rollwright.collectors.utils.restore_next`.
+            no root repeats are kept aside, see :func:`~rollwright.collectors.utils.restore_next`. Objects, and tensors
+            whose shape varies, stay.
         trust_policy: call the policy as it is, without wrapping. None: True for TensorDict modules only.
         compile_policy: run the policy through ``torch.compile``; a dictionary holds its arguments.
         cudagraph_policy: run the policy as a CUDA graph; a dictionary holds arguments of ``CudaGraphModule``.

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple
 
@@ -39,7 +39,7 @@ class BoundaryKeeper:
         self._steps = 0
 
     def keep(self, t: int, outcome: TensorDictBase, ended: torch.Tensor) -> None:
-        """Keep the rows of ``outcome`` (``"next"`` at ``t``) that ``ended`` ``[*env]`` marks; ``t == 0`` begins a batch."""
+        """Keep the rows of ``outcome`` (``"next"`` at ``t``) that ``ended`` ``[*env]`` marks; 0 begins a batch."""
         if t == 0:  # a rollout that failed may have left rows behind
             self._rows, self._places = [], []
         where = ended.flatten().nonzero().squeeze(-1)
@@ -93,7 +93,7 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
         )
     rows = getattr(rows, "data", None)  # joined batches have several tables, and no one value
     if not isinstance(rows, TensorDictBase):
-        raise ValueError("batch: it was joined from several compact batches. Call restore_next on each, then join them.")
+        raise ValueError("batch: it was joined from several compact batches. Call restore_next on each, then join.")
     ids = batch.get(("collector", "traj_ids"), None)
     untaken = torch.zeros_like(index, dtype=torch.bool) if ids is None else ids.to(index.device) < 0
     if bool(((index < 0) & ~untaken)[..., -1].any()):

@@ -21,7 +21,7 @@ from typing import NamedTuple, cast
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, as_keys, as_tuple, unravel
+from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 
 __all__ = [
     "DoneGroup",
@@ -202,6 +202,7 @@ def split_trajectories(
 
     Raises:
         KeyError: when there are neither ids nor ``done`` flags to split on.
+        ValueError: when there is no time dimension, or shapes vary from frame to frame and ``as_nested`` is not set.
 
     Example:
         >>> from tensordict import TensorDict
@@ -260,13 +261,26 @@ def split_trajectories(
 
 
 def _pad(frames: TensorDictBase, starts: torch.Tensor, lengths: torch.Tensor, mask_key: NestedKey) -> TensorDictBase:
-    """Rows ``frames[start : start + length]``, zero-padded to the longest, with a mask."""
+    """Rows ``frames[start : start + length]``, zero-padded to the longest, with a mask.
+
+    Raises:
+        ValueError: the shape of an entry varies from frame to frame.
+    """
+    if isinstance(frames, LazyStackedTensorDict):
+        steps = frames.unbind(0)
+        frames = LazyStackedTensorDict.maybe_dense_stack(steps, 0)
+        if isinstance(frames, LazyStackedTensorDict):
+            varying = [key for key in steps[0].keys(True, True) if len({step.get(key).shape for step in steps}) > 1]
+            raise ValueError(
+                f"Cannot pad trajectories: the shape of {key_str(varying)} varies from frame to frame. "
+                "Call split_trajectories(batch, as_nested=True), on a batch collected without split_trajs."
+            )
     time = torch.arange(int(lengths.max()), device=lengths.device)
     mask = time < lengths.unsqueeze(-1)
     padded = frames[starts.unsqueeze(-1) + torch.minimum(time, lengths.unsqueeze(-1) - 1)]
-    for value in padded.values(True, True):
-        if isinstance(value, torch.Tensor):  # objects keep the last real one
-            value[~mask] = 0
+    if any(isinstance(value, LazyStackedTensorDict) for value in padded.values(True)):
+        padded = padded.clone()  # a lazy stack is indexed by reference, so padding and real frames would be one
+    padded[~mask] = padded[~mask].apply(torch.zeros_like)  # objects repeat the last real one
     padded.set(mask_key, mask)
     padded.names = [*[None] * (padded.ndim - 1), "time"]
     return padded

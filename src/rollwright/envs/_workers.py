@@ -91,6 +91,6 @@ def stacked_specs(specs: Mapping[str, Sequence[Composite]], device: torch.device
 
 
 def is_ragged(spec: Composite) -> bool:
-    """Whether the environments' entries differ, so that their data must be stacked lazily."""
-    nested = [spec, *(child for child in spec.values(True) if isinstance(child, Composite))]
-    return any(isinstance(child, StackedComposite) for child in nested)
+    """Whether the environments' entries differ, or grow, so that their data must be stacked lazily."""
+    nested = [spec, *spec.values(True)]
+    return any(isinstance(child, StackedComposite) or -1 in child.shape for child in nested)

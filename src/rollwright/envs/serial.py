@@ -128,7 +128,7 @@ class SerialEnv(EnvBase):
     def _stack(self, rows: list[TensorDictBase]) -> TensorDictBase:
         rows = [_placed(row, self.device) for row in rows]
         if self._ragged:
-            return cast(TensorDictBase, LazyStackedTensorDict.maybe_dense_stack(rows, 0))
+            return cast(TensorDictBase, LazyStackedTensorDict.lazy_stack(rows, 0))
         return cast(TensorDictBase, torch.stack(rows, 0))  # type: ignore[arg-type]
 
     @contextmanager

@@ -8,6 +8,7 @@ from typing import Any, Self, cast
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._keys import leaf_keys
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms.base import Transform
@@ -142,7 +143,7 @@ class TransformedEnv(EnvBase):
         outcome = self.base_env._advance(given)
         preset = tensordict.get("next", None)
         if preset is not None:  # recurrent states that the policy wrote: transforms must see them
-            outcome.update(preset.exclude(*outcome.keys(True, True)))
+            outcome.update(preset.exclude(*leaf_keys(outcome)))
         return self.transform._step(given, outcome)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
