@@ -284,9 +284,7 @@ def test_full_disk_is_said_and_complete_batches_stay(run, tmp_path, monkeypatch)
 
     monkeypatch.setattr(writer, "_write_all", fill_up)
     out = tmp_path / "out"
-    result = run(
-        *("collect", "CartPole-v1", "--frames", 100, "--frames-per-batch", 20, "--seed", 0, "--output", out)
-    )
+    result = run(*("collect", "CartPole-v1", "--frames", 100, "--frames-per-batch", 20, "--seed", 0, "--output", out))
     assert result.status == 1
     first, second = result.err.splitlines()
     assert "No space left on device" in first

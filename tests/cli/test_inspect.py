@@ -115,10 +115,12 @@ def test_frames_without_flags_time_or_one_shape(run, tmp_path):
         "no_flags": (TensorDict({"x": torch.zeros(5)}, [5]), "there is no flag ('next', 'done')"),
         "no_time": (TensorDict({"x": torch.zeros(5)}), "there is no dimension of time"),
         "ragged": (
-            LazyStackedTensorDict(*[
-                TensorDict({"x": torch.zeros(n, 1), "next": {"done": torch.zeros(n, 1, dtype=torch.bool)}}, [n])
-                for n in (2, 3)
-            ]),
+            LazyStackedTensorDict(
+                *[
+                    TensorDict({"x": torch.zeros(n, 1), "next": {"done": torch.zeros(n, 1, dtype=torch.bool)}}, [n])
+                    for n in (2, 3)
+                ]
+            ),
             "frames differ in shape",
         ),
     }

@@ -132,8 +132,10 @@ def test_signal_before_anything_was_collected(run, tmp_path, module):
 
 
 def test_space_that_was_set_aside_is_given_back(run, tmp_path, module):
-    name = module("import signal, torch\ndef make():\n    def act(td):\n        signal.raise_signal(signal.SIGTERM)\n"
-                  "        return td.set('action', torch.tensor([1, 0]))\n    return act\n")
+    name = module(
+        "import signal, torch\ndef make():\n    def act(td):\n        signal.raise_signal(signal.SIGTERM)\n"
+        "        return td.set('action', torch.tensor([1, 0]))\n    return act\n"
+    )
     out = tmp_path / "out"
     result = run(*ENDLESS, "--output", out, "--policy", f"{name}:make")
     assert result.status == 143

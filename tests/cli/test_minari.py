@@ -47,6 +47,14 @@ def episodes_in(batch):
             start = stop
 
 
+def test_the_output_folder_may_be_a_relative_path(run, load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("collect", "CartPole-v1", "--frames", 100, "--format", "minari", "--output", "out")
+    assert result.status == 0, result.err
+    assert f"MINARI_DATASETS_PATH={tmp_path / 'out'}" in result.out
+    assert load(ID).total_episodes > 0
+
+
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_minari_loads_the_episodes_that_were_collected(run, load, tmp_path, num_envs):
     result = run(
@@ -147,9 +155,7 @@ def test_nested_spaces_come_back_in_their_own_form(run, load, tmp_path, everythi
         np.testing.assert_array_equal(episode.observations["image"], [each["image"] for each in seen])
         np.testing.assert_array_equal(episode.observations["pair"][0], [each["pair"][0] for each in seen])
         np.testing.assert_array_equal(episode.observations["pair"][1], [each["pair"][1] for each in seen])
-        np.testing.assert_array_equal(
-            episode.observations["deep"]["bits"], [each["deep"]["bits"] for each in seen]
-        )
+        np.testing.assert_array_equal(episode.observations["deep"]["bits"], [each["deep"]["bits"] for each in seen])
         assert episode.rewards.tolist() == [1, 2, 3, 4]
 
 

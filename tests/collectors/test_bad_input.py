@@ -57,6 +57,12 @@ def linear(inputs=3, outputs=1, in_keys=("observation",), out_keys=("action",)):
     return TensorDictModule(nn.Linear(inputs, outputs), in_keys=list(in_keys), out_keys=list(out_keys))
 
 
+def named_observation(name):
+    env = CountingEnv()
+    env.observation_spec = Composite({name: Unbounded((1,))})
+    return env
+
+
 def returns(value):
     return lambda td: value
 
@@ -263,6 +269,12 @@ POLICIES = [
 
 METHODS = [
     Case("shut down", lambda: using(lambda c: (c.shutdown(), c.next())), RuntimeError, ("shut down", "Make a new one")),
+    Case("reset of an environment that is not there", lambda: using(lambda c: c.reset(7), env=SerialEnv(2, CountingEnv)),
+         IndexError, ("index=7", "batch [2]")),
+    Case("an observation named as the collector's entry", lambda: collect(lambda: named_observation("collector")),
+         ValueError, ("'collector'", "Rename")),
+    Case("an observation named policy_version", lambda: collect(lambda: named_observation("policy_version"),
+         track_policy_version=True), ValueError, ("'policy_version'", "Rename")),
     Case("reset of one of one", lambda: using(lambda c: c.reset(0)), RuntimeError, ("index=0", "CountingEnv",
          "reset()")),
     Case("reset beyond the batch", lambda: using(lambda c: c.reset(9), env=lambda: CountingEnv(batch_size=[2])),

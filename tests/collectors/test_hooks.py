@@ -100,6 +100,44 @@ def test_after_a_hook_failed_the_collector_can_go_on(make, count):
     assert collector.next()["observation"].flatten().tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("where", ["postproc", "post_collect_hook"])
+def test_no_trajectory_goes_on_across_a_batch_that_was_lost(make, where):
+    """A batch that never reached the caller is a hole, and what follows it is another trajectory."""
+    calls = []
+
+    def fails_once(batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            raise Stop
+        return batch
+
+    collector = make(CountingEnv(max_steps=1000), frames_per_batch=4, **{where: fails_once})
+    before = collector.next()
+    with pytest.raises(Stop):
+        collector.next()
+    after = collector.next()
+    assert before["collector", "traj_ids"].tolist() == [0] * 4
+    assert after["collector", "traj_ids"].tolist() == [1] * 4
+    assert int(after["observation"][0]) == 0
+
+
+def test_a_trajectory_goes_on_after_the_pre_hook_failed(make):
+    """It fails before any step was taken, so nothing is lost."""
+    collector = make(CountingEnv(max_steps=1000), frames_per_batch=4)
+    before = collector.next()
+
+    def fails():
+        raise Stop
+
+    collector.pre_collect_hook = fails
+    with pytest.raises(Stop):
+        collector.next()
+    collector.pre_collect_hook = None
+    after = collector.next()
+    assert torch.equal(after["collector", "traj_ids"], before["collector", "traj_ids"])
+    assert torch.equal(after["observation"][0], before["next", "observation"][-1])
+
+
 def test_the_result_of_postproc_is_delivered(make):
     collector = make(
         CountingEnv(), frames_per_batch=6, total_frames=12, postproc=lambda td: td[::2].select("observation")

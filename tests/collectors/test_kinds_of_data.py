@@ -152,3 +152,11 @@ def test_every_kind_of_data_is_split_without_loss(make, kind):
                 assert all(torch.equal(*pair) for pair in zip(tensors(frame), expected, strict=True))
             else:
                 assert not any(bool(value.any()) for value in tensors(frame))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_actions_of_any_kind_reach_the_environment_from_another_device(make, kind):
+    """What a policy writes into a stack, in place, is an output too."""
+    env = KINDS[kind]()
+    batch = make(env, frames_per_batch=3 * env.numel(), policy_device="cpu").next()
+    assert batch.shape[-1] == 3

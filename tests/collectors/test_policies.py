@@ -13,7 +13,8 @@ from tensordict.nn import (
 )
 from torch import distributions, nn
 
-from rollwright.envs import ExplorationType, GymEnv, SerialEnv
+from rollwright.data import Unbounded
+from rollwright.envs import ExplorationType, GymEnv, SerialEnv, TensorDictPrimer, TransformedEnv
 from rollwright.modules import RandomPolicy
 from rollwright.testing.mocking_classes import CountingEnv, MultiKeyCountingEnv
 
@@ -326,3 +327,19 @@ def test_the_default_compiler(make, pendulum_actor):
     collector = make(PENDULUM["single"], pendulum_actor(1.0), frames_per_batch=5, compile_policy=True)
     batch = collector.next()
     torch.testing.assert_close(batch["action"], batch["observation"][:, :1])
+
+
+def test_a_state_that_a_policy_keeps_in_one_buffer_is_that_of_its_step(make):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("state", torch.zeros(1))
+
+        def forward(self, state):
+            return torch.ones(1, dtype=torch.int8), self.state.copy_(state + 1)
+
+    policy = TensorDictModule(Counts(), in_keys=["h"], out_keys=["action", ("next", "h")])
+    env = TransformedEnv(CountingEnv(max_steps=100), TensorDictPrimer(h=Unbounded((1,))))
+    batch = make(env, policy, frames_per_batch=4).next()
+    assert batch["h"].squeeze(-1).tolist() == [0, 1, 2, 3]
+    assert batch["next", "h"].squeeze(-1).tolist() == [1, 2, 3, 4]

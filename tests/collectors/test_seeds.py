@@ -7,7 +7,7 @@ import torch
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import distributions, nn
 
-from rollwright.envs import GymEnv, SerialEnv
+from rollwright.envs import CatFrames, Compose, GymEnv, SerialEnv, TransformedEnv, VecNorm
 
 ENVS = {
     "cartpole": lambda: GymEnv("CartPole-v1"),
@@ -125,3 +125,34 @@ def test_random_frames_are_seeded_too(make, same, pendulum_actor):
         collector.set_seed(0)
         batches.append(collector.next())
     same(*batches)
+
+
+def test_running_statistics_forget_the_reset_at_construction(make, same):
+    """That reset has no seed; two runs are equal all the same, and equal to env.rollout."""
+
+    def normalised():
+        transforms = Compose(VecNorm(in_keys=["observation"]), CatFrames(2, -1, in_keys=["observation"]))
+        return TransformedEnv(GymEnv("CartPole-v1", num_envs=2), transforms)
+
+    collectors = [make(normalised, frames_per_batch=60) for _ in range(2)]
+    batches = []
+    for collector in collectors:
+        assert collector.set_seed(5) == 6
+        batches.append(collector.next())
+    same(batches[0], batches[1])
+    other = normalised()
+    other.set_seed(5)
+    same(batches[0].exclude("collector"), other.rollout(30, break_when_any_done=False))
+
+
+def test_statistics_that_were_loaded_are_not_forgotten(make):
+    def normalised():
+        return TransformedEnv(GymEnv("CartPole-v1"), VecNorm(in_keys=["observation"]))
+
+    first, second = (make(normalised, frames_per_batch=20) for _ in range(2))
+    first.next()
+    second.load_state_dict(first.state_dict())
+    loaded = {key: value.clone() for key, value in second.env.state_dict().items()}
+    assert loaded
+    second.set_seed(3)
+    assert all(torch.equal(value, loaded[key]) for key, value in second.env.state_dict().items())

@@ -217,7 +217,7 @@ def test_several_models_are_updated_together_or_not_at_all(make):
     collector = make(lambda: GymEnv("Pendulum-v1"), two_layers(1.0, 1.0), frames_per_batch=5)
     with pytest.raises(ValueError, match="shape"):
         collector.update_policy_weights_(
-            weights_dict={"policy": two_layers(2.0, 2.0), "policy.module.module[1].module": nn.Linear(7, 1, bias=False)}
+            weights_dict={"policy": two_layers(2.0, 2.0), "policy.module[1].module": nn.Linear(7, 1, bias=False)}
         )
     assert gain_of(collector.next()) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="critic"):

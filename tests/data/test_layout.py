@@ -239,3 +239,15 @@ def test_nothing_is_lost_doubled_or_mixed(rows, as_nested):
     assert torch.cat([part["step"] for part in parts]).tolist() == list(range(len(rows) * steps))
     assert all(len(part["collector", "traj_ids"].unique()) == 1 for part in parts)
     assert len(parts) == len({one for row in ids for one in row})
+
+
+@pytest.mark.parametrize("with_extra", [[0, 1], [2, 3]])
+def test_entries_that_some_frames_lack_are_named(with_extra):
+    frames = list(batch_of([[0, 0, 1, 1]])[0].unbind(0))
+    frames = [
+        frame.clone().update({"extra": torch.ones(2)} if t in with_extra else {}) for t, frame in enumerate(frames)
+    ]
+    batch = LazyStackedTensorDict.lazy_stack(frames, 0)
+    with pytest.raises(ValueError, match=r"'extra' is not in every frame.*as_nested=True"):
+        split_trajectories(batch)
+    assert [row["step"].tolist() for row in split_trajectories(batch, as_nested=True).unbind(0)] == [[0, 1], [2, 3]]

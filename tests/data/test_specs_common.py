@@ -172,9 +172,7 @@ INDICES = [
 
 
 @pytest.mark.parametrize("idx", INDICES, ids=str)
-@pytest.mark.parametrize(
-    "make", [0, 1, 2, 3, 4, 5, 6], ids=lambda i: ["B", "U", "C", "O", "MC", "MO", "Bi"][i]
-)
+@pytest.mark.parametrize("make", [0, 1, 2, 3, 4, 5, 6], ids=lambda i: ["B", "U", "C", "O", "MC", "MO", "Bi"][i])
 def test_an_indexed_spec_describes_the_indexed_sample(make: int, idx: object) -> None:
     batch = (2, 2)
     mask = torch.rand(2, 2, 3) < 0.5
@@ -315,9 +313,7 @@ def test_messages_say_what_came_and_what_to_do(spec: TensorSpec, val: object, te
 
 def test_type_check_looks_at_the_dtype_alone() -> None:
     Bounded(0, 1, (2,)).type_check(torch.full((5,), 9.0))
-    with pytest.raises(
-        SpecError, match=r"'reward': expected dtype torch.float32, got torch.int64. Convert it"
-    ):
+    with pytest.raises(SpecError, match=r"'reward': expected dtype torch.float32, got torch.int64. Convert it"):
         Unbounded().type_check(torch.zeros(1).long(), "reward")
     with pytest.raises(SpecError, match="got list"):
         Unbounded().type_check([1])

@@ -112,17 +112,13 @@ def test_select_and_exclude() -> None:
 
 
 def test_entries_must_begin_with_the_batch() -> None:
-    with pytest.raises(
-        ValueError, match=r"'obs': expected a spec whose shape begins with the Composite's \[4\]"
-    ):
+    with pytest.raises(ValueError, match=r"'obs': expected a spec whose shape begins with the Composite's \[4\]"):
         Composite(obs=Unbounded((3,)), shape=(4,))
     with pytest.raises(ValueError, match="'x': expected a spec whose shape"):
         Composite({("a", "x"): Unbounded((3,))}, shape=(4,))
     with pytest.raises(ValueError, match="'a': expected a spec whose shape"):
         Composite(a=Composite(shape=(3,)), shape=(4,))
-    with pytest.raises(
-        ValueError, match=r"'a': expected a spec whose first 1 dimensions .* belong to one value"
-    ):
+    with pytest.raises(ValueError, match=r"'a': expected a spec whose first 1 dimensions .* belong to one value"):
         Composite(a=OneHot(4), shape=(4,))
     inner = Composite(b=Unbounded((4, 2)), t=NonTensor())
     outer = Composite(a=inner, t=NonTensor(), shape=(4,))
@@ -185,9 +181,7 @@ def test_membership_needs_every_entry_and_allows_others() -> None:
 def test_messages_name_the_nested_key() -> None:
     spec = example()
     sample = spec.rand()
-    with pytest.raises(
-        SpecError, match=r"\('agent', 'action'\): expected an entry for OneHot.*got only 'inner'"
-    ):
+    with pytest.raises(SpecError, match=r"\('agent', 'action'\): expected an entry for OneHot.*got only 'inner'"):
         spec.assert_is_in(sample.exclude(("agent", "action")))
     bad = sample.clone()
     bad["agent", "inner", "flag"] = torch.zeros(4, 1)
@@ -199,9 +193,7 @@ def test_messages_name_the_nested_key() -> None:
         spec.assert_is_in(bad, "next")
     with pytest.raises(SpecError, match=r"'obs': expected an entry .* got only 'agent', 'text'"):
         spec.type_check(sample.exclude("obs"))
-    with pytest.raises(
-        SpecError, match=r"value: expected a TensorDict with 'agent', 'obs', 'text', got Tensor"
-    ):
+    with pytest.raises(SpecError, match=r"value: expected a TensorDict with 'agent', 'obs', 'text', got Tensor"):
         spec.assert_is_in(torch.zeros(4))
     with pytest.raises(SpecError, match="'agent': expected a TensorDict with 'action', 'inner', got"):
         spec.assert_is_in(sample.copy().set("agent", torch.zeros(4)))
@@ -244,9 +236,7 @@ def test_encode_and_to_numpy() -> None:
     assert bool((spec.encode(encoded) == encoded).all())
     pair = Composite({"0": Unbounded(), "1": Categorical(3)})
     assert pair.encode((2.0, 1))["1"].item() == 1
-    with pytest.raises(
-        SpecError, match=r"value: expected the entries '0', '1', got '0'. Make data and spec agree"
-    ):
+    with pytest.raises(SpecError, match=r"value: expected the entries '0', '1', got '0'. Make data and spec agree"):
         pair.encode([2.0])
     with pytest.raises(SpecError, match="expected the entries '0', '1', got '0', '1', 'x'"):
         pair.encode({"0": 1, "1": 1, "x": 1})

@@ -114,9 +114,7 @@ def test_project_gives_the_nearest_outcome() -> None:
     ]
     assert OneHot(2).project(torch.tensor([-torch.inf, torch.nan])).tolist() == [False, True]
     assert MultiCategorical([2, 3]).project(torch.tensor([4.0, -1.0])).tolist() == [1, 0]
-    assert MultiCategorical([2, 3], mask=[True, False, False, True, False]).project(
-        torch.tensor([1, 2])
-    ).tolist() == [
+    assert MultiCategorical([2, 3], mask=[True, False, False, True, False]).project(torch.tensor([1, 2])).tolist() == [
         0,
         1,
     ]
@@ -233,9 +231,7 @@ def test_bad_masks_are_errors() -> None:
         Categorical(3, mask=[True, True])
     with pytest.raises(ValueError, match=r"mask: expected dtype bool, got torch.int64"):
         OneHot(3, mask=[1, 0, 1])
-    with pytest.raises(
-        ValueError, match=r"expected an allowed outcome for each choice, got \[False, False\]"
-    ):
+    with pytest.raises(ValueError, match=r"expected an allowed outcome for each choice, got \[False, False\]"):
         OneHot(2, mask=[False, False])
     with pytest.raises(ValueError, match="expected an allowed outcome for each choice"):
         MultiOneHot([2, 1], mask=[True, True, False])
@@ -262,9 +258,7 @@ def test_encode_refuses_outcomes_that_do_not_exist() -> None:
         (MultiCategorical([2, 3]), [2, 0]),
         (MultiOneHot([2, 3]), [0, 3]),
     ):
-        with pytest.raises(
-            SpecError, match=r"value: expected outcomes that exist in .*, got .*Correct the value"
-        ):
+        with pytest.raises(SpecError, match=r"value: expected outcomes that exist in .*, got .*Correct the value"):
             spec.encode(val)
     with pytest.raises(SpecError, match=r"value: expected whole numbers for OneHot.* got 0\.5\. Round"):
         OneHot(3).encode(0.5)
@@ -308,9 +302,7 @@ def test_rows_of_multi_categorical_may_differ() -> None:
 def test_repr_is_short() -> None:
     assert repr(Categorical(3)) == "Categorical(n=3, shape=[], dtype=int64, device=cpu)"
     assert repr(OneHot(3)) == "OneHot(n=3, shape=[3], dtype=bool, device=cpu)"
-    assert (
-        repr(MultiCategorical([3, 2])) == "MultiCategorical(nvec=[3, 2], shape=[2], dtype=int64, device=cpu)"
-    )
+    assert repr(MultiCategorical([3, 2])) == "MultiCategorical(nvec=[3, 2], shape=[2], dtype=int64, device=cpu)"
     assert repr(MultiOneHot([3, 2])) == "MultiOneHot(nvec=[3, 2], shape=[5], dtype=bool, device=cpu)"
     assert repr(Binary(2)) == "Binary(shape=[2], dtype=int8, device=cpu)"
 

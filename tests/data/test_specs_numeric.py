@@ -119,9 +119,7 @@ def test_integer_samples_use_the_whole_range_of_the_dtype() -> None:
         assert sample.abs().double().mean() > 2.0**61
     assert bool((other[:, 1] >= 0).all())
     far = 2**62 + 1
-    assert sorted(
-        Bounded(torch.tensor([far, 0]), torch.tensor([far + 2, 0])).rand((99,))[:, 0].unique().tolist()
-    ) == [
+    assert sorted(Bounded(torch.tensor([far, 0]), torch.tensor([far + 2, 0])).rand((99,))[:, 0].unique().tolist()) == [
         far,
         far + 1,
         far + 2,

@@ -27,9 +27,7 @@ from rollwright.errors import SpecError
 
 def parts() -> list[Composite]:
     return [
-        Composite(obs=Unbounded((3, n)), agent={"act": OneHot(n, (3, n))}, shape=(3,)).set(
-            f"only{n}", NonTensor((3,))
-        )
+        Composite(obs=Unbounded((3, n)), agent={"act": OneHot(n, (3, n))}, shape=(3,)).set(f"only{n}", NonTensor((3,)))
         for n in (2, 4)
     ]
 
@@ -114,9 +112,7 @@ def test_stacked_of_different_shapes_says_what_to_do() -> None:
     assert spec.shape == (2, -1)
     assert spec.numel() == 2
     for call in (spec.rand, spec.zero, spec.one):
-        with pytest.raises(
-            SpecError, match=r"expected parts of one shape.*\[\[3\], \[4\]\]\. Stack Composites"
-        ):
+        with pytest.raises(SpecError, match=r"expected parts of one shape.*\[\[3\], \[4\]\]\. Stack Composites"):
             call()
     with pytest.raises(ValueError, match="expected a discrete spec"):
         spec.enumerate()

@@ -205,11 +205,18 @@ def test_to_moves_specs_and_data() -> None:
     assert env.full_done_spec.device == torch.device("cpu")
 
 
+def test_a_cuda_device_has_an_index_as_that_of_data_has() -> None:
+    env = EnvBase.__new__(EnvBase)
+    EnvBase.__init__(env, device="cuda")
+    assert env.device == torch.device("cuda", 0)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 @pytest.mark.parametrize("make_env", [CountingEnv, NestedCountingEnv, MultiKeyCountingEnv])
-def test_environments_on_cuda(make_env: Any) -> None:
-    env = make_env(device="cuda:0", batch_size=[2], max_steps=2)
+def test_environments_on_cuda(make_env: Any, device: str) -> None:
+    env = make_env(device=device, batch_size=[2], max_steps=2)
     check_env_specs(env)
     rollout = env.rollout(9, break_when_any_done=False)
     assert rollout.device == torch.device("cuda:0")

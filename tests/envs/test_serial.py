@@ -285,3 +285,12 @@ def test_copies_go_their_own_way(twin_of: Any) -> None:
     twin = twin_of(env)
     assert (env.step(td.copy()) == twin.step(td.copy())).all()
     assert twin._envs[0] is twin.worker0
+
+
+def test_batches_of_batches() -> None:
+    env = SerialEnv(2, lambda: SerialEnv(3, [lambda n=n: Steps(n) for n in (2, 3, 4)]))
+    assert env.batch_size == (2, 3)
+    assert env.set_seed(1) == 6
+    rollout = env.rollout(6, break_when_any_done=False)
+    expected = [[[t % n for t in range(6)] for n in (2, 3, 4)]] * 2
+    assert rollout["count"].squeeze(-1).tolist() == expected

@@ -215,9 +215,7 @@ def _outcome(writer: DatasetWriter, total: int, folder: Path | None) -> str:
     return f"{verb} {counts['frames']:,}{of_all} frames, {episodes}{place}"
 
 
-def _report(
-    saved: str, seconds: float, error: Exception | None, interrupts: Interrupts, console: Console
-) -> int:
+def _report(saved: str, seconds: float, error: Exception | None, interrupts: Interrupts, console: Console) -> int:
     """Say how it ended; returns the exit status."""
     if error is not None:
         text = brief(error)

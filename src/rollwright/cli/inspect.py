@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:
-        print("\n".join(_text(report, episodes, unknown)))
+        print("\n".join(_text(report, unknown)))
     if arguments.plot is not None:
         from rollwright.cli.plot import draw
 
@@ -159,7 +159,7 @@ def _distribution(values: NDArray[Any] | None) -> dict[str, Any] | None:
 # Text ----------------------------------------------------------------------------------------------
 
 
-def _text(report: dict[str, Any], episodes: Episodes | None, unknown: str) -> list[str]:
+def _text(report: dict[str, Any], unknown: str) -> list[str]:
     lines = [*_heading(report), ""]
     if report["entries"]:
         lines += [*_table(report["entries"], report["bytes"]), ""]

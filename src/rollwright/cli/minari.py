@@ -68,7 +68,7 @@ class Export:
                 f"--dataset-id: expected [NAMESPACE/]NAME-vN of letters, digits, - and _, got {dataset_id!r}."
             ) from error
         with _root(output):
-            root = Path(package.storage.get_dataset_path())
+            root = Path(package.storage.get_dataset_path()).absolute()  # Minari joins a relative one to itself
         export = cls(dataset_id, root, root / ".rollwright" / dataset_id.replace("/", "."), overwrite)
         if export.target.exists() and not overwrite:
             raise Failure(
@@ -138,9 +138,7 @@ class Export:
         variable = "" if arguments.output is None else f"with {_ROOT_VARIABLE}={self.root} set, "
         console.line(f"load it: {variable}minari.load_dataset({self.dataset_id!r})")
 
-    def _create(
-        self, episodes: Iterator[Any], env: GymEnv, arguments: argparse.Namespace, console: Console
-    ) -> None:
+    def _create(self, episodes: Iterator[Any], env: GymEnv, arguments: argparse.Namespace, console: Console) -> None:
         single = getattr(env._env.unwrapped, "envs", [env._env])[0]  # Minari wants one environment, not a vector
         try:
             single.spec.to_json()

@@ -43,9 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         >>> build_parser().parse_args(["collect", "CartPole-v1", "--frames", "2e4"]).frames
         20000
     """
-    parser = argparse.ArgumentParser(
-        prog="rollwright", description="Collects experience for reinforcement learning."
-    )
+    parser = argparse.ArgumentParser(prog="rollwright", description="Collects experience for reinforcement learning.")
     parser.add_argument("--version", action="version", version=f"rollwright {rollwright.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_collect(commands)

@@ -232,5 +232,3 @@ def _fits(wanted: list[Any], shape: list[int]) -> bool:
 
 def _shape(sizes: list[Any]) -> str:
     return f"[{', '.join(map(str, sizes))}]"
-
-

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollwright._keys import as_tuple
+import torch
+
+from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 
-__all__ = ["EnvMaker", "make_env"]
+__all__ = ["EnvMaker", "ResetUndo", "make_env"]
 
 EnvMaker = EnvBase | Callable[..., EnvBase] | Sequence[Callable[..., EnvBase]]
 
@@ -40,13 +42,31 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
             f"create_env_fn: expected an EnvBase or a callable that returns one, got {type(made).__name__}: "
             f"{made!r}. Wrap a gymnasium environment in GymWrapper."
         )
+    _check_names(made, options)
     device = options.env_device or options.device
     env = made if device is None else made.to(device)
     if options.max_frames_per_traj is not None and options.max_frames_per_traj > 0:
         env = _limit_trajectories(env, options.max_frames_per_traj)
     if options.set_truncated and any(group.truncated is None for group in env._done_groups):
         env = env.add_truncated_keys()
+        alone = [group.done for group in env._done_groups if group.truncated is None]
+        if alone:
+            raise ValueError(
+                f"set_truncated: {env} ends trajectories by {key_str(alone)}, which cannot tell a cut from an end. "
+                "Name the environment's flag 'done', or leave set_truncated out."
+            )
     return env
+
+
+def _check_names(env: EnvBase, options: CollectorOptions) -> None:
+    """Test that no entry of the environment has the name of one that the collector writes."""
+    written = {"collector", *(["policy_version"] if options.track_policy_version else [])}
+    entries = (*env.observation_keys, *env.state_keys, *env.action_keys, *env.reward_keys)
+    taken = sorted(written & {as_tuple(key)[0] for key in entries})
+    if taken:
+        raise ValueError(
+            f"create_env_fn: {env} has an entry {key_str(taken)}, and the collector writes one of that name. Rename it."
+        )
 
 
 def _limit_trajectories(env: EnvBase, max_frames: int) -> EnvBase:
@@ -56,3 +76,38 @@ def _limit_trajectories(env: EnvBase, max_frames: int) -> EnvBase:
             "Leave max_frames_per_traj out, or take the StepCounter out of the environment."
         )
     return TransformedEnv(env, StepCounter(max_steps=max_frames))
+
+
+class ResetUndo:
+    """Takes back what a reset does to the buffers of an environment and its transforms, such as running statistics.
+
+    Made before the reset; buffers that were changed once more since :meth:`seen` keep what they hold.
+    """
+
+    def __init__(self, env: EnvBase) -> None:
+        self._env = env
+        self._before = self._after = self._buffers()
+
+    def _buffers(self) -> list[tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]]:
+        own = [module._buffers for module in self._env.modules()]
+        return [(named, {name: None if at is None else at.clone() for name, at in named.items()}) for named in own]
+
+    def seen(self) -> None:
+        """Note what the reset has done."""
+        self._after = self._buffers()
+
+    def undo(self) -> None:
+        """Give buffers the values from before; those that were not there are taken away again."""
+        for (named, old), (_, new) in zip(self._before, self._after, strict=True):
+            for name, value in old.items():
+                now = named[name]
+                if _equal(value, new[name]) or not _equal(now, new[name]):
+                    continue
+                if value is None or now is None or now.shape != value.shape:
+                    named[name] = value
+                else:
+                    now.copy_(value)  # in place: clones may share it
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)

@@ -15,10 +15,23 @@ from rollwright.data.specs import MultiOneHot, NonTensor, OneHot
 from rollwright.envs.base import EnvBase
 from rollwright.errors import PolicyError, PolicyKeyError
 
-__all__ = ["action_check", "build_act", "build_step", "mover"]
+__all__ = [
+    "Stage",
+    "Step",
+    "action_check",
+    "build_act",
+    "build_step",
+    "finite_check",
+    "mover",
+    "next_keys",
+    "tag_act",
+    "tag_step",
+]
 
 Stage = Callable[[TensorDictBase], TensorDictBase]
 Step = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase]]
+
+VERSION = "policy_version"
 
 
 def mover(device: torch.device | None, sync: Callable[[], None]) -> Stage:
@@ -58,8 +71,11 @@ def build_act(policy: Call, move: Stage, check: Callable[[TensorDictBase], None]
         if chosen is not carrier or not fresh_outputs:
             old = before if before is not None else dict(_entries(carrier))
             for key, value in list(_entries(chosen)):
-                if old.get(key) is not value:
+                if old.get(key) is not value or not isinstance(value, torch.Tensor):  # stacks are written into
                     carrier.set(key, value if fresh_outputs else value.clone())
+        states = carrier.get("next", None)
+        if states is not None:  # they are the next step's root, and a policy may write them into one buffer
+            carrier.set("next", states.clone())
         check(carrier)
         return carrier
 
@@ -133,29 +149,34 @@ def finite_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
             if isinstance(value, torch.Tensor) and bool(torch.isnan(value).any()):
                 first = torch.isnan(value).nonzero()[0].tolist()[: batch.ndim]
                 raise PolicyError(
-                    f"policy: {key!r} is NaN, first at index {first} of the batch. Look for infinite weights or losses, "
-                    "or for a scale of zero."
+                    f"policy: {key!r} is NaN, first at index {first} of the batch. Look for infinite weights or "
+                    "losses, or for a scale of zero."
                 )
 
     return check
 
 
-def tag_version(act: Stage, step: Step, version: Callable[[], int], batch_size: torch.Size) -> tuple[Stage, Step]:
-    """Both stages, with ``"policy_version"`` written where the weights of that version act."""
-    key = "policy_version"
+def tag_act(act: Stage, version: Callable[[], int], batch_size: torch.Size) -> Stage:
+    """``act``, which also writes ``"policy_version"``, int64 of ``batch_size``: the version of the weights that act."""
 
-    def tagged_act(carrier: TensorDictBase) -> TensorDictBase:
-        carrier.set(key, torch.full(batch_size, version(), dtype=torch.int64))
+    def tagged(carrier: TensorDictBase) -> TensorDictBase:
+        carrier.set(VERSION, torch.full(batch_size, version(), dtype=torch.int64))
         return act(carrier)
 
-    def tagged_step(carrier: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        tag = carrier.get(key)
+    return tagged
+
+
+def tag_step(step: Step) -> Step:
+    """``step``, which also carries ``"policy_version"`` on: to ``"next"``, and to the carrier of the next step."""
+
+    def tagged(carrier: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        tag = carrier.get(VERSION)
         frame, following = step(carrier)
-        frame.set(("next", key), tag)
-        following.set(key, tag)
+        frame.set(("next", VERSION), tag)
+        following.set(VERSION, tag)
         return frame, following
 
-    return tagged_act, tagged_step
+    return tagged
 
 
 def next_keys(env: EnvBase) -> list[NestedKey]:

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from rollwright.collectors.options import CollectorOptions
+from rollwright.data.specs._shape import as_device
 
-__all__ = ["Devices", "module_device", "sync_function"]
+__all__ = ["Devices", "module_device", "nothing", "sync_function"]
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,6 @@ class Devices:
     def carrier_has_none(self) -> bool:
         """Whether the carrier holds entries of several devices, or of no declared one, and so has none itself."""
         return self.env is None or self.policy != self.env
-
-
-def as_device(device: torch.device | str | int | None) -> torch.device | None:
-    """A torch device, or None."""
-    return None if device is None else torch.device(device)
 
 
 def module_device(policy: object) -> torch.device | None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDictBase
 
+from rollwright.data.specs._shape import as_device
 from rollwright.envs.utils import ExplorationType
 
 __all__ = ["CollectorOptions", "Device"]
@@ -221,14 +222,10 @@ def _integer(name: str, value: object, least: int | None) -> int:
 
 
 def _device(name: str, value: Device | None) -> torch.device | None:
-    if value is None:
-        return None
     try:
-        device = torch.device(value)
+        device = as_device(value)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{name}: expected a device such as 'cpu' or 'cuda:0', got {value!r}: {error}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device is not None and device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{name}: got {value!r}, and torch sees no CUDA device. Pass 'cpu', or install CUDA's torch.")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
     return device

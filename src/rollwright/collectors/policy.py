@@ -6,7 +6,6 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,27 +20,9 @@ from rollwright.envs.base import EnvBase
 from rollwright.errors import PolicyKeyError
 from rollwright.modules import RandomPolicy
 
-__all__ = ["PolicyHandle", "SignaturePolicy", "make_policy", "place_policy", "wrap_policy"]
+__all__ = ["SignaturePolicy", "accelerate", "check_inputs", "make_policy", "place_policy", "wrap_policy"]
 
 Call = Callable[[TensorDictBase], TensorDictBase | None]
-
-
-@dataclass
-class PolicyHandle:
-    """The policy of a collector.
-
-    Attributes:
-        call: TensorDict in, TensorDict out (or None when it wrote in place).
-        module: what holds the weights that act: the user's object, or its copy on another device.
-        source: where ``update_policy_weights_()`` without arguments reads from; None when the weights that
-            act are the user's own.
-        fresh_outputs: False when a call overwrites the tensors of the one before.
-    """
-
-    call: Call
-    module: Any
-    source: nn.Module | None = None
-    fresh_outputs: bool = True
 
 
 class SignaturePolicy(TensorDictModuleBase):

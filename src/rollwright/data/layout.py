@@ -26,6 +26,7 @@ from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 __all__ = [
     "DoneGroup",
     "complete_done",
+    "deciding_groups",
     "done_groups",
     "end_of_trajectory",
     "mark_truncated",
@@ -68,6 +69,11 @@ def done_groups(done_keys: Iterable[NestedKey]) -> list[DoneGroup]:
         *prefix, name = as_tuple(key)
         places.setdefault(tuple(prefix), []).append(name)
     return [_group(*item) for item in sorted(places.items(), key=lambda item: (len(item[0]), item[0]))]
+
+
+def deciding_groups(groups: list[DoneGroup]) -> list[DoneGroup]:
+    """The groups that decide when a trajectory ends: the root's alone where there is one, else all."""
+    return groups[:1] if groups and groups[0].prefix == () else groups
 
 
 def _group(prefix: tuple[str, ...], names: list[str]) -> DoneGroup:
@@ -116,21 +122,24 @@ def end_of_trajectory(td: TensorDictBase, groups: list[DoneGroup], batch_ndim: i
 
     Args:
         td: holds the ``done`` flags of ``groups``, each of shape ``[*batch, ...]``.
-        groups: of :func:`done_groups`; the root's group alone decides where there is one.
+        groups: of :func:`done_groups`; see :func:`deciding_groups`.
         batch_ndim: number of leading dimensions that tell environments (and time) apart.
 
     Returns:
         bool ``[*batch]``: any flag of the environment is set.
     """
-    deciding = groups[:1] if groups and groups[0].prefix == () else groups
     ended: torch.Tensor | None = None
-    for group in deciding:
-        flag = td.get(group.done)
-        flag = flag.flatten(batch_ndim).any(-1) if flag.ndim > batch_ndim else flag
+    for group in deciding_groups(groups):
+        flag = _any_below(td.get(group.done), batch_ndim)
         ended = flag if ended is None else ended | flag
     if ended is None:
         return torch.zeros(td.batch_size[:batch_ndim], dtype=torch.bool, device=td.device)
     return ended
+
+
+def _any_below(flag: torch.Tensor, batch_ndim: int) -> torch.Tensor:
+    """Whether any flag is set below the batch dimensions, bool ``[*batch]``."""
+    return flag.flatten(batch_ndim).any(-1) if flag.ndim > batch_ndim else flag
 
 
 def mark_truncated(groups: Iterable[DoneGroup], outcome: TensorDictBase, batch_ndim: int) -> torch.Tensor:
@@ -157,7 +166,7 @@ def mark_truncated(groups: Iterable[DoneGroup], outcome: TensorDictBase, batch_n
         cut = ~outcome.get(group.done)
         outcome.get(group.truncated).logical_or_(cut)
         outcome.get(group.done).logical_or_(cut)
-        cut = cut.flatten(batch_ndim).any(-1) if cut.ndim > batch_ndim else cut
+        cut = _any_below(cut, batch_ndim)
         cut_at = cut if cut_at is None else cut_at | cut
     return torch.zeros(outcome.batch_size[:batch_ndim], dtype=torch.bool) if cut_at is None else cut_at
 
@@ -243,8 +252,7 @@ def split_trajectories(
                 f"Cannot split: the batch has neither {ids_key!r} nor ('next', 'done'). "
                 "Collect with track_traj_ids=True, or name the entries with trajectory_key= or done_key=."
             )
-        ends = done.flatten(batch.ndim).any(-1) if done.ndim > batch.ndim else done
-        ends = ends.reshape(-1, length)
+        ends = _any_below(done, batch.ndim).reshape(-1, length)
         ids = ends
     lengths = torch.tensor(_trajectory_lengths(ids, ends), device=ids.device)
     starts = lengths.cumsum(0) - lengths
@@ -264,15 +272,14 @@ def _pad(frames: TensorDictBase, starts: torch.Tensor, lengths: torch.Tensor, ma
     """Rows ``frames[start : start + length]``, zero-padded to the longest, with a mask.
 
     Raises:
-        ValueError: the shape of an entry varies from frame to frame.
+        ValueError: an entry is not in every frame, or its shape varies from frame to frame.
     """
     if isinstance(frames, LazyStackedTensorDict):
         steps = frames.unbind(0)
         frames = LazyStackedTensorDict.maybe_dense_stack(steps, 0)
         if isinstance(frames, LazyStackedTensorDict):
-            varying = [key for key in steps[0].keys(True, True) if len({step.get(key).shape for step in steps}) > 1]
             raise ValueError(
-                f"Cannot pad trajectories: the shape of {key_str(varying)} varies from frame to frame. "
+                f"Cannot pad trajectories: {key_str(_varying(steps))} is not in every frame, or not of one shape. "
                 "Call split_trajectories(batch, as_nested=True), on a batch collected without split_trajs."
             )
     time = torch.arange(int(lengths.max()), device=lengths.device)
@@ -284,3 +291,9 @@ def _pad(frames: TensorDictBase, starts: torch.Tensor, lengths: torch.Tensor, ma
     padded.set(mask_key, mask)
     padded.names = [*[None] * (padded.ndim - 1), "time"]
     return padded
+
+
+def _varying(steps: Iterable[TensorDictBase]) -> set[NestedKey]:
+    """Keys that some frames lack, or whose shape differs between frames."""
+    shapes = [{unravel(key): getattr(step.get(key), "shape", None) for key in step.keys(True, True)} for step in steps]
+    return {key for shape in shapes for key in shape if any(other.get(key, ()) != shape[key] for other in shapes)}

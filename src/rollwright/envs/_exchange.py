@@ -89,11 +89,11 @@ def check_entries(
     if cached is None:
         cached = entries(getattr(env, f"full_{name}_spec"), env.ndim)
         env._cache["entries", name] = cached
-    tests = Tests(env, name, call, dtypes, env.run_type_checks if domains is None else domains)
-    tests.check(td, cached, td.batch_size)
+    checks = Checks(env, name, call, dtypes, env.run_type_checks if domains is None else domains)
+    checks.check(td, cached, td.batch_size)
 
 
-class Tests(NamedTuple):
+class Checks(NamedTuple):
     """What is to be tested of the entries of one spec, and the words for the message."""
 
     env: EnvBase
@@ -154,9 +154,7 @@ class Tests(NamedTuple):
                 "Reshape the value, or change the spec."
             )
         if self.domains and not entry.spec.is_in(value):
-            raise EnvError(
-                f"{self._said(key)} = {value}, which lies outside {entry.spec}. Clip it, or widen the spec."
-            )
+            raise EnvError(f"{self._said(key)} = {value}, which lies outside {entry.spec}. Clip it, or widen the spec.")
 
     def _said(self, key: NestedKey) -> str:
         return f"{self.env}: {self.call} returned {key!r}"
@@ -196,6 +194,8 @@ def _as_outcome(env: EnvBase, given: TensorDictBase | None, td: object, call: st
         raise EnvError(f"{env}: _{call} returned the TensorDict it was given. Return a new one.")
     if td.get("next", None) is not None:
         raise EnvError(f"{env}: _{call} returned an entry 'next'. Return its content at the root; step() nests it.")
+    if not env._returns_copies:  # or a buffer that the next step overwrites would rewrite the frames before
+        td = td.clone()
     expected = env.batch_size if env.batch_locked or given is None else given.batch_size
     if td.batch_size != expected:
         if td.batch_size[: len(expected)] != expected and td.batch_size != torch.Size([]):

@@ -37,13 +37,9 @@ def rollout(
     if max_steps < 1:
         raise ValueError(f"max_steps: expected at least 1, got {max_steps}.")
     if break_when_any_done and break_when_all_dones:
-        raise ValueError(
-            "break_when_any_done and break_when_all_dones exclude one another; pass one of them."
-        )
+        raise ValueError("break_when_any_done and break_when_all_dones exclude one another; pass one of them.")
     if not auto_reset and start is None:
-        raise ValueError(
-            "tensordict: expected the start of the rollout with auto_reset=False, got None. Pass reset()."
-        )
+        raise ValueError("tensordict: expected the start of the rollout with auto_reset=False, got None. Pass reset().")
     if policy is not None and not callable(policy):
         raise TypeError(
             f"policy: expected a callable that takes a TensorDict, got {type(policy).__name__}. "
@@ -63,7 +59,7 @@ def rollout(
             callback(env, td)
         if stop_at_any or break_when_all_dones:
             td = env.step(td)
-            frames.append(td)
+            frames.append(td.clone())  # policies may write into what they see, and into buffers of their own
             ends = end_of_trajectory(td.get("next"), env._done_groups, td.ndim)
             ended = ended | ends if break_when_all_dones else ends.any()
             if bool(torch.as_tensor(ended).all()) or t == max_steps - 1:
@@ -71,12 +67,8 @@ def rollout(
             td = env._step_mdp(td)
         else:
             frame, td = env.step_and_maybe_reset(td)
-            frames.append(frame)
-    stack = (
-        LazyStackedTensorDict.lazy_stack
-        if return_contiguous is False
-        else LazyStackedTensorDict.maybe_dense_stack
-    )
+            frames.append(frame.clone())
+    stack = LazyStackedTensorDict.lazy_stack if return_contiguous is False else LazyStackedTensorDict.maybe_dense_stack
     out = cast(TensorDictBase, stack(frames, frames[0].ndim))
     if set_truncated:
         mark_truncated(env._done_groups, out[..., -1].get("next"), out.ndim - 1)

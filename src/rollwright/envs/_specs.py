@@ -12,6 +12,7 @@ from torch import nn
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.layout import DoneGroup, done_groups
 from rollwright.data.specs import Categorical, Composite, TensorSpec, Unbounded
+from rollwright.data.specs._shape import as_device
 
 __all__ = ["EnvSpecs"]
 
@@ -36,7 +37,7 @@ class EnvSpecs(nn.Module):
 
     def __init__(self, *, device: torch.device | str | int | None, batch_size: Sequence[int] | None) -> None:
         super().__init__()
-        self.__dict__["_device"] = None if device is None else torch.device(device)
+        self.__dict__["_device"] = as_device(device)
         self.__dict__["_batch_size"] = torch.Size(batch_size if batch_size is not None else ())
 
     def _finalize(self) -> None:
@@ -123,14 +124,16 @@ class EnvSpecs(nn.Module):
         spec = self._full_specs["done"]
         for group in done_groups(spec.keys(True, True)):
             known = next(spec[key] for key in group.keys if key in spec)
-            wanted = [group.done, group.terminated, *([(*group.prefix, "truncated")] if truncated else [])]
+            wanted: list[NestedKey] = [group.done, group.terminated]
+            if truncated and as_tuple(group.done)[-1] == "done":  # a lone flag of another name has no companions
+                wanted.append(unravel((*group.prefix, "truncated")))
             for key in wanted:
                 if key not in spec:
                     spec.set(key, known.clone())
         self._cache.clear()
 
     def add_truncated_keys(self) -> Self:
-        """Give every group of flags a ``truncated`` flag; returns the environment."""
+        """Give every group of flags that has a ``done`` a ``truncated`` beside it; returns the environment."""
         self._complete_done_spec(truncated=True)
         return self
 
@@ -205,7 +208,9 @@ class EnvSpecs(nn.Module):
         keys = self._cache.get(name)
         if keys is None:
             spec = getattr(self, f"full_{name}_spec")
-            keys = sorted((unravel(key) for key in spec.keys(True, True)), key=lambda k: (len(as_tuple(k)), as_tuple(k)))
+            keys = sorted(
+                (unravel(key) for key in spec.keys(True, True)), key=lambda k: (len(as_tuple(k)), as_tuple(k))
+            )
             self._cache[name] = keys
         return cast(list[NestedKey], keys)
 
@@ -318,7 +323,7 @@ class EnvSpecs(nn.Module):
         """Move specs, buffers and future data to a device; returns the environment."""
         if device is None:
             return self
-        self.__dict__["_device"] = torch.device(device)
+        self.__dict__["_device"] = as_device(device)
         for name, spec in self._full_specs.items():
             self._full_specs[name] = spec.to(self._device)
         self._cache.clear()

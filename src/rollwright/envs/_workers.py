@@ -11,7 +11,16 @@ import torch
 from rollwright.data.specs import Composite, StackedComposite, stack
 from rollwright.envs.base import EnvBase
 
-__all__ = ["SPECS", "common_batch_size", "common_device", "factories", "is_ragged", "stacked_specs"]
+__all__ = [
+    "SPECS",
+    "Factories",
+    "FactoryKwargs",
+    "common_batch_size",
+    "common_device",
+    "factories",
+    "is_ragged",
+    "stacked_specs",
+]
 
 Factory = Callable[..., EnvBase]
 Factories = Factory | Sequence[Factory]

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import key_str, leaf_keys, without
-from rollwright.data.layout import end_of_trajectory
+from rollwright.data.layout import deciding_groups, end_of_trajectory
 from rollwright.envs._exchange import check_alive, complete_reset, complete_step
 from rollwright.envs._partial_reset import merge_reset, reset_masks
 from rollwright.envs._specs import EnvSpecs
@@ -36,8 +36,9 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     Subclass it with four things: specs set in ``__init__``, ``_reset``, ``_step`` and ``_set_seed``.
     ``_step`` returns what came of the action *without* ``"next"`` around it; ``_reset`` returns the
-    first observations. ``done``, ``terminated`` and ``truncated`` are completed from one another, and
-    a trailing dimension of one is added to rewards and flags that lack it.
+    first observations. Both are copied, so they may lie in buffers that are written again. ``done``,
+    ``terminated`` and ``truncated`` are completed from one another, and a trailing dimension of one is
+    added to rewards and flags that lack it.
 
     Args:
         device: where the environment's tensors live. None: wherever ``_step`` leaves them.
@@ -70,6 +71,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     """
 
     batch_locked: bool = True
+    _returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
 
     def __init__(
         self,
@@ -92,9 +94,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         ``tensordict`` is None for a plain reset. In a partial reset it holds ``"_reset"``; only rows
         that it marks are read from the result.
         """
-        raise EnvError(
-            f"{type(self).__name__} has no _reset: define `_reset(self, tensordict=None, **kwargs)`."
-        )
+        raise EnvError(f"{type(self).__name__} has no _reset: define `_reset(self, tensordict=None, **kwargs)`.")
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Act; returns observations, reward and flags in a new TensorDict, without ``"next"``."""
@@ -166,9 +166,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reset the environments that ``tensordict`` (of :meth:`step_mdp`) shows as done."""
-        groups = self._done_groups
-        deciding = groups[:1] if groups and groups[0].prefix == () else groups
-        flags = [(group.reset, tensordict.get(group.done)) for group in deciding]
+        flags = [(group.reset, tensordict.get(group.done)) for group in deciding_groups(self._done_groups)]
         if not any(bool(flag.any()) for _, flag in flags):
             return tensordict
         marked = without(tensordict)

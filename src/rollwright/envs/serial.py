@@ -58,6 +58,8 @@ class SerialEnv(EnvBase):
         ['CartPole-v1', 'CartPole-v1']
     """
 
+    _returns_copies = True  # stacking copies
+
     def __init__(
         self,
         num_workers: int,
@@ -78,9 +80,9 @@ class SerialEnv(EnvBase):
             allow_done_after_reset=any(env.allow_done_after_reset for env in envs),
         )
         self.num_workers = num_workers
-        self._envs = envs
         for i, env in enumerate(envs):
             self.add_module(f"worker{i}", env)
+        self._envs = envs  # from here on, attributes are looked up in them, which may have a "worker0" too
         parts = {name: [getattr(env, f"full_{name}_spec") for env in envs] for name in SPECS}
         for name, spec in stacked_specs(parts, self.device).items():
             setattr(self, f"full_{name}_spec", spec)

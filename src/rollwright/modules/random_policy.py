@@ -41,8 +41,8 @@ class RandomPolicy:
         spec = self.action_spec
         if spec is None:
             raise RuntimeError(
-                "action_spec is not set: this RandomPolicy has none. Pass RandomPolicy(env.action_spec), or give the policy to a "
-                "collector, which fills it in."
+                "action_spec: this RandomPolicy has none yet. Pass RandomPolicy(env.action_spec), or give the policy "
+                "to a collector, which fills it in."
             )
         if isinstance(spec, Composite):
             if spec.shape != td.batch_size:

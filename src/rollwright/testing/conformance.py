@@ -1,18 +1,18 @@
 """Does an environment keep the contract of EnvBase? Checks for users to run on theirs.
 
-==================  =================================================================================
-``specs``           steps have the entries, shapes, dtypes and values that the specs announce
-``reset``           returns observations and flags, no reward, nothing done
-``step``            returns the data it was given, changed only by ``"next"``
-``flags``           ``done == terminated | truncated``
-``same_seed``       one seed, the same bits: in two instances, and in one instance seeded again
-``different_seeds`` two seeds, different data (only with ``stochastic=True``)
-``partial_reset``   ``"_reset"`` touches the rows that it marks, and no other, then and later
+====================  =================================================================================
+``specs``             steps have the entries, shapes, dtypes and values that the specs announce
+``reset``             returns observations and flags, no reward, nothing done
+``step``              returns the data it was given, changed only by ``"next"``
+``flags``             ``done == terminated | truncated``
+``same_seed``         one seed, the same bits: in two instances, and in one instance seeded again
+``different_seeds``   two seeds, different data (only with ``stochastic=True``)
+``partial_reset``     ``"_reset"`` touches the rows that it marks, and no other, then and later
 ``last_observation``  ``("next", observation)`` at a done step is not that of the new trajectory, and
-                    ``step_and_maybe_reset`` gives what ``step`` and ``reset`` give by hand
-``aliasing``        later steps do not overwrite what earlier ones returned
-``close``           closing twice raises unless allowed, and so does any use after it
-==================  =================================================================================
+                      ``step_and_maybe_reset`` gives what ``step`` and ``reset`` give by hand
+``aliasing``          later steps do not overwrite what earlier ones returned
+``close``             closing twice raises unless allowed, and so does any use after it
+====================  =================================================================================
 """
 
 from __future__ import annotations

@@ -97,9 +97,7 @@ def test_one_function_for_all(ladder, do_nothing, all_rows):
         n = 2 if all_rows else int(reset.sum())
         return TensorDict({"hidden": torch.full((n, 3), float(len(asked))), "n": torch.full((n, 1), 7.0)}, [n])
 
-    primer = TensorDictPrimer(
-        hidden=Unbounded((3,)), n=Unbounded((1,)), default_value=make, single_default_value=True
-    )
+    primer = TensorDictPrimer(hidden=Unbounded((3,)), n=Unbounded((1,)), default_value=make, single_default_value=True)
     env = TransformedEnv(ladder([2, 9]), primer)
     rollout = env.rollout(3, do_nothing, break_when_any_done=False)
     assert rollout["hidden"][..., 0].tolist() == [[1, 1, 2], [1, 1, 1]]

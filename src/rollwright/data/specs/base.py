@@ -185,9 +185,7 @@ class TensorSpec(abc.ABC):
         Raises:
             ValueError: the spec is not discrete, or its mask differs along the batch.
         """
-        raise ValueError(
-            f"enumerate: expected a discrete spec, got {self!r}. Draw samples with rand() instead."
-        )
+        raise ValueError(f"enumerate: expected a discrete spec, got {self!r}. Draw samples with rand() instead.")
 
     def sample(self, shape: ShapeLike = ()) -> Any:
         """Same as :meth:`rand`."""

@@ -39,14 +39,10 @@ class Binary(DenseSpec):
         dtype: torch.dtype = torch.int8,
     ) -> None:
         if n is None and shape is None:
-            raise ValueError(
-                "n, shape: expected one of them, got neither. Write Binary(n) or Binary(shape=...)."
-            )
+            raise ValueError("n, shape: expected one of them, got neither. Write Binary(n) or Binary(shape=...).")
         super().__init__((int(n or 0),) if shape is None else shape, device, dtype)
         if n is not None and self.shape[-1:] != (n,):
-            raise ValueError(
-                f"shape: expected one that ends in n={n}, got {list(self.shape)}. Give shape alone."
-            )
+            raise ValueError(f"shape: expected one that ends in n={n}, got {list(self.shape)}. Give shape alone.")
 
     @property
     def space(self) -> OutcomeSpace:

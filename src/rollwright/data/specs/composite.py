@@ -69,9 +69,7 @@ class Composite(SpecMapping):
         **kwargs: Any,
     ) -> None:
         if shape is not None and batch_size is not None:
-            raise ValueError(
-                f"batch_size: expected it or shape, got both ({batch_size} and {shape}). Drop one."
-            )
+            raise ValueError(f"batch_size: expected it or shape, got both ({batch_size} and {shape}). Drop one.")
         if specs is not None and not isinstance(specs, (Mapping, Composite)):
             raise TypeError(f"specs: expected a mapping from keys to specs, got {type(specs).__name__}.")
         self.shape = as_size(batch_size if shape is None else shape)
@@ -135,9 +133,7 @@ class Composite(SpecMapping):
         if isinstance(spec, Mapping):
             spec = Composite(spec, shape=self.shape, device=self.device)
         if not isinstance(spec, TensorSpec):
-            raise TypeError(
-                f"{name!r}: expected a TensorSpec or a mapping of them, got {type(spec).__name__}."
-            )
+            raise TypeError(f"{name!r}: expected a TensorSpec or a mapping of them, got {type(spec).__name__}.")
         if spec.shape[: self.ndim] != self.shape:
             if isinstance(spec, Composite) and spec.shape == self.shape[: spec.ndim]:
                 spec = spec._rebatched(self.shape)
@@ -205,9 +201,7 @@ class Composite(SpecMapping):
         values = {name: spec.enumerate(use_mask) for name, spec in self._specs.items()}
         counts = [torch.arange(value.shape[0], device=value.device) for value in values.values()]
         grids = torch.meshgrid(*counts, indexing="ij") if counts else ()
-        picked = {
-            name: value[grid.flatten()] for (name, value), grid in zip(values.items(), grids, strict=True)
-        }
+        picked = {name: value[grid.flatten()] for (name, value), grid in zip(values.items(), grids, strict=True)}
         batch = [math.prod(len(count) for count in counts), *self._safe_shape]
         return TensorDict(picked, batch_size=batch, device=self.device)
 
@@ -242,9 +236,7 @@ class Composite(SpecMapping):
         path = () if key is None else as_tuple(key)
         name = repr(unravel(path)) if path else "value"
         if not isinstance(val, (TensorDictBase, Mapping)):
-            raise SpecError(
-                f"{name}: expected a TensorDict with {key_str(self.keys())}, got {type(val).__name__}."
-            )
+            raise SpecError(f"{name}: expected a TensorDict with {key_str(self.keys())}, got {type(val).__name__}.")
         if isinstance(val, LazyStackedTensorDict):
             parts = self._parts(val)
             if parts is None:
@@ -298,15 +290,12 @@ class Composite(SpecMapping):
         if isinstance(val, (tuple, list)):
             val = {str(i): part for i, part in enumerate(val)}
         if not isinstance(val, (TensorDictBase, Mapping)):
-            raise SpecError(
-                f"value: expected a mapping with {key_str(self.keys())}, got {type(val).__name__}."
-            )
+            raise SpecError(f"value: expected a mapping with {key_str(self.keys())}, got {type(val).__name__}.")
         required = {name for name, spec in self._specs.items() if not _optional(spec)}
         present = set(val.keys())
         if not required <= present <= set(self._specs):
             raise SpecError(
-                f"value: expected the entries {key_str(self.keys())}, got {_names(val)}. "
-                "Make data and spec agree."
+                f"value: expected the entries {key_str(self.keys())}, got {_names(val)}. Make data and spec agree."
             )
         entries = {}
         for name, spec in self._specs.items():

@@ -14,7 +14,16 @@ from rollwright.data.specs.base import OutcomeSpace
 from rollwright.data.specs.leaf import DenseSpec
 from rollwright.errors import SpecError
 
-__all__ = ["Categorical", "DiscreteSpec", "OneHot"]
+__all__ = [
+    "Categorical",
+    "DiscreteSpec",
+    "OneHot",
+    "SingleChoice",
+    "check_capacity",
+    "draw",
+    "one_hot",
+    "to_outcomes",
+]
 
 
 class DiscreteSpec(DenseSpec):
@@ -86,9 +95,7 @@ class DiscreteSpec(DenseSpec):
                 f"mask: expected a shape that broadcasts to {shape}, got {list(mask.shape)}. {remedy}"
             ) from error
         if not all(bool(part.any(-1).all()) for part in mask.split(self._widths(), -1)):
-            raise ValueError(
-                f"mask: expected an allowed outcome for each choice, got {mask.tolist()}. {remedy}"
-            )
+            raise ValueError(f"mask: expected an allowed outcome for each choice, got {mask.tolist()}. {remedy}")
         self.mask = mask
 
     def _common_mask(self) -> Tensor | None:
@@ -139,9 +146,7 @@ def to_outcomes(val: Tensor, start: Tensor | int, n: Tensor | int, spec: DenseSp
 def check_n(n: Any) -> int:
     """The number of outcomes as an int, at least one."""
     if isinstance(n, bool) or int(n) != n or n < 1:
-        raise ValueError(
-            f"n: expected a whole number of outcomes, at least 1, got {n!r}. Count the outcomes."
-        )
+        raise ValueError(f"n: expected a whole number of outcomes, at least 1, got {n!r}. Count the outcomes.")
     return int(n)
 
 
@@ -152,7 +157,27 @@ def check_capacity(n: int, dtype: torch.dtype) -> None:
         raise ValueError(f"dtype: expected one that can count {n} outcomes, got {dtype}. Use torch.int64.")
 
 
-class Categorical(DiscreteSpec):
+class SingleChoice(DiscreteSpec):
+    """What Categorical and OneHot share: one number of outcomes for all elements."""
+
+    _fields = ("n", "start")
+    _tensors = ("mask",)
+    n: int
+
+    @property
+    def space(self) -> OutcomeSpace:
+        """The number of outcomes."""
+        return OutcomeSpace(self.n)
+
+    def cardinality(self) -> int:
+        """The number of outcomes."""
+        return self.n
+
+    def _describe(self) -> list[str]:
+        return [text for text in super()._describe() if text != "start=0"]
+
+
+class Categorical(SingleChoice):
     """One of ``n`` outcomes, as a number from 0 to ``n - 1``.
 
     Args:
@@ -173,9 +198,6 @@ class Categorical(DiscreteSpec):
         tensor([[1, 0, 0],
                 [0, 0, 1]], dtype=torch.int32)
     """
-
-    _fields = ("n", "start")
-    _tensors = ("mask",)
 
     def __init__(
         self,
@@ -198,17 +220,8 @@ class Categorical(DiscreteSpec):
         self._outcomes = torch.arange(self.n, device=self.device)
 
     @property
-    def space(self) -> OutcomeSpace:
-        """The number of outcomes."""
-        return OutcomeSpace(self.n)
-
-    @property
     def _one_hot_shape(self) -> torch.Size:
         return torch.Size((*self.shape, self.n))
-
-    def cardinality(self) -> int:
-        """The number of outcomes."""
-        return self.n
 
     def enumerate(self, use_mask: bool = False) -> Tensor:
         """All outcomes, ``[n, *self.shape]``."""
@@ -268,11 +281,8 @@ class Categorical(DiscreteSpec):
         """The bool :class:`OneHot` of shape ``[*self.shape, n]`` with the same mask."""
         return OneHot(self.n, self._one_hot_shape, self.device, mask=self.mask, start=self.start)
 
-    def _describe(self) -> list[str]:
-        return [text for text in super()._describe() if text != "start=0"]
 
-
-class OneHot(DiscreteSpec):
+class OneHot(SingleChoice):
     """One of ``n`` outcomes, as a vector with a one at the outcome's place.
 
     Args:
@@ -296,8 +306,6 @@ class OneHot(DiscreteSpec):
         2
     """
 
-    _fields = ("n", "start")
-    _tensors = ("mask",)
     _event_ndim = 1
 
     def __init__(
@@ -314,8 +322,7 @@ class OneHot(DiscreteSpec):
         super().__init__((self.n,) if shape is None else shape, device, dtype)
         if self.shape[-1:] != (self.n,):
             raise ValueError(
-                f"shape: expected one that ends in n={self.n}, got {list(self.shape)}. "
-                f"Leave it out for [{self.n}]."
+                f"shape: expected one that ends in n={self.n}, got {list(self.shape)}. Leave it out for [{self.n}]."
             )
         self.start = int(start)
         self.update_mask(mask)
@@ -325,17 +332,8 @@ class OneHot(DiscreteSpec):
         self._outcomes = torch.arange(self.n, device=self.device)
 
     @property
-    def space(self) -> OutcomeSpace:
-        """The number of outcomes."""
-        return OutcomeSpace(self.n)
-
-    @property
     def _one_hot_shape(self) -> torch.Size:
         return self.shape
-
-    def cardinality(self) -> int:
-        """The number of outcomes."""
-        return self.n
 
     def enumerate(self, use_mask: bool = False) -> Tensor:
         """All outcomes, ``[n, *self.shape]``."""
@@ -368,9 +366,7 @@ class OneHot(DiscreteSpec):
         return one_hot(scores.argmax(-1), self._outcomes.to(val.device), self.dtype)
 
     def _domain(self) -> str:
-        return "exactly one 1 along the last dimension" + (
-            "" if self.mask is None else ", where the mask allows it"
-        )
+        return "exactly one 1 along the last dimension" + ("" if self.mask is None else ", where the mask allows it")
 
     def _encode(self, val: Tensor) -> Tensor:
         val = self._fit(val, self.shape[:-1]).to(self.device)
@@ -394,6 +390,3 @@ class OneHot(DiscreteSpec):
     def to_one_hot_spec(self) -> OneHot:
         """The spec itself."""
         return self
-
-    def _describe(self) -> list[str]:
-        return [text for text in super()._describe() if text != "start=0"]

@@ -19,7 +19,7 @@ from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
 from rollwright.data.specs.nontensor import NonTensor
 from rollwright.data.specs.numeric import Bounded, Unbounded
 
-__all__ = ["from_gym_space", "to_gym_space", "to_gym_value"]
+__all__ = ["from_gym_space", "numpy_dtype", "to_gym_space", "to_gym_value", "torch_dtype"]
 
 Space = gym_spaces.Space[Any]
 
@@ -112,13 +112,9 @@ def _convert(space: Any, device: DeviceLike, categorical: bool) -> TensorSpec:
     if isinstance(space, gym_spaces.MultiBinary):
         return Binary(None, space.shape, device, torch_dtype(space.dtype))
     if isinstance(space, gym_spaces.Dict):
-        return Composite(
-            {key: _convert(sub, device, categorical) for key, sub in space.items()}, device=device
-        )
+        return Composite({key: _convert(sub, device, categorical) for key, sub in space.items()}, device=device)
     if isinstance(space, gym_spaces.Tuple):
-        return Composite(
-            {str(i): _convert(sub, device, categorical) for i, sub in enumerate(space)}, device=device
-        )
+        return Composite({str(i): _convert(sub, device, categorical) for i, sub in enumerate(space)}, device=device)
     example = copy.deepcopy(space)  # sampling must not disturb the environment's own generator
     example.seed(0)
     return NonTensor((), device, example_data=example.sample())

@@ -172,12 +172,7 @@ class DenseSpec(LeafSpec):
 
     def is_in(self, val: Any) -> bool:
         """Whether ``val`` is a tensor of the dtype whose shape ends in the spec's, in the domain."""
-        return (
-            isinstance(val, Tensor)
-            and val.dtype == self.dtype
-            and self._fits(val.shape)
-            and self._in_domain(val)
-        )
+        return isinstance(val, Tensor) and val.dtype == self.dtype and self._fits(val.shape) and self._in_domain(val)
 
     def assert_is_in(self, val: Any, key: NestedKey | None = None) -> None:
         """Raise :class:`SpecError` where ``val`` does not lie in the spec."""
@@ -198,8 +193,7 @@ class DenseSpec(LeafSpec):
         if getattr(val, "dtype", None) != self.dtype:
             got = getattr(val, "dtype", type(val).__name__)
             raise SpecError(
-                f"{_name(key)}: expected dtype {self.dtype}, got {got}. "
-                f"Convert it with value.to({self.dtype})."
+                f"{_name(key)}: expected dtype {self.dtype}, got {got}. Convert it with value.to({self.dtype})."
             )
 
     def project(self, val: Any) -> Tensor:
@@ -245,10 +239,8 @@ class DenseSpec(LeafSpec):
         return (val.float() if val.dtype == torch.bfloat16 else val).cpu().numpy()
 
     def _wanted(self) -> str:
-        return (
-            f"{self.dtype} of shape [..., {', '.join(map(str, self.shape))}] with {self._domain()}".replace(
-                ", ]", "]"
-            )
+        return f"{self.dtype} of shape [..., {', '.join(map(str, self.shape))}] with {self._domain()}".replace(
+            ", ]", "]"
         )
 
     @staticmethod

@@ -47,9 +47,7 @@ class SpecMapping(TensorSpec):
         """The specs, for the arguments see :meth:`keys`."""
         return self._flat(include_nested, leaves_only).values()
 
-    def items(
-        self, include_nested: bool = False, leaves_only: bool = False
-    ) -> ItemsView[NestedKey, TensorSpec]:
+    def items(self, include_nested: bool = False, leaves_only: bool = False) -> ItemsView[NestedKey, TensorSpec]:
         """Pairs of key and spec, for the arguments see :meth:`keys`."""
         return self._flat(include_nested, leaves_only).items()
 
@@ -148,9 +146,7 @@ class SpecMapping(TensorSpec):
 
 def is_key(key: object) -> bool:
     """Whether an index is a (nested) key."""
-    return isinstance(key, str) or (
-        isinstance(key, tuple) and bool(key) and all(isinstance(part, str) for part in key)
-    )
+    return isinstance(key, str) or (isinstance(key, tuple) and bool(key) and all(isinstance(part, str) for part in key))
 
 
 def _by_first(keys: tuple[NestedKey, ...]) -> dict[str, list[tuple[str, ...]]]:

@@ -62,9 +62,7 @@ class MultiCategorical(DiscreteSpec):
         self.shape = numbers.shape if shape is None else self.shape
         try:
             self.nvec = numbers.expand(self._safe_shape)
-            self.start = torch.as_tensor(start, dtype=torch.int64, device=self.device).expand(
-                self._safe_shape
-            )
+            self.start = torch.as_tensor(start, dtype=torch.int64, device=self.device).expand(self._safe_shape)
         except RuntimeError as error:
             raise ValueError(
                 f"shape: expected one to which nvec of shape {list(numbers.shape)} and start broadcast, "
@@ -110,9 +108,7 @@ class MultiCategorical(DiscreteSpec):
         if mask is not None:
             values = [value[part] for value, part in zip(values, mask.split(self._widths()), strict=True)]
         table = torch.stack([grid.flatten() for grid in torch.meshgrid(*values, indexing="ij")], -1)
-        return (
-            table.to(self.dtype).view(-1, *(1,) * (self.ndim - 1), len(values)).expand(-1, *self._safe_shape)
-        )
+        return table.to(self.dtype).view(-1, *(1,) * (self.ndim - 1), len(values)).expand(-1, *self._safe_shape)
 
     def rand(self, shape: ShapeLike = ()) -> Tensor:
         """Outcomes drawn uniformly from those allowed."""
@@ -265,9 +261,7 @@ class MultiOneHot(DiscreteSpec):
             batch = (*sizes, *self._safe_shape[:-1])
             unit = torch.rand(*batch, len(self.nvec), dtype=torch.float64, device=self.device)
             return self._from_numbers((unit * self._counts).long())
-        return self._from_numbers(
-            torch.stack([draw(part, sizes) for part in self.mask.split(self.nvec, -1)], -1)
-        )
+        return self._from_numbers(torch.stack([draw(part, sizes) for part in self.mask.split(self.nvec, -1)], -1))
 
     def _from_numbers(self, numbers: Tensor) -> Tensor:
         """The members for int64 outcomes ``[..., choices]``."""

@@ -58,9 +58,7 @@ class Bounded(DenseSpec):
             dtype = given[0] if given else torch.get_default_dtype()
         super().__init__(shape, device, dtype)
         if dtype == torch.bool or dtype.is_complex:
-            raise ValueError(
-                f"dtype: expected a floating-point or integer dtype, got {dtype}. Use Binary for flags."
-            )
+            raise ValueError(f"dtype: expected a floating-point or integer dtype, got {dtype}. Use Binary for flags.")
         lows, highs = self._bound("low", low), self._bound("high", high)
         try:
             self.shape = torch.broadcast_shapes(lows.shape, highs.shape) if shape is None else self.shape
@@ -162,13 +160,7 @@ class Bounded(DenseSpec):
             val = val.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
             if not self.dtype.is_floating_point:
                 # Bring it near the bounds before the conversion, which wraps around.
-                val = (
-                    val.double()
-                    .round()
-                    .clamp(low.double(), high.double())
-                    .clamp(-(2.0**63), 2.0**63 - 1024)
-                    .long()
-                )
+                val = val.double().round().clamp(low.double(), high.double()).clamp(-(2.0**63), 2.0**63 - 1024).long()
         if not self.dtype.is_floating_point:
             return torch.minimum(torch.maximum(val.long(), low.long()), high.long())
         return torch.minimum(torch.maximum(val.to(self.dtype), low), high)
@@ -197,9 +189,7 @@ class Unbounded(DenseSpec):
         True
     """
 
-    def __init__(
-        self, shape: ShapeLike = (1,), device: DeviceLike = None, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, shape: ShapeLike = (1,), device: DeviceLike = None, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(shape, device, dtype)
 
     @property
@@ -221,9 +211,7 @@ class Unbounded(DenseSpec):
             return torch.randn(sizes, dtype=self.dtype, device=self.device)
         if self.dtype == torch.bool:
             return torch.randint(2, sizes, dtype=self.dtype, device=self.device)
-        return torch.empty(sizes, dtype=self.dtype, device=self.device).random_(
-            torch.iinfo(self.dtype).min, None
-        )
+        return torch.empty(sizes, dtype=self.dtype, device=self.device).random_(torch.iinfo(self.dtype).min, None)
 
     def _in_domain(self, val: Tensor) -> bool:
         return True

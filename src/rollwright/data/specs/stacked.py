@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,8 +18,10 @@ __all__ = ["LazyStack", "Stacked"]
 
 
 class LazyStack:
-    """The shape arithmetic of a list of specs along a stack dimension."""
+    """A list of specs along a stack dimension: its shape arithmetic, and what its parts answer one by one."""
 
+    _sample_type: ClassVar[type]
+    _wanted: ClassVar[str]  # what a sample is, for messages
     specs: list[Any]
     dim: int
     shape: torch.Size
@@ -38,9 +40,7 @@ class LazyStack:
         items = items[:dots] + (slice(None),) * gap + items[dots + 1 :]
         along = items[self.dim] if gap >= 0 else None
         others = items[: self.dim] + items[self.dim + 1 :]
-        if along is None or any(
-            isinstance(item, bool) or not isinstance(item, (int, slice)) for item in others
-        ):
+        if along is None or any(isinstance(item, bool) or not isinstance(item, (int, slice)) for item in others):
             raise IndexError(
                 f"index: expected numbers and slices (beside dimension {self.dim}, that of the stack) for "
                 f"shape {list(self.shape)}, got {idx!r}. Index one dimension after the other."
@@ -72,9 +72,7 @@ class LazyStack:
                 f"what follows it, got {list(batch)}. Reshape the single specs before stacking."
             )
         lead, keep = batch[:before], min(ndim, self.dim)
-        return self._restacked(
-            lambda spec: spec._reshape_batch(torch.Size(lead), keep), self.dim + before - keep
-        )
+        return self._restacked(lambda spec: spec._reshape_batch(torch.Size(lead), keep), self.dim + before - keep)
 
     def _position(self, val: Any) -> int:
         """The stack dimension in a value, which may have further leading dimensions."""
@@ -86,6 +84,42 @@ class LazyStack:
         if at < 0 or val.shape[at] != len(self.specs):
             return None
         return list(zip(self.specs, val.unbind(at), strict=True))
+
+    def _checked(self, val: Any, key: NestedKey | None = None) -> list[tuple[Any, Any]]:
+        """The parts of a value, each with its spec; a SpecError where it is no stack of so many."""
+        is_sample = isinstance(val, self._sample_type)
+        parts = self._split(val) if is_sample else None
+        if parts is None:
+            got = list(val.shape) if is_sample else type(val).__name__
+            name = "value" if key is None else repr(unravel(key))
+            raise SpecError(
+                f"{name}: expected {self._wanted} ends in {list(self.shape)}, got {got}. Stack its parts first."
+            )
+        return parts
+
+    def is_in(self, val: Any) -> bool:
+        """Whether every part lies in its spec."""
+        parts = self._split(val) if isinstance(val, self._sample_type) else None
+        return parts is not None and all(spec.is_in(part) for spec, part in parts)
+
+    def assert_is_in(self, val: Any, key: NestedKey | None = None) -> None:
+        """Raise :class:`SpecError` where a part does not lie in its spec."""
+        for spec, part in self._checked(val, key):
+            spec.assert_is_in(part, key)
+
+    def to(self, dest: torch.dtype | DeviceLike) -> Any:
+        """The stack with another dtype or on another device."""
+        return self._restacked(lambda spec: spec.to(dest), self.dim)
+
+    def clone(self) -> Any:
+        """A copy of the stack and of every spec in it."""
+        return self._restacked(lambda spec: spec.clone(), self.dim)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.dim == other.dim and self.specs == other.specs
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.specs!r}, dim={self.dim})"
 
 
 class Stacked(LazyStack, TensorSpec):
@@ -107,14 +141,14 @@ class Stacked(LazyStack, TensorSpec):
         Categorical(n=5, shape=[], dtype=int64, device=cpu)
     """
 
+    _sample_type = Tensor
+    _wanted = "a tensor whose shape"
+
     def __init__(self, specs: Sequence[TensorSpec], dim: int = 0) -> None:
         self.specs = list(specs)
         first = self.specs[0]
         self.dim = dim + first.ndim + 1 if dim < 0 else dim
-        sizes = [
-            column[0] if len(set(column)) == 1 else -1
-            for column in zip(*(s.shape for s in specs), strict=True)
-        ]
+        sizes = [column[0] if len(set(column)) == 1 else -1 for column in zip(*(s.shape for s in specs), strict=True)]
         self.shape = torch.Size((*sizes[: self.dim], len(self.specs), *sizes[self.dim :]))
         self.dtype, self.device = first.dtype, first.device
 
@@ -143,27 +177,6 @@ class Stacked(LazyStack, TensorSpec):
         """Ones, where the parts have one shape (SpecError otherwise)."""
         return self._join([spec.one(shape) for spec in self.specs], len(as_size(shape)))
 
-    def is_in(self, val: Any) -> bool:
-        """Whether every part lies in its spec."""
-        parts = self._split(val) if isinstance(val, Tensor) else None
-        return parts is not None and all(spec.is_in(part) for spec, part in parts)
-
-    def _checked(self, val: Any, key: NestedKey | None = None) -> list[tuple[Any, Any]]:
-        parts = self._split(val) if isinstance(val, Tensor) else None
-        if parts is None:
-            got = list(val.shape) if isinstance(val, Tensor) else type(val).__name__
-            name = "value" if key is None else repr(unravel(key))
-            raise SpecError(
-                f"{name}: expected a tensor whose shape ends in {list(self.shape)}, got {got}. "
-                f"Stack its parts first."
-            )
-        return parts
-
-    def assert_is_in(self, val: Any, key: NestedKey | None = None) -> None:
-        """Raise :class:`SpecError` where a part does not lie in its spec."""
-        for spec, part in self._checked(val, key):
-            spec.assert_is_in(part, key)
-
     def type_check(self, val: Any, key: NestedKey | None = None) -> None:
         """Raise :class:`SpecError` where the dtype of ``val`` is not the spec's."""
         self.specs[0].type_check(val, key)
@@ -186,17 +199,3 @@ class Stacked(LazyStack, TensorSpec):
         """The array of a sample."""
         arrays = [spec.to_numpy(part, safe) for spec, part in self._checked(val)]
         return np.stack(arrays, self._position(val))
-
-    def to(self, dest: torch.dtype | DeviceLike) -> Self:
-        """The stack with another dtype or on another device."""
-        return self._restacked(lambda spec: spec.to(dest), self.dim)  # type: ignore[no-any-return]
-
-    def clone(self) -> Self:
-        """A copy of the stack and of every spec in it."""
-        return self._restacked(lambda spec: spec.clone(), self.dim)  # type: ignore[no-any-return]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stacked) and self.dim == other.dim and self.specs == other.specs
-
-    def __repr__(self) -> str:
-        return f"Stacked({self.specs!r}, dim={self.dim})"

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self
 import torch
 from tensordict import TensorDictBase, lazy_stack
 
-from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright._keys import NestedKey, as_tuple
 from rollwright.data.specs._shape import DeviceLike, ShapeLike, as_size
 from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.composite import Composite
@@ -36,6 +36,9 @@ class StackedComposite(LazyStack, Composite):
         >>> [part["obs"].shape[-1] for part in spec.rand().unbind(0)]
         [3, 4]
     """
+
+    _sample_type = TensorDictBase
+    _wanted = "a TensorDict whose batch size"
 
     def __init__(self, specs: Sequence[Composite], dim: int = 0) -> None:
         self.specs = list(specs)
@@ -137,26 +140,6 @@ class StackedComposite(LazyStack, Composite):
         """Raise: the parts have different numbers of values."""
         raise ValueError(f"enumerate: expected specs that agree, got {self!r}. Enumerate each of spec.specs.")
 
-    def is_in(self, val: Any) -> bool:
-        """Whether every part of a TensorDict lies in its spec."""
-        parts = self._split(val) if isinstance(val, TensorDictBase) else None
-        return parts is not None and all(spec.is_in(part) for spec, part in parts)
-
-    def _checked(self, val: Any, key: NestedKey | None = None) -> list[tuple[Any, Any]]:
-        parts = self._split(val) if isinstance(val, TensorDictBase) else None
-        if parts is None:
-            got = list(val.shape) if isinstance(val, TensorDictBase) else type(val).__name__
-            name = "value" if key is None else repr(unravel(key))
-            raise SpecError(
-                f"{name}: expected a TensorDict whose batch size ends in {list(self.shape)}, got {got}."
-            )
-        return parts
-
-    def assert_is_in(self, val: Any, key: NestedKey | None = None) -> None:
-        """Raise :class:`SpecError` where a part does not lie in its spec."""
-        for spec, part in self._checked(val, key):
-            spec.assert_is_in(part, key)
-
     def type_check(self, val: Any, key: NestedKey | None = None) -> None:
         """Raise :class:`SpecError` where an entry is missing or has another dtype."""
         for spec, part in self._checked(val, key):
@@ -181,17 +164,3 @@ class StackedComposite(LazyStack, Composite):
     def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
         """A list of nested dicts of arrays, one for each part."""
         return [spec.to_numpy(part, safe) for spec, part in self._checked(val)]
-
-    def clone(self) -> Self:
-        """A copy of the stack and of every Composite in it."""
-        return self._restacked(lambda spec: spec.clone(), self.dim)  # type: ignore[no-any-return]
-
-    def to(self, dest: torch.dtype | DeviceLike) -> Self:
-        """The stack on another device, or with all its entries of another dtype."""
-        return self._restacked(lambda spec: spec.to(dest), self.dim)  # type: ignore[no-any-return]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StackedComposite) and self.dim == other.dim and self.specs == other.specs
-
-    def __repr__(self) -> str:
-        return f"StackedComposite({self.specs!r}, dim={self.dim})"

@@ -199,7 +199,7 @@ class WriteBox:
             raise SpecError(f"has dtype {array.dtype}, expected {self.dtype}. Cast it in the policy.")
         if not np.isfinite(array).all():
             raise SpecError(
-                f"holds NaN or infinity{_where(~np.isfinite(array), self.shape)}: {_short(array)}. Check "
+                f"holds NaN or infinity{_where(~np.isfinite(array))}: {_short(array)}. Check "
                 "the policy's output: a diverging loss or an unscaled observation is the usual cause."
             )
         return np.array(array, self.dtype)
@@ -271,9 +271,7 @@ class WriteIndex:
         index = array.astype(np.int64)
         wrong = (index < 0) | (index >= self.nvec)
         if wrong.any():
-            raise SpecError(
-                f"must lie in 0 .. {(self.nvec - 1).tolist()}, got {_short(array)}{_where(wrong, self.shape)}."
-            )
+            raise SpecError(f"must lie in 0 .. {(self.nvec - 1).tolist()}, got {_short(array)}{_where(wrong)}.")
         return index
 
 
@@ -372,8 +370,8 @@ def _check_shape(array: NDArray[Any], shape: tuple[int, ...]) -> None:
         raise SpecError(f"has shape {list(array.shape)}, expected {list(shape)}. Reshape it in the policy.")
 
 
-def _where(wrong: NDArray[Any], shape: tuple[int, ...]) -> str:
-    """Names the first place that is wrong, in values of more than one element."""
+def _where(wrong: NDArray[Any]) -> str:
+    """The first place that is wrong, for a message; nothing for values of one element."""
     return "" if wrong.size == 1 else f" (first at index {list(map(int, np.argwhere(wrong)[0]))})"
 
 

@@ -75,6 +75,8 @@ class GymWrapper(InfoReadingEnv):
         (torch.Size([3, 3]), 200)
     """
 
+    _returns_copies = True  # readers copy
+
     def __init__(
         self,
         env: gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any],

@@ -7,7 +7,12 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import unravel
 
-__all__ = ["time_axis", "trajectory_starts"]
+__all__ = ["expand_right", "time_axis", "trajectory_starts"]
+
+
+def expand_right(rows: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``rows``, one number for each leading element of ``value``, expanded to its shape."""
+    return rows.reshape(rows.shape + (1,) * (value.ndim - rows.ndim)).expand_as(value)
 
 
 def time_axis(tensordict: TensorDictBase, who: str) -> int:

@@ -12,14 +12,14 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str
-from rollwright.data.layout import DoneGroup, done_groups
+from rollwright.data.layout import DoneGroup, deciding_groups, done_groups
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs._partial_reset import mask_like
 
 if TYPE_CHECKING:
     from rollwright.envs.transforms.transformed_env import TransformedEnv
 
-__all__ = ["Transform", "kept", "map_spec"]
+__all__ = ["KeySeq", "Transform", "kept", "map_spec"]
 
 T = TypeVar("T")
 KeySeq = NestedKey | Sequence[NestedKey] | None
@@ -140,19 +140,18 @@ class Transform(nn.Module):
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """``full_observation_spec``, ``full_reward_spec`` and ``full_done_spec`` after this transform."""
-        output_spec = output_spec.clone()
-        for name in ("observation", "reward", "done"):
-            change = getattr(self, f"transform_{name}_spec")
-            output_spec[f"full_{name}_spec"] = change(output_spec[f"full_{name}_spec"])
-        return output_spec
+        return self._transform_each(output_spec, ("observation", "reward", "done"))
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """``full_action_spec`` and ``full_state_spec`` after this transform."""
-        input_spec = input_spec.clone()
-        for name in ("action", "state"):
+        return self._transform_each(input_spec, ("action", "state"))
+
+    def _transform_each(self, spec: Composite, names: tuple[str, ...]) -> Composite:
+        spec = spec.clone()
+        for name in names:
             change = getattr(self, f"transform_{name}_spec")
-            input_spec[f"full_{name}_spec"] = change(input_spec[f"full_{name}_spec"])
-        return input_spec
+            spec[f"full_{name}_spec"] = change(spec[f"full_{name}_spec"])
+        return spec
 
     def close(self) -> None:
         """Release what the transform holds; called when its environment is closed."""
@@ -212,11 +211,7 @@ class Transform(nn.Module):
     @property
     def _groups(self) -> list[DoneGroup]:
         """The groups of flags that decide when a row begins anew: the root's, else all."""
-        return self._remember("groups", self._find_groups)
-
-    def _find_groups(self) -> list[DoneGroup]:
-        groups = self._all_groups
-        return groups[:1] if groups[0].prefix == () else groups
+        return self._remember("groups", lambda: deciding_groups(self._all_groups))
 
     @property
     def _all_groups(self) -> list[DoneGroup]:

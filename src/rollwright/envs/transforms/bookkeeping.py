@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 from rollwright.data.layout import DoneGroup
 from rollwright.data.specs import Bounded, Composite, Unbounded
-from rollwright.envs.transforms._time import time_axis, trajectory_starts
+from rollwright.envs.transforms._time import expand_right, time_axis, trajectory_starts
 from rollwright.envs.transforms.base import KeySeq, Transform, kept
 
 __all__ = ["InitTracker", "RewardSum", "StepCounter"]
@@ -18,9 +18,7 @@ __all__ = ["InitTracker", "RewardSum", "StepCounter"]
 
 def _check_name(argument: str, name: object) -> str:
     if not isinstance(name, str):
-        raise TypeError(
-            f"{argument}: expected a plain name, to be used beside each group of flags, got {name!r}."
-        )
+        raise TypeError(f"{argument}: expected a plain name, to be used beside each group of flags, got {name!r}.")
     return name
 
 
@@ -297,7 +295,7 @@ class RewardSum(Transform):
         for in_key, out_key in self._pairs():
             reward = self._read(tensordict, in_key)
             total = reward.cumsum(axis)
-            index = before.reshape(before.shape + (1,) * (reward.ndim - before.ndim)).expand_as(reward)
+            index = expand_right(before, reward)
             earlier = torch.where(index < 0, 0, total.gather(axis, index.clamp_min(0)))
             tensordict.set(out_key, total - earlier)
         return tensordict

@@ -12,7 +12,7 @@ from rollwright.data.specs import Composite
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.functions import as_transform
 
-__all__ = ["Compose"]
+__all__ = ["Compose", "TransformLike"]
 
 TransformLike = Transform | Callable[[TensorDictBase], Any]
 

@@ -7,7 +7,7 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
-from rollwright.envs.transforms._time import time_axis, trajectory_starts
+from rollwright.envs.transforms._time import expand_right, time_axis, trajectory_starts
 from rollwright.envs.transforms.base import KeySeq, Transform, map_spec
 
 __all__ = ["CatFrames"]
@@ -170,16 +170,11 @@ class CatFrames(Transform):
         parts = []
         for back in range(self.N - 1, 0, -1):
             index = ordinal - back + is_next
-            before = past.gather(axis, _like(index.maximum(starts), past))
+            before = past.gather(axis, expand_right(index.maximum(starts), past))
             if self.padding == "constant":
-                before = torch.where(_like(index < starts, past), self.padding_value, before)
+                before = torch.where(expand_right(index < starts, past), self.padding_value, before)
             parts.append(before)
         return torch.cat([*parts, frame], self.dim)
 
     def __repr__(self) -> str:
         return f"CatFrames(N={self.N}, dim={self.dim}, keys={self.in_keys})"
-
-
-def _like(rows: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``rows``, one number for each leading element of ``value``, expanded to its shape."""
-    return rows.reshape(rows.shape + (1,) * (value.ndim - rows.ndim)).expand_as(value)

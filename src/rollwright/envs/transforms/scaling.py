@@ -45,9 +45,7 @@ class _Affine(Transform):
     loc: torch.Tensor | None
     scale: torch.Tensor | None
 
-    def __init__(
-        self, loc: Number | None, scale: Number | None, standard_normal: bool, *keys: KeySeq
-    ) -> None:
+    def __init__(self, loc: Number | None, scale: Number | None, standard_normal: bool, *keys: KeySeq) -> None:
         if (loc is None) != (scale is None):
             raise ValueError(
                 f"loc, scale: expected both or neither, got loc={loc!r}, scale={scale!r}. "

@@ -51,6 +51,7 @@ class TransformedEnv(EnvBase):
 
     base_env: EnvBase
     transform: Transform
+    _returns_copies = True  # what the base environment returned was copied already
 
     def __init__(
         self,

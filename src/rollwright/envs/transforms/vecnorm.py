@@ -138,9 +138,7 @@ class VecNorm(Transform):
 
     # Data -------------------------------------------------------------------------------------
 
-    def _normalise(
-        self, index: int, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int
-    ) -> torch.Tensor:
+    def _normalise(self, index: int, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int) -> torch.Tensor:
         if not value.is_floating_point():
             value = value.to(torch.get_default_dtype())
         stats = self._stats(index)
