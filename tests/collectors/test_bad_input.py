@@ -269,7 +269,7 @@ POLICIES = [
 
 METHODS = [
     Case("shut down", lambda: using(lambda c: (c.shutdown(), c.next())), RuntimeError, ("shut down", "Make a new one")),
-    Case("reset of an environment that is not there", lambda: using(lambda c: c.reset(7), env=SerialEnv(2, CountingEnv)),
+    Case("reset of one that is not there", lambda: using(lambda c: c.reset(7), env=SerialEnv(2, CountingEnv)),
          IndexError, ("index=7", "batch [2]")),
     Case("an observation named as the collector's entry", lambda: collect(lambda: named_observation("collector")),
          ValueError, ("'collector'", "Rename")),

@@ -100,9 +100,12 @@ def test_reset_at_each_iter_begins_every_batch_anew(make, count):
 
 def test_reset_when_done_false_steps_on(make, count):
     env = CountingEnv(max_steps=2)
-    batch = make(env, count(env), frames_per_batch=6, reset_when_done=False).next()
+    collector = make(env, count(env), frames_per_batch=6, reset_when_done=False)
+    batch = collector.next()
     assert batch["observation"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
     assert batch["next", "done"].flatten().tolist() == [False, False, True, True, True, True]
+    assert batch["collector", "traj_ids"].tolist() == [0] * 6
+    assert collector.stats()["episodes"] == 1
 
 
 def test_reset_begins_new_trajectories_everywhere(make, count):

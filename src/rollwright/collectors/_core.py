@@ -164,7 +164,7 @@ class RolloutCore(BaseCollector):
 
     def _note_boundaries(self, t: int, frame: TensorDictBase, carrier: TensorDictBase, last: bool) -> None:
         ended = end_of_trajectory(frame.get("next"), self.env._done_groups, self.env.ndim)
-        if self.options.track_traj_ids:
+        if self.options.track_traj_ids and self.options.reset_when_done:
             self._update_traj_ids(carrier, ended)
         if self._keeper is not None:
             self._keeper.keep(t, frame.get("next"), torch.ones_like(ended) if last else ended)
@@ -194,7 +194,10 @@ class RolloutCore(BaseCollector):
 
     def _count_episodes(self, taken: TensorDictBase) -> None:
         outcome = taken.get("next")
-        ended = end_of_trajectory(outcome, self.env._done_groups, taken.ndim)
+        groups = self.env._done_groups
+        ended = end_of_trajectory(outcome, groups, taken.ndim)
+        if not self.options.reset_when_done:  # frames go on after the end, and the episode is over once
+            ended = ended & ~end_of_trajectory(taken, groups, taken.ndim)
         keys = self.env.reward_keys
         reward = outcome.get(keys[0]) if len(keys) == 1 else None
         self._episodes.update_from(taken, reward, ended, self._anew)

@@ -43,7 +43,8 @@ class CollectorOptions:
         init_random_frames: frames for which random actions stand in for the policy. Rounded up to whole batches,
             with a warning. None, 0 or less: none.
         reset_at_each_iter: begin every batch with a reset of all environments, and new trajectory ids.
-        reset_when_done: reset environments whose trajectory ended. If False, stepping goes on after the end.
+        reset_when_done: reset environments whose trajectory ended. If False, stepping goes on after the end, under the
+            same trajectory id.
         exploration_type: how probabilistic modules pick actions.
         postproc: applied to each batch; its result is delivered.
         split_trajs: deliver ``[trajectories, T]``, padded, with a mask; see
