@@ -15,6 +15,7 @@ from torch import distributions, nn
 
 from rollwright.data import Unbounded
 from rollwright.envs import ExplorationType, GymEnv, SerialEnv, TensorDictPrimer, TransformedEnv
+from rollwright.errors import PolicyKeyError
 from rollwright.modules import RandomPolicy
 from rollwright.testing.mocking_classes import CountingEnv, MultiKeyCountingEnv
 
@@ -343,3 +344,27 @@ def test_a_state_that_a_policy_keeps_in_one_buffer_is_that_of_its_step(make):
     batch = make(env, policy, frames_per_batch=4).next()
     assert batch["h"].squeeze(-1).tolist() == [0, 1, 2, 3]
     assert batch["next", "h"].squeeze(-1).tolist() == [1, 2, 3, 4]
+
+
+def test_a_policy_that_stops_writing_actions_is_an_error_and_repeats_nothing(make):
+    steps = iter(range(100))
+
+    def tires(td):
+        return td.set("action", torch.ones(1)) if next(steps) < 3 else td
+
+    collector = make(lambda: GymEnv("Pendulum-v1"), tires, frames_per_batch=10)
+    with pytest.raises(PolicyKeyError, match="wrote no 'action'"):
+        collector.next()
+
+
+def test_a_policy_may_read_its_last_action(make):
+    """It is there from the second step on, for a policy that says it can do without at first."""
+    seen = []
+
+    def moves(observation, action=None):
+        seen.append(action)
+        return torch.full((1,), float(len(seen) % 2))
+
+    policy = TensorDictModule(moves, in_keys=["observation", "action"], out_keys=["action"])
+    make(lambda: GymEnv("Pendulum-v1"), policy, frames_per_batch=3).next()
+    assert [None if action is None else action.item() for action in seen] == [None, 1.0, 0.0]

@@ -102,7 +102,8 @@ class RolloutCore(BaseCollector):
         check = _plan.action_check(env)
         to_policy = _plan.mover(self.policy_device if self._cast_to_policy_device else None, self._sync_policy)
         to_env = _plan.mover(self.env_device if self._cast_to_env_device else None, self._sync_env)
-        act = _plan.build_act(self._policy_call, to_policy, check, fresh_outputs=self._fresh_outputs)
+        stale = _plan.stale_actions(env, self.policy)
+        act = _plan.build_act(self._policy_call, to_policy, check, fresh_outputs=self._fresh_outputs, stale=stale)
         random = _plan.build_act(env.rand_action, lambda td: td, check, fresh_outputs=True)
         step = _plan.build_step(
             env,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,7 +47,14 @@ def mover(device: torch.device | None, sync: Callable[[], None]) -> Stage:
     return named_range("rollwright.copy", move)
 
 
-def build_act(policy: Call, move: Stage, check: Callable[[TensorDictBase], None], *, fresh_outputs: bool) -> Stage:
+def build_act(
+    policy: Call,
+    move: Stage,
+    check: Callable[[TensorDictBase], None],
+    *,
+    fresh_outputs: bool,
+    stale: Iterable[NestedKey] = (),
+) -> Stage:
     """The stage that writes actions into the carrier.
 
     Args:
@@ -55,10 +62,14 @@ def build_act(policy: Call, move: Stage, check: Callable[[TensorDictBase], None]
         move: brings the carrier to the policy's device.
         check: tests the actions.
         fresh_outputs: False when the policy overwrites its outputs at the next call.
+        stale: entries to take out first: a policy that writes no action must not repeat its last one in silence.
     """
+    stale = list(stale)
     policy = named_range("rollwright.policy", policy)
 
     def act(carrier: TensorDictBase) -> TensorDictBase:
+        for key in stale:
+            carrier.pop(key, None)
         seen = move(carrier)
         before = None if seen is carrier and fresh_outputs else dict(_entries(seen))
         chosen = policy(seen)
@@ -89,6 +100,13 @@ def _entries(td: TensorDictBase, place: tuple[str, ...] = ()) -> Iterator[tuple[
             yield from _entries(value, (*place, key))
         else:
             yield unravel((*place, key)), value
+
+
+def stale_actions(env: EnvBase, policy: Any) -> list[NestedKey]:
+    """Actions of the last step that neither the environment nor the policy reads in the next one."""
+    read = {*env.observation_keys, *env.state_keys, *map(unravel, getattr(policy, "in_keys", ()))}
+    specs = env.full_action_spec
+    return [key for key in env.action_keys if key not in read and -1 not in specs[key].shape]
 
 
 def build_step(env: EnvBase, move: Stage, *, reset_when_done: bool, carrier_has_no_device: bool) -> Step:
