@@ -162,3 +162,13 @@ def test_a_snapshot_does_not_change_later(make):
     kept = json.dumps(before)
     collector.next()
     assert json.dumps(before) == kept
+
+
+def test_the_rate_is_that_of_this_run_after_a_restore(make):
+    first = make(CountingEnv, frames_per_batch=500)
+    first.next()
+    second = make(CountingEnv, frames_per_batch=10)
+    second.load_state_dict({**first.state_dict(), "frames": 10**9})
+    second.next()
+    assert second.stats()["frames"] == 10**9 + 10
+    assert second.stats()["frames_per_second"] < 10**6

@@ -60,7 +60,7 @@ class Collector(RolloutCore):
 
     @property
     def completed(self) -> bool:
-        """Whether ``total_frames`` are delivered."""
+        """Whether ``total_frames`` were stepped."""
         return self._frames >= self.total_frames
 
     def _deliver(self) -> TensorDictBase:
@@ -70,8 +70,10 @@ class Collector(RolloutCore):
         before = self._carrier
         try:
             with self._timer.running():
-                batch = self._shape(self.rollout())
-            self._frames += self._taken
+                batch = self.rollout()
+                self._frames += self._taken  # what was stepped, whatever becomes of it
+                self._timer.frames += self._taken
+                batch = self._shape(batch)
             self._iter += 1
             if self._post_collect_hook is not None:
                 self._post_collect_hook(batch)
@@ -226,7 +228,7 @@ class Collector(RolloutCore):
             "total_batches": self._counts.batches,
             "completed": self.completed,
             "frames_per_batch": self.frames_per_batch,
-            "frames_per_second": self._frames / elapsed if elapsed else None,
+            "frames_per_second": self._timer.frames / elapsed if elapsed else None,
             "seconds": {"total": elapsed, **self._timer.seconds},
             **self._episodes.summary(),
             "policy_version": self._policy_version,

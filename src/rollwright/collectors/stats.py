@@ -18,9 +18,10 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 class StageTimer:
-    """Seconds spent in each stage of collection."""
+    """Seconds spent in each stage of collection, and the frames that they were spent on."""
 
     def __init__(self) -> None:
+        self.frames = 0
         self.seconds: dict[str, float] = {}
         self.total = 0.0
 
