@@ -221,3 +221,21 @@ def test_environments_on_cuda(make_env: Any, device: str) -> None:
     rollout = env.rollout(9, break_when_any_done=False)
     assert rollout.device == torch.device("cuda:0")
     assert all(value.is_cuda for value in rollout.values(True, True))
+
+
+def test_states_may_come_back_without_being_observations() -> None:
+    class Remembers(CountingEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state_spec = Composite(memory=Unbounded((2,)))
+
+        def _counted(self) -> TensorDictBase:
+            return super()._counted().set("memory", torch.zeros(2))
+
+    check_env_specs(Remembers())
+
+
+def test_the_check_is_a_method_too() -> None:
+    CountingEnv().check_env_specs(seed=0)
+    with pytest.raises(TypeError, match="sead"):
+        CountingEnv().check_env_specs(sead=0)

@@ -247,7 +247,7 @@ def test_a_policy_is_callable() -> None:
 
 
 def test_a_policy_returns_tensordicts() -> None:
-    with pytest.raises(TypeError, match=r"CountingEnv.*step expected a TensorDict, got dict"):
+    with pytest.raises(TypeError, match=r"policy: expected it to return a TensorDict \(or None\), got dict"):
         CountingEnv().rollout(2, lambda td: td.to_dict())
 
 
@@ -268,3 +268,23 @@ def test_data_is_cast_to_the_policy_and_back(device: str | None) -> None:
     assert policy.devices == {torch.device("cpu")}
     assert rollout["next", "observation"].flatten().tolist() == [1, 2, 3]
     assert env.rollout(2, lambda td: td.set("action", env.action_spec.one()), auto_cast_to_device=True).shape == (2,)
+
+
+def test_a_policy_may_return_its_action_alone() -> None:
+    def alone(td: TensorDictBase) -> TensorDictBase:
+        return td.empty().set("action", torch.ones(1, dtype=torch.int8))
+
+    def in_place(td: TensorDictBase) -> TensorDictBase:
+        return td.set("action", torch.ones(1, dtype=torch.int8))
+
+    one, other = CountingEnv().rollout(4, alone), CountingEnv().rollout(4, in_place)
+    assert set(one.keys(True, True)) == set(other.keys(True, True))
+    assert bool((one == other).all())
+
+
+def test_a_module_takes_entries_by_name() -> None:
+    class Always(nn.Module):
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            return torch.ones_like(observation, dtype=torch.int8)
+
+    assert CountingEnv().rollout(3, Always())["next", "observation"].flatten().tolist() == [1, 2, 3]

@@ -167,3 +167,9 @@ def test_time_may_be_in_the_batch() -> None:
     root = step_mdp(rollout)
     assert root.batch_size == (2, 4)
     assert torch.equal(root["observation"][:, :-1], rollout["observation"][:, 1:])
+
+
+def test_a_nest_that_is_left_empty_goes() -> None:
+    inside = {"reward": torch.ones(4, 3, 1)}
+    td = TensorDict({"data": dict(inside), "next": {"data": dict(inside), "x": torch.ones(4)}}, [4])
+    assert list(step_mdp(td, reward_keys=("data", "reward")).keys()) == ["x"]

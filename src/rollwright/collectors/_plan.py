@@ -9,11 +9,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
-from rollwright.collectors.policy import Call
 from rollwright.collectors.profiling import named_range
 from rollwright.data.specs import MultiOneHot, NonTensor, OneHot
 from rollwright.envs.base import EnvBase
 from rollwright.errors import PolicyError, PolicyKeyError
+from rollwright.modules.signature import Call
 
 __all__ = [
     "Stage",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -13,45 +12,15 @@ from tensordict import TensorDictBase
 from tensordict.nn import CudaGraphModule, TensorDictModuleBase
 from torch import nn
 
-from rollwright._keys import NestedKey, key_str, unravel
+from rollwright._keys import key_str, unravel
 from rollwright.collectors.devices import module_device
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
 from rollwright.errors import PolicyKeyError
 from rollwright.modules import RandomPolicy
+from rollwright.modules.signature import Call, speak_tensordict
 
-__all__ = ["SignaturePolicy", "accelerate", "check_inputs", "make_policy", "place_policy", "wrap_policy"]
-
-Call = Callable[[TensorDictBase], TensorDictBase | None]
-
-
-class SignaturePolicy(TensorDictModuleBase):
-    """A module whose ``forward`` takes entries of the environment by name.
-
-    Its outputs become ``action``, ``output1``, ``output2``…
-
-    Args:
-        module: called with the entries as keyword arguments.
-        in_keys: entries to read, which are also the names of the arguments.
-        action_key: where the first output goes.
-    """
-
-    def __init__(self, module: Callable[..., Any], in_keys: list[str], action_key: NestedKey) -> None:
-        super().__init__()
-        self.module = module
-        self.in_keys = list(in_keys)
-        self.out_keys = cast(Any, [action_key])
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Read, call, write; returns ``tensordict``."""
-        outputs = self.module(**{key: tensordict.get(key) for key in self.in_keys})
-        if not isinstance(outputs, tuple):
-            outputs = (outputs,)
-        for i in range(len(self.out_keys), len(outputs)):
-            self.out_keys.append(f"output{i}")
-        for key, value in zip(self.out_keys, outputs, strict=True):
-            tensordict.set(key, value)
-        return tensordict
+__all__ = ["accelerate", "check_inputs", "make_policy", "place_policy", "wrap_policy"]
 
 
 def make_policy(policy: Any, options: CollectorOptions, env: EnvBase) -> Any:
@@ -83,57 +52,8 @@ def place_policy(policy: Any, device: torch.device | None) -> tuple[Any, nn.Modu
 
 
 def wrap_policy(policy: Any, options: CollectorOptions, env: EnvBase) -> Call:
-    """Wrap a module that does not speak TensorDict by the signature of its ``forward``.
-
-    Raises:
-        TypeError: ``forward`` takes arguments that are no entries of the environment.
-    """
-    if options.trust_policy or isinstance(policy, TensorDictModuleBase | RandomPolicy):
-        return cast(Call, policy)
-    is_module = isinstance(policy, nn.Module)
-    parameters = _parameters(policy.forward if is_module else policy)
-    if parameters is None or _takes_tensordict(parameters):
-        return cast(Call, policy)
-    entries = {key for key in (*env.observation_keys, *env.state_keys) if isinstance(key, str)}
-    names = [p.name for p in parameters if p.name in entries]
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
-    unknown = [name for name in required if name not in entries]
-    if unknown or not names:
-        if not is_module:
-            return cast(Call, policy)  # a function of anything else is a function of a TensorDict
-        raise TypeError(
-            f"policy: {type(policy).__name__}.forward takes ({', '.join(p.name for p in parameters)}), and the "
-            f"environment has the entries ({', '.join(sorted(entries))}). Name the arguments after entries, wrap the "
-            "module as TensorDictModule(module, in_keys=[...], out_keys=['action']), or pass trust_policy=True if it "
-            "takes a TensorDict."
-        )
-    if len(env.action_keys) != 1:
-        raise TypeError(
-            f"policy: {type(policy).__name__} is no TensorDict module, and the environment has several actions, "
-            f"{key_str(env.action_keys)}. Wrap it as TensorDictModule(module, in_keys=[...], out_keys=[...])."
-        )
-    return SignaturePolicy(policy, names, env.action_key)
-
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def _parameters(call: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    try:
-        return list(inspect.signature(call).parameters.values())
-    except (TypeError, ValueError):  # a builtin without a signature
-        return None
-
-
-def _takes_tensordict(parameters: list[inspect.Parameter]) -> bool:
-    required = [p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
-    if len(required) != 1:
-        return False
-    hint = required[0].annotation
-    hinted = (
-        "TensorDict" in hint if isinstance(hint, str) else isinstance(hint, type) and issubclass(hint, TensorDictBase)
-    )
-    return hinted or required[0].name in ("tensordict", "td")
+    """The policy as a callable on TensorDicts; see :func:`~rollwright.modules.signature.speak_tensordict`."""
+    return cast(Call, policy) if options.trust_policy else speak_tensordict(policy, env)
 
 
 def check_inputs(policy: Any, available: TensorDictBase, env: EnvBase) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 from torch import nn
 
 from rollwright.data.layout import end_of_trajectory, mark_truncated
+from rollwright.modules.signature import Call, speak_tensordict
 
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
@@ -46,15 +47,16 @@ def rollout(
             "Pass None for random actions."
         )
     stop_at_any = not break_when_all_dones if break_when_any_done is None else break_when_any_done
-    act = env.rand_action if policy is None else policy
+    act: Call = env.rand_action if policy is None else speak_tensordict(policy, env, strict=False)
     if auto_cast_to_device and policy is not None:
-        act = _on_device_of(policy, env)
+        act = _on_device_of(policy, act, env)
     td = env.reset(start) if auto_reset else cast(TensorDictBase, start).copy()
     frames: list[TensorDictBase] = []
     ended: torch.Tensor | bool = False
     for t in range(max_steps):
         chosen = act(td)
-        td = td if chosen is None else chosen
+        if chosen is not None and chosen is not td:
+            td.update(_checked(chosen))
         if callback is not None:
             callback(env, td)
         if stop_at_any or break_when_all_dones:
@@ -76,12 +78,23 @@ def rollout(
     return out
 
 
-def _on_device_of(policy: Policy, env: EnvBase) -> Policy:
+def _checked(chosen: Any) -> TensorDictBase:
+    if not is_tensor_collection(chosen):
+        raise TypeError(
+            f"policy: expected it to return a TensorDict (or None), got {type(chosen).__name__}. Write the action into "
+            "the TensorDict and return that."
+        )
+    return cast(TensorDictBase, chosen)
+
+
+def _on_device_of(policy: Policy, call: Call, env: EnvBase) -> Call:
     parameter = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
     device = getattr(policy, "device", None) if parameter is None else parameter.device
 
     def act(td: TensorDictBase) -> TensorDictBase:
-        chosen = policy(td.to(device))
+        seen = td.to(device)
+        chosen = call(seen)
+        chosen = seen if chosen is None else chosen
         return chosen.to(env.device) if env.device is not None else chosen
 
-    return policy if device is None else act
+    return call if device is None else act

@@ -317,6 +317,12 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     # The object itself ------------------------------------------------------------------------
 
+    def check_env_specs(self, **kwargs: Any) -> None:
+        """Same as :func:`~rollwright.envs.check_env_specs` of this environment."""
+        from rollwright.envs.utils import check_env_specs
+
+        check_env_specs(self, **kwargs)
+
     def append_transform(self, transform: Any) -> EnvBase:
         """A :class:`~rollwright.envs.TransformedEnv` of this environment with ``transform``."""
         from rollwright.envs.transforms import TransformedEnv

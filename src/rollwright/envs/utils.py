@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.nn import InteractionType as ExplorationType
 from tensordict.nn import interaction_type as exploration_type
 from tensordict.nn import set_interaction_type as set_exploration_type
@@ -76,7 +76,19 @@ def step_mdp(
     kept = tensordict if keep_other else tensordict.select(*actions, strict=False)
     root = without(kept, "next", *dropped)
     root.update(without(outcome, *dropped))
+    _drop_empty(root)
     return root if next_tensordict is None else next_tensordict.update(root)
+
+
+def _drop_empty(td: TensorDictBase) -> None:
+    """Take out nests that an exclusion has left empty."""
+    if isinstance(td, LazyStackedTensorDict):
+        return
+    for key, value in list(td.items()):
+        if isinstance(value, TensorDict):
+            _drop_empty(value)
+            if not value.keys():
+                td.del_(key)
 
 
 def check_env_specs(
@@ -101,6 +113,7 @@ def check_env_specs(
     real = env.rollout(3, return_contiguous=return_contiguous, break_when_any_done=False)
     announced = set(leaf_keys(fake))
     found = {key for key in leaf_keys(real) if not as_tuple(key)[-1].startswith("_")}
+    found -= {unravel(("next", *as_tuple(key))) for key in env.state_keys} - announced  # states may come back
     if announced != found:
         raise EnvKeyError(
             f"{env}: a rollout and the specs have different entries. Only in the specs: "
