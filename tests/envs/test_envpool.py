@@ -55,7 +55,7 @@ def test_partial_reset() -> None:
 def test_ended_environments_stay_as_they_ended() -> None:
     env = EnvPoolEnv("CartPole-v1", 8)
     env.set_seed(0)
-    rollout = env.rollout(500, break_when_all_dones=True)
+    rollout = env.rollout(500, break_when_all_done=True)
     done = rollout["next", "done"].squeeze(-1)
     assert done[:, -1].all()
     first = done.int().argmax(-1)

@@ -95,7 +95,7 @@ def test_every_space_keeps_its_last_observation(mode: AutoresetMode) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_ended_environments_stay_as_they_ended(mode: AutoresetMode) -> None:
     env = GymWrapper(sync(mode, 2, 4))
-    rollout = env.rollout(10, break_when_all_dones=True)
+    rollout = env.rollout(10, break_when_all_done=True)
     assert rollout.batch_size == (2, 4)
     assert rollout["next", "observation"][0].tolist() == [[0, 1], [0, 2], [0, 2], [0, 2]]
     assert rollout["next", "reward"][0].squeeze(-1).tolist() == [1, 2, 0, 0]

@@ -45,7 +45,7 @@ def test_it_stops_when_any_is_done() -> None:
 
 def test_it_stops_when_all_are_done() -> None:
     env, policy = batched()
-    rollout = env.rollout(9, policy, break_when_all_dones=True)
+    rollout = env.rollout(9, policy, break_when_all_done=True)
     assert seen(rollout) == [[1, 2, 3, 4], [1, 2, 3, 4]]
     assert rollout["next", "done"].squeeze(-1).int().tolist() == [[0, 1, 1, 1], [0, 0, 0, 1]]
 
@@ -60,7 +60,7 @@ def test_done_at_different_times_counts_as_all_done() -> None:
             return TensorDict({"observation": self.count.clone(), **flags}, self.batch_size)
 
     env = Flashes(batch_size=[2])
-    assert env.rollout(9, CountingEnvCountPolicy(env.action_spec), break_when_all_dones=True).shape == (2, 3)
+    assert env.rollout(9, CountingEnvCountPolicy(env.action_spec), break_when_all_done=True).shape == (2, 3)
 
 
 def test_it_goes_on_over_the_ends() -> None:
@@ -220,7 +220,7 @@ def test_unlike_agents_stay_lazy_below() -> None:
 @pytest.mark.parametrize("done_at_root", [True, False])
 def test_the_root_decides_where_it_has_flags(done_at_root: bool) -> None:
     assert len(MockNestedResetEnv(3, done_at_root).rollout(9)) == 3
-    assert len(MockNestedResetEnv(3, done_at_root).rollout(9, break_when_all_dones=True)) == 3
+    assert len(MockNestedResetEnv(3, done_at_root).rollout(9, break_when_all_done=True)) == 3
 
 
 def test_without_an_end_it_takes_all_steps() -> None:
@@ -237,8 +237,8 @@ def test_max_steps_is_positive(max_steps: int) -> None:
 
 
 def test_any_and_all_exclude_one_another() -> None:
-    with pytest.raises(ValueError, match="break_when_any_done and break_when_all_dones exclude"):
-        CountingEnv().rollout(2, break_when_any_done=True, break_when_all_dones=True)
+    with pytest.raises(ValueError, match="break_when_any_done and break_when_all_done exclude"):
+        CountingEnv().rollout(2, break_when_any_done=True, break_when_all_done=True)
 
 
 def test_a_policy_is_callable() -> None:
@@ -288,3 +288,12 @@ def test_a_module_takes_entries_by_name() -> None:
             return torch.ones_like(observation, dtype=torch.int8)
 
     assert CountingEnv().rollout(3, Always())["next", "observation"].flatten().tolist() == [1, 2, 3]
+
+
+def test_a_trusted_module_gets_the_data_whatever_its_argument_is_called() -> None:
+    class Confusing(nn.Module):
+        def forward(self, observation: Any) -> Any:
+            return observation.set("action", torch.ones(1, dtype=torch.int8))
+
+    rollout = CountingEnv().rollout(3, Confusing(), trust_policy=True)
+    assert rollout["next", "observation"].flatten().tolist() == [1, 2, 3]

@@ -177,7 +177,7 @@ def test_stateless_env_takes_any_batch_and_keeps_what_it_is_given() -> None:
         lambda td: td.set("action", torch.ones(3, 1, dtype=torch.int32)),
         auto_reset=False,
         tensordict=kept,
-        break_when_all_dones=True,
+        break_when_all_done=True,
     )
     assert rollout["next", "terminated"].squeeze(-1).int().tolist() == [[1, 1, 1], [0, 1, 1], [0, 0, 1]]
     assert not rollout["next", "truncated"].any()

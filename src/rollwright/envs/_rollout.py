@@ -30,15 +30,16 @@ def rollout(
     auto_reset: bool,
     auto_cast_to_device: bool,
     break_when_any_done: bool | None,
-    break_when_all_dones: bool,
+    break_when_all_done: bool,
     return_contiguous: bool | None,
     set_truncated: bool,
+    trust_policy: bool,
 ) -> TensorDictBase:
     """See :meth:`EnvBase.rollout`, which declares the options."""
     if max_steps < 1:
         raise ValueError(f"max_steps: expected at least 1, got {max_steps}.")
-    if break_when_any_done and break_when_all_dones:
-        raise ValueError("break_when_any_done and break_when_all_dones exclude one another; pass one of them.")
+    if break_when_any_done and break_when_all_done:
+        raise ValueError("break_when_any_done and break_when_all_done exclude one another; pass one of them.")
     if not auto_reset and start is None:
         raise ValueError("tensordict: expected the start of the rollout with auto_reset=False, got None. Pass reset().")
     if policy is not None and not callable(policy):
@@ -46,8 +47,10 @@ def rollout(
             f"policy: expected a callable that takes a TensorDict, got {type(policy).__name__}. "
             "Pass None for random actions."
         )
-    stop_at_any = not break_when_all_dones if break_when_any_done is None else break_when_any_done
-    act: Call = env.rand_action if policy is None else speak_tensordict(policy, env, strict=False)
+    stop_at_any = not break_when_all_done if break_when_any_done is None else break_when_any_done
+    act: Call = env.rand_action if policy is None else policy
+    if policy is not None and not trust_policy:
+        act = speak_tensordict(policy, env, strict=False)
     if auto_cast_to_device and policy is not None:
         act = _on_device_of(policy, act, env)
     td = env.reset(start) if auto_reset else cast(TensorDictBase, start).copy()
@@ -59,11 +62,11 @@ def rollout(
             td.update(_checked(chosen))
         if callback is not None:
             callback(env, td)
-        if stop_at_any or break_when_all_dones:
+        if stop_at_any or break_when_all_done:
             td = env.step(td)
             frames.append(td.clone())  # policies may write into what they see, and into buffers of their own
             ends = end_of_trajectory(td.get("next"), env._done_groups, td.ndim)
-            ended = ended | ends if break_when_all_dones else ends.any()
+            ended = ended | ends if break_when_all_done else ends.any()
             if bool(torch.as_tensor(ended).all()) or t == max_steps - 1:
                 break
             td = env._step_mdp(td)

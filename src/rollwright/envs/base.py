@@ -200,10 +200,11 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         auto_reset: bool = True,
         auto_cast_to_device: bool = False,
         break_when_any_done: bool | None = None,
-        break_when_all_dones: bool | None = None,
+        break_when_all_done: bool | None = None,
         return_contiguous: bool | None = None,
         tensordict: TensorDictBase | None = None,
         set_truncated: bool = False,
+        trust_policy: bool = False,
     ) -> TensorDictBase:
         """Step for up to ``max_steps`` with a policy.
 
@@ -215,12 +216,14 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             auto_cast_to_device: move data to the policy's device and back at each step.
             break_when_any_done: stop when any environment is done (the default). If False, what is
                 done begins anew and stepping goes on.
-            break_when_all_dones: stop when every environment is done; those that are done before
+            break_when_all_done: stop when every environment is done; those that are done before
                 go on without a reset.
             return_contiguous: stack into dense tensors (the default unless specs are dynamic); if
                 False, the result is a lazy stack.
             tensordict: where to start (``auto_reset=False``), or data for ``reset``.
             set_truncated: mark the last step as truncated unless it is terminated.
+            trust_policy: call the policy as it is. If False, a module whose ``forward`` takes entries by name is
+                wrapped, as in a collector.
 
         Returns:
             ``[*batch, T]``, the last dimension named ``"time"``.
@@ -236,9 +239,10 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             auto_reset=auto_reset,
             auto_cast_to_device=auto_cast_to_device,
             break_when_any_done=break_when_any_done,
-            break_when_all_dones=bool(break_when_all_dones),
+            break_when_all_done=bool(break_when_all_done),
             return_contiguous=return_contiguous,
             set_truncated=set_truncated,
+            trust_policy=trust_policy,
         )
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:

@@ -62,7 +62,7 @@ def test_partial_reset_keeps_masks_of_other_rows(masked):
 def test_rows_that_are_done_may_allow_nothing(masked):
     env = masked([1, 5])
     env.rollout(4, break_when_any_done=False)
-    env.rollout(5, break_when_all_dones=True)
+    env.rollout(5, break_when_all_done=True)
 
 
 def test_a_row_that_goes_on_must_allow_something(ladder):
