@@ -106,6 +106,18 @@ def test_a_batch_that_was_cut_is_refused():
         restore_next(batch[:, :3])
 
 
+@pytest.mark.parametrize("picked", [[0, 4], [0, 1, 3, 4], [1, 0, 2, 3, 4]])
+def test_frames_that_do_not_follow_one_another_are_refused(picked):
+    batch = compacted(*walk([10], 5))
+    with pytest.raises(ValueError, match="does not follow here"):
+        restore_next(batch[:, torch.tensor(picked)])
+
+
+def test_frames_that_follow_one_another_to_a_boundary_are_enough():
+    batch = compacted(*walk([10], 5))
+    assert torch.equal(restore_next(batch[:, 2:])["next", "obs"], restore_next(batch)["next", "obs"][:, 2:])
+
+
 def test_frames_that_were_not_taken():
     """An interrupted batch ends early; what follows has trajectory id -1 and no next observation."""
     observation, following, ended = walk([10], 5)

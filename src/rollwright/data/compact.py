@@ -3,7 +3,8 @@
 Inside a trajectory ``("next", obs)`` at t is the root's ``obs`` at t+1, so a compact batch leaves the
 former out. It keeps those that no root repeats (the last of each trajectory, and those at the end of the
 batch) in one TensorDict, the non-tensor entry ``("collector", "boundaries")``; the int64 entry
-``("collector", "boundary")`` ``[*env, T]`` says which row of it belongs to a frame, -1 for none.
+``("collector", "boundary")`` ``[*env, T]`` says which row of it belongs to a frame. Where no row does, it is
+``-1 - t``, so that frames which do not follow one another are not taken for neighbours.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rollwright._keys import NestedKey, as_tuple
 
 __all__ = ["BoundaryKeeper", "restore_next"]
 
-_INDEX, _ROWS = ("collector", "boundary"), ("collector", "boundaries")
+_INDEX, _ROWS, _TIME = ("collector", "boundary"), ("collector", "boundaries"), "_time"
 
 
 class BoundaryKeeper:
@@ -51,12 +52,13 @@ class BoundaryKeeper:
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
         """Write what was kept into the batch, and begin the next one."""
-        index = torch.full((self._batch_size.numel(), batch.batch_size[-1]), -1, dtype=torch.int64)
+        index = (-1 - torch.arange(batch.batch_size[-1])).repeat(self._batch_size.numel(), 1)
         count = 0
         for t, where in self._places:
             index[where.cpu(), t] = torch.arange(count, count + len(where))
             count += len(where)
         rows = cast(TensorDictBase, torch.cat(cast(Any, self._rows)))
+        rows.set(_TIME, torch.cat([torch.full((len(where),), t) for t, where in self._places]))
         batch.set(_INDEX, index.reshape(batch.batch_size).to(batch.device or "cpu"))
         batch.set_non_tensor(_ROWS, rows)
         self._rows, self._places = [], []
@@ -74,7 +76,7 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
 
     Raises:
         KeyError: the batch is not compact.
-        ValueError: the batch was cut short, or joined with another one.
+        ValueError: the batch was cut short, frames were taken out of it, or it was joined with another one.
 
     Example:
         >>> from rollwright.collectors import Collector
@@ -96,14 +98,18 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
         raise ValueError("batch: it was joined from several compact batches. Call restore_next on each, then join.")
     ids = batch.get(("collector", "traj_ids"), None)
     untaken = torch.zeros_like(index, dtype=torch.bool) if ids is None else ids.to(index.device) < 0
-    if bool(((index < 0) & ~untaken)[..., -1].any()):
+    marked = index >= 0
+    time = torch.where(marked, rows.get(_TIME).to(index.device)[index.clamp(min=0)], -1 - index)
+    goes_on = torch.zeros_like(marked)
+    goes_on[..., :-1] = time[..., 1:] == time[..., :-1] + 1
+    if not bool((marked | untaken | goes_on).all()):
         raise ValueError(
-            "batch: its last step goes on in a step that is not here, so its next observations are lost. "
+            "batch: the last step, or one before it, goes on in a step that does not follow here, so its next "
+            "observations are lost. "
             "Call restore_next on the batch as it was delivered, then index the result."
         )
     restored = batch.copy().exclude(_INDEX, _ROWS)  # a copy of each level: the batch keeps its own "next"
-    marked = index >= 0
-    for key in rows.keys(True, True):
+    for key in rows.exclude(_TIME).keys(True, True):
         root = cast(torch.Tensor, batch.get(key))
         following = root.roll(-1, dims=batch.ndim - 1)
         following[marked] = rows.get(key)[index[marked]]
