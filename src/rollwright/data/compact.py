@@ -37,7 +37,6 @@ class BoundaryKeeper:
         self._device = device
         self._rows: list[TensorDictBase] = []
         self._places: list[tuple[int, torch.Tensor]] = []
-        self._steps = 0
 
     def keep(self, t: int, outcome: TensorDictBase, ended: torch.Tensor) -> None:
         """Keep the rows of ``outcome`` (``"next"`` at ``t``) that ``ended`` ``[*env]`` marks; 0 begins a batch."""
