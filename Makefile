@@ -4,7 +4,7 @@ SEED   ?= 0
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test lint format types doctest docs clean
+.PHONY: help demo test lint format types doctest docs bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,9 +32,30 @@ doctest: .venv/.dev ## run the examples in docstrings
 docs: .venv/.docs ## build docs/_build/html/index.html
 	$(BIN)/sphinx-build --fail-on-warning --keep-going -b html docs docs/_build/html
 
+BENCH ?=
+
+# A peer whose environment cannot be made is named as such in the table; the rest is measured.
+bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--quick: only see that it runs)
+	-$(MAKE) .venv-bench-torchrl/.made
+	-$(MAKE) .venv-bench-sb3/.made
+	$(BIN)/python -m benchmarks.compare $(BENCH)
+	$(BIN)/python -m benchmarks.counts
+	$(BIN)/python -m benchmarks.scaling $(BENCH)
+
 clean: ## remove what was built; .venv stays
 	rm -rf build dist docs/_build src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests examples docs -name __pycache__ -prune -exec rm -rf {} +
+
+PEERS_torchrl := torchrl==0.14.1
+PEERS_sb3     := stable-baselines3==2.9.2 tianshou==2.0.1
+
+# torch goes first, so that what is there satisfies the peers. The folder hides itself from git.
+.venv-bench-%/.made: benchmarks/peers/constraints-%.txt
+	$(PYTHON) -m venv .venv-bench-$*
+	@echo '*' > .venv-bench-$*/.gitignore
+	.venv-bench-$*/bin/python -m pip --disable-pip-version-check install torch==2.13.0
+	.venv-bench-$*/bin/python -m pip --disable-pip-version-check install -c $< $(PEERS_$*)
+	@touch $@
 
 # .venv/.EXTRA says that the extra is installed, so that a second run installs nothing.
 # The build runs in .venv itself, with the pinned setuptools: nothing is fetched for it.

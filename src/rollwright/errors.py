@@ -8,7 +8,8 @@
     │   └── EnvKeyError (KeyError)        ... by leaving an entry out
     ├── PolicyError (RuntimeError)        a policy that raised or broke its contract
     │   └── PolicyKeyError (KeyError)     ... by leaving an entry out
-    └── MissingExtraError (ImportError)   an optional dependency that is not installed
+    ├── MissingExtraError (ImportError)   an optional dependency that is not installed
+    └── NotNative                         an object that cannot take a native path, and why; never reaches the user
 
 Wrong arguments are plain ``ValueError`` and ``TypeError``: the argument, what was expected, what
 came and what to do stand in the message.
@@ -23,6 +24,7 @@ __all__ = [
     "EnvError",
     "EnvKeyError",
     "MissingExtraError",
+    "NotNative",
     "PolicyError",
     "PolicyKeyError",
     "RollwrightError",
@@ -61,6 +63,10 @@ class PolicyKeyError(PolicyError, KeyError):
 
 class MissingExtraError(RollwrightError, ImportError):
     """An optional dependency is not installed."""
+
+
+class NotNative(RollwrightError):
+    """An object has no native form; the message is the reason, as a phrase. The plain path is taken instead."""
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:

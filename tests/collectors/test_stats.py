@@ -147,12 +147,15 @@ def test_times_by_stage(make):
 
 
 def test_bytes_held(make):
-    plain = make(ENVS["cartpole"], frames_per_batch=100)
-    plain.next()
-    assert plain.stats()["bytes_held"] == 0  # a batch belongs to who took it
-    same = make(ENVS["cartpole"], frames_per_batch=100, return_same_td=True)
-    batch = same.next()
-    assert same.stats()["bytes_held"] == sum(v.numel() * v.element_size() for v in batch.values(True, True))
+    for options in ({}, {"return_same_td": True}):
+        collector = make(ENVS["cartpole"], frames_per_batch=100, **options)
+        batch = collector.next()
+        size = sum(value.numel() * value.element_size() for value in batch.values(True, True))
+        assert collector.stats()["bytes_held"] == size
+        del batch
+        for _ in range(3):
+            collector.next()
+        assert collector.stats()["bytes_held"] == size  # the same memory, lent again
 
 
 def test_a_snapshot_does_not_change_later(make):

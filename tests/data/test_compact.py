@@ -73,6 +73,7 @@ def test_one_keeper_serves_batch_after_batch():
 def test_a_batch_that_was_given_up_leaves_nothing():
     keeper = BoundaryKeeper(["obs"], torch.Size([]), None)
     keeper.keep(0, TensorDict({"obs": torch.tensor(99)}), torch.tensor(True))
+    keeper.begin()
     keeper.keep(0, TensorDict({"obs": torch.tensor(1)}), torch.tensor(True))
     assert restore_next(keeper.finish(TensorDict({"obs": torch.tensor([0])}, [1])))["next", "obs"].tolist() == [1]
 

@@ -1,4 +1,4 @@
-"""The command line: ``rollwright collect`` and ``rollwright inspect``.
+"""The command line: ``rollwright collect``, ``rollwright inspect`` and ``rollwright bench``.
 
 Nothing heavy is imported before the arguments are understood, so that ``--help`` is quick.
 """

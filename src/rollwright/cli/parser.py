@@ -36,6 +36,14 @@ example:
 """
 
 
+_BENCH = """\
+Measure a collector beside a loop written by hand, on this machine, for an environment.
+
+Both step the same environment with the same small policy (two layers of 64; categorical or normal actions) on one
+thread, and store the same entries. They take turns, and the table has medians; what is in brackets are quartiles.
+"""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line.
 
@@ -48,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_collect(commands)
     _add_inspect(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -101,6 +110,22 @@ def _add_inspect(commands: Any) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw returns and lengths into a picture")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_debug(parser)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure a collector beside a loop written by hand",
+        description=_BENCH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("env_id", metavar="ENV_ID", nargs="?", default="CartPole-v1", help="environment (default CartPole-v1)")
+    add("--num-envs", type=_count, default=1, metavar="N", help="environments stepped together (default 1)")
+    add("--frames", type=_count, default=20_000, metavar="N", help="frames of each way (default 20000)")
+    add("--env-kwargs", type=_json_object, default={}, metavar="JSON", help="arguments for the environment")
+    add("--compile", action="store_true", help="measure a collector with compile_policy=True, too")
     _add_debug(parser)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from rollwright.envs.transforms import StepCounter, TransformedEnv
 
 __all__ = ["EnvMaker", "ResetUndo", "make_env"]
 
+Buffers = dict[str, torch.Tensor | None]
 EnvMaker = EnvBase | Callable[..., EnvBase] | Sequence[Callable[..., EnvBase]]
 
 
@@ -88,13 +89,27 @@ class ResetUndo:
         self._env = env
         self._before = self._after = self._buffers()
 
-    def _buffers(self) -> list[tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]]:
-        own = [module._buffers for module in self._env.modules()]
-        return [(named, {name: None if at is None else at.clone() for name, at in named.items()}) for named in own]
+    def _buffers(self) -> list[tuple[Buffers, Buffers]]:
+        return [(module._buffers, _copied(module._buffers)) for module in self._env.modules()]
 
     def seen(self) -> None:
         """Note what the reset has done."""
         self._after = self._buffers()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the buffers before the reset, and of those after it."""
+        return {"before": _copies(self._before), "after": _copies(self._after)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> ResetUndo | None:
+        """Take another reset's place, of an environment of the same make; None: there is none to take back."""
+        if state_dict is None:
+            return None
+        live = [named for named, _ in self._before]
+        before, after = state_dict["before"], state_dict["after"]
+        self._before, self._after = (
+            [(named, _copied(held)) for named, held in zip(live, saved, strict=True)] for saved in (before, after)
+        )
+        return self
 
     def undo(self) -> None:
         """Give buffers the values from before; those that were not there are taken away again."""
@@ -107,6 +122,14 @@ class ResetUndo:
                     named[name] = value
                 else:
                     now.copy_(value)  # in place: clones may share it
+
+
+def _copied(named: Mapping[str, torch.Tensor | None]) -> Buffers:
+    return {name: None if buffer is None else buffer.clone() for name, buffer in named.items()}
+
+
+def _copies(pairs: list[tuple[Buffers, Buffers]]) -> list[Buffers]:
+    return [_copied(held) for _, held in pairs]
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

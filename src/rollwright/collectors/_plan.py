@@ -65,7 +65,6 @@ def build_act(
         stale: entries to take out first: a policy that writes no action must not repeat its last one in silence.
     """
     stale = list(stale)
-    policy = named_range("rollwright.policy", policy)
 
     def act(carrier: TensorDictBase) -> TensorDictBase:
         for key in stale:
@@ -116,7 +115,7 @@ def build_step(env: EnvBase, move: Stage, *, reset_when_done: bool, carrier_has_
         td = env.step(td)
         return td, env._step_mdp(td)
 
-    stage: Step = named_range("rollwright.env", env.step_and_maybe_reset if reset_when_done else advance)
+    stage: Step = env.step_and_maybe_reset if reset_when_done else advance
 
     def step(carrier: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         stepped, following = stage(move(carrier))
@@ -155,14 +154,14 @@ def action_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
     return check
 
 
-def finite_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
-    """Tests, on a whole batch, that no continuous action is NaN."""
+def finite_check(env: EnvBase) -> Callable[[TensorDictBase, Iterable[NestedKey]], None]:
+    """Tests, on a whole batch, that no continuous action, and no other entry named, is NaN."""
     specs = env.full_action_spec
     keys = [key for key in env.action_keys if (dtype := specs[key].dtype) and dtype.is_floating_point]
     keys = [key for key in keys if -1 not in specs[key].shape]
 
-    def check(batch: TensorDictBase) -> None:
-        for key in keys:
+    def check(batch: TensorDictBase, others: Iterable[NestedKey]) -> None:
+        for key in dict.fromkeys([*keys, *others]):
             value = batch.get(key, None)
             if isinstance(value, torch.Tensor) and bool(torch.isnan(value).any()):
                 first = torch.isnan(value).nonzero()[0].tolist()[: batch.ndim]

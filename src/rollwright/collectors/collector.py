@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase, is_tensor_collection
 
 from rollwright._keys import is_private
+from rollwright.collectors import _resume
 from rollwright.collectors import weights as weight_forms
 from rollwright.collectors._core import RolloutCore
 from rollwright.collectors._paths import resolve
@@ -50,6 +51,7 @@ class Collector(RolloutCore):
     """
 
     _profiler: RolloutProfiler | None = None
+    _has_warned_of_unsaved = False
 
     # Delivery ---------------------------------------------------------------------------------
 
@@ -67,19 +69,18 @@ class Collector(RolloutCore):
         self._check_open()
         self._started = True
         self._start_profiler()
-        before = self._carrier
+        with self._timer.running():
+            batch = self.rollout()
+            self._frames += self._taken  # what was stepped, whatever becomes of it
+            self._timer.frames += self._taken
         try:
             with self._timer.running():
-                batch = self.rollout()
-                self._frames += self._taken  # what was stepped, whatever becomes of it
-                self._timer.frames += self._taken
                 batch = self._shape(batch)
             self._iter += 1
             if self._post_collect_hook is not None:
                 self._post_collect_hook(batch)
         except BaseException:
-            if self._carrier is not before:  # steps were taken that nobody gets: no trajectory goes on across the hole
-                self._carrier = None
+            self._path.carrier = None  # nobody gets these steps: no trajectory goes on across the hole
             raise
         if self._profiler is not None:
             self._profiler.step()
@@ -112,38 +113,67 @@ class Collector(RolloutCore):
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Weights, the state of transforms, counters and the next trajectory id.
+        """What it takes to go on from here, bit for bit, in this process or another; for use between batches.
+
+        ``torch.load(..., weights_only=True)`` reads it. Saving changes nothing in the run.
 
         Returns:
-            ``policy_state_dict`` (where the policy is a module), ``env_state_dict``, ``frames``, ``iter``,
-            ``policy_version`` and ``traj_pool``.
+            ``policy_state_dict`` (where the policy is a module; as everywhere in torch these are the live weights,
+            not copies) and ``env_state_dict``; ``frames``, ``iter``, ``policy_version``, ``traj_pool`` (the next
+            trajectory id) and ``episodes`` (statistics); ``env_checkpoint`` (all that the environment is, its
+            random generators included), ``trajectories`` (what the next step is taken from; None where the
+            environment cannot be saved) and ``first_reset`` (for :meth:`set_seed` before the first batch);
+            ``streams`` (the global generators of torch, NumPy and Python); ``unsaved``: a line for each thing that
+            could not be saved.
+
+        Warns:
+            UserWarning: something could not be saved; once for each collector.
+
+        Example:
+            >>> from rollwright.envs import GymEnv
+            >>> first, second = (Collector(lambda: GymEnv("CartPole-v1"), frames_per_batch=32) for _ in range(2))
+            >>> _ = first.next()
+            >>> state = first.state_dict()
+            >>> expected = first.next()
+            >>> second.load_state_dict(state)
+            >>> bool((second.next() == expected).all())
+            True
         """
-        state: OrderedDict[str, Any] = OrderedDict()
-        if isinstance(self.policy, torch.nn.Module):
-            state["policy_state_dict"] = self.policy.state_dict()
-        state["env_state_dict"] = self.env.state_dict()
-        state.update(frames=self._frames, iter=self._iter, policy_version=self._policy_version)
-        state["traj_pool"] = self._traj_pool.state_dict()
+        state = _resume.save(self)
+        if state["unsaved"] and not self._has_warned_of_unsaved:
+            self._has_warned_of_unsaved = True
+            anew = "begins its environment anew, with new trajectory ids"
+            loses = anew if state["trajectories"] is None else "goes on without it"
+            warnings.warn(
+                f"state_dict: not all can be saved, and a collector that loads this state {loses}. "
+                f"{'; '.join(state['unsaved'])}.",
+                UserWarning,
+                stacklevel=2,
+            )
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
-        """Go on from a saved state, with new trajectories.
+        """Go on from a saved state.
+
+        The next batch of a collector that was made with the same arguments and has stepped nothing is, to the bit,
+        the one that the saved collector delivered next. A collector that has stepped gives new ids to the
+        trajectories that it goes on with, for it may have used theirs. Trajectories begin anew where the
+        environment was not saved (``unsaved`` names it) or was of another make.
+
+        .. warning:: The state of an environment is pickled, and loading it can run any code. Load only what you trust.
 
         Args:
             state_dict: of :meth:`state_dict`.
             **kwargs: go to ``load_state_dict`` of policy and environment (``strict=False``).
+
+        Raises:
+            KeyError: it is the state of something else.
+            EnvError: a class of the environment is not there under its name.
+
+        Warns:
+            UserWarning: the environment is of another make than the one that was saved.
         """
-        if "env_state_dict" not in state_dict:
-            raise KeyError(f"state_dict: expected 'env_state_dict' among its entries, got {sorted(state_dict)}.")
-        if "policy_state_dict" in state_dict and isinstance(self.policy, torch.nn.Module):
-            self.policy.load_state_dict(state_dict["policy_state_dict"], **kwargs)
-        self.env.load_state_dict(state_dict["env_state_dict"], **kwargs)
-        self._frames = int(state_dict.get("frames", 0))
-        self._iter = int(state_dict.get("iter", 0))
-        self._policy_version = int(state_dict.get("policy_version", 0))
-        if "traj_pool" in state_dict:
-            self._traj_pool.load_state_dict(state_dict["traj_pool"])
-        self._carrier = self._fresh_ids = None
+        _resume.load(self, state_dict, **kwargs)
 
     # Weights ----------------------------------------------------------------------------------
 
@@ -218,7 +248,7 @@ class Collector(RolloutCore):
             ``frames``, ``batches`` (delivered), ``total_frames``, ``total_batches`` (None without an end),
             ``completed``, ``frames_per_batch``, ``frames_per_second``, ``seconds`` by stage, ``episodes``,
             ``mean_return`` and ``mean_length`` (over the last 100), ``last_return``, ``policy_version``, ``devices``,
-            ``bytes_held``, ``waiting_for``.
+            ``paths`` (what runs environment and policy, and why), ``bytes_held``, ``waiting_for``.
         """
         elapsed = self._timer.total
         return {
@@ -233,7 +263,8 @@ class Collector(RolloutCore):
             **self._episodes.summary(),
             "policy_version": self._policy_version,
             "devices": {name: None if device is None else str(device) for name, device in vars(self.devices).items()},
-            "bytes_held": self._recorder.num_bytes,
+            "paths": dict(self._path.how),
+            "bytes_held": self._memory.num_bytes,
             "waiting_for": None,
         }
 
@@ -282,7 +313,7 @@ class Collector(RolloutCore):
         return (
             f"{type(self).__name__}(\n    env={self.env},\n    policy={self.policy},\n"
             f"    frames_per_batch={self.frames_per_batch}, total_frames={self.total_frames},\n"
-            f"    devices={self.devices},\n)"
+            f"    devices={self.devices},\n    paths={self._path.how},\n)"
         )
 
 

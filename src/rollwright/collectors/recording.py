@@ -2,63 +2,109 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, is_private, key_str, unravel
+from rollwright._keys import NestedKey, as_tuple, is_private, key_str, unravel
+from rollwright.data.memory import MemoryPool
 from rollwright.errors import RollwrightError
 
-__all__ = ["Block", "FrameList", "Recorder"]
+__all__ = ["Block", "Field", "FrameList", "Recorder"]
 
 
 class RaggedError(RollwrightError):
     """A frame does not have the layout of the block's first frame."""
 
 
+class Field(NamedTuple):
+    """One entry of a frame: the shape of its tensor (the batch of environments in front), its dtype and its device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Block:
     """The memory of one batch: ``[*env, T]``, one row of each entry a step.
 
+    CPU memory is lent by ``pool`` and comes back when the consumer has dropped all of an entry's tensors.
+
     Args:
-        frame: the first frame, ``[*env]``, whose keys, shapes, dtypes and devices are the layout.
-        keys: the entries to keep.
+        fields: the entries of a frame to keep.
+        env: the environments' batch size.
         steps: T.
-        device: where the block lies; None: each entry where the frame has it.
+        device: that of the batch; None: entries lie where frames have them.
+        pool: lends memory.
+        pinned: take pinned memory instead, which a GPU reads without another copy.
     """
 
-    def __init__(self, frame: TensorDictBase, keys: list[NestedKey], steps: int, device: torch.device | None) -> None:
-        self.keys = keys
-        self.num_entries = len(list(frame.keys(True, True)))
-        self._time = frame.ndim
+    def __init__(
+        self,
+        fields: Mapping[NestedKey, Field],
+        env: tuple[int, ...],
+        steps: int,
+        device: torch.device | None,
+        pool: MemoryPool,
+        *,
+        pinned: bool = False,
+    ) -> None:
+        self.fields = dict(fields)
         self.steps = steps
-        self.batch = TensorDict({}, batch_size=[*frame.batch_size, steps], device=device)
-        self._memory: list[tuple[NestedKey, torch.Tensor]] = []
-        for key in keys:
-            value = cast(torch.Tensor, frame.get(key))
-            shape = (*frame.batch_size, steps, *value.shape[frame.ndim :])
-            memory = torch.empty(shape, dtype=value.dtype, device=device or value.device)
-            self._memory.append((key, memory))
-            self.batch.set(key, memory)
-        self._nest(frame)
-        self.batch.names = [*[None] * frame.ndim, "time"]
+        self._time = len(env)
+        self._arrays: dict[NestedKey, NDArray[Any]] = {}
+        self.memory: dict[NestedKey, torch.Tensor] = {}
+        nested: dict[str, Any] = {}
+        for key, field in fields.items():
+            self.memory[key] = memory = self._lease(key, field, device or field.device, pool, pinned)
+            *path, name = as_tuple(key)
+            place = nested
+            for part in path:
+                place = place.setdefault(part, {})
+            place[name] = memory
+        names: Any = [*[None] * len(env), "time"]
+        self.batch = TensorDict(nested, batch_size=[*env, steps], device=device, names=names)
 
-    def _nest(self, frame: TensorDictBase) -> None:
-        """Give nested entries their batch sizes, which may be longer than the root's."""
+    def _lease(
+        self, key: NestedKey, field: Field, device: torch.device, pool: MemoryPool, pinned: bool
+    ) -> torch.Tensor:
+        shape = (*field.shape[: self._time], self.steps, *field.shape[self._time :])
+        if device.type != "cpu" or pinned:
+            # CUDA's allocators keep memory themselves, and know of copies that are still under way.
+            tensor = torch.empty(shape, dtype=field.dtype, device=device, pin_memory=pinned)
+            if pinned:
+                self._arrays[key] = tensor.numpy()
+            return tensor
+        slab = pool.take(key, shape, field.dtype)
+        self._arrays[key] = slab.array  # not an array of the tensor, which would keep the loan open
+        return slab.lend()
+
+    def nest_like(self, frame: TensorDictBase) -> Block:
+        """Give nested entries the batch sizes that they have in ``frame``, which may be longer than the root's."""
         for key, nested in frame.items(True):
             mine = self.batch.get(key, None)
             if isinstance(nested, TensorDictBase) and mine is not None:
                 mine.batch_size = torch.Size([*frame.batch_size, self.steps, *nested.batch_size[frame.ndim :]])
+        return self
 
-    def write(self, t: int, frame: TensorDictBase) -> None:
+    def rows(self, key: NestedKey) -> NDArray[Any]:
+        """The memory of an entry as an array ``[T, *env, ...]``, to be written in place."""
+        array = self._arrays[key]
+        return np.moveaxis(array, self._time, 0) if self._time else array
+
+    def write(self, t: int, frame: TensorDictBase, num_entries: int) -> None:
         """Copy the frame of time ``t``.
 
         Raises:
-            RaggedError: the frame has other keys, shapes or dtypes than the first.
+            RaggedError: the frame has other keys, shapes or dtypes than the first, or not ``num_entries`` leaves.
         """
-        if sum(1 for _ in frame.keys(True, True)) != self.num_entries:
+        if sum(1 for _ in frame.keys(True, True)) != num_entries:
             raise RaggedError
-        for key, memory in self._memory:
+        for key, memory in self.memory.items():
             value = frame.get(key, None)
             row = memory.select(self._time, t)
             if not isinstance(value, torch.Tensor) or value.shape != row.shape or value.dtype != row.dtype:
@@ -77,25 +123,20 @@ class Block:
 
     def reopened(self) -> Block:
         """This block, to be written again: what the consumer put in place of its memory is taken out."""
-        for key, memory in self._memory:
+        for key, memory in self.memory.items():
             if self.batch.get(key, None) is not memory:
                 self.batch.set(key, memory)
+            if key in self._arrays:
+                self._arrays[key] = memory.numpy()  # it may have moved, to shared memory for example
         return self
 
     def frames(self, steps: int) -> list[TensorDictBase]:
         """The frames written so far, as views."""
         return list(self.batch.unbind(self._time)[:steps])
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the block's memory."""
-        return sum(memory.numel() * memory.element_size() for _, memory in self._memory)
-
 
 class FrameList:
     """Frames of any shape and content, stacked at the end: densely where that is possible."""
-
-    num_bytes = 0
 
     def __init__(self, dropped: set[NestedKey], steps: int, device: torch.device | None) -> None:
         self._dropped = dropped
@@ -135,6 +176,7 @@ class Recorder:
         dropped: entries to leave out.
         use_blocks: None chooses by the first frame of each batch; True insists; False never allocates.
         reuse: write every batch into the same memory.
+        pool: lends memory for blocks.
     """
 
     def __init__(
@@ -145,28 +187,33 @@ class Recorder:
         dropped: set[NestedKey],
         use_blocks: bool | None,
         reuse: bool,
+        pool: MemoryPool,
     ) -> None:
         self.steps = steps
         self._device = device
         self._dropped = dropped
         self._use_blocks = use_blocks
         self._reuse = reuse
+        self._pool = pool
+        self._num_entries = 0
         self._target: Block | FrameList | None = None
 
     def write(self, t: int, frame: TensorDictBase) -> None:
         """Store the frame of time ``t``; ``t == 0`` opens a new batch."""
         if t == 0:
             self._target = self._open(frame)
-        target = cast("Block | FrameList", self._target)
+        target = self._target
+        if not isinstance(target, Block):
+            cast(FrameList, target).write(t, frame)
+            return
         try:
-            target.write(t, frame)
+            target.write(t, frame, self._num_entries)
         except RaggedError as error:
             if self._use_blocks:
                 raise self._refusal(frame) from error
-            ragged = FrameList(self._dropped, self.steps, self._device)
-            ragged.extend(cast(Block, target).frames(t))
+            self._target = ragged = FrameList(self._dropped, self.steps, self._device)
+            ragged.extend(target.frames(t))
             ragged.write(t, frame)
-            self._target = ragged
 
     def finish(self, steps: int) -> TensorDictBase:
         """The batch of the ``steps`` frames written."""
@@ -175,22 +222,19 @@ class Recorder:
             self._target = None
         return target.finish(steps)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the recorder itself holds on to between batches."""
-        return 0 if self._target is None else self._target.num_bytes
-
     def _open(self, frame: TensorDictBase) -> Block | FrameList:
         if self._use_blocks is False or not _is_dense(frame):
             if self._use_blocks:
                 raise self._refusal(frame)
             return FrameList(self._dropped, self.steps, self._device)
         keys = [unravel(key) for key in frame.keys(True, True)]
-        keys = [key for key in keys if key not in self._dropped and not is_private(key)]
+        self._num_entries = len(keys)
+        kept = {key: frame.get(key) for key in keys if key not in self._dropped and not is_private(key)}
+        fields = {key: Field(tuple(value.shape), value.dtype, value.device) for key, value in kept.items()}
         old = self._target
-        if self._reuse and isinstance(old, Block) and old.keys == keys:
+        if self._reuse and isinstance(old, Block) and old.fields == fields:
             return old.reopened()
-        return Block(frame, keys, self.steps, self._device)
+        return Block(fields, tuple(frame.batch_size), self.steps, self._device, self._pool).nest_like(frame)
 
     def _refusal(self, frame: TensorDictBase) -> ValueError:
         return ValueError(

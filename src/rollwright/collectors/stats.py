@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 __all__ = ["EpisodeStats", "StageTimer"]
-
-Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 class StageTimer:
@@ -34,19 +32,17 @@ class StageTimer:
         finally:
             self.total += time.perf_counter() - start
 
-    def timed(self, stage: str, call: Call) -> Call:
-        """``call``, its time added to ``stage``."""
+    def timed(self, stage: str, call: Callable[[int], None]) -> Callable[[int], None]:
+        """``call``, the time of which is added to ``stage``."""
         seconds, clock = self.seconds, time.perf_counter
         seconds.setdefault(stage, 0.0)
 
-        def measured(*args: Any) -> Any:
+        def measured(t: int) -> None:
             start = clock()
-            try:
-                return call(*args)
-            finally:
-                seconds[stage] += clock() - start
+            call(t)
+            seconds[stage] += clock() - start
 
-        return measured  # type: ignore[return-value]
+        return measured
 
 
 class EpisodeStats:
@@ -89,16 +85,24 @@ class EpisodeStats:
         self._open_return[begun_anew] = 0.0
         self._open_length[begun_anew] = 0
         total = rewards.cumsum(1)
-        done_before = np.zeros(num_envs)
-        start = np.zeros(num_envs, dtype=np.int64)
-        for env, t in zip(*np.nonzero(ended), strict=True):
-            self._returns.append(float(self._open_return[env] + total[env, t] - done_before[env]))
-            self._lengths.append(int(self._open_length[env] + t + 1 - start[env]))
-            self._open_return[env] = self._open_length[env] = 0
-            done_before[env], start[env] = total[env, t], t + 1
-            self.episodes += 1
-        self._open_return += total[:, -1] - done_before
+        env, t = np.nonzero(ended)  # by environment, then by time
+        if len(env):
+            self._close(env, t, total[env, t])
+        before, start = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
+        before[env], start[env] = total[env, t], t + 1  # the last end of each counts
+        self._open_return += total[:, -1] - before
         self._open_length += steps - start
+
+    def _close(self, env: Any, t: Any, total: Any) -> None:
+        """Count episodes: environments, times, and rewards summed over the batch until then."""
+        first = np.diff(env, prepend=-1) > 0  # in the batch, of its environment
+        before = np.where(first, -self._open_return[env], np.roll(total, 1))  # type: ignore[index]
+        start = np.where(first, -self._open_length[env], np.roll(t, 1) + 1)  # type: ignore[index]
+        order = np.argsort(t, kind="stable")[-(self._returns.maxlen or 0) :]
+        self._returns.extend((total - before)[order].tolist())
+        self._lengths.extend((t + 1 - start)[order].tolist())
+        self._open_return[env] = self._open_length[env] = 0  # type: ignore[index]
+        self.episodes += len(env)
 
     def update_from(self, batch: TensorDictBase, reward: torch.Tensor | None, ended: torch.Tensor, anew: Any) -> None:
         """:meth:`update` from the tensors of a batch ``[*env, T]``; without rewards, returns count zero."""
@@ -108,6 +112,32 @@ class EpisodeStats:
         else:
             rows = reward.detach().reshape(*batch.batch_size, -1).sum(-1, dtype=torch.float64)
         self.update(rows.reshape(-1, steps).cpu().numpy(), ended.reshape(-1, steps).cpu().numpy(), anew)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Episodes so far, and what is counted of those under way."""
+        opened, steps = self._open_return, self._open_length
+        return {
+            "episodes": self.episodes,
+            "returns": list(self._returns),
+            "lengths": list(self._lengths),
+            "open_return": None if opened is None else torch.from_numpy(opened.copy()),
+            "open_length": None if steps is None else torch.from_numpy(steps.copy()),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, goes_on: bool) -> None:
+        """Go on from a saved state.
+
+        Args:
+            state_dict: of :meth:`state_dict`.
+            goes_on: whether the episodes under way do so too.
+        """
+        self.episodes = state_dict["episodes"]
+        for held, name in ((self._returns, "returns"), (self._lengths, "lengths")):
+            held.clear()
+            held.extend(state_dict[name])
+        opened, steps = (state_dict[name] if goes_on else None for name in ("open_return", "open_length"))
+        self._open_return = None if opened is None else opened.numpy().copy()
+        self._open_length = None if steps is None else steps.numpy().copy()
 
     def summary(self) -> dict[str, Any]:
         """Counts and means, as JSON knows them."""

@@ -9,13 +9,13 @@ batch) in one TensorDict, the non-tensor entry ``("collector", "boundaries")``; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple
+from rollwright._keys import NestedKey, as_tuple, leaf_keys
 
 __all__ = ["BoundaryKeeper", "restore_next"]
 
@@ -38,16 +38,30 @@ class BoundaryKeeper:
         self._rows: list[TensorDictBase] = []
         self._places: list[tuple[int, torch.Tensor]] = []
 
+    def begin(self) -> None:
+        """Begin a batch: what a rollout that failed has left behind is dropped."""
+        self._rows, self._places = [], []
+
     def keep(self, t: int, outcome: TensorDictBase, ended: torch.Tensor) -> None:
-        """Keep the rows of ``outcome`` (``"next"`` at ``t``) that ``ended`` ``[*env]`` marks; 0 begins a batch."""
-        if t == 0:  # a rollout that failed may have left rows behind
-            self._rows, self._places = [], []
+        """Keep the rows of ``outcome`` (``"next"`` at ``t``) that ``ended`` ``[*env]`` marks."""
         where = ended.flatten().nonzero().squeeze(-1)
-        if not len(where):
-            return
         rows = outcome.select(*self.keys, strict=False).reshape(-1)[where.to(outcome.device)]
-        self._rows.append(rows.to(self._device) if self._device is not None else rows.clone())
-        self._places.append((t, where))
+        self.keep_rows(t, where, {key: rows.get(key) for key in leaf_keys(rows)})
+
+    def keep_rows(self, t: int, where: torch.Tensor, rows: Mapping[NestedKey, torch.Tensor]) -> None:
+        """Keep what one step's next observations are in some environments.
+
+        Args:
+            t: of the step.
+            where: int64 ``[n]``, indices into the flattened batch of environments.
+            rows: values by key, ``[n, ...]``, not to be written again.
+        """
+        if len(where):
+            held = TensorDict({}, [len(where)], device=self._device)
+            for key, value in rows.items():
+                held.set(key, value)
+            self._rows.append(held)
+            self._places.append((t, where))
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
         """Write what was kept into the batch, and begin the next one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -15,7 +15,10 @@ from rollwright.data.layout import deciding_groups, end_of_trajectory
 from rollwright.envs._exchange import check_alive, complete_reset, complete_step
 from rollwright.envs._partial_reset import merge_reset, reset_masks
 from rollwright.envs._specs import EnvSpecs
-from rollwright.errors import EnvError, EnvKeyError, RollwrightError
+from rollwright.errors import EnvError, EnvKeyError, NotNative, RollwrightError
+
+if TYPE_CHECKING:
+    from rollwright.envs.arrays import ArrayEnv
 
 __all__ = ["EnvBase"]
 
@@ -282,6 +285,10 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
                 f"{self}: {call} expected data of batch size {list(self.batch_size)}, got "
                 f"{list(tensordict.batch_size)}. Pass what reset() or step_mdp() returned."
             )
+
+    def _array_form(self) -> ArrayEnv:
+        """The environment on NumPy arrays, see :mod:`rollwright.envs.arrays`; the same state, stepped the other way."""
+        raise NotNative(f"{type(self).__name__} speaks TensorDict")
 
     # The exchange with _reset and _step, checked ---------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from rollwright.envs._serial_arrays import SerialArrays
 from rollwright.envs._workers import (
     SPECS,
     Factories,
@@ -19,6 +20,7 @@ from rollwright.envs._workers import (
     is_ragged,
     stacked_specs,
 )
+from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.errors import EnvError, RollwrightError
 
@@ -98,9 +100,7 @@ class SerialEnv(EnvBase):
         return self._stack(outcomes)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        seed = kwargs.pop("seed", None)
-        if seed is not None:
-            self._seed_envs(seed, False)  # as in set_seed: each environment its own
+        self._seed_for_reset(kwargs)
         rows = [None] * self.num_workers if tensordict is None else tensordict.unbind(0)
         fresh: list[TensorDictBase | None] = []
         for i, (env, row) in enumerate(zip(self._envs, rows, strict=True)):
@@ -110,6 +110,12 @@ class SerialEnv(EnvBase):
                 else:
                     fresh.append(env._begin(None if row is None else _placed(row, env.device), **kwargs))
         return self._stack(self._filled(fresh))
+
+    def _seed_for_reset(self, kwargs: dict[str, Any]) -> None:
+        """Take a seed out of the arguments of a reset, and seed each environment with its own, as ``set_seed``."""
+        seed = kwargs.pop("seed", None)
+        if seed is not None:
+            self._seed_envs(seed, False)
 
     def _is_marked(self, row: TensorDictBase | None) -> bool:
         """Whether a worker has anything to reset: without any mask, or with one that is not all False."""
@@ -139,7 +145,13 @@ class SerialEnv(EnvBase):
         try:
             yield
         except RollwrightError as error:
-            raise _renamed(f"{type(self).__name__}[{worker}]", error) from error
+            raise self._renamed(worker, error) from error
+
+    def _renamed(self, worker: int, error: RollwrightError) -> RollwrightError:
+        return _renamed(f"{type(self).__name__}[{worker}]", error)
+
+    def _array_form(self) -> ArrayEnv:
+        return SerialArrays(self, SerialEnv)
 
     # The environments together ------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -71,18 +71,19 @@ def spec_of(leaves: list[Leaf], batch: Batch) -> Composite:
 
 
 class ReadArray:
-    """A Box or MultiBinary value as a tensor of its own memory."""
+    """A Box or MultiBinary value as an array of its own memory."""
 
     def __init__(self, leaf: Leaf, batch: Batch) -> None:
         self.shape = (*batch, *(leaf.space.shape or ()))
         self.dtype = np.dtype(leaf.space.dtype)
         self.out_dtype = numpy_dtype(_dtype(leaf.spec))
 
-    def __call__(self, value: Any) -> Tensor:
+    def __call__(self, value: Any) -> NDArray[Any]:
         if type(value) is not np.ndarray or value.dtype != self.dtype or value.shape != self.shape:
             value = admit(value, self.dtype, self.shape)
-        # astype copies: environments may write into their arrays later.
-        return torch.from_numpy(value.astype(self.out_dtype, "C"))
+        # A copy: environments may write into their arrays later.
+        copied: NDArray[Any] = value.copy() if self.dtype == self.out_dtype else value.astype(self.out_dtype, "C")
+        return copied
 
 
 def admit(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
@@ -114,7 +115,7 @@ class ReadIndex:
         self.dtype = numpy_dtype(_dtype(leaf.spec))
         self.tables = [np.eye(n, dtype=self.dtype) for n in nvec.flat] if _is_one_hot(leaf.spec) else None
 
-    def __call__(self, value: Any) -> Tensor:
+    def __call__(self, value: Any) -> NDArray[Any]:
         index = np.asarray(value)
         if index.dtype.kind not in "iub" or index.shape != self.shape:
             raise SpecError(
@@ -128,11 +129,11 @@ class ReadIndex:
                 f"{self.start.tolist()}. Correct the value, or change the space."
             )
         if self.tables is None:
-            return torch.from_numpy(np.array(index, self.dtype))
+            return np.array(index, self.dtype)
         if self.nvec.ndim == 0:
-            return torch.from_numpy(self.tables[0][index].copy())
+            return np.array(self.tables[0][index])
         rows = [table[index[..., i]] for i, table in enumerate(self.tables)]
-        return torch.from_numpy(np.concatenate(rows, -1))
+        return np.concatenate(rows, -1)
 
 
 class ReadObject:
@@ -147,19 +148,23 @@ class ReadObject:
 
 
 class ObservationReader:
-    """Raw observations as a nested dictionary of tensors, for ``TensorDict(...)``."""
+    """Raw observations as arrays by key; objects that no array holds become non-tensor data.
+
+    Attributes:
+        entries: key, place in the raw value and converter of each observation.
+    """
 
     def __init__(self, leaves: list[Leaf], batch: Batch) -> None:
         self.entries = [(leaf.key, leaf.path, _reader(leaf, batch)) for leaf in leaves]
 
-    def __call__(self, raw: Any) -> dict[str, Any]:
+    def __call__(self, raw: Any) -> dict[NestedKey, Any]:
         """Convert.
 
         Raises:
             SpecError: an entry has another shape or dtype than its space says.
             KeyError: an entry is missing.
         """
-        out: dict[str, Any] = {}
+        out: dict[NestedKey, Any] = {}
         for key, path, read in self.entries:
             value = raw
             for part in path:
@@ -168,16 +173,9 @@ class ObservationReader:
                 except (KeyError, IndexError, TypeError) as error:
                     raise KeyError(key) from error
             try:
-                converted = read(value)
+                out[key] = read(value)
             except SpecError as error:
                 raise SpecError(f"{key!r} {error}") from error
-            if type(key) is str:
-                out[key] = converted
-            else:
-                place = out
-                for part in key[:-1]:
-                    place = place.setdefault(part, {})
-                place[key[-1]] = converted
         return out
 
 
@@ -238,17 +236,25 @@ class WriteIndex:
         self.dtype = np.dtype(leaf.space.dtype)
         self.one_hot = _is_one_hot(leaf.spec)
         self.as_int = not self.raw_shape
-        self.first = int(self.start) if self.as_int else 0
+        self.first, self.choices = (int(self.start), int(self.nvec)) if self.as_int else (0, 0)
 
     def __call__(self, array: NDArray[Any]) -> Any:
         _check_shape(array, self.shape)
-        if self.as_int and self.one_hot:  # by far the most frequent case, worth its own way
-            (hot,) = array.nonzero()
-            if len(hot) != 1 or array[hot[0]] != 1:
-                raise self._not_one_hot(array)
-            return int(hot[0]) + self.first
+        if self.as_int:  # by far the most frequent case, worth its own way
+            return self._one(array) + self.first
         index = (self._place_of_one(array) if self.one_hot else self._in_range(array)) + self.start
-        return int(index) if self.as_int else index.astype(self.dtype)
+        return index.astype(self.dtype)
+
+    def _one(self, array: NDArray[Any]) -> int:
+        """The index of a single choice, from 0."""
+        if not self.one_hot:
+            if array.dtype.kind in "iub" and 0 <= (index := int(array)) < self.choices:
+                return index
+            return int(self._in_range(array))
+        (hot,) = array.nonzero()
+        if len(hot) != 1 or array[hot[0]] != 1:
+            raise self._not_one_hot(array)
+        return int(hot[0])
 
     def _place_of_one(self, array: NDArray[Any]) -> NDArray[Any]:
         places = []
@@ -286,7 +292,7 @@ class WriteObject:
 
 
 class ActionWriter:
-    """The actions of a TensorDict as a raw value of the action space.
+    """The actions of a step as a raw value of the action space.
 
     Attributes:
         entries: key, place in the raw value and converter of each action.
@@ -296,29 +302,31 @@ class ActionWriter:
         self.space = space
         self.entries = [(leaf.key, leaf.path, _writer(leaf, batch)) for leaf in leaves]
 
-    def __call__(self, tensordict: TensorDictBase) -> Any:
-        """Convert the actions that ``tensordict`` holds.
+    def __call__(self, values: Mapping[Any, Any] | TensorDictBase) -> Any:
+        """Convert the actions among ``values``, tensors or arrays by key.
 
         Raises:
             SpecError: an action that the environment cannot take.
             KeyError: an action is missing.
         """
-        values = {}
+        written = {}
         for key, path, write in self.entries:
-            value = tensordict.get(key, None)
+            value = values.get(key, None)
             if value is None:
                 raise KeyError(key)
-            if isinstance(value, Tensor):
+            if type(value) is np.ndarray:
+                pass
+            elif isinstance(value, Tensor):
                 value = value.detach().cpu().numpy()
             elif isinstance(write, WriteObject):
                 value = value.tolist()  # non-tensor data: the object itself, or a list of them
             else:
                 raise SpecError(f"{key!r} must be a tensor, got {type(value).__name__}.")
             try:
-                values[path] = write(value)
+                written[path] = write(value)
             except SpecError as error:
                 raise SpecError(f"{key!r} {error}") from error
-        return values[()] if () in values else _assemble(self.space, (), values)
+        return written[()] if () in written else _assemble(self.space, (), written)
 
 
 def _assemble(space: Space[Any], path: tuple[Any, ...], values: dict[tuple[Any, ...], Any]) -> Any:

@@ -136,7 +136,7 @@ class InfoReadingEnv(EnvBase):
         super().__init__(**kwargs)
         self.info_dict_reader: list[InfoReader] = []
 
-    def _read_info(self, info: Any, out: TensorDictBase) -> None:
+    def _read_info_into(self, info: Any, out: TensorDictBase) -> None:
         for reader in self.info_dict_reader:
             try:
                 reader(info, out)

@@ -7,31 +7,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-from numpy.typing import NDArray
-from tensordict import TensorDict
 
-from rollwright._keys import leaf_keys
+from rollwright.envs.arrays import Rows, Values
+from rollwright.envs.libs._turns import InTurn
 from rollwright.errors import EnvError
 
 __all__ = ["Readers", "VectorEpisodes"]
 
-Rows = NDArray[np.bool_]
+OUTCOME = ("reward", "done", "terminated", "truncated")
 
 
 class Readers(NamedTuple):
-    """What turns gymnasium's values into data of the whole batch.
+    """What turns gymnasium's values into arrays of the whole batch, by key.
 
     Attributes:
         step: from the five values of a step.
         reset: from the two values of a reset.
         final: observations of a single environment, unbatched.
-        info: writes entries of ``info`` into data.
+        info: what is read from ``info``.
     """
 
-    step: Callable[[Any], TensorDict]
-    reset: Callable[[Any], TensorDict]
-    final: Callable[[Any], TensorDict]
-    info: Callable[[dict[str, Any], TensorDict], None]
+    step: Callable[[Any], Values]
+    reset: Callable[[Any], Values]
+    final: Callable[[Any], Values]
+    info: Callable[[dict[str, Any]], Values]
 
 
 class VectorEpisodes:
@@ -57,6 +56,8 @@ class VectorEpisodes:
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+        if type(env) is SyncVectorEnv:
+            env = InTurn(env)
         self.env = env
         base = env.unwrapped
         mode = env.metadata.get("autoreset_mode")
@@ -65,7 +66,7 @@ class VectorEpisodes:
         # AsyncVectorEnv's workers forget that they were reset unless memory is shared (gymnasium 1.4).
         forgets = isinstance(base, AsyncVectorEnv) and not base.shared_memory
         self.masked = self.mode is AutoresetMode.DISABLED or generic
-        self.seeds_parts = generic
+        self.seeds_parts = generic or isinstance(base, InTurn)
         self._takes_seeds = generic or getattr(base, "takes_seeds", False)  # one for each environment
         if self.mode is None or (self.mode is AutoresetMode.NEXT_STEP and (not generic or forgets)):
             raise ValueError(
@@ -75,32 +76,32 @@ class VectorEpisodes:
                 "autoreset_mode=AutoresetMode.DISABLED, or use GymEnv(name, num_envs=n)."
             )
         self.ended: Rows = np.zeros(env.num_envs, np.bool_)
-        self._last: TensorDict | None = None  # data of the last step, while anything has ended
-        self._fresh: TensorDict | None = None  # first observations of new episodes (SAME_STEP)
+        self._last: Values | None = None  # data of the last step, while anything has ended
+        self._fresh: Values | None = None  # first observations of new episodes (SAME_STEP)
         self._is_fresh: Rows = np.zeros(env.num_envs, np.bool_)
 
-    def step(self, actions: Any, read: Readers) -> TensorDict:
+    def step(self, actions: Any, read: Readers) -> Values:
         """Step all environments; returns the content of ``"next"``, true last observations included."""
         held = self.ended
         if held.any() and self.mode is not AutoresetMode.SAME_STEP:
             self.env.reset(options={"reset_mask": held.copy()})
         values = self.env.step(actions)
         out = read.step(values)
-        now = np.logical_or(values[2], values[3]) & ~held
+        now = out["done"] & ~held
         self._is_fresh = now & (self.mode is AutoresetMode.SAME_STEP)
         if self._is_fresh.any():
-            self._fresh = out.exclude("reward", "done", "terminated", "truncated").clone()
+            self._fresh = {key: value.copy() for key, value in out.items() if key not in OUTCOME}
             self._put_final(out, values[4], now, read)
         if held.any() and self._last is not None:
             _put(out, self._last, held)
             out["reward"][held] = 0.0
         self.ended = held | now
-        self._last = out.clone() if self.ended.any() else None
+        self._last = {key: value.copy() for key, value in out.items()} if self.ended.any() else None
         return out
 
     def reset(
         self, rows: Rows | None, read: Readers, *, seed: list[int | None] | None, options: dict[str, Any] | None
-    ) -> TensorDict:
+    ) -> Values:
         """Begin new episodes.
 
         Args:
@@ -139,7 +140,7 @@ class VectorEpisodes:
         self._is_fresh = self._is_fresh & ~rows
         return out
 
-    def _put_final(self, out: TensorDict, info: dict[str, Any], rows: Rows, read: Readers) -> None:
+    def _put_final(self, out: Values, info: dict[str, Any], rows: Rows, read: Readers) -> None:
         """Write true last observations and infos over those of the new episodes."""
         final = info.get("final_obs") if isinstance(info, dict) else None
         if final is None:
@@ -149,22 +150,21 @@ class VectorEpisodes:
                 "autoreset_mode=AutoresetMode.DISABLED."
             )
         if isinstance(info.get("final_info"), dict):
-            infos = out.empty()
-            read.info(info["final_info"], infos)
-            _put(out, infos, rows)
+            _put(out, read.info(info["final_info"]), rows)
         for i in np.flatnonzero(rows).tolist():
-            last = read.final(_row(final, i))
-            for key in leaf_keys(last):
-                out.get(key)[i] = last.get(key)
+            for key, value in read.final(_row(final, i)).items():
+                out[key][i] = value
 
 
-def _put(target: TensorDict, source: TensorDict, rows: Rows) -> None:
+def _put(target: Values, source: Values, rows: Rows) -> None:
     """Write marked rows of ``source`` into ``target``, entry by entry of ``target``."""
-    indices = np.flatnonzero(rows).tolist()
-    for key in leaf_keys(source):
-        entry, value = target.get(key, None), source.get(key)
-        for i in indices if entry is not None else ():
-            entry[i] = value[i]
+    for key, value in source.items():
+        entry = target.get(key)
+        if isinstance(entry, np.ndarray):
+            entry[rows] = value[rows]
+        elif entry is not None:  # a stack of objects
+            for i in np.flatnonzero(rows).tolist():
+                entry[i] = value[i]
 
 
 def _row(values: Any, i: int) -> Any:

@@ -8,11 +8,11 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
-from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
-from rollwright._keys import key_str
+from rollwright._keys import as_tuple, key_str, leaf_keys, unravel
 from rollwright.data.specs import Categorical, Unbounded
+from rollwright.envs.arrays import ArrayEnv, Rows, Values
 from rollwright.envs.libs._codecs import ActionWriter, ObservationReader, leaves_of, spec_of
 from rollwright.envs.libs._info import BaseInfoDictReader, InfoReadingEnv, default_info_dict_reader
 from rollwright.envs.libs._make import decorate, make
@@ -31,7 +31,9 @@ __all__ = [
 
 Seeds = list[int | None]
 
-RESERVED = ("reward", "done", "terminated", "truncated", "next", "_reset")
+COLUMNS = ("reward", "done", "terminated", "truncated")
+RESERVED = (*COLUMNS, "next", "_reset")
+_PLAIN = (float, bool, np.floating, np.bool_)  # what a single environment returns as a rule
 
 
 class GymWrapper(InfoReadingEnv):
@@ -145,25 +147,33 @@ class GymWrapper(InfoReadingEnv):
     # Stepping ---------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        action = self._raw_action(tensordict)
+        return self._as_tensordict(self._step_values(tensordict))
+
+    def _step_values(self, given: TensorDictBase | Values) -> Values:
+        """Act, by the actions among ``given``; the content of ``"next"`` as arrays."""
+        action = self._raw_action(given)
         if self._episodes is not None:
             return self._episodes.step(action, self._readers)
         return self._read_step(self._env.step(action))
 
-    def _raw_action(self, tensordict: TensorDictBase) -> Any:
+    def _raw_action(self, given: TensorDictBase | Values) -> Any:
         try:
-            return self._act(tensordict)
+            return self._act(given)
         except SpecError as error:
             raise EnvError(f"{self}: action {error}") from error
         except KeyError as error:
             raise EnvKeyError(
                 f"{self}: step found no {error.args[0]!r} in the data, which has "
-                f"{key_str(tensordict.keys())}. Let the policy write it, or call env.rand_action(data)."
+                f"{key_str(given.keys())}. Let the policy write it, or call env.rand_action(data)."
             ) from error
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
         rows = None if mask is None else mask.reshape(-1).cpu().numpy()
+        return self._as_tensordict(self._reset_values(rows, **kwargs))
+
+    def _reset_values(self, rows: Rows | None, **kwargs: Any) -> Values:
+        """Begin anew where ``rows`` marks; first observations as arrays."""
         seeds = self._seeds_for(rows, kwargs.pop("seed", None))
         if self._episodes is not None:
             options = kwargs.pop("options", None)
@@ -188,7 +198,7 @@ class GymWrapper(InfoReadingEnv):
         self._seeds = [seed if static_seed else seed + i for i in range(self.numel())]
         return self._seeds[-1]
 
-    def _seeds_for(self, rows: NDArray[np.bool_] | None, given: int | Seeds | None) -> Seeds | None:
+    def _seeds_for(self, rows: Rows | None, given: int | Seeds | None) -> Seeds | None:
         """The seeds of a reset: those given, else those that ``set_seed`` left for the environments reset."""
         seeds, self._seeds = self._seeds, None
         if given is not None:
@@ -209,36 +219,58 @@ class GymWrapper(InfoReadingEnv):
     def _readers(self) -> Readers:
         return Readers(self._read_step, self._read_reset, self._read_final, self._read_info)
 
-    def _read_step(self, values: Any) -> TensorDict:
+    def _read_step(self, values: Any) -> Values:
         if not isinstance(values, (tuple, list)) or len(values) != 5:
             raise EnvError(
                 f"{self}: step must return (observation, reward, terminated, truncated, info), got "
                 f"{_described(values)}. Environments of the old gym API need shimmy's GymV26CompatibilityV0."
             )
         observation, reward, terminated, truncated, info = values
-        entries = self._converted(self._observe, observation, "step")
-        entries["reward"] = torch.from_numpy(self._column("reward", reward, np.float32))
-        ended = self._column("terminated", terminated, np.bool_)
-        cut = self._column("truncated", truncated, np.bool_)
-        entries["terminated"] = torch.from_numpy(ended)
-        entries["truncated"] = torch.from_numpy(cut)
-        entries["done"] = torch.from_numpy(ended | cut)
-        out = TensorDict(entries, batch_size=self.batch_size, device=self.device)
-        self._read_info(info, out)
+        out = self._converted(self._observe, observation, "step")
+        if type(terminated) is not bool or type(truncated) is not bool or self._episodes is not None:
+            terminated = self._column("terminated", terminated, np.bool_)
+            truncated = self._column("truncated", truncated, np.bool_)
+        out["reward"] = self._column("reward", reward, np.float32)
+        out["terminated"], out["truncated"], out["done"] = terminated, truncated, terminated | truncated
+        if self.info_dict_reader:
+            out.update(self._read_info(info, out))
         return out
 
-    def _read_reset(self, values: Any) -> TensorDict:
+    def _read_reset(self, values: Any) -> Values:
         if not isinstance(values, (tuple, list)) or len(values) != 2:
             raise EnvError(f"{self}: reset must return (observation, info), got {_described(values)}.")
-        entries = self._converted(self._observe, values[0], "reset")
-        out = TensorDict(entries, batch_size=self.batch_size, device=self.device)
-        self._read_info(values[1], out)
+        out = self._converted(self._observe, values[0], "reset")
+        if self.info_dict_reader:
+            out.update(self._read_info(values[1], out))
         return out
 
-    def _read_final(self, observation: Any) -> TensorDict:
-        return TensorDict(self._converted(self._observe_one, observation, "step"), device=self.device)
+    def _read_final(self, observation: Any) -> Values:
+        return self._converted(self._observe_one, observation, "step")
 
-    def _converted(self, read: ObservationReader, observation: Any, call: str) -> dict[str, Any]:
+    def _read_info(self, info: Any, before: Values | None = None) -> Values:
+        """What the readers make of ``info``, and of the entries read ``before``, where they change those."""
+        if not self.info_dict_reader:
+            return {}
+        data = self._as_tensordict(before or {})
+        given = {key: data.get(key) for key in leaf_keys(data)}
+        self._read_info_into(info, data)
+        new = {unravel(key): data.get(key) for key in leaf_keys(data)}
+        return {key: _as_value(value) for key, value in new.items() if given.get(key) is not value}
+
+    def _as_tensordict(self, values: Values) -> TensorDict:
+        """The data that arrays by key stand for."""
+        nested: dict[str, Any] = {}
+        for key, value in values.items():
+            if key in COLUMNS:
+                value = np.asarray(value).reshape(*self.batch_size, 1)
+            *path, name = as_tuple(key)
+            place = nested
+            for part in path:
+                place = place.setdefault(part, {})
+            place[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        return TensorDict(nested, batch_size=self.batch_size, device=self.device)
+
+    def _converted(self, read: ObservationReader, observation: Any, call: str) -> Values:
         try:
             return read(observation)
         except SpecError as error:
@@ -249,13 +281,20 @@ class GymWrapper(InfoReadingEnv):
                 "Return the entry, or take it out of the space."
             ) from error
 
-    def _column(self, name: str, value: Any, dtype: type[np.generic]) -> NDArray[Any]:
-        """Rewards or flags as a new array ``[*batch, 1]``."""
+    def _column(self, name: str, value: Any, dtype: type[np.generic]) -> Any:
+        """Rewards or flags: a new array ``[*batch]``, or a number of a single environment."""
+        if self._episodes is None and isinstance(value, _PLAIN):
+            return dtype(value)
         array = np.asarray(value)
         if array.size != self.numel() or array.dtype.kind not in "biuf":
             expected = "a number" if not self.batch_size else f"{self.numel()} numbers"
             raise EnvError(f"{self}: step returned {name!r} = {value!r}, expected {expected}. Return it so.")
-        return array.astype(dtype).reshape(*self.batch_size, 1)
+        return array.astype(dtype).reshape(self.batch_size)[()]
+
+    def _array_form(self) -> ArrayEnv:
+        from rollwright.envs.libs._gym_arrays import GymArrays
+
+        return GymArrays(self, GymWrapper)
 
     # The object itself ------------------------------------------------------------------------
 
@@ -335,3 +374,7 @@ class GymEnv(GymWrapper):
 
 def _described(values: Any) -> str:
     return f"{len(values)} values" if isinstance(values, (tuple, list)) else type(values).__name__
+
+
+def _as_value(value: Any) -> Any:
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value

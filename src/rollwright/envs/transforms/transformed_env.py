@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import leaf_keys
 from rollwright.data.specs import Composite, TensorSpec
+from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.compose import Compose, TransformLike
@@ -156,6 +157,11 @@ class TransformedEnv(EnvBase):
             given = tensordict.select(*base.reset_keys, *base.state_keys, strict=False)
         fresh = base._begin(given, **kwargs)
         return self.transform._reset(fresh.empty() if tensordict is None else tensordict, fresh)
+
+    def _array_form(self) -> ArrayEnv:
+        from rollwright.envs.transforms.arrays import TransformedArrays
+
+        return TransformedArrays(self)
 
     @property
     def _inverts(self) -> bool:

@@ -1,0 +1,175 @@
+"""PlainPath: TensorDict in, TensorDict out, for any environment and any policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._keys import as_tuple, unravel
+from rollwright.collectors import _plan
+from rollwright.collectors._path import Path
+from rollwright.collectors.devices import Devices
+from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.recording import Recorder
+from rollwright.collectors.trajectories import TrajectoryPool, renew
+from rollwright.data.compact import BoundaryKeeper
+from rollwright.data.layout import end_of_trajectory
+from rollwright.data.memory import MemoryPool
+from rollwright.envs.base import EnvBase
+from rollwright.modules.signature import Call
+
+__all__ = ["PlainPath"]
+
+IDS = ("collector", "traj_ids")
+
+
+class PlainPath(Path):
+    """Steps an environment and a policy that speak TensorDict.
+
+    Args:
+        env: the environment.
+        policy: of the collector; what it reads decides which old actions it may see.
+        call: calls it.
+        fresh_outputs: whether its outputs are new tensors at each call.
+        options: of the collector.
+        devices: of the collector.
+        syncs: what to call after a copy to the policy, and after one to the environment.
+        steps: T.
+        pool: hands out trajectory ids.
+        memory: lends the memory of batches.
+        version: tells the version of the weights that act.
+        how: why this path was taken.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: Any,
+        call: Call,
+        *,
+        fresh_outputs: bool,
+        options: CollectorOptions,
+        devices: Devices,
+        syncs: tuple[Callable[[], None], Callable[[], None]],
+        steps: int,
+        pool: TrajectoryPool,
+        memory: MemoryPool,
+        version: Callable[[], int],
+        how: Mapping[str, str],
+    ) -> None:
+        self.how = dict(how)
+        self._env, self._pool, self._device = env, pool, devices.storing
+        self._has_no_device = devices.carrier_has_none
+        self._renews = options.track_traj_ids and options.reset_when_done
+        self._carrier: TensorDictBase | None = None
+
+        check = _plan.action_check(env)
+        act = _plan.build_act(
+            call,
+            _plan.mover(devices.policy if devices.cast_to_policy else None, syncs[0]),
+            check,
+            fresh_outputs=fresh_outputs,
+            stale=_plan.stale_actions(env, policy),
+        )
+        random = _plan.build_act(env.rand_action, lambda td: td, check, fresh_outputs=True)
+        step = _plan.build_step(
+            env,
+            _plan.mover(devices.env if devices.cast_to_env else None, syncs[1]),
+            reset_when_done=options.reset_when_done,
+            carrier_has_no_device=self._has_no_device,
+        )
+        if options.track_policy_version:
+            act, random = (_plan.tag_act(stage, version, env.batch_size) for stage in (act, random))
+            step = _plan.tag_step(step)
+        self._policy, self._random, self._step = act, random, step
+        self._acting = act
+        repeated = _plan.next_keys(env) if options.compact_obs else []
+        self._keeper = BoundaryKeeper(repeated, env.batch_size, devices.storing) if options.compact_obs else None
+        self._recorder = Recorder(
+            steps,
+            devices.storing,
+            dropped={unravel(("next", *as_tuple(key))) for key in repeated},
+            use_blocks=True if options.return_same_td else options.use_buffers,
+            reuse=options.return_same_td,
+            pool=memory,
+        )
+
+    # The carrier ------------------------------------------------------------------------------
+
+    @property
+    def started(self) -> bool:
+        """See :attr:`Path.started`."""
+        return self._carrier is not None
+
+    @property
+    def carrier(self) -> TensorDictBase | None:
+        """See :attr:`Path.carrier`."""
+        return self._carrier
+
+    @carrier.setter
+    def carrier(self, carrier: TensorDictBase | None) -> None:
+        self._carrier = carrier
+
+    def reset(self, **kwargs: Any) -> None:
+        """See :meth:`Path.reset`."""
+        self._carrier = self._prepared(self._env.reset(**kwargs))
+
+    def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
+        """See :meth:`Path.reset_some`."""
+        carrier = cast(TensorDictBase, self._carrier)
+        for group in self._env._done_groups:
+            flags = carrier.get(group.done)
+            mask = marked.reshape(marked.shape + (1,) * (flags.ndim - marked.ndim)).expand(flags.shape)
+            carrier.set(group.reset, mask.to(flags.device).clone())
+        self._carrier = self._prepared(self._env.reset(carrier, **kwargs))
+
+    def _prepared(self, carrier: TensorDictBase) -> TensorDictBase:
+        return carrier.clear_device_() if self._has_no_device else carrier
+
+    def set_ids(self, ids: torch.Tensor) -> None:
+        """See :meth:`Path.set_ids`."""
+        cast(TensorDictBase, self._carrier).set(IDS, ids)
+
+    def renew_ids(self, ended: torch.Tensor) -> None:
+        """See :meth:`Path.renew_ids`."""
+        carrier = cast(TensorDictBase, self._carrier)
+        ids = carrier.get(IDS)
+        fresh = renew(ids, ended, self._pool)
+        if fresh is not ids:
+            carrier.set("collector", carrier.get("collector").copy().set("traj_ids", fresh))
+
+    # A rollout ----------------------------------------------------------------------------------------
+
+    def begin(self, *, random: bool) -> None:
+        """See :meth:`Path.begin`."""
+        self._acting = self._random if random else self._policy
+        if self._keeper is not None:
+            self._keeper.begin()
+
+    def act(self, t: int) -> None:
+        """See :meth:`Path.act`."""
+        self._carrier = self._acting(cast(TensorDictBase, self._carrier))
+
+    def step(self, t: int) -> None:
+        """See :meth:`Path.step`."""
+        self._frame, self._carrier = self._step(cast(TensorDictBase, self._carrier))
+
+    def record(self, t: int) -> None:
+        """See :meth:`Path.record`."""
+        self._recorder.write(t, self._frame)
+        self._ended = end_of_trajectory(self._frame.get("next"), self._env._done_groups, self._env.ndim)
+        if self._renews:
+            self.renew_ids(self._ended)
+        if self._keeper is not None:
+            self._keeper.keep(t, self._frame.get("next"), self._ended)
+
+    def finish(self, steps: int) -> TensorDictBase:
+        """See :meth:`Path.finish`."""
+        batch = self._recorder.finish(steps)
+        if self._keeper is None:
+            return batch
+        self._keeper.keep(steps - 1, self._frame.get("next"), ~self._ended)  # no root repeats them in this batch
+        return self._keeper.finish(batch)

@@ -1,0 +1,256 @@
+"""What a collector is between two batches, saved and put back, so that the next batch has the bits it would have."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from rollwright._keys import key_str
+from rollwright.collectors.devices import module_device
+from rollwright.envs._checkpoint import load_env, save_env
+from rollwright.envs._snapshot import dump
+from rollwright.envs._snapshot import load as undump
+from rollwright.modules import RandomPolicy
+
+if TYPE_CHECKING:
+    from rollwright.collectors._core import RolloutCore
+
+__all__ = ["load", "save"]
+
+IDS, VERSION = ("collector", "traj_ids"), "policy_version"
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+
+
+def save(core: RolloutCore) -> OrderedDict[str, Any]:
+    """The state of a collector between two batches: tensors, numbers, strings, and dictionaries and lists of them.
+
+    Nothing of it changes when the collector goes on, except for the weights, which are those that act.
+    """
+    checkpoint = save_env(core.env)
+    trajectories, objects = (None, []) if checkpoint.unsaved else _trajectories(core)
+    state: OrderedDict[str, Any] = OrderedDict()
+    if isinstance(core.policy, nn.Module):
+        state["policy_state_dict"] = core.policy.state_dict()
+    state["env_state_dict"] = core.env.state_dict()
+    state.update(frames=core._frames, iter=core._iter, policy_version=core._policy_version)
+    state["traj_pool"] = core._traj_pool.state_dict()
+    state["env_checkpoint"] = checkpoint.state
+    state["trajectories"] = trajectories
+    state["first_reset"] = None if core._first_reset is None else core._first_reset.state_dict()
+    state["episodes"] = core._episodes.state_dict()
+    state["streams"] = _streams(core)
+    state["unsaved"] = [*checkpoint.unsaved, *objects, *_kept_by_policy(core.policy)]
+    return state
+
+
+def load(core: RolloutCore, state: Mapping[str, Any], **kwargs: Any) -> None:
+    """Put back what :func:`save` saved.
+
+    Args:
+        core: a collector of the same make.
+        state: of :func:`save`; what it lacks begins anew.
+        **kwargs: go to ``load_state_dict`` of policy and environment.
+    """
+    if "env_state_dict" not in state:
+        raise KeyError(f"state_dict: expected 'env_state_dict' among its entries, got {sorted(state)}.")
+    # Frames that this collector has delivered may have the saved ids, on other trajectories.
+    ids_are_free = not core._stepped or _is_there(core, state)
+    core._path.carrier = core._fresh_ids = None
+    if "policy_state_dict" in state and isinstance(core.policy, nn.Module):
+        core.policy.load_state_dict(state["policy_state_dict"], **kwargs)
+    core.env.load_state_dict(state["env_state_dict"], **kwargs)
+    core._frames = int(state.get("frames", 0))
+    core._iter = int(state.get("iter", 0))
+    core._policy_version = int(state.get("policy_version", 0))
+    if "traj_pool" in state:
+        core._traj_pool.load_state_dict(state["traj_pool"])
+    goes_on = _load_env(core, state) and state["trajectories"] is not None
+    if "episodes" in state:
+        core._episodes.load_state_dict(state["episodes"], goes_on=goes_on)
+    if goes_on:
+        _load_trajectories(core, state["trajectories"], ids_are_free)
+        if core._first_reset is not None:
+            core._first_reset = core._first_reset.load_state_dict(state["first_reset"])
+    if "streams" in state:
+        _load_streams(state["streams"])
+
+
+def _is_there(core: RolloutCore, state: Mapping[str, Any]) -> bool:
+    """Whether the collector stands where the state was saved, and has delivered nothing that it does not know of."""
+    if core._frames != state.get("frames") or core._traj_pool.state_dict() != state.get("traj_pool"):
+        return False
+    return _equal(_trajectories(core)[0], state.get("trajectories"))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.device == other.device and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _load_env(core: RolloutCore, state: Mapping[str, Any]) -> bool:
+    """Put the environment back; False where it begins anew."""
+    if "env_checkpoint" not in state:
+        return False
+    try:
+        load_env(core.env, state["env_checkpoint"])
+    except ValueError as error:
+        warnings.warn(
+            f"load_state_dict: the environment begins anew, with new trajectory ids. {error}", UserWarning, stacklevel=4
+        )
+        return False
+    return True
+
+
+# Trajectories under way -------------------------------------------------------------------------------
+
+
+def _trajectories(core: RolloutCore) -> tuple[dict[str, Any] | None, list[str]]:
+    """The carrier and what belongs to it; or None, and why it cannot be saved."""
+    try:
+        carrier = _carrier_state(core._path.carrier)
+    except Exception as error:
+        return None, [f"objects in the carrier: cannot be pickled: {type(error).__name__}: {error}"]
+    fresh = core._fresh_ids
+    found = {
+        "carrier": carrier,
+        "anew": torch.from_numpy(core._anew.copy()),
+        "fresh_ids": None if fresh is None else fresh.clone(),
+    }
+    return found, []
+
+
+def _load_trajectories(core: RolloutCore, saved: Mapping[str, Any], ids_are_free: bool) -> None:
+    core._anew[:] = saved["anew"].numpy()
+    fresh, tracks = saved["fresh_ids"], core.options.track_traj_ids
+    carrier = _carrier(saved["carrier"])
+    if carrier is None:
+        core._fresh_ids = fresh.clone() if fresh is not None and ids_are_free else None
+        return
+    device = None if core._carrier_has_no_device else core.env.device
+    carrier = carrier if device is None else carrier.to(device)
+    ids = carrier.get(IDS, None)
+    ids = None if ids is None else ids.cpu()
+    unasked = [*([] if tracks else ["collector"]), *([] if core.options.track_policy_version else [VERSION])]
+    core._path.carrier = carrier.exclude(*unasked)
+    if ids is None or not ids_are_free:
+        ids = core._traj_pool.get_traj_and_increment(core.env.numel()).reshape(core.env.batch_size)
+    if tracks:
+        core._path.set_ids(ids)
+    core._fresh_ids = None if fresh is None else ids
+
+
+def _carrier_state(carrier: TensorDictBase | None) -> dict[str, Any] | None:
+    if carrier is None:
+        return None
+    if all(_is_plain(node) for node in (carrier, *carrier.values(True, False))):
+        return _node_state(carrier)
+    return {"pickled": torch.frombuffer(bytearray(dump(carrier, {}, set())), dtype=torch.uint8)}
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is TensorDict or type(value) is torch.Tensor
+
+
+def _node_state(td: Any) -> dict[str, Any]:
+    entries = {key: value.clone() if _is_leaf(value) else _node_state(value) for key, value in td.items()}
+    return {"batch_size": list(td.batch_size), "entries": entries}
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _carrier(saved: Mapping[str, Any] | None) -> TensorDictBase | None:
+    if saved is None:
+        return None
+    if "pickled" in saved:
+        carrier: TensorDictBase = undump(saved["pickled"].cpu().numpy().tobytes(), {})
+        return carrier
+    return _node(saved)
+
+
+def _node(saved: Mapping[str, Any]) -> TensorDict:
+    entries = saved["entries"].items()
+    return TensorDict(
+        {key: value.clone() if _is_leaf(value) else _node(value) for key, value in entries}, saved["batch_size"]
+    )
+
+
+# Random numbers -----------------------------------------------------------------------------------------
+
+
+def _streams(core: RolloutCore) -> dict[str, Any]:
+    """The states of the global generators: torch's, those of the CUDA devices in use, NumPy's and Python's."""
+    devices = {core.policy_device, core.env_device, core.storing_device, module_device(core.policy)}
+    used = sorted({_index(device) for device in devices if device is not None and device.type == "cuda"})
+    version, numbers, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": {index: torch.cuda.get_rng_state(index) for index in used},
+        "numpy": _as_tensors(np.random.get_state(legacy=False)),
+        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+    }
+
+
+def _load_streams(saved: Mapping[str, Any]) -> None:
+    torch.set_rng_state(saved["torch"].cpu())
+    for index, stream in saved["cuda"].items():
+        if index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(stream.cpu(), index)
+    np.random.set_state(_as_arrays(saved["numpy"]))
+    python = saved["python"]
+    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _as_tensors(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _as_tensors(value) for key, value in state.items()}
+    return torch.from_numpy(state.astype(np.int64)) if isinstance(state, np.ndarray) else state
+
+
+def _as_arrays(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _as_arrays(value) for key, value in state.items()}
+    return state.cpu().numpy() if isinstance(state, torch.Tensor) else state
+
+
+# What a policy keeps to itself ------------------------------------------------------------------------------
+
+
+def _kept_by_policy(policy: Any) -> list[str]:
+    """What a policy has beside its ``state_dict()`` that its actions may depend on, one line."""
+    if isinstance(policy, nn.Module):
+        names = list(_generators(policy))
+        held, remedy = "which state_dict() leaves out", "Return their states from get_extra_state()"
+    else:
+        owner = getattr(policy, "__self__", policy)  # of a bound method
+        stateless = isinstance(owner, (RandomPolicy, FunctionType, BuiltinFunctionType))
+        names = [] if stateless else list(getattr(owner, "__dict__", ()))
+        held, remedy = "and is no nn.Module", "Make it an nn.Module if they change"
+    if not names:
+        return []
+    return [f"policy ({type(policy).__name__}): it has {key_str(names)}, {held}. {remedy}"]
+
+
+def _generators(policy: nn.Module) -> Iterator[str]:
+    for path, part in policy.named_modules():
+        if type(part).get_extra_state is nn.Module.get_extra_state:
+            for name, value in vars(part).items():
+                if isinstance(value, GENERATORS):
+                    yield f"{path}.{name}" if path else name

@@ -1,0 +1,75 @@
+"""Flat policies: a policy as a short list of calls on tensors, or as a compiled program, on plain arrays.
+
+What runs here gives the bits of the plain path (TensorDict in, TensorDict out) and draws the same random numbers.
+Whether a policy can is decided by what it is made of; :class:`NotFlat` says why not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from tensordict.nn import InteractionType, TensorDictModuleBase
+
+from rollwright._keys import NestedKey
+from rollwright.collectors.flat.base import FlatPolicy, NotFlat, TensorPolicy
+from rollwright.collectors.flat.compiling import compile_flat
+from rollwright.collectors.flat.program import CalledModule, Program, RandomActions, parameters_of
+from rollwright.collectors.flat.staging import Staged
+from rollwright.modules import RandomPolicy
+from rollwright.modules.signature import SignaturePolicy
+
+__all__ = ["FlatPolicy", "NotFlat", "compile_flat", "flatten"]
+
+
+def flatten(
+    policy: Any,
+    *,
+    exploration_type: InteractionType,
+    batch_shape: tuple[int, ...],
+    available: Collection[NestedKey],
+) -> FlatPolicy:
+    """The policy as calls on tensors.
+
+    Args:
+        policy: what the plain path calls.
+        exploration_type: how distributions give a value. Calls must run under it.
+        batch_shape: of the environment's entries.
+        available: entries that the root has at each step, all tensors.
+
+    Raises:
+        NotFlat: it must take the plain path; the message says why.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> from tensordict.nn import TensorDictModule
+        >>> policy = TensorDictModule(torch.nn.Tanh(), in_keys=["observation"], out_keys=["action"])
+        >>> flat = flatten(
+        ...     policy, exploration_type=InteractionType.RANDOM, batch_shape=(), available=["observation"]
+        ... )
+        >>> flat.start(1)
+        >>> flat.in_keys, flat.out_keys, flat(np.zeros(2, np.float32))
+        (['observation'], ['action'], [array([0., 0.], dtype=float32)])
+    """
+    flat = _flatten(policy, exploration_type, tuple(batch_shape), available)
+    devices = {tensor.device for tensor in parameters_of(policy)}
+    if len(devices) > 1:
+        raise NotFlat("its parameters lie on several devices")
+    for device in devices:
+        if device.type == "cuda":
+            return Staged(flat, device)
+        if device.type != "cpu":
+            raise NotFlat(f"its parameters lie on {device}")
+    return flat
+
+
+def _flatten(
+    policy: Any, exploration_type: InteractionType, batch_shape: tuple[int, ...], available: Collection[NestedKey]
+) -> TensorPolicy:
+    if type(policy) is RandomPolicy:
+        return RandomActions(policy, batch_shape)
+    if type(policy) is SignaturePolicy:
+        return CalledModule(policy, batch_shape, available)
+    if isinstance(policy, TensorDictModuleBase):
+        return Program(policy, exploration_type, batch_shape, available)
+    raise NotFlat(f"{type(policy).__name__} is no TensorDict module")

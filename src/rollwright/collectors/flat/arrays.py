@@ -1,0 +1,302 @@
+"""Layers and distributions as NumPy calls on fixed memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict.nn import AddStateIndependentNormalScale, NormalParamExtractor, biased_softplus, mappings
+from torch import nn
+from torch.nn import functional as F
+
+from rollwright.collectors.flat.base import NotFlat
+from rollwright.collectors.flat.draws import CategoricalDraw, NormalDraw
+from rollwright.collectors.flat.layers import Layer
+
+__all__ = ["Emitter"]
+
+Array = np.ndarray
+_HALF_LOG_TAU = math.log(math.sqrt(2 * math.pi))
+_FEW = 4  # outcomes up to which a pairwise logaddexp beats exp, sum and log
+
+
+class Emitter:
+    """Collects calls that are bound to their memory: running the program is running ``calls``, one after another.
+
+    Attributes:
+        calls: take no arguments, and write into memory that stays the same.
+        parameters: what the calls read in place, as dictionaries and names.
+        noise: gives the next row of random numbers.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], Any]] = []
+        self.parameters: list[tuple[Mapping[str, torch.Tensor | None], str]] = []
+        self.noise: Iterator[Array] = iter(())
+
+    def new(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for one value."""
+        return np.empty(shape, dtype)
+
+    def put(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """Append a call."""
+        self.calls.append(partial(function, *arguments, **options))
+
+    def to(self, function: Callable[..., Any], *arguments: Any, like: Array) -> Array:
+        """Append a call that writes into new memory of the shape of ``like``, which is returned."""
+        out = np.empty_like(like, order="C")
+        self.put(function, *arguments, out=out)
+        return out
+
+    def parameter(self, module: nn.Module, name: str, dtype: Any) -> Array | None:
+        """A view of the memory of a parameter or buffer; None if the module has none.
+
+        Raises:
+            NotFlat: it is of another dtype than the data.
+        """
+        owner = module._parameters if name in module._parameters else module._buffers
+        self.parameters.append((owner, name))
+        tensor = owner[name]
+        if tensor is None:
+            return None
+        array: Array = tensor.detach().numpy()
+        if array.dtype != dtype:
+            raise NotFlat(f"a parameter is {array.dtype} and the data are {dtype}")
+        return array
+
+    def places(self) -> list[Any]:
+        """Where the parameters lie now; as long as that is the same, so is the program."""
+        tensors = [owner[name] for owner, name in self.parameters]
+        return [tensor if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors]
+
+    def layer(self, layer: Layer, x: Array) -> tuple[Array, ...]:
+        """Append the calls of one layer on ``x``; its results.
+
+        Raises:
+            NotFlat: the layer is not known here.
+        """
+        emit = _LAYERS.get(type(layer.module))
+        if emit is None or layer.outputs is None:
+            raise NotFlat(f"{type(layer.module).__name__} is not known in NumPy")
+        if x.dtype not in (np.float32, np.float64):
+            raise NotFlat(f"{type(layer.module).__name__} reads {x.dtype}")
+        result = emit(self, layer.module, x)
+        return result if isinstance(result, tuple) else (result,)
+
+    # Distributions ----------------------------------------------------------------------------
+
+    def categorical(self, draw: CategoricalDraw, logits: Array) -> list[Array]:
+        """Append a draw (or the mode) of a categorical distribution; the action, and the log-prob where asked for."""
+        if draw.parameter != "logits":
+            raise NotFlat("a Categorical of probabilities")
+        index = self.new(logits.shape[:-1], np.int64)
+        if draw.random:
+            # exp(logits) / noise is largest where logits - log(noise) is; the noise comes as -log(noise).
+            raced, add = np.empty_like(logits), np.add
+            self.calls.append(lambda: add(logits, next(self.noise), raced))
+            self.put(raced.argmax, -1, index)
+        else:
+            self.put(logits.argmax, -1, index)
+        action = index
+        if draw.one_hot:
+            action = self.to(np.equal, np.arange(logits.shape[-1]), index[..., None], like=logits)
+        if len(draw.writes) == 1:
+            return [action]
+        return [action, self._score(logits, index)]
+
+    def _score(self, logits: Array, index: Array) -> Array:
+        """The normalised logit at ``index``."""
+        place = index
+        if index.ndim:
+            starts = np.arange(index.size).reshape(index.shape) * logits.shape[-1]
+            place = self.to(np.add, index, starts, like=index)
+        chosen = self.new(index.shape, logits.dtype)
+        self.put(logits.reshape(-1).take, place, None, chosen, "clip")
+        return self.to(np.subtract, chosen, self.log_sum(logits)[..., 0], like=chosen)
+
+    def log_sum(self, x: Array) -> Array:
+        """``log(sum(exp(x)))`` over the last dimension, which is kept."""
+        total = self.new((*x.shape[:-1], 1), x.dtype)
+        if 2 <= x.shape[-1] <= _FEW:
+            first, *others = (x[..., i] for i in range(x.shape[-1]))
+            for other in others:
+                self.put(np.logaddexp, first, other, total[..., 0])
+                first = total[..., 0]
+            return total
+        top = self.new(total.shape, x.dtype)
+        self.put(np.maximum.reduce, x, -1, None, top, True)
+        powers = self.to(np.subtract, x, top, like=x)
+        self.put(np.exp, powers, powers)
+        self.put(np.add.reduce, powers, -1, None, total, True)
+        self.put(np.log, total, total)
+        self.put(np.add, total, top, total)
+        return total
+
+    def normal(self, draw: NormalDraw, loc: Array, scale: Array) -> list[Array]:
+        """Append a draw (or the mean) of a normal distribution; the value, and the log-prob where asked for."""
+        shape = np.broadcast_shapes(loc.shape, scale.shape)
+        z = np.zeros(shape, loc.dtype)
+        value = np.empty_like(z)
+        if draw.random:
+            copy = np.copyto
+            self.calls.append(lambda: copy(z, next(self.noise)))
+        self.put(np.multiply, z, scale, value)
+        self.put(np.add, loc, value, value)
+        if len(draw.writes) == 1:
+            return [value]
+        score = self.to(np.multiply, z, z, like=z)
+        self.put(np.multiply, score, -0.5, score)
+        self.put(np.subtract, score, self.to(np.log, scale, like=scale), score)
+        self.put(np.subtract, score, _HALF_LOG_TAU, score)
+        return [value, score]
+
+
+def _linear(emitter: Emitter, module: nn.Linear, x: Array) -> Array:
+    weight, bias = emitter.parameter(module, "weight", x.dtype), emitter.parameter(module, "bias", x.dtype)
+    if weight is None:
+        raise NotFlat("a Linear has no weight")
+    out = emitter.new((*x.shape[:-1], len(weight)), x.dtype)
+    if x.ndim == 1:
+        emitter.put(np.dot, weight, x, out)
+    else:
+        emitter.put(np.dot, x.reshape(-1, x.shape[-1]), weight.T, out.reshape(-1, len(weight)))
+    if bias is not None:
+        emitter.put(np.add, out, bias, out)
+    return out
+
+
+def _layer_norm(emitter: Emitter, module: nn.LayerNorm, x: Array) -> Array:
+    if len(module.normalized_shape) != 1:
+        raise NotFlat("LayerNorm over several dimensions is not known in NumPy")
+    mean, variance = emitter.new((*x.shape[:-1], 1), x.dtype), emitter.new((*x.shape[:-1], 1), x.dtype)
+    emitter.put(np.add.reduce, x, -1, None, mean, True)
+    emitter.put(np.divide, mean, x.shape[-1], mean)
+    out = emitter.to(np.subtract, x, mean, like=x)
+    emitter.put(np.add.reduce, emitter.to(np.multiply, out, out, like=x), -1, None, variance, True)
+    emitter.put(np.divide, variance, x.shape[-1], variance)
+    emitter.put(np.add, variance, module.eps, variance)
+    emitter.put(np.sqrt, variance, variance)
+    emitter.put(np.divide, out, variance, out)
+    weight, bias = emitter.parameter(module, "weight", x.dtype), emitter.parameter(module, "bias", x.dtype)
+    if weight is not None:
+        emitter.put(np.multiply, out, weight, out)
+    if bias is not None:
+        emitter.put(np.add, out, bias, out)
+    return out
+
+
+def _elu(emitter: Emitter, module: nn.ELU, x: Array) -> Array:
+    out = emitter.to(np.minimum, x, 0, like=x)
+    emitter.put(np.expm1, out, out)
+    if module.alpha != 1:
+        emitter.put(np.multiply, out, module.alpha, out)
+    emitter.put(np.add, out, emitter.to(np.maximum, x, 0, like=x), out)
+    return out
+
+
+def _leaky(emitter: Emitter, module: nn.LeakyReLU, x: Array) -> Array:
+    if not 0 <= module.negative_slope <= 1:
+        raise NotFlat("LeakyReLU with such a slope is not known in NumPy")
+    out = emitter.to(np.multiply, x, module.negative_slope, like=x)
+    emitter.put(np.maximum, x, out, out=out)
+    return out
+
+
+def _sigmoid(emitter: Emitter, module: Any, x: Array) -> Array:
+    out = emitter.to(np.multiply, x, 0.5, like=x)  # through tanh, which does not overflow
+    emitter.put(np.tanh, out, out)
+    emitter.put(np.multiply, out, 0.5, out)
+    emitter.put(np.add, out, 0.5, out)
+    return out
+
+
+def _silu(emitter: Emitter, module: nn.SiLU, x: Array) -> Array:
+    return emitter.to(np.multiply, x, _sigmoid(emitter, module, x), like=x)
+
+
+def _gelu(emitter: Emitter, module: nn.GELU, x: Array) -> Array:
+    out = emitter.new(x.shape, x.dtype)  # NumPy has no erf
+    source, target = torch.from_numpy(x), torch.from_numpy(out)
+    emitter.put(lambda: target.copy_(F.gelu(source, approximate=module.approximate)))
+    return out
+
+
+def _softplus(emitter: Emitter, module: nn.Softplus, x: Array) -> Array:
+    if module.beta != 1 or module.threshold < 15:
+        raise NotFlat("Softplus with such settings is not known in NumPy")
+    return emitter.to(np.logaddexp, x, 0, like=x)
+
+
+def _softmax(emitter: Emitter, module: Any, x: Array) -> Array:
+    if module.dim not in (-1, x.ndim - 1):
+        raise NotFlat(f"{type(module).__name__} of another dimension than the last is not known in NumPy")
+    out = emitter.to(np.subtract, x, emitter.log_sum(x), like=x)
+    if type(module) is nn.Softmax:
+        emitter.put(np.exp, out, out)
+    return out
+
+
+def _dropout(emitter: Emitter, module: nn.Dropout, x: Array) -> Array:
+    if module.training:
+        raise NotFlat("Dropout is training")
+    return x
+
+
+def _flatten(emitter: Emitter, module: nn.Flatten, x: Array) -> Array:
+    return x.reshape(torch.empty(x.shape).flatten(module.start_dim, module.end_dim).shape)
+
+
+def _extractor(emitter: Emitter, module: NormalParamExtractor, x: Array) -> tuple[Array, Array]:
+    half = (x.shape[-1] + 1) // 2
+    loc, raw = x[..., :half], x[..., half:]
+    return loc, _scale(emitter, module.scale_mapping, module.scale_lb, raw)
+
+
+def _free_scale(emitter: Emitter, module: AddStateIndependentNormalScale, x: Array) -> tuple[Array, Array]:
+    raw = emitter.parameter(module, "state_independent_scale", x.dtype)
+    if raw is None:
+        raise NotFlat("an AddStateIndependentNormalScale has no scale")
+    scale = emitter.new(x.shape, x.dtype)
+    emitter.put(np.copyto, scale, _scale(emitter, mappings(module.scale_mapping), module.scale_lb, raw))
+    return x, scale
+
+
+def _scale(emitter: Emitter, mapping: Any, bound: Any, x: Array) -> Array:
+    """A positive scale of at least ``bound``."""
+    if type(mapping) is biased_softplus:
+        out = emitter.to(np.add, x, mapping.bias, like=x)
+        emitter.put(np.logaddexp, out, 0, out)
+        emitter.put(np.add, out, mapping.min_val, out)
+    elif mapping is F.softplus:
+        out = emitter.to(np.logaddexp, x, 0, like=x)
+    elif mapping is torch.exp:
+        out = emitter.to(np.exp, x, like=x)
+    else:
+        raise NotFlat("the mapping of a scale is not known in NumPy")
+    emitter.put(np.maximum, out, bound, out=out)
+    return out
+
+
+_LAYERS: dict[type, Callable[[Emitter, Any, Array], Any]] = {
+    nn.Linear: _linear,
+    nn.LayerNorm: _layer_norm,
+    nn.Identity: lambda emitter, module, x: x,
+    nn.Dropout: _dropout,
+    nn.Flatten: _flatten,
+    nn.Tanh: lambda emitter, module, x: emitter.to(np.tanh, x, like=x),
+    nn.ReLU: lambda emitter, module, x: emitter.to(np.maximum, x, 0, like=x),
+    nn.Sigmoid: _sigmoid,
+    nn.Softplus: _softplus,
+    nn.Softmax: _softmax,
+    nn.LogSoftmax: _softmax,
+    nn.ELU: _elu,
+    nn.GELU: _gelu,
+    nn.SiLU: _silu,
+    nn.LeakyReLU: _leaky,
+    NormalParamExtractor: _extractor,
+    AddStateIndependentNormalScale: _free_scale,
+}

@@ -1,0 +1,85 @@
+"""What a flat policy is: a policy on arrays, without TensorDicts."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollwright._keys import NestedKey
+from rollwright.errors import NotNative
+
+__all__ = ["FlatPolicy", "NotFlat", "TensorPolicy"]
+
+
+class NotFlat(NotNative):
+    """A policy cannot run flat; the message is the reason, a short phrase such as ``"it has hooks (Linear)"``."""
+
+
+class FlatPolicy(Protocol):
+    """A policy from arrays to arrays; the same bits and the same random numbers as the policy it was made of.
+
+    Attributes:
+        in_keys: entries read from the root, each once.
+        out_keys: entries written, each once. Complete after the first call of a rollout.
+        finite_keys: those of ``out_keys`` that turn NaN when the policy's numbers do. The plain path tests the
+            parameters of a distribution at each step; who runs a flat policy tests these, once a batch.
+        how: what runs, in a short phrase.
+    """
+
+    @property
+    def in_keys(self) -> list[NestedKey]: ...  # noqa: D102  # the class says
+
+    @property
+    def out_keys(self) -> list[NestedKey]: ...  # noqa: D102
+
+    @property
+    def finite_keys(self) -> list[NestedKey]: ...  # noqa: D102
+
+    @property
+    def how(self) -> str: ...  # noqa: D102
+
+    def start(self, steps: int) -> None:
+        """Prepare a rollout of ``steps`` calls.
+
+        Raises:
+            NotFlat: the policy has changed since (hooks, modules, settings). Flatten it again, or run it plain.
+        """
+
+    def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
+        """The outputs for one step, in memory of their own.
+
+        Args:
+            inputs: ``[*batch, ...]`` each, writeable, in the order of ``in_keys``.
+
+        Returns:
+            One array per entry of ``out_keys``.
+        """
+
+
+class TensorPolicy(abc.ABC):
+    """A flat policy that calls torch on tensors."""
+
+    in_keys: list[NestedKey]
+    out_keys: list[NestedKey]
+    finite_keys: list[NestedKey]
+    how: str
+
+    @abc.abstractmethod
+    def start(self, steps: int) -> None:
+        """Prepare a rollout; see :class:`FlatPolicy`."""
+
+    @abc.abstractmethod
+    def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """As a call, on tensors of the policy's device."""
+
+    def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
+        """See :class:`FlatPolicy`."""
+        return [value.numpy() for value in self.tensors(*map(_from_numpy, inputs))]
+
+
+_from_numpy: Any = torch.from_numpy

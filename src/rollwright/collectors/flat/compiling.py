@@ -1,0 +1,143 @@
+"""Compiles a flat policy: to a NumPy program where all of it is known, else through ``torch.compile``."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict.nn import set_interaction_type
+
+from rollwright._keys import NestedKey
+from rollwright.collectors.flat.base import FlatPolicy, NotFlat, TensorPolicy
+from rollwright.collectors.flat.numpy_program import NumpyProgram
+from rollwright.collectors.flat.program import CalledModule, Program, RandomActions
+from rollwright.collectors.flat.staging import Staged
+from rollwright.collectors.flat.torch_program import CompiledModule, TorchProgram
+
+__all__ = ["compile_flat"]
+
+_NOTICEABLE_S = 1.0
+
+
+def compile_flat(
+    flat: FlatPolicy, *, arguments: Mapping[str, Any] | None = None, example: Mapping[NestedKey, np.ndarray]
+) -> FlatPolicy:
+    """A cheaper program that does what ``flat`` does, to rounding, and equal in its actions for equal random numbers.
+
+    It is run on the example. Random numbers and buffers are as if it had not been.
+
+    Args:
+        flat: from :func:`~rollwright.collectors.flat.flatten`.
+        arguments: of ``torch.compile``, which they choose; without any, a small known network becomes NumPy calls.
+        example: an array per in_key, as the calls will bring them.
+
+    Raises:
+        NotFlat: it cannot be compiled; the message says why.
+
+    Example:
+        >>> from tensordict.nn import InteractionType, TensorDictModule
+        >>> from rollwright.collectors.flat import flatten
+        >>> policy = TensorDictModule(torch.nn.Tanh(), in_keys=["observation"], out_keys=["action"])
+        >>> flat = flatten(
+        ...     policy, exploration_type=InteractionType.RANDOM, batch_shape=(), available=["observation"]
+        ... )
+        >>> compile_flat(flat, example={"observation": np.zeros(2, np.float32)}).how
+        'NumPy program of 1 call'
+    """
+    if isinstance(flat, RandomActions):
+        return flat
+    inputs = [np.ascontiguousarray(example[key]) for key in flat.in_keys]
+    with torch.no_grad(), _as_in_a_rollout(flat), _same_random_numbers(), _same_buffers(flat):
+        why = ""
+        if not arguments and isinstance(flat, Program):
+            try:
+                return _agrees(flat, NumpyProgram(flat, inputs), inputs)
+            except NotFlat as error:
+                why = f"{error}; "
+        try:
+            with _announced("compiling the policy"), warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of the compiler about its own parts
+                compiled = _through_torch(flat, inputs, arguments or {})
+                compiled.start(1)
+                compiled(*inputs)
+        except NotFlat:
+            raise
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            raise NotFlat(f"{why}torch.compile failed with {type(error).__name__}: {first}") from error
+    return compiled
+
+
+def _through_torch(flat: FlatPolicy, inputs: list[np.ndarray], arguments: Mapping[str, Any]) -> FlatPolicy:
+    if isinstance(flat, Staged):
+        device = flat.device
+        tensors = [torch.from_numpy(array).to(device) for array in inputs]
+        return Staged(_compiled_on(flat.policy, tensors, arguments), device)
+    return _compiled_on(flat, [torch.from_numpy(array) for array in inputs], arguments)
+
+
+def _compiled_on(flat: Any, tensors: list[torch.Tensor], arguments: Mapping[str, Any]) -> TensorPolicy:
+    if isinstance(flat, Program):
+        return TorchProgram(flat, tensors, arguments)
+    if isinstance(flat, CalledModule):
+        return CompiledModule(flat, arguments)
+    raise NotFlat(f"{type(flat).__name__} cannot be compiled")
+
+
+def _agrees(flat: Program, compiled: NumpyProgram, inputs: list[np.ndarray]) -> NumpyProgram:
+    """``compiled``, tested against ``flat`` on the inputs."""
+    state = torch.get_rng_state()
+    compiled.start(1)
+    with np.errstate(all="ignore"):
+        ours = compiled(*inputs)
+    torch.set_rng_state(state)
+    for key, value, expected in zip(flat.out_keys, ours, flat(*inputs), strict=True):
+        if value.shape != expected.shape or value.dtype != expected.dtype:
+            raise NotFlat(f"NumPy gives {key!r} as {value.dtype} {list(value.shape)}")
+        if not np.allclose(value, expected, rtol=1e-3, atol=1e-4, equal_nan=True):
+            raise NotFlat(f"NumPy gives other values of {key!r} than torch")
+    return compiled
+
+
+def _as_in_a_rollout(flat: FlatPolicy) -> AbstractContextManager[Any]:
+    """The exploration type under which the policy will run."""
+    inner = flat.policy if isinstance(flat, Staged) else flat
+    return set_interaction_type(inner.exploration_type) if isinstance(inner, Program) else nullcontext()
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Put torch's generators back as they were."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@contextmanager
+def _same_buffers(flat: FlatPolicy) -> Iterator[None]:
+    """Put the buffers of the policy's modules back as they were."""
+    inner = flat.policy if isinstance(flat, Staged) else flat
+    policy = inner.policy if isinstance(inner, Program | CalledModule) else None
+    buffers = list(policy.buffers()) if policy is not None else []
+    before = [buffer.clone() for buffer in buffers]
+    yield
+    for buffer, value in zip(buffers, before, strict=True):
+        buffer.copy_(value)
+
+
+@contextmanager
+def _announced(what: str) -> Iterator[None]:
+    """Say what takes so long, once it takes long."""
+    timer = threading.Timer(_NOTICEABLE_S, lambda: print(f"rollwright: {what} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,243 @@
+"""Flat policies on tensors: the steps of a graph, a module called by signature, and random actions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from tensordict.nn import InteractionType
+from torch import Tensor, nn
+
+from rollwright._keys import NestedKey, as_tuple, key_str, unravel
+from rollwright.collectors.flat.base import NotFlat, TensorPolicy
+from rollwright.collectors.flat.nodes import Values, as_tensor
+from rollwright.collectors.flat.walk import Walk
+from rollwright.collectors.flat.watch import Watch, check_globals, is_special
+from rollwright.data import specs
+from rollwright.errors import PolicyError
+from rollwright.modules import RandomPolicy
+from rollwright.modules.signature import SignaturePolicy
+
+__all__ = ["CalledModule", "Program", "RandomActions"]
+
+
+class Program(TensorPolicy):
+    """A graph of TensorDict modules as a list of steps over one list of values.
+
+    Args:
+        policy: the graph.
+        exploration_type: how distributions give a value.
+        batch_shape: of the entries.
+        available: entries of the root.
+
+    Raises:
+        NotFlat: the graph cannot be taken apart.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        exploration_type: InteractionType,
+        batch_shape: tuple[int, ...],
+        available: Collection[NestedKey],
+    ) -> None:
+        walk = Walk(exploration_type, batch_shape, available)
+        walk.run(policy)
+        self.policy = policy
+        self.exploration_type = exploration_type
+        self.nodes = walk.nodes
+        self.in_keys = list(walk.inputs)
+        self.out_keys = list(walk.written)
+        self.finite_keys = [key for key in walk.checked if key in walk.written]
+        self.in_slots = list(walk.inputs.values())
+        self.out_slots = list(walk.written.values())
+        self.batch_shape = torch.Size(batch_shape)
+        self.how = f"{counted(sum(node.calls for node in walk.nodes), 'call')} on tensors"
+        self._watch = walk.watch
+        self._steps = [node.step() for node in walk.nodes]
+        self.blank: Values = [None] * walk.size
+        self._shapes_seen = False
+
+    def start(self, steps: int) -> None:
+        """See :class:`~rollwright.collectors.flat.FlatPolicy`."""
+        self._watch.check()
+        self._shapes_seen = False
+
+    def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """The steps, one after another."""
+        values = self.values(*inputs)
+        outputs = [values[slot] for slot in self.out_slots]
+        if not self._shapes_seen:
+            check_shapes(self.out_keys, outputs, self.batch_shape)
+            self._shapes_seen = True
+        return outputs
+
+    def values(self, *inputs: Tensor) -> Values:
+        """All values of one call, by slot."""
+        values = self.blank.copy()
+        for slot, value in zip(self.in_slots, inputs, strict=True):
+            values[slot] = value
+        for step in self._steps:
+            step(values)
+        return values
+
+
+class CalledModule(TensorPolicy):
+    """A module that takes entries of the environment by name.
+
+    Its further outputs, ``output1`` and so on, are known after the first call.
+
+    Args:
+        policy: the module, wrapped by its signature.
+        batch_shape: of the entries.
+        available: entries of the root.
+
+    Raises:
+        NotFlat: the wrapper has hooks, or an entry is missing.
+    """
+
+    def __init__(self, policy: SignaturePolicy, batch_shape: tuple[int, ...], available: Collection[NestedKey]) -> None:
+        check_globals()
+        special = is_special(policy)
+        if special is not None:
+            raise NotFlat(special)
+        self._names: list[str] = list(policy.in_keys)
+        self.in_keys = list(self._names)
+        missing = [key for key in self._names if key not in {unravel(key) for key in available}]
+        if missing:
+            raise NotFlat(f"it reads {key_str(missing)}, which is no tensor of the environment")
+        self.policy = policy
+        self.batch_shape = torch.Size(batch_shape)
+        self.call = policy.module
+        self._watch = Watch()
+        self._watch.add(policy)
+        self.finite_keys: list[NestedKey] = []
+        self.how = f"{type(policy.module).__name__} called on tensors"
+        self._shapes_seen = False
+
+    @property
+    def out_keys(self) -> list[NestedKey]:  # type: ignore[override]
+        """The policy's own list, which its first call completes."""
+        return [unravel(key) for key in self.policy.out_keys]
+
+    def start(self, steps: int) -> None:
+        """See :class:`~rollwright.collectors.flat.FlatPolicy`."""
+        self._watch.check()
+        self._shapes_seen = False
+
+    def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """One call of the module, with keyword arguments."""
+        policy = self.policy
+        outputs = self.call(**dict(zip(self._names, inputs, strict=True)))
+        if not isinstance(outputs, tuple):
+            outputs = (outputs,)
+        for i in range(len(policy.out_keys), len(outputs)):
+            policy.out_keys.append(f"output{i}")
+        if len(outputs) != len(policy.out_keys):
+            raise ValueError(
+                f"policy: {type(policy.module).__name__} returned {len(outputs)} outputs after {len(policy.out_keys)} "
+                "before. Return the same number at each call."
+            )
+        owner = type(policy.module).__name__
+        # It may return memory that it uses again.
+        values = [as_tensor(value, self.batch_shape, owner).detach().clone() for value in outputs]
+        if not self._shapes_seen:
+            check_shapes(self.out_keys, values, self.batch_shape)
+            self._shapes_seen = True
+        return values
+
+
+class RandomActions(TensorPolicy):
+    """Actions drawn from their specs, in the order of the plain path.
+
+    Args:
+        policy: its spec is read once.
+        batch_shape: of the entries.
+
+    Raises:
+        NotFlat: a spec holds objects, or parts of several shapes.
+    """
+
+    def __init__(self, policy: RandomPolicy, batch_shape: tuple[int, ...]) -> None:
+        spec = policy.action_spec
+        if spec is None:
+            raise NotFlat("the random policy has no spec yet")
+        batch = torch.Size(batch_shape)
+        if isinstance(spec, specs.Composite):
+            expanded = spec if spec.shape == batch else spec.expand(batch)
+            draws = [(unravel(key), leaf, torch.Size(())) for key, leaf in _leaves(expanded)]
+        else:
+            missing = batch[: max(len(batch) - spec.ndim, 0)] if spec.shape[: len(batch)] != batch else torch.Size(())
+            draws = [(policy.action_key, spec, missing)]
+        for key, leaf, shape in draws:
+            if torch.Size((*shape, *leaf.shape))[: len(batch)] != batch:
+                raise NotFlat(f"the spec of {key!r} has another batch size than the environment")
+            if type(leaf) not in _DRAWN:
+                raise NotFlat(f"the spec of {key!r} is a {type(leaf).__name__}")
+            if leaf.device is not None and leaf.device.type != "cpu":
+                raise NotFlat(f"the spec of {key!r} is on {leaf.device}")
+        self.in_keys: list[NestedKey] = []
+        self.out_keys = [key for key, _, _ in draws]
+        self.finite_keys: list[NestedKey] = []
+        self.how = f"{counted(len(draws), 'draw')} from specs"
+        self._policy, self._spec = policy, spec
+        self._draws = [(leaf.rand, shape) for _, leaf, shape in draws]
+
+    def start(self, steps: int) -> None:
+        """See :class:`~rollwright.collectors.flat.FlatPolicy`."""
+        if self._policy.action_spec is not self._spec:
+            raise NotFlat("the policy has changed (RandomPolicy)")
+
+    def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """One draw per action."""
+        return [draw(shape) for draw, shape in self._draws]
+
+
+_DRAWN = (
+    specs.Binary,
+    specs.Bounded,
+    specs.Categorical,
+    specs.MultiCategorical,
+    specs.MultiOneHot,
+    specs.OneHot,
+    specs.Unbounded,
+)
+
+
+def _leaves(spec: specs.Composite, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The specs of single entries, in the order in which a Composite samples them."""
+    for name, part in spec.items():
+        path = (*place, *as_tuple(name))
+        if type(part) is specs.Composite:
+            yield from _leaves(part, path)
+        else:
+            yield path, part
+
+
+def parameters_of(policy: Any) -> list[Tensor]:
+    """Parameters and buffers of a policy that is a module."""
+    return [*policy.parameters(), *policy.buffers()] if isinstance(policy, nn.Module) else []
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and its noun.
+
+    >>> counted(1, "call"), counted(2, "call")
+    ('1 call', '2 calls')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def check_shapes(keys: Sequence[NestedKey], values: Sequence[Tensor], batch: torch.Size) -> None:
+    """Test that outputs begin with the batch size, as entries of a TensorDict must.
+
+    Raises:
+        PolicyError: one does not.
+    """
+    for key, value in zip(keys, values, strict=True):
+        if value.shape[: len(batch)] != batch:
+            raise PolicyError(
+                f"policy: it wrote {key!r} with shape {list(value.shape)}, which must begin with the batch size of "
+                f"the environment, {list(batch)}. Keep the leading dimensions."
+            )

@@ -1,0 +1,274 @@
+"""Takes a graph of TensorDict modules apart into the steps of a flat policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from tensordict.nn import (
+    CompositeDistribution,
+    InteractionType,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictModuleWrapper,
+    TensorDictSequential,
+    composite_lp_aggregate,
+)
+from tensordict.nn.distributions import Delta
+from torch import distributions as D
+from torch import nn
+
+from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright.collectors.flat.base import NotFlat
+from rollwright.collectors.flat.draws import CategoricalDraw, NormalDraw
+from rollwright.collectors.flat.layers import unroll
+from rollwright.collectors.flat.nodes import Ask, Call, Chain, Copy, Node, Outputs, Own
+from rollwright.collectors.flat.watch import Watch, check_globals, is_special
+
+__all__ = ["Walk"]
+
+_HARMLESS = {"__module__", "__doc__", "__init__", "__annotations__", "__repr__", "extra_repr", "__firstlineno__"}
+_HARMLESS |= {"__static_attributes__", "__parameters__", "__orig_bases__"}
+
+
+class Walk:
+    """Goes through a policy in the order of its calls.
+
+    Args:
+        exploration_type: how distributions give a value.
+        batch_shape: of the entries.
+        available: entries of the root.
+
+    Attributes:
+        nodes: the steps.
+        inputs: entries read from the root, with their slots.
+        written: entries written, with the slots of their last values.
+        checked: entries that turn NaN where the parameters of a distribution do.
+        size: the number of slots.
+        watch: what was read of the policy's modules.
+    """
+
+    def __init__(
+        self, exploration_type: InteractionType, batch_shape: tuple[int, ...], available: Collection[NestedKey]
+    ) -> None:
+        self.nodes: list[Node] = []
+        self.inputs: dict[NestedKey, int] = {}
+        self.written: dict[NestedKey, int] = {}
+        self.checked: list[NestedKey] = []
+        self.watch = Watch()
+        self._type = exploration_type
+        self._batch = tuple(batch_shape)
+        self._available = {unravel(key) for key in available}
+        self._fresh: list[bool] = []
+        self._positive: set[int] = set()  # slots of scales that cannot be zero or less
+
+    @property
+    def size(self) -> int:
+        """How many slots there are."""
+        return len(self._fresh)
+
+    def run(self, policy: TensorDictModuleBase) -> None:
+        """Take ``policy`` apart.
+
+        Raises:
+            NotFlat: a part of it is not known, or does more than its type says.
+        """
+        check_globals()
+        self._module(policy)
+        for slot in {slot for slot in self.written.values() if not self._fresh[slot]}:
+            self.nodes.append(Own((slot,), (slot,)))
+
+    # Slots ------------------------------------------------------------------------------------
+
+    def _slot(self, fresh: bool) -> int:
+        self._fresh.append(fresh)
+        return len(self._fresh) - 1
+
+    def _read(self, keys: Iterable[NestedKey]) -> tuple[int, ...]:
+        return tuple(self._read_one(unravel(key)) for key in keys)
+
+    def _read_one(self, key: NestedKey) -> int:
+        if key in self.written:
+            return self.written[key]
+        if key not in self._available:
+            raise NotFlat(f"it reads {key!r}, which is no tensor of the environment")
+        if key not in self.inputs:
+            self.inputs[key] = self._slot(fresh=False)
+        return self.inputs[key]
+
+    def _write(self, keys: Iterable[NestedKey], fresh: bool) -> tuple[int, ...]:
+        slots = []
+        for key in map(unravel, keys):
+            slots.append(self._slot(fresh))
+            if key != "_":
+                self._check_nesting(key)
+                self.written[key] = slots[-1]
+        return tuple(slots)
+
+    def _check_nesting(self, key: NestedKey) -> None:
+        path = as_tuple(key)
+        for other in map(as_tuple, {*self._available, *self.written}):
+            short = min(len(path), len(other))
+            if len(path) != len(other) and path[:short] == other[:short]:
+                raise NotFlat(f"{key!r} would replace a nest of entries, or an entry by a nest")
+
+    # Modules ----------------------------------------------------------------------------------
+
+    def _module(self, module: Any) -> None:
+        visits: tuple[tuple[type, Callable[[Any], None]], ...] = (
+            (ProbabilisticTensorDictSequential, self._probabilistic_sequence),
+            (TensorDictSequential, self._sequence),
+            (TensorDictModule, self._tensordict_module),
+            (ProbabilisticTensorDictModule, self._probabilistic),
+            (TensorDictModuleWrapper, self._wrapper),
+        )
+        for base, visit in visits:
+            if isinstance(module, base) and _adds_nothing(type(module), base):
+                self._look_into(module)
+                visit(module)
+                return
+        raise NotFlat(f"{type(module).__name__} is no module that can be taken apart")
+
+    def _look_into(self, module: Any) -> None:
+        special = is_special(module)
+        if special is not None:
+            raise NotFlat(special)
+        self.watch.add(module)
+
+    def _wrapper(self, module: TensorDictModuleWrapper) -> None:
+        self._module(module.td_module)
+
+    def _sequence(self, sequence: TensorDictSequential) -> None:
+        self._parts(sequence, list(_parts(sequence)))
+
+    def _probabilistic_sequence(self, sequence: ProbabilisticTensorDictSequential) -> None:
+        parts = list(_parts(sequence))
+        if not sequence.return_composite:
+            first: Any = getattr(sequence, "_det_part", None)
+            if first is None or list(map(id, _parts(first))) != list(map(id, parts[:-1])):
+                raise NotFlat("a ProbabilisticTensorDictSequential runs other modules than it holds")
+            self._look_into(first)
+            self.watch.add(first.module)
+        drawn = isinstance(parts[-1], ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential)
+        if drawn and not getattr(sequence, "_requires_sample", False):
+            raise NotFlat("an earlier module writes what the distribution would draw")
+        self._parts(sequence, parts)
+
+    def _parts(self, sequence: TensorDictSequential, parts: Sequence[Any]) -> None:
+        if sequence.inplace not in (None, True):
+            raise NotFlat(f"{type(sequence).__name__} has inplace={sequence.inplace!r}")
+        self.watch.add(sequence.module)
+        before = {*self._available, *self.written}
+        outer = dict(self.written)
+        for part in parts:
+            self._module(part)
+        if sequence._select_before_return:
+            kept = before.union(map(unravel, sequence.out_keys))
+            self.written = {key: slot for key, slot in self.written.items() if key in kept or key in outer}
+
+    def _tensordict_module(self, module: TensorDictModule) -> None:
+        name = type(module.module).__name__
+        if module.inplace is not True:
+            raise NotFlat(f"TensorDictModule({name}) has inplace={module.inplace!r}")
+        if getattr(module, "_get_kwargs", None):
+            raise NotFlat(f"TensorDictModule({name}) has get_kwargs")
+        keys = _unraveled(module.out_keys_source)
+        reads = self._read(module.in_keys)
+        outputs = Outputs(keys, self._batch, f"TensorDictModule({name})")
+        names = tuple(module._kwargs or ())
+        if module.method is None and not names and not module.method_kwargs and len(reads) == 1:
+            layers = tuple(unroll(module.module, self.watch))
+            fresh = self._fresh[reads[0]]
+            for layer in layers:
+                fresh = layer.outputs is not None and (fresh or layer.fresh)
+            writes = self._write(keys, fresh)
+            if layers and layers[-1].outputs == 2 == len(writes) and layers[-1].module.scale_lb > 0:
+                self._positive.add(writes[1])
+            self.nodes.append(Chain(reads, writes, layers, outputs))
+            return
+        function = module.module if module.method is None else _Method(module.module, module.method)
+        self.nodes.append(Call(reads, self._write(keys, False), function, names, module.method_kwargs, outputs))
+
+    # Distributions ----------------------------------------------------------------------------
+
+    def _probabilistic(self, module: ProbabilisticTensorDictModule) -> None:
+        if module.num_samples is not None:
+            raise NotFlat("a distribution has num_samples")
+        if getattr(module, "_generator_key", None) is not None:
+            raise NotFlat("a distribution reads its generator from the data")
+        if getattr(module, "_warn_default_out_key", False):
+            raise NotFlat("a distribution has no out_keys")
+        if getattr(module, "_composite_lp_aggreate_at_init", None) != composite_lp_aggregate(nowarn=True):
+            raise NotFlat("composite_lp_aggregate has changed since the distribution was made")
+        if module.distribution_class is CompositeDistribution:
+            raise NotFlat("it samples a CompositeDistribution")
+        reads = self._read(module.in_keys)
+        known = self._known(module, reads)
+        if known is None:
+            keys, in_keys = _unraveled(module.out_keys), _unraveled(module.in_keys)
+            # Values of an unknown distribution may share the memory of its parameters.
+            self.nodes.append(Ask(reads, self._write(keys, False), module, in_keys, keys, self._batch))
+            return
+        sampled: Any = module.dist_sample_keys[0]
+        score: list[Any] = [module.log_prob_key] if module.return_log_prob else []
+        fresh = self._type is InteractionType.RANDOM or known[0] is CategoricalDraw
+        writes = self._write([sampled], fresh and known[0] is not Copy) + self._write(score, True)
+        self.checked += [unravel(key) for key in (score or [sampled])]
+        self.nodes.append(known[0](reads, writes, *known[1]))
+
+    def _known(
+        self, module: ProbabilisticTensorDictModule, reads: tuple[int, ...]
+    ) -> tuple[Any, tuple[Any, ...]] | None:
+        """The node that samples the module's distribution, as a class and arguments; None if there is none."""
+        kind, random = module.distribution_class, self._type is InteractionType.RANDOM
+        if self._type not in _TYPES or module.distribution_kwargs or len(module.dist_sample_keys) != 1:
+            return None
+        if getattr(module, "_generator", None) is not None or hasattr(kind, "deterministic_sample") != (kind is Delta):
+            return None
+        names = [as_tuple(key)[-1] for key in module.dist_keys]
+        if kind in (D.Categorical, D.OneHotCategorical) and names in (["logits"], ["probs"]):
+            if self._type is InteractionType.MEAN:
+                return None
+            return CategoricalDraw, (names[0], kind is D.OneHotCategorical, random)
+        if kind is D.Normal and sorted(names) == ["loc", "scale"]:
+            scale = reads[names.index("scale")]
+            if names[0] != "loc" or not (module.return_log_prob or scale in self._positive):
+                return None  # the distribution itself refuses a scale of zero or less; so does the log-prob, as NaN
+            return NormalDraw, (random,)
+        if kind is Delta and names == ["param"] and not module.return_log_prob:
+            return Copy, ()
+        return None
+
+
+_TYPES = (InteractionType.RANDOM, InteractionType.MODE, InteractionType.MEAN, InteractionType.DETERMINISTIC)
+
+
+class _Method:
+    """A method looked up by name at each call, as ``TensorDictModule`` does."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner = owner
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._owner, self._name)(*args, **kwargs)
+
+
+def _parts(sequence: TensorDictSequential) -> Iterable[Any]:
+    module = sequence.module
+    return module.values() if isinstance(module, nn.ModuleDict) else iter(module)
+
+
+def _unraveled(keys: Iterable[Any]) -> tuple[NestedKey, ...]:
+    return tuple(unravel(key) for key in keys)
+
+
+def _adds_nothing(kind: type, base: type) -> bool:
+    """Whether a subclass leaves alone all that its base does: at most a constructor and new names."""
+    if kind is base:
+        return True
+    inherited = set(dir(base))
+    between = kind.__mro__[: kind.__mro__.index(base)]
+    return all(name in _HARMLESS or name not in inherited for each in between for name in vars(each))

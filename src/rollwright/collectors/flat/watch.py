@@ -1,0 +1,84 @@
+"""Notices that modules have changed since they were taken apart."""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+from tensordict.nn import skip_existing
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from rollwright.collectors.flat.base import NotFlat
+
+__all__ = ["Watch", "check_globals", "is_special"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
+def is_special(module: nn.Module) -> str | None:
+    """Why a call of the module is more than its type's ``forward``, or None."""
+    fields = vars(module)
+    name = type(module).__name__
+    if any(fields.get(hooks) for hooks in _HOOKS):
+        return f"it has hooks ({name})"
+    if "forward" in fields:
+        return f"forward was replaced on an instance ({name})"
+    if fields.get("_compiled_call_impl") is not None:
+        return f"a part was compiled ({name})"
+    return None
+
+
+def check_globals() -> None:
+    """Test for settings that act on every module.
+
+    Raises:
+        NotFlat: torch has hooks for all modules, or tensordict skips entries that exist.
+    """
+    for name in _GLOBAL_HOOKS:
+        if getattr(torch_module, name, None):
+            raise NotFlat("torch has global module hooks")
+    if skip_existing():
+        raise NotFlat("set_skip_existing is on")
+
+
+class Watch:
+    """The objects that a flat policy was made of, as they were.
+
+    A change is an attribute that holds another object, a child or a hook that came or went. New values of parameters
+    and buffers are none: they are read at each call.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Any, type, list[Any], dict[str, nn.Module | None], list[nn.Module | None], bool]] = []
+
+    def add(self, thing: Any) -> None:
+        """Remember an object (a module, or any other with attributes)."""
+        children = vars(thing).get("_modules", {})
+        special = isinstance(thing, nn.Module) and is_special(thing) is not None
+        self._seen.append((thing, type(thing), list(vars(thing).values()), children, list(children.values()), special))
+
+    def check(self) -> None:
+        """Compare all that was remembered with what is.
+
+        Raises:
+            NotFlat: something changed.
+        """
+        check_globals()
+        for thing, kind, fields, children, parts, special in self._seen:
+            now = vars(thing)
+            if (
+                type(thing) is not kind
+                or len(now) != len(fields)
+                or not all(map(is_, now.values(), fields))
+                or len(children) != len(parts)
+                or not all(map(is_, children.values(), parts))
+                or (isinstance(thing, nn.Module) and (is_special(thing) is not None) is not special)
+            ):
+                raise NotFlat(f"the policy has changed ({kind.__name__})")

@@ -1,0 +1,274 @@
+"""Saves the inner state of environments, and restores it in environments of the same make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from rollwright._keys import key_str
+from rollwright.data.specs import Composite, TensorSpec
+from rollwright.envs._snapshot import Drawn, dump, gym_parts, load
+from rollwright.envs.base import EnvBase
+from rollwright.envs.libs.gym import GymWrapper
+from rollwright.envs.transforms import Transform, TransformedEnv
+from rollwright.errors import EnvError
+
+__all__ = ["EnvCheckpoint", "load_env", "save_env"]
+
+ENTRIES = ("makes", "tensors", "masks", "attributes")
+
+# Not saved: what the constructor made and running does not change, and what refers to it.
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}
+_OF_ENVS = {"_cache", "_device", "_full_specs", "is_closed"}
+_OF_TRANSFORMS = {"_containers", "_memo", "_parent"}
+
+
+class EnvCheckpoint(NamedTuple):
+    """What :func:`save_env` returns.
+
+    Attributes:
+        state: for :func:`load_env`: tensors, strings, numbers, None, and dictionaries and lists of them.
+        unsaved: one line for each part of the environment that could not be saved, saying why.
+    """
+
+    state: dict[str, Any]
+    unsaved: list[str]
+
+
+def save_env(env: EnvBase) -> EnvCheckpoint:
+    """Copy all that an environment is at this moment, to go on from there later, elsewhere.
+
+    That is, for the environment and every module inside of it (workers of a ``SerialEnv``, base environments,
+    transforms): parameters, buffers, masks of specs, and Python attributes, among them a gymnasium environment
+    with its wrappers, its random generators and those of its spaces. ``env`` goes on as if nothing had been.
+
+    Attributes are pickled. Where those of a part cannot be, that part's are left out and it is named in
+    ``unsaved``: EnvPool, gymnasium's ``AsyncVectorEnv``, environments that pickle without their state
+    (``EzPickle``: MuJoCo, Box2D, Atari), locks, open files. Not part of it: global generators (torch's, NumPy's,
+    Python's), class attributes, global variables, what pygame draws with.
+
+    Args:
+        env: the environment.
+
+    Returns:
+        The state and what is not in it. ``torch.load(..., weights_only=True)`` reads the state.
+
+    Example:
+        >>> from rollwright.envs import GymEnv
+        >>> env = GymEnv("CartPole-v1")
+        >>> env.set_seed(0), env.reset()["observation"].shape
+        (0, torch.Size([4]))
+        >>> checkpoint = save_env(env)
+        >>> checkpoint.unsaved
+        []
+        >>> again = GymEnv("CartPole-v1")
+        >>> load_env(again, checkpoint.state)
+        >>> bool((env.reset()["observation"] == again.reset()["observation"]).all())
+        True
+    """
+    parts = dict(env.named_modules())
+    attributes = {path: _attributes(part) for path, part in parts.items()}
+    pickled, unsaved = _dump_all(parts, attributes)
+    state: dict[str, Any] = {
+        "makes": {path: _make(part) for path, part in parts.items()},
+        "tensors": {name: _copied(tensor) for name, tensor in _tensors(parts) if not _is_unmade(tensor)},
+        "masks": {name: _copied(spec.mask) for name, spec in _masked(parts)},
+        "attributes": torch.frombuffer(bytearray(pickled), dtype=torch.uint8),
+    }
+    return EnvCheckpoint(state, unsaved)
+
+
+def load_env(env: EnvBase, state: Mapping[str, Any]) -> None:
+    """Make an environment what another one of the same make was when it was saved.
+
+    Parts that were not saved stay as they are. References to objects inside of ``env`` that were taken before,
+    such as its gymnasium environment, are out of date afterwards; modules, parameters, buffers and specs are
+    written in place.
+
+    .. warning:: The state holds pickles, and loading a pickle can run any code. Load only what you trust.
+
+    Args:
+        env: constructed as the one that was saved, in this process or another.
+        state: of :func:`save_env`.
+
+    Raises:
+        ValueError: ``state`` is no such state, or that of another kind of environment.
+        EnvError: a class or function that the state names is not there; ``env`` is to be made anew then.
+    """
+    if not isinstance(state, Mapping) or not set(ENTRIES) <= state.keys():
+        found = key_str(state.keys()) if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"state: expected the state of save_env, with {key_str(ENTRIES)}, got {found}.")
+    parts = dict(env.named_modules())
+    _check_same(env, state["makes"], {path: _make(part) for path, part in parts.items()})
+    _put_tensors(parts, state["tensors"])
+    for name, spec in _masked(parts):
+        if name in state["masks"]:
+            spec.mask = _copied(state["masks"][name])
+    try:
+        content = load(state["attributes"].cpu().numpy().tobytes(), _by_name(parts))
+    except Exception as error:
+        raise EnvError(
+            f"state: what was saved of {env} cannot be read here: {type(error).__name__}: {error}. Define its "
+            "classes and functions under the names that they had, and make the environment anew."
+        ) from error
+    for path, attributes in content.items():
+        _put_attributes(parts[path], attributes)
+
+
+# Attributes -----------------------------------------------------------------------------------------
+
+
+def _attributes(part: nn.Module) -> dict[str, Any]:
+    left_out = _left_out(part)
+    return {name: value for name, value in vars(part).items() if name not in left_out}
+
+
+def _left_out(part: nn.Module) -> set[str]:
+    own = _OF_ENVS if isinstance(part, EnvBase) else _OF_TRANSFORMS if isinstance(part, Transform) else set()
+    return own | _OF_MODULES
+
+
+def _dump_all(parts: Mapping[str, nn.Module], attributes: dict[str, dict[str, Any]]) -> tuple[bytes, list[str]]:
+    """Pickle the attributes of all parts that can be; the others, one line each."""
+    objects = _by_name(parts)
+    drawing = {id(one) for own in attributes.values() for value in own.values() for one in gym_parts(value)}
+    with suppress(Exception):  # in one pickle: parts may share objects, such as a random generator
+        return dump(attributes, objects, drawing), []
+    unsaved = []
+    saved = dict(attributes)
+    for path, own in attributes.items():
+        try:
+            dump(own, objects, drawing)
+        except Exception as error:
+            guilty = [name for name, value in own.items() if not _can_dump(value, objects, drawing)]
+            unsaved.append(_line(path, parts[path], error, guilty))
+            del saved[path]
+    try:
+        return dump(saved, objects, drawing), unsaved
+    except Exception as error:  # none of them is to blame alone
+        return dump({}, objects, drawing), [*unsaved, _line("", parts[""], error, [])]
+
+
+def _can_dump(value: Any, objects: Mapping[str, Any], drawing: set[int]) -> bool:
+    try:
+        dump(value, objects, drawing)
+    except Exception:
+        return False
+    return True
+
+
+def _line(path: str, part: nn.Module, error: Exception, guilty: list[str]) -> str:
+    name = f"{type(part).__name__}({part.env_name})" if isinstance(part, GymWrapper) else type(part).__name__
+    steps = [re.sub(r"^worker(\d+)$", r"worker \1", step) for step in path.split(".")]
+    place = " ".join(step for step in steps if step not in ("", "base_env", "transforms"))
+    where = f" [{place}]" if place else ""
+    blamed = f" (attribute {', '.join(guilty)})" if guilty else ""
+    return f"{name}{where}: cannot be pickled: {type(error).__name__}: {error}{blamed}"
+
+
+def _put_attributes(part: nn.Module, attributes: dict[str, Any]) -> None:
+    own, left_out = vars(part), _left_out(part)
+    for name in [name for name in own if name not in left_out and name not in attributes]:
+        del own[name]
+    for name, value in attributes.items():
+        for old, new in zip_longest(gym_parts(own.get(name)), gym_parts(value)):
+            _draw_with(getattr(old, "__dict__", {}), getattr(new, "__dict__", {}))
+    own.update(attributes)
+
+
+def _draw_with(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Let a gymnasium environment draw with what the one before it has, if only with the wish to make it."""
+    for name in [name for name, value in new.items() if value is Drawn]:
+        if name in old:
+            new[name] = old[name]
+        else:
+            del new[name]
+
+
+# Tensors and specs ----------------------------------------------------------------------------------
+
+
+def _by_name(parts: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """What is not pickled: modules, their tensors, and the specs that constructors made."""
+    objects: dict[str, Any] = {f"module {path}": part for path, part in parts.items()}
+    objects |= {f"tensor {name}": tensor for name, tensor in _tensors(parts) if tensor is not None}
+    for name, spec in _specs(parts):
+        if not isinstance(parts[name.split(":")[0]], TransformedEnv):  # theirs are made when asked for
+            objects[f"spec {name}"] = spec
+    return objects
+
+
+def _tensors(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor | None]]:
+    for path, part in parts.items():
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            yield f"{path}.{name}", tensor
+
+
+def _specs(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, TensorSpec]]:
+    for path, part in parts.items():
+        for kind, composite in part._full_specs.items() if isinstance(part, EnvBase) else ():
+            yield f"{path}:{kind}", composite
+            for key, spec in composite.items(True, False):
+                yield f"{path}:{kind}:{key!r}", spec
+
+
+def _masked(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+    return ((name, spec) for name, spec in _specs(parts) if hasattr(spec, "mask") and not isinstance(spec, Composite))
+
+
+def _is_unmade(tensor: Tensor | None) -> bool:
+    return tensor is not None and is_lazy(tensor)
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _put_tensors(parts: Mapping[str, nn.Module], saved: Mapping[str, Tensor | None]) -> None:
+    for path, part in parts.items():
+        for own in (part._parameters, part._buffers):
+            for name, live in own.items():
+                if f"{path}.{name}" not in saved:
+                    continue
+                value = saved[f"{path}.{name}"]
+                if live is None or value is None:
+                    own[name] = _copied(value)  # type: ignore[assignment]
+                elif live.shape == value.shape and live.dtype == value.dtype:
+                    with torch.no_grad():
+                        live.copy_(value)  # in place: others may share it
+                else:
+                    live.data = value.detach().clone().to(live.device)
+
+
+# The make -------------------------------------------------------------------------------------------
+
+
+def _make(part: nn.Module) -> list[str]:
+    """What two modules must have in common for one to take the other's state."""
+    facts = [type(part).__qualname__]
+    if isinstance(part, EnvBase):
+        facts += [f"batch size {list(part.batch_size)}", f"device {part.device}"]
+        if not isinstance(part, TransformedEnv):
+            specs = [(name, spec) for name, spec in _specs({"": part}) if not isinstance(spec, Composite)]
+            facts += sorted(f"spec {name[1:]} {list(spec.shape)} {spec.dtype}" for name, spec in specs)
+    if isinstance(part, GymWrapper):
+        facts[1:1] = [str(part._env), str(part._env.spec)]
+    return [re.sub(r" at 0x[0-9a-f]+", "", fact) for fact in facts]
+
+
+def _check_same(env: EnvBase, saved: Mapping[str, list[str]], live: Mapping[str, list[str]]) -> None:
+    for path in sorted(saved.keys() | live.keys()):
+        facts = zip_longest(saved.get(path, ["nothing"]), live.get(path, ["nothing"]), fillvalue="nothing")
+        for was, now in facts:
+            if was != now:
+                raise ValueError(
+                    f"state: expected that of an environment of the same make as {env}; {path or 'the environment'} "
+                    f"was <{was}> when it was saved, and is <{now}> here. Construct it as the one that was saved."
+                )

@@ -1,0 +1,89 @@
+"""The array form of SerialEnv: environments on arrays, stepped in turn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from rollwright._keys import NestedKey
+from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values, check_flags, check_open, refuse_overrides
+from rollwright.errors import EnvError, NotNative
+
+if TYPE_CHECKING:
+    from rollwright.envs.serial import SerialEnv
+
+__all__ = ["SerialArrays"]
+
+
+class SerialArrays(ArrayEnv):
+    """The array form of a :class:`SerialEnv`.
+
+    Raises:
+        NotNative: one of its environments has no array form, or they differ.
+    """
+
+    def __init__(self, env: SerialEnv, known: type[SerialEnv]) -> None:
+        refuse_overrides(env, known)
+        check_flags(env)
+        self._env = env
+        self._parts = [part._array_form() for part in env._envs]
+        first = self._parts[0]
+        for part in self._parts:
+            if (part.entries, part.rewards, part.reads) != (first.entries, first.rewards, first.reads):
+                raise NotNative("its environments differ in their entries")
+        self.batch = tuple(env.batch_size)
+        self.entries, self.rewards = self._widened(first.entries), self._widened(first.rewards)
+        self.reads = first.reads
+        self._fields = {**self.entries, **self.rewards}
+        flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
+        self._outcome = {**self._fields, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
+
+    def _widened(self, entries: dict[NestedKey, Entry]) -> dict[NestedKey, Entry]:
+        workers = self.batch[0]
+        return {key: entry._replace(shape=(workers, *entry.shape)) for key, entry in entries.items()}
+
+    def check(self) -> None:
+        """See :meth:`ArrayEnv.check`."""
+        for part in self._parts:
+            part.check()
+
+    def step(self, root: Values, preset: Values) -> Values:
+        """See :meth:`ArrayEnv.step`."""
+        check_open(self._env, "step")
+        out = _blank(self._outcome)
+        reads = self.reads
+        for i, part in enumerate(self._parts):
+            mine = {key: root[key][i, ...] for key in reads}  # with the dots, a single number is an array too
+            try:
+                outcome = part.step(mine, {key: value[i, ...] for key, value in preset.items()} if preset else preset)
+            except EnvError as error:
+                raise self._env._renamed(i, error) from error
+            for key, value in outcome.items():
+                if key in out:
+                    out[key][i] = value
+        return out
+
+    def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
+        """See :meth:`ArrayEnv.reset`."""
+        check_open(self._env, "reset")
+        self._env._seed_for_reset(kwargs)
+        out = _blank(self.entries)
+        for i, part in enumerate(self._parts):
+            mine = None if rows is None else rows[i]
+            if mine is not None and not np.any(mine):
+                continue
+            try:
+                fresh = part.reset(None if mine is None else np.asarray(mine), **kwargs)
+            except EnvError as error:
+                raise self._env._renamed(i, error) from error
+            for key, memory in out.items():
+                memory[i] = fresh[key]
+        return out
+
+
+def _blank(entries: dict[NestedKey, Entry]) -> Values:
+    """New arrays, their content left open."""
+    return {
+        key: np.empty(entry.shape[:-1] if entry.column else entry.shape, entry.dtype) for key, entry in entries.items()
+    }

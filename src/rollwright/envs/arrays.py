@@ -1,0 +1,179 @@
+"""Environments on NumPy arrays: the native form of those that need no TensorDict to take a step.
+
+An environment has this form beside its plain one (TensorDict in, TensorDict out), and both give the same bits. Data are
+dictionaries from keys to arrays, in *row form*: an entry whose spec ends in a dimension of one that says nothing
+(rewards, flags, counts) is a *column*, ``[*batch]``; for a single environment that is a plain number.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright.data.specs import Composite, NonTensor
+from rollwright.data.specs.gymspaces import numpy_dtype
+from rollwright.envs.base import EnvBase
+from rollwright.errors import EnvError, NotNative
+
+__all__ = [
+    "ArrayEnv",
+    "Entry",
+    "Rows",
+    "Values",
+    "array_form",
+    "check_flags",
+    "check_open",
+    "entries_of",
+    "named_error",
+    "refuse_overrides",
+]
+
+Rows = NDArray[np.bool_]
+Values = dict[NestedKey, Any]
+
+FLAGS = ("done", "terminated", "truncated")
+
+
+class Entry(NamedTuple):
+    """Where the values of an entry fit.
+
+    Attributes:
+        shape: of the tensor, with the batch in front.
+        dtype: of its elements.
+        column: whether values lack the last dimension, which is one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    column: bool
+
+
+class ArrayEnv(ABC):
+    """An environment, or a batch of them, on arrays.
+
+    Attributes:
+        batch: shape of the batch, ``()`` for one environment.
+        entries: what a reset returns and a step returns below ``"next"``, but for rewards and flags.
+        rewards: what a step returns beside them and the flags ``done``, ``terminated`` and ``truncated``.
+        reads: entries of the root that :meth:`step` reads.
+    """
+
+    batch: tuple[int, ...]
+    entries: dict[NestedKey, Entry]
+    rewards: dict[NestedKey, Entry]
+    reads: list[NestedKey]
+
+    @abstractmethod
+    def check(self) -> None:
+        """Test that the environment is what this form was made of; to be called once a batch.
+
+        Raises:
+            NotNative: it has changed since (readers of ``info``, transforms, specs).
+        """
+
+    @abstractmethod
+    def step(self, root: Values, preset: Values) -> Values:
+        """Act.
+
+        Args:
+            root: holds what :attr:`reads` names.
+            preset: what the policy wrote below ``"next"``.
+
+        Returns:
+            The content of ``"next"``, true last observations included, in arrays that are never written again.
+        """
+
+    @abstractmethod
+    def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
+        """Begin anew in the environments that ``rows``, bool ``[*batch]``, marks; None: in all.
+
+        Returns:
+            :attr:`entries`; what they hold in rows that are not marked means nothing.
+        """
+
+
+def array_form(env: EnvBase) -> ArrayEnv:
+    """The array form of an environment, which shares its state.
+
+    Raises:
+        NotNative: it has none.
+    """
+    return env._array_form()
+
+
+def check_open(env: EnvBase, call: str) -> None:
+    """Test that an environment was not closed, as the plain path words it."""
+    if env.is_closed:
+        raise EnvError(f"{env}: {call} after close(). Make a new environment.")
+
+
+def named_error(env: EnvBase, call: str, error: Exception) -> EnvError:
+    """What an environment raised, as the plain path words it."""
+    return EnvError(f"{env} raised in {call}: {type(error).__name__}: {error}")
+
+
+def entries_of(spec: Composite, batch_ndim: int, columns: Iterable[NestedKey] = ()) -> dict[NestedKey, Entry]:
+    """The entries of a Composite.
+
+    Raises:
+        NotNative: one of them holds objects, or varies in shape.
+    """
+    named = set(columns)
+    found = {}
+    for key in spec.keys(True, True):
+        leaf = spec[key]
+        if isinstance(leaf, NonTensor) or leaf.dtype is None:
+            raise NotNative(f"entry {key!r} holds objects")
+        if -1 in leaf.shape:
+            raise NotNative(f"entry {key!r} varies in shape")
+        if leaf.dtype == torch.bfloat16:
+            raise NotNative(f"entry {key!r} is of dtype {leaf.dtype}")
+        column = unravel(key) in named and len(leaf.shape) == batch_ndim + 1 and leaf.shape[-1] == 1
+        found[unravel(key)] = Entry(tuple(leaf.shape), np.dtype(numpy_dtype(leaf.dtype)), column)
+    return found
+
+
+STEPPING = (
+    "_advance",
+    "_begin",
+    "_step_mdp",
+    "any_done",
+    "maybe_reset",
+    "reset",
+    "step",
+    "step_and_maybe_reset",
+)
+
+
+def refuse_overrides(env: EnvBase, known: type[EnvBase]) -> None:
+    """Test that a subclass steps and resets as ``known``, whose array form is to be taken.
+
+    Raises:
+        NotNative: it does not.
+    """
+    for name in (*STEPPING, "_step", "_reset"):
+        if getattr(type(env), name) is not getattr(known, name) or name in vars(env):
+            raise NotNative(f"{type(env).__name__} overrides {name}")
+    if env._forward_hooks or env._forward_pre_hooks:
+        raise NotNative(f"{type(env).__name__} has hooks")
+
+
+def check_flags(env: EnvBase) -> None:
+    """Test that the flags are those of gymnasium: ``done``, ``terminated`` and ``truncated`` at the root.
+
+    Raises:
+        NotNative: they are not.
+    """
+    keys = set(env.done_keys)
+    if keys != set(FLAGS):
+        raise NotNative(f"its flags are {sorted(keys, key=as_tuple)}")
+    if env.run_type_checks:
+        raise NotNative("run_type_checks=True")
+    if env.device is not None and env.device.type != "cpu":
+        raise NotNative(f"its device is {env.device}")

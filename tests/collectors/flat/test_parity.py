@@ -1,0 +1,34 @@
+"""A flat policy writes the bits of the plain path and uses the random numbers that it uses."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from rollwright.collectors.flat import flatten
+
+
+@pytest.mark.filterwarnings("ignore:deterministic_sample wasn't found")
+def test_flat_equals_plain_to_the_bit(lab, policy_name, batch, kind):
+    policy = lab.policies[policy_name]()
+    flat = flatten(copy.deepcopy(policy), exploration_type=kind, batch_shape=batch, available=lab.available)
+    torch.manual_seed(5)
+    try:
+        expected = lab.plain_steps(policy, batch, kind)
+    except (RuntimeError, ValueError):  # such as the log-prob of a categorical distribution's mean
+        with pytest.raises((RuntimeError, ValueError)):
+            lab.flat_steps(flat, batch, kind)
+        return
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    written = lab.flat_steps(flat, batch, kind)
+    assert torch.equal(torch.get_rng_state(), state)
+    for ours, theirs in zip(written, expected, strict=True):
+        assert set(ours) == set(theirs)
+        for key, value in ours.items():
+            other = theirs[key].numpy()
+            assert (value.dtype, value.shape) == (other.dtype, other.shape)
+            np.testing.assert_array_equal(value, other, err_msg=str(key))
