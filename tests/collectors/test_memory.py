@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
+from torch import distributions, nn
 
 from rollwright.envs import GymEnv, SerialEnv
 from rollwright.testing.mocking_classes import CountingEnv
@@ -93,9 +95,63 @@ def test_dropping_a_collector_frees_it():
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("num_envs", [pytest.param(1, marks=pytest.mark.slow), 64])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_envs", [1, 64])
 def test_a_million_frames_are_flat(make, cartpole_actor, num_envs):
     env = GymEnv("CartPole-v1") if num_envs == 1 else GymEnv("CartPole-v1", num_envs=num_envs)
     collector = make(env, cartpole_actor(), frames_per_batch=6400)
     assert growth(collector, 8, 157) < 16 * MIB
     assert collector.stats()["frames"] >= 1_000_000
+
+
+def categorical():
+    """The policy of the benchmarks, small: logits, an action drawn from them, its log-prob."""
+    return TensorDictSequential(
+        TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["logits"]),
+        ProbabilisticTensorDictModule(
+            in_keys=["logits"], out_keys=["action"], distribution_class=distributions.Categorical, return_log_prob=True
+        ),
+    )
+
+
+POOLS = [
+    pytest.param(256, 20, {}, id="quick"),
+    pytest.param(256, 20, {"compact_obs": True}, id="quick, compact"),
+    pytest.param(1024, 200, {}, id="ten million", marks=pytest.mark.slow),
+    pytest.param(1024, 200, {"compact_obs": True}, id="ten million, compact", marks=pytest.mark.slow),
+    pytest.param(1024, 200, {"compile_policy": True}, id="ten million, compiled", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("num_envs", "batches", "options"), POOLS)
+def test_flat_on_arrays(make, num_envs, batches, options):
+    pytest.importorskip("envpool")
+    from rollwright.envs import EnvPoolEnv
+
+    env = EnvPoolEnv("CartPole-v1", num_envs, categorical_action_encoding=True)
+    collector = make(env, categorical(), frames_per_batch=50 * num_envs, **options)
+    assert "NumPy" in collector.stats()["paths"]["env"]
+    size = None
+    for _ in range(5):
+        size = collector.stats()["bytes_held"] or size
+        collector.next()
+    assert growth(collector, 5, batches - 10) < 4 * MIB  # a batch of 256 has 0.9 MiB
+    assert collector.stats()["bytes_held"] == size  # each batch was dropped: one memory, over and over
+    assert collector.stats()["frames"] == 50 * num_envs * batches
+
+
+@pytest.mark.parametrize("options", [{}, {"compact_obs": True}, {"split_trajs": True}], ids=str)
+def test_counts_of_python_objects_are_flat(make, cartpole_actor, options):
+    collector = make(GymEnv("CartPole-v1", num_envs=4), cartpole_actor(), frames_per_batch=200, **options)
+
+    def alive():
+        gc.collect()
+        return len(gc.get_objects())
+
+    for _ in range(6):
+        collector.next()
+    before = alive()
+    for _ in range(12):
+        collector.next()
+    assert alive() <= before + 60  # one object a batch of each of five kinds

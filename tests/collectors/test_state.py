@@ -1,13 +1,21 @@
-"""state_dict and load_state_dict: counters, ids, weights and transforms go on where they were."""
+"""state_dict and load_state_dict: what goes on, what begins anew, and what is said about it."""
 
 from __future__ import annotations
 
 import io
+import random
+import threading
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
 
-from rollwright.envs import GymEnv, RewardSum, TransformedEnv, VecNorm
+from rollwright.collectors import _choice
+from rollwright.envs import GymEnv, GymWrapper, SerialEnv, StepCounter, TransformedEnv, VecNorm
+from rollwright.errors import NotNative
 from rollwright.testing.mocking_classes import CountingEnv
 
 
@@ -15,7 +23,7 @@ def through_a_file(state):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=True)
 
 
 def cartpole():
@@ -99,29 +107,6 @@ def test_the_policy_version_is_kept(make, pendulum_actor):
     assert second.update_policy_weights_() == 4
 
 
-def test_state_dict_in_the_middle_of_iteration_changes_nothing(make, same, stream):
-    streams = []
-    for save in (False, True):
-        collector = make(lambda: GymEnv("CartPole-v1"), frames_per_batch=20, total_frames=100)
-        collector.set_seed(0)
-        batches = []
-        for batch in collector:
-            batches.append(batch)
-            if save:
-                collector.state_dict()
-        streams.append(stream(batches))
-    same(*streams)
-
-
-def test_loading_begins_new_trajectories(make, count):
-    env = TransformedEnv(CountingEnv(max_steps=100), RewardSum())
-    collector = make(env, count(env), frames_per_batch=4)
-    collector.next()
-    collector.load_state_dict(collector.state_dict())
-    batch = collector.next()
-    assert batch["collector", "traj_ids"].tolist() == [1] * 4
-
-
 @pytest.mark.parametrize("state", [{}, {"policy_state_dict": {}}, {"anything": 1}])
 def test_a_state_of_something_else_is_named(make, state):
     with pytest.raises(KeyError, match="env_state_dict"):
@@ -135,3 +120,381 @@ def test_load_state_dict_passes_strict_on(make, pendulum_actor):
     with pytest.raises(RuntimeError, match=r"new\.weight"):
         collector.load_state_dict(state)
     collector.load_state_dict(state, strict=False)
+
+
+# Bits -----------------------------------------------------------------------------------------------
+
+FRAMES = 60
+
+
+def cartpoles():
+    return TransformedEnv(GymEnv("CartPole-v1", num_envs=2), StepCounter())
+
+
+@pytest.fixture(params=["arrays", "plain"])
+def build(request, monkeypatch, make):
+    """``build(env, policy, **options)``: a collector that takes the path of the test."""
+    if request.param == "plain":
+
+        def refuse(core):
+            raise NotNative("a test")
+
+        monkeypatch.setattr(_choice, "_arrays", refuse)
+
+    def made(env=cartpoles, policy=None, **options):
+        collector = make(env, policy, **{"frames_per_batch": FRAMES, **options})
+        assert collector.stats()["paths"]["env"].startswith("TensorDict" if request.param == "plain" else "NumPy")
+        return collector
+
+    return made
+
+
+def untouched(collector):
+    pass
+
+
+def seeded(collector):
+    collector.set_seed(3)
+
+
+def stepped(collector):
+    collector.next()
+
+
+def reset(collector):
+    collector.next()
+    collector.reset()
+
+
+def reset_in_part(collector):
+    collector.next()
+    collector.reset([1])
+
+
+@pytest.mark.parametrize("ready", [untouched, seeded, stepped, reset, reset_in_part])
+@pytest.mark.parametrize("options", [{}, {"reset_at_each_iter": True}])
+def test_a_restored_collector_goes_on_from_wherever_the_first_one_stood(build, same, ready, options):
+    first = build(**options)
+    ready(first)
+    state = first.state_dict()  # not through a file: what the first does next must not reach it
+    expected = [first.next(), first.next()]
+    for _ in range(2):  # nor must what the second does
+        second = build(**options)
+        second.load_state_dict(state)
+        for batch in expected:
+            same(second.next(), batch)
+        assert second.stats()["episodes"] == first.stats()["episodes"]
+        assert second.stats()["mean_return"] == first.stats()["mean_return"]
+
+
+def test_a_policy_that_writes_in_place_reaches_no_saved_state(make):
+    def policy(td):
+        td.set("seen", td["observation"].clone())
+        td["observation"].zero_()
+        return td.set("action", torch.ones(1, dtype=torch.int32))
+
+    first = make(CountingEnv(), policy, frames_per_batch=4)
+    first.next()
+    state = first.state_dict()
+    expected = first.next()["seen"]
+    assert expected.flatten().tolist() == [4, 5, 0, 1]
+    for _ in range(2):
+        second = make(CountingEnv(), policy, frames_per_batch=4)
+        second.load_state_dict(state)
+        assert torch.equal(second.next()["seen"], expected)
+
+
+def test_saving_changes_nothing(build, same):
+    runs = []
+    for save in (False, True):
+        collector = build(total_frames=FRAMES * 4)
+        collector.set_seed(0)
+        batches = []
+        for batch in collector:
+            batches.append(batch)
+            if save:
+                collector.state_dict()
+        runs.append(batches)
+    for left, right in zip(*runs, strict=True):
+        same(left, right)
+
+
+def test_a_state_can_be_loaded_while_iteration_is_under_way(build, same):
+    first = build()
+    first.next()
+    state = first.state_dict()
+    expected = first.next()
+    second = build(total_frames=FRAMES * 4)
+    delivered = []
+    for batch in second:
+        delivered.append(batch)
+        if len(delivered) == 1:
+            second.load_state_dict(state)
+    assert len(delivered) == 4  # one of its own, and three that the loaded state left
+    same(delivered[1], expected, but=["collector"])
+
+
+def test_batches_may_have_another_size_after_loading(build, same, stream):
+    first = build(init_random_frames=FRAMES)
+    first.next()
+    state = first.state_dict()
+    expected = stream([first.next(), first.next()])
+    second = build(frames_per_batch=FRAMES * 2)
+    second.load_state_dict(state)
+    same(second.next(), expected)
+
+
+def test_set_seed_after_loading_gives_the_bits_of_the_seed(build, same):
+    state = build().state_dict()
+    batches = []
+    for loads in (False, True):
+        collector = build()
+        if loads:
+            collector.load_state_dict(state)
+        collector.set_seed(5)
+        batches.append(collector.next())
+    same(*batches)
+
+
+def test_running_statistics_forget_the_reset_at_construction_after_loading_too(make, same):
+    first, second = make(cartpole, frames_per_batch=50), make(cartpole, frames_per_batch=50)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    batches = []
+    for collector in (first, second):
+        collector.set_seed(0)
+        batches.append(collector.next())
+    same(*batches)
+
+
+# Ids --------------------------------------------------------------------------------------------------
+
+
+def test_loading_what_was_just_saved_changes_nothing(build, same):
+    batches = []
+    for loads in (False, True):
+        collector = build()
+        collector.set_seed(0)
+        collector.next()
+        if loads:
+            collector.load_state_dict(through_a_file(collector.state_dict()))
+        batches.append(collector.next())
+    same(*batches)
+
+
+def test_a_collector_that_goes_back_gives_new_ids(build, same):
+    """The steps are those from before; the ids are not, for the consumer has seen other steps under them."""
+    collector = build(policy=None, frames_per_batch=4)
+    collector.set_seed(0)
+    collector.next()
+    state = collector.state_dict()
+    before = collector.next()  # nothing ended, so no id was given
+    assert not before["next", "done"].any()
+    for _ in range(2):
+        pool = collector._traj_pool.state_dict()["traj_id"]
+        collector.load_state_dict(state)
+        again = collector.next()
+        same(again, before, but=["collector"])
+        assert int(again["collector", "traj_ids"].min()) >= pool
+
+
+def test_ids_that_were_not_tracked_are_given_anew(build):
+    first = build(track_traj_ids=False, frames_per_batch=4)
+    first.next()
+    second = build(frames_per_batch=4)
+    second.load_state_dict(first.state_dict())
+    assert second.next()["collector", "traj_ids"].tolist() == [[2, 2], [3, 3]]
+    third = build(track_traj_ids=False, frames_per_batch=4)
+    third.load_state_dict(second.state_dict())
+    assert "collector" not in third.next()
+
+
+def test_versions_that_are_tracked_no_more_are_dropped(build):
+    first = build(track_policy_version=True)
+    first.next()
+    second = build()
+    second.load_state_dict(first.state_dict())
+    assert "policy_version" not in second.next()
+
+
+# What begins anew ---------------------------------------------------------------------------------------
+
+
+def test_states_of_older_versions_begin_new_trajectories(build):
+    first = build()
+    used = int(first.next()["collector", "traj_ids"].max())
+    old = ("policy_state_dict", "env_state_dict", "frames", "iter", "policy_version", "traj_pool")
+    state = {name: value for name, value in first.state_dict().items() if name in old}
+    second = build()
+    second.load_state_dict(state)
+    batch = second.next()
+    assert int(batch["collector", "traj_ids"].min()) > used
+    assert bool((batch["step_count"][:, 0] == 0).all())
+    assert second.stats()["batches"] == 2
+
+
+class Guarded(gymnasium.Wrapper):
+    """Cannot be pickled."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.lock = threading.Lock()
+
+
+def guarded():
+    return GymWrapper(Guarded(gymnasium.make("CartPole-v1")))
+
+
+def test_an_environment_that_cannot_be_saved_is_named_once_and_begins_anew(make):
+    first = make(lambda: TransformedEnv(SerialEnv(2, [cartpole, guarded]), StepCounter()), frames_per_batch=60)
+    used = int(first.next()["collector", "traj_ids"].max())
+    told = r"begins its environment anew, with new trajectory ids\. GymWrapper\(CartPole-v1\) \[worker 1\]: cannot be"
+    with pytest.warns(UserWarning, match=told):
+        first.state_dict()
+    state = through_a_file(first.state_dict())  # no second warning
+    (line,) = state["unsaved"]
+    assert "lock" in line
+    second = make(lambda: TransformedEnv(SerialEnv(2, [cartpole, guarded]), StepCounter()), frames_per_batch=60)
+    second.load_state_dict(state)
+    batch = second.next()
+    assert bool((batch["step_count"][:, 0] == 0).all())
+    assert int(batch["collector", "traj_ids"].min()) > used
+    assert second.stats()["episodes"] == first.stats()["episodes"] + int(batch["next", "done"].sum())
+
+
+def test_an_environment_of_another_make_begins_anew_and_says_so(build):
+    first = build()
+    used = int(first.next()["collector", "traj_ids"].max())
+    second = build(lambda: TransformedEnv(GymEnv("CartPole-v1", num_envs=3), StepCounter()))
+    with pytest.warns(UserWarning, match=r"begins anew, with new trajectory ids\..*batch size \[2\]"):
+        second.load_state_dict(first.state_dict())
+    batch = second.next()
+    assert int(batch["collector", "traj_ids"].min()) > used
+    assert bool((batch["step_count"][:, 0] == 0).all())
+    assert second.stats()["frames"] == FRAMES * 2
+
+
+def test_a_failed_load_begins_new_trajectories(make, pendulum_actor):
+    collector = make(lambda: GymEnv("Pendulum-v1"), pendulum_actor(), frames_per_batch=5)
+    collector.next()
+    with pytest.raises(RuntimeError, match="weight"):
+        collector.load_state_dict({**collector.state_dict(), "policy_state_dict": {}})
+    assert collector.next()["collector", "traj_ids"].tolist() == [1] * 5
+
+
+class Unpicklable:
+    """An object that a batch can hold, and a file cannot."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        raise TypeError("it stays here")
+
+
+def test_objects_in_the_carrier_that_cannot_be_pickled_are_named(make, count):
+    env = CountingEnv()
+    act = count(env)
+
+    def policy(td):
+        return act(td).set_non_tensor("held", Unpicklable())
+
+    first = make(env, policy, frames_per_batch=4)
+    first.next()
+    with pytest.warns(UserWarning, match="anew.*objects in the carrier: cannot be pickled: TypeError: it stays"):
+        state = first.state_dict()
+    assert state["trajectories"] is None
+
+
+# What a policy keeps to itself ------------------------------------------------------------------------------
+
+
+class Counting:
+    """A policy that is no module, and remembers."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, td):
+        self.calls += 1
+        return td.set("action", torch.ones(1, dtype=torch.int32))
+
+    def act(self, td):
+        return self(td)
+
+
+class Drawing(nn.Module):
+    """A module with generators of its own, saved or not."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+        self.others = nn.ModuleList([nn.Identity()])
+        self.others[0].rng = np.random.default_rng(0)
+
+    def forward(self, observation):
+        return torch.ones(1, dtype=torch.int32)
+
+
+class Saved(Drawing):
+    def __init__(self):
+        super().__init__()
+        del self.others[0].rng
+
+    def get_extra_state(self):
+        return self.generator.get_state()
+
+    def set_extra_state(self, state):
+        self.generator.set_state(state)
+
+
+@pytest.mark.parametrize("policy", [Counting(), Counting().act])
+def test_what_a_policy_that_is_no_module_holds_is_named(make, policy):
+    collector = make(CountingEnv(), policy, frames_per_batch=4)
+    with pytest.warns(UserWarning, match="goes on without it. policy .*: it has 'calls', and is no nn.Module"):
+        state = collector.state_dict()
+    second = make(CountingEnv(), policy, frames_per_batch=4)
+    second.load_state_dict(state)
+    assert second.next()["collector", "traj_ids"].tolist() == [0] * 4
+
+
+def test_generators_of_a_module_are_named_unless_it_saves_them(make):
+    def wrapped(module):
+        return TensorDictModule(module, ["observation"], ["action"])
+
+    collector = make(CountingEnv(), wrapped(Drawing()), frames_per_batch=4)
+    with pytest.warns(
+        UserWarning, match=r"it has 'module.generator', 'module.others.0.rng', which state_dict\(\) leaves"
+    ):
+        collector.state_dict()
+    assert make(CountingEnv(), wrapped(Saved()), frames_per_batch=4).state_dict()["unsaved"] == []
+
+
+def test_functions_are_taken_to_hold_nothing(make, count):
+    env = CountingEnv()
+    assert make(env, count(env), frames_per_batch=4).state_dict()["unsaved"] == []
+
+
+# Streams ------------------------------------------------------------------------------------------------
+
+
+def test_global_generators_are_restored(make):
+    collector = make(CountingEnv(), frames_per_batch=4)
+
+    def draw():
+        return torch.rand(()), np.random.normal(), random.gauss(0, 1)
+
+    draw()  # of two normal numbers drawn together, one is left for the next call
+    state = through_a_file(collector.state_dict())
+    expected = draw()
+    collector.load_state_dict(state)
+    assert draw() == expected
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_generator_of_a_cuda_device_in_use_is_restored(make):
+    collector = make(CountingEnv(), frames_per_batch=4, device="cuda:0")
+    state = through_a_file(collector.state_dict())
+    expected = torch.rand((), device="cuda:0")
+    collector.load_state_dict(state)
+    assert torch.equal(torch.rand((), device="cuda:0"), expected)

@@ -34,7 +34,16 @@ def choose_path(core: RolloutCore) -> Path:
     if arrays is None or flat is None or random is None:
         return plain_path(core, against)
     how = {"env": "NumPy arrays", "policy": flat.how}
-    return ArrayPath(core.env, arrays, flat, random, device=core.storing_device, how=how, **_shared(core))
+    return ArrayPath(
+        core.env,
+        arrays,
+        flat,
+        random,
+        device=core.storing_device,
+        carrier_device=None if core._carrier_has_no_device else core.env.device,
+        how=how,
+        **_shared(core),
+    )
 
 
 def plain_path(core: RolloutCore, against: dict[str, str]) -> Path:

@@ -146,8 +146,8 @@ class RolloutCore(BaseCollector):
         if self._pre_collect_hook is not None:
             self._pre_collect_hook()
         with torch.no_grad(), set_exploration_type(self.options.exploration_type):
-            self._begin()
             try:
+                self._begin()
                 for t in range(self._counts.steps):
                     self._act(t)  # the policy reads observations and writes actions
                     self._step(t)  # the environment steps; what ended begins anew
@@ -166,13 +166,23 @@ class RolloutCore(BaseCollector):
         random = self._frames < self.init_random_frames
         try:
             self._path.begin(random=random)
-        except NotNative as reason:  # the policy has changed since it was flattened
-            carrier = self._path.carrier
-            self._take(plain_path(self, {"policy": str(reason)}))
-            self._path.carrier = carrier
-            self._path.begin(random=random)
+        except NotNative as reason:
+            self._change_path()
+            try:
+                self._path.begin(random=random)
+            except NotNative:
+                self._change_path(plain_path(self, {"policy": str(reason)}))
+                self._path.begin(random=random)
         self._fresh_ids = self._first_reset = None
         self._stepped = True
+
+    def _change_path(self, path: Path | None = None) -> None:
+        """Go on another way: environment or policy are no longer what the path was chosen for."""
+        carrier = self._path.carrier
+        self._take(choose_path(self) if path is None else path)
+        self._path.carrier = carrier
+        if path is None and carrier is not None:
+            self._compile_policy()
 
     def _finish(self, steps: int) -> TensorDictBase:
         """Close the batch of ``steps`` steps: what was asked of its end, and what is counted."""
@@ -206,8 +216,15 @@ class RolloutCore(BaseCollector):
 
     # Trajectories ----------------------------------------------------------------------------
 
+    def _check_path(self) -> None:
+        try:
+            self._path.check()
+        except NotNative:
+            self._change_path()
+
     def _make_carrier(self, **kwargs: Any) -> None:
         """Reset the environment and begin new trajectories."""
+        self._check_path()
         with torch.no_grad():
             self._path.reset(**kwargs)
         self._anew[:] = True
@@ -238,6 +255,7 @@ class RolloutCore(BaseCollector):
             raise IndexError(
                 f"reset: index={index!r} does not index the environment's batch {batch}: {error}."
             ) from error
+        self._check_path()
         with torch.no_grad():
             self._path.reset_some(marked, **kwargs)
         self._anew |= marked.flatten().numpy()

@@ -35,6 +35,13 @@ class Path(ABC):
             NotNative: it cannot be compiled, and runs as before.
         """
 
+    def check(self) -> None:  # noqa: B027 - most paths take any environment
+        """Test that the environment is what the path was chosen for.
+
+        Raises:
+            NotNative: it is not.
+        """
+
     # The carrier ------------------------------------------------------------------------------
 
     @property

@@ -154,13 +154,16 @@ def _load_trajectories(core: RolloutCore, saved: Mapping[str, Any], ids_are_free
 def _carrier_state(carrier: TensorDictBase | None) -> dict[str, Any] | None:
     if carrier is None:
         return None
-    if all(_is_plain(node) for node in (carrier, *carrier.values(True, False))):
+    if _is_plain(carrier):
         return _node_state(carrier)
     return {"pickled": torch.frombuffer(bytearray(dump(carrier, {}, set())), dtype=torch.uint8)}
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) is TensorDict or type(value) is torch.Tensor
+    """Whether it is a tensor, or a TensorDict of nothing else; stacks of many shapes and objects are not."""
+    if type(value) is TensorDict:
+        return all(_is_plain(entry) for entry in value.values())
+    return type(value) is torch.Tensor
 
 
 def _node_state(td: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.memory import MemoryPool
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values
 from rollwright.envs.base import EnvBase
-from rollwright.errors import PolicyError
+from rollwright.errors import NotNative, PolicyError
 
 __all__ = ["ArrayPath"]
 
@@ -37,11 +37,14 @@ def _field(shape: Sequence[int], dtype: np.dtype[Any]) -> Field:
     return Field(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype, torch.device("cpu"))
 
 
+Reads = list[tuple[NestedKey, tuple[int, ...] | None]]
+
+
 class Actor(NamedTuple):
     """A flat policy, and the entries that it reads, each with the shape of its tensor if it is in row form."""
 
     policy: FlatPolicy
-    reads: list[tuple[NestedKey, tuple[int, ...] | None]]
+    reads: Reads
 
 
 class Layout(NamedTuple):
@@ -75,6 +78,7 @@ class ArrayPath(Path):
         random: random actions.
         options: of the collector.
         device: where batches are delivered.
+        carrier_device: that of the carrier.
         steps: T.
         pool: hands out trajectory ids.
         memory: lends the memory of batches.
@@ -91,6 +95,7 @@ class ArrayPath(Path):
         *,
         options: CollectorOptions,
         device: torch.device | None,
+        carrier_device: torch.device | None,
         steps: int,
         pool: TrajectoryPool,
         memory: MemoryPool,
@@ -99,6 +104,7 @@ class ArrayPath(Path):
     ) -> None:
         self.how = dict(how)
         self._env, self._arrays, self._steps, self._device = env, arrays, steps, device
+        self._carrier_device = carrier_device
         self._pool, self._memory, self._version = pool, memory, version
         self._batch = arrays.batch
         self._check_action = _plan.action_check(env)
@@ -119,6 +125,7 @@ class ArrayPath(Path):
         self._ids: NDArray[Any] = np.full(self._batch, -1)
         self._block: Block | None = None
         self._layouts: dict[FlatPolicy, Layout] = {}
+        self._ahead: Sequence[NDArray[Any]] | None = None  # outputs of the first step, where it was taken already
 
     def _actor(self, policy: FlatPolicy) -> Actor:
         reads = [(key, self._roots[key]) for key in policy.in_keys]
@@ -137,7 +144,7 @@ class ArrayPath(Path):
         root = self._root
         if root is None:
             return None
-        carrier = TensorDict({}, batch_size=self._batch, device=self._env.device)
+        carrier = TensorDict({}, batch_size=self._batch, device=self._carrier_device)
         for key, value in root.items():
             if key == VERSION or as_tuple(key)[0] == "next" or key in self._arrays.rewards:
                 continue  # of the last step, not of the next one
@@ -169,7 +176,8 @@ class ArrayPath(Path):
 
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
         """See :meth:`Path.reset_some`."""
-        self._root = self._anew(cast(Values, self._root), marked.numpy(), **kwargs)
+        if bool(marked.any()):
+            self._root = self._anew(cast(Values, self._root), marked.numpy(), **kwargs)
 
     def set_ids(self, ids: torch.Tensor) -> None:
         """See :meth:`Path.set_ids`."""
@@ -187,21 +195,44 @@ class ArrayPath(Path):
         self._policy = self._acting = self._actor(compiled)
         self.how["policy"] = compiled.how
 
+    def check(self) -> None:
+        """See :meth:`Path.check`."""
+        self._arrays.check()
+
     # A rollout ----------------------------------------------------------------------------------------
 
     def begin(self, *, random: bool) -> None:
         """See :meth:`Path.begin`."""
         self._acting = self._random if random else self._policy
-        self._acting.policy.start(self._steps)
-        self.finite_keys = [key for key in self._acting.policy.finite_keys if not is_private(key)]
+        self.check()
+        policy, reads = self._acting
+        policy.start(self._steps)
+        self.finite_keys = [key for key in policy.finite_keys if not is_private(key)]
+        self._ahead = None if policy in self._layouts else self._tried(policy, reads)
         if self._keeper is not None:
             self._keeper.begin()
+
+    def _tried(self, policy: FlatPolicy, reads: Reads) -> Sequence[NDArray[Any]]:
+        """The outputs of the first step that a policy takes, which may show that it must take the plain path.
+
+        Raises:
+            NotNative: it must, and random numbers are as before.
+        """
+        numbers = torch.get_rng_state()
+        try:
+            return policy(*self._inputs(cast(Values, self._root), reads))
+        except NotNative:
+            torch.set_rng_state(numbers)
+            raise
 
     def act(self, t: int) -> None:
         """See :meth:`Path.act`."""
         root = cast(Values, self._root)
         policy, reads = self._acting
-        outputs = policy(*self._inputs(root, reads))
+        if t or self._ahead is None:
+            outputs = policy(*self._inputs(root, reads))
+        else:
+            outputs, self._ahead = self._ahead, None
         if t == 0:
             self._open(outputs)
         for (key, shape, dtype), value in zip(self._acts, outputs, strict=True):
@@ -209,7 +240,7 @@ class ArrayPath(Path):
                 raise _other_shape(key, value, shape, dtype, t)
             root[key] = value
 
-    def _inputs(self, root: Values, reads: list[tuple[NestedKey, tuple[int, ...] | None]]) -> list[NDArray[Any]]:
+    def _inputs(self, root: Values, reads: Reads) -> list[NDArray[Any]]:
         return [
             root[key] if shape is None else np.array(root[key], self._roots[key].dtype).reshape(shape)
             for key, shape in reads

@@ -299,8 +299,8 @@ def test_one_step_of_the_usual_policy_takes_few_operations(lab):
             with Counter() as counter:
                 flat(x)
         counts[batch] = counter.operations
-    # In and out: 1 + 3. Net: 3 layers of 2 (4 without a batch), 2 tanh. Draw: 7. Log-prob: 3.
-    assert counts == {(): 28, (64,): 22}
+    # In and out: 1 + 3. Net: 3 layers of 1 (2 for a batch), 2 tanh. Draw: 8. Log-prob: 2.
+    assert counts == {(): 19, (64,): 22}
 
 
 class Counter(TorchDispatchMode):
@@ -315,13 +315,13 @@ class Counter(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_race_draws_what_multinomial_draws(dtype):
-    assert _race_is_exact(dtype)
+    assert _race_is_exact(dtype, torch.device("cpu"))
     p = torch.rand(50, 7, dtype=dtype).softmax(-1)
     torch.manual_seed(4)
     drawn = torch.multinomial(p, 1, True).squeeze(-1)
     state = torch.get_rng_state()
     torch.manual_seed(4)
-    assert torch.equal(race(p), drawn)
+    assert torch.equal(race(p).squeeze(-1), drawn)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -330,7 +330,7 @@ def test_the_race_equals_multinomial_where_memory_is_permuted():
     torch.manual_seed(4)
     drawn = torch.multinomial(p.reshape(-1, 6), 1, True).reshape(4, 5)
     torch.manual_seed(4)
-    assert torch.equal(race(p), drawn)
+    assert torch.equal(race(p).squeeze(-1), drawn)
 
 
 @pytest.mark.parametrize("scored", [False, True])

@@ -38,7 +38,6 @@ def test_a_packing_knows_what_does_not_fit():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("policy_name", ["categorical", "normal", "one-hot", "recurrent", "independent normal"])
 def test_staged_equals_plain_to_the_bit(lab, policy_name):
     policy = lab.policies[policy_name]().cuda()
@@ -61,7 +60,6 @@ def test_staged_equals_plain_to_the_bit(lab, policy_name):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_staged_outputs_are_never_overwritten(lab):
     flat = flatten(lab.policies["identity"](), exploration_type=Type.RANDOM, batch_shape=(3,), available=lab.available)
     staged = Staged(flat, torch.device("cuda", 0))
@@ -72,7 +70,6 @@ def test_staged_outputs_are_never_overwritten(lab):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_compiled_policy_may_be_on_the_device(lab):
     policy = lab.logits_policy().cuda()
     flat = flatten(policy, exploration_type=Type.DETERMINISTIC, batch_shape=(8,), available=lab.available)

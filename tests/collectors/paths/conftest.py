@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from tensordict import NonTensorData, TensorDictBase
 from tensordict.nn import (
     NormalParamExtractor,
@@ -56,7 +58,7 @@ class Toy(gymnasium.Env):
     def __init__(
         self, seen: Any, act: Any, *, reuses: bool = False, fails_at: int = -1, failure: Any = None, bad: Any = None
     ):
-        self.observation_space, self.action_space = seen, act
+        self.observation_space, self.action_space = copy.deepcopy(seen), act  # a space has random numbers of its own
         self.reuses, self.fails_at, self.failure, self.bad = reuses, fails_at, failure, bad
         self.buffer = None
         self.steps = 0
@@ -97,6 +99,10 @@ def toy(seen: Any = BOX, act: Any = None, categorical: bool = False, **options: 
     return lambda: GymWrapper(Toy(seen, act, **options), categorical_action_encoding=categorical)
 
 
+def toy_env() -> Toy:
+    return Toy(BOX, spaces.Discrete(2))
+
+
 class OwnVector(VectorEnv):
     """A vector environment that is gymnasium's in nothing but its interface."""
 
@@ -133,8 +139,7 @@ def cartpole(**options: Any) -> GymEnv:
 
 
 def vector(kind: Any, mode: AutoresetMode, **options: Any) -> Callable[[], Any]:
-    makers = [lambda: Toy(BOX, spaces.Discrete(2))] * 3
-    return lambda: GymWrapper(kind(makers, autoreset_mode=mode, **options))
+    return lambda: GymWrapper(kind([toy_env] * 3, autoreset_mode=mode, **options))
 
 
 def with_transforms(make: Callable[[], Any], *names: str) -> Callable[[], Any]:
@@ -166,6 +171,15 @@ ENVS: dict[str, Callable[[], Any]] = {
     "dict": toy(spaces.Dict(a=BOX, b=spaces.Dict(c=spaces.Discrete(3), d=spaces.MultiBinary(4)))),
     "multi discrete": toy(act=spaces.MultiDiscrete([2, 3])),
     "multi discrete categorical": toy(spaces.MultiDiscrete([4, 2]), spaces.MultiDiscrete([2, 3]), categorical=True),
+    "odd dtypes": toy(
+        spaces.Dict(
+            h=spaces.Box(-1.0, 1.0, (2,), np.float16),
+            u=spaces.Box(0, 9, (2,), np.uint16),
+            i=spaces.Box(-3, 9, (1, 2), np.int32),
+            b=spaces.MultiBinary([2, 2]),
+            _p=BOX,
+        )
+    ),
     "multi binary": toy(act=spaces.MultiBinary(3)),
     "dict of actions": toy(act=spaces.Dict(u=spaces.Discrete(2), v=spaces.Box(-1, 1, (2,), np.float32))),
     "pixels": toy(spaces.Box(0, 255, (84, 84), np.uint8)),
@@ -181,6 +195,10 @@ ENVS: dict[str, Callable[[], Any]] = {
     "sync dict": lambda: GymWrapper(SyncVectorEnv([lambda: Toy(spaces.Dict(a=BOX), spaces.MultiDiscrete([2, 3]))] * 2)),
     "async": vector(AsyncVectorEnv, AutoresetMode.NEXT_STEP),
     "async same step": vector(AsyncVectorEnv, AutoresetMode.SAME_STEP, shared_memory=False),
+    "sync of one": lambda: cartpole(num_envs=1),
+    "wrapped vector": lambda: GymWrapper(
+        RecordEpisodeStatistics(SyncVectorEnv([toy_env] * 2, autoreset_mode=AutoresetMode.SAME_STEP))
+    ),
     "own disabled": lambda: GymWrapper(OwnVector(AutoresetMode.DISABLED)),
     "own same step": lambda: GymWrapper(OwnVector(AutoresetMode.SAME_STEP)),
     "envpool": lambda: EnvPoolEnv("CartPole-v1", 3, seed=5),
@@ -199,10 +217,13 @@ ENVS: dict[str, Callable[[], Any]] = {
     "vector books": with_transforms(vector(SyncVectorEnv, AutoresetMode.DISABLED), "sum", "limit", "init"),
     "vector all": with_transforms(vector(SyncVectorEnv, AutoresetMode.SAME_STEP), "h", "limit", "random", "sum"),
     "pool all": with_transforms(lambda: EnvPoolEnv("CartPole-v1", 3, seed=5), "limit", "init", "random", "sum", "h"),
+    "primed serial": with_transforms(serial(toy()), "h", "init", "sum"),
     "serial of transformed": serial(with_transforms(toy(), "init", "limit", "h", "random", "sum")),
     "transformed serial": with_transforms(serial(toy()), "h", "random", "init", "limit", "sum"),
     "serial of serial": serial(with_transforms(serial(toy(), 2), "limit", "h"), 2),
-    "both sides": with_transforms(serial(with_transforms(vector(SyncVectorEnv, AutoresetMode.DISABLED), "sum"), 2), "h"),
+    "both sides": with_transforms(
+        serial(with_transforms(vector(SyncVectorEnv, AutoresetMode.DISABLED), "sum"), 2), "h"
+    ),
 }
 
 # Policies ------------------------------------------------------------------------------------------------------------
@@ -245,7 +266,7 @@ class Actions(nn.Module):
             return nn.functional.one_hot(x[..., : shape[-1]].argmax(-1), shape[-1])
         if isinstance(leaf, Binary):
             return (x[..., : shape[-1]] > 0).to(leaf.dtype)
-        return torch.tanh(x[..., : max(shape.numel(), 1)]).reshape(*x.shape[:-1], *shape).to(leaf.dtype)
+        return torch.tanh(x[..., : max(shape.numel(), 1)]).reshape((*x.shape[:-1], *shape)).to(leaf.dtype)
 
 
 class ByName(nn.Module):
@@ -273,13 +294,16 @@ def tanh_normal(loc: torch.Tensor, scale: torch.Tensor) -> D.Distribution:
     return D.Independent(D.TransformedDistribution(D.Normal(loc, scale), [D.TanhTransform(cache_size=1)]), 1)
 
 
+BOOKS = ("is_init", "step_count", "episode_reward", "r", "h")
+
+
 def build(env: Any, kind: str, seed: int = 0) -> Any:
     """A policy of a kind for an environment; None where the kind does not fit."""
     torch.manual_seed(seed)
     spec, ndim = env.full_observation_spec, env.ndim
-    keys = [key for key in env.observation_keys if key not in ("is_init", "step_count", "episode_reward", "h", "r")]
-    books = [key for key in env.observation_keys if key in ("is_init", "step_count", "episode_reward", "r")]
-    reads = [*keys, *(books + ["done", "terminated"] if kind == "books" else [])]
+    keys = [key for key in env.observation_keys if key not in BOOKS]
+    books = [key for key in env.observation_keys if key in BOOKS[:4]]
+    reads = [*keys, *([*books, "done", "terminated"] if kind == "books" else [])]
     shapes = [spec[key].shape[ndim:] for key in [*keys, *(books if kind == "books" else [])]]
     shapes += [(1,), (1,)] if kind == "books" else []
     dtype = torch.float64 if any(spec[key].dtype == torch.float64 for key in keys) else torch.float32
@@ -339,7 +363,7 @@ def assert_equal(left: Any, right: Any, place: str = "") -> None:
         for name in ("batch_size", "device", "names"):
             assert getattr(left, name) == getattr(right, name), f"{name} of {place or 'the root'}"
         assert set(left.keys()) == set(right.keys()), place
-        for key in left.keys():
+        for key in set(left.keys()):
             assert_equal(left.get(key), right.get(key), f"{place}.{key}")
     elif isinstance(left, NonTensorData):
         assert_equal(left.data, right.data, place)
@@ -357,6 +381,7 @@ class Run(SimpleNamespace):
 
 def run(env: Any, policy: Any, *, batches: int, script: Any, options: Callable[[], dict[str, Any]]) -> Run:
     made = env()
+    torch.manual_seed(0)
     collector = None
     try:
         with warnings.catch_warnings():
@@ -395,7 +420,7 @@ def _refused(core: Any) -> Any:
 
 @pytest.fixture
 def force_plain(monkeypatch):
-    """``with force_plain():`` collectors made inside take the plain path."""
+    """A function: collectors that are made from then on take the plain path, until ``undo()`` of its result."""
 
     def forced():
         context = monkeypatch.context()
@@ -410,7 +435,7 @@ def force_plain(monkeypatch):
 def both(force_plain):
     """``both(env, policy)``: run on both paths, compare all, and return the two runs.
 
-    ``expect`` is ``"arrays"``, or what ``stats()`` must say of why not. ``options`` is a function, as some have a state.
+    ``expect`` is ``"arrays"``, or what ``stats()`` must say of why not. ``options`` is a function: some have a state.
     """
 
     def compare(env, policy, *, batches=3, script=None, options=dict, expect="arrays"):
@@ -430,7 +455,8 @@ def both(force_plain):
         assert first.stats == second.stats
         assert torch.equal(first.rng, second.rng), "torch's generator"
         assert first.ids == second.ids
-        assert_equal(first.carrier.exclude("policy_version"), second.carrier.exclude("policy_version"), "carrier")
+        carriers = [run.carrier.exclude("policy_version").clear_device_() for run in (first, second)]
+        assert_equal(*carriers, "carrier")
         return first, second
 
     return compare

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+# What a policy does hardly depends on these, and each run of them is slow or one of many.
+FEW = {
+    "async": ["one-hot", "none"],
+    "async same step": ["one-hot"],
+    "init": ["one-hot", "books"],
+    "limit": ["one-hot", "books"],
+    "sum": ["one-hot", "books"],
+    "random": ["one-hot", "books"],
+    "serial of one": ["one-hot"],
+    "taxi categorical": ["categorical", "none"],
+}
 
 
 def test_paths_agree(both, lab, env_name):
     make = lab.envs[env_name]
     example = make()
-    fitting = [kind for kind in lab.kinds if kind == "none" or lab.build(example, kind) is not None]
+    fitting = [kind for kind in FEW.get(env_name, lab.kinds) if kind == "none" or lab.build(example, kind) is not None]
     example.close()
+    assert "none" in fitting or env_name in FEW
     for kind in fitting:
         both(make, kind)

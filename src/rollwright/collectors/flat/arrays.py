@@ -44,6 +44,9 @@ class Emitter:
 
     def put(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """Append a call."""
+        if isinstance(function, np.ufunc):  # which take an array of no dimensions faster than a number
+            dtype = next(value.dtype for value in arguments if isinstance(value, np.ndarray))
+            arguments = tuple(np.asarray(v, dtype) if isinstance(v, int | float) else v for v in arguments)
         self.calls.append(partial(function, *arguments, **options))
 
     def to(self, function: Callable[..., Any], *arguments: Any, like: Array) -> Array:

@@ -79,7 +79,11 @@ class TensorPolicy(abc.ABC):
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """See :class:`FlatPolicy`."""
-        return [value.numpy() for value in self.tensors(*map(_from_numpy, inputs))]
+        outputs = self.tensors(*map(_from_numpy, inputs))
+        try:
+            return [value.numpy() for value in outputs]
+        except TypeError as error:  # bfloat16, as a rule
+            raise NotFlat(f"NumPy has no such output: {error}") from error
 
 
 _from_numpy: Any = torch.from_numpy

@@ -69,8 +69,8 @@ def compile_flat(
         except NotFlat:
             raise
         except Exception as error:
-            first = (str(error).splitlines() or [""])[0]
-            raise NotFlat(f"{why}torch.compile failed with {type(error).__name__}: {first}") from error
+            said = " ".join(str(error).split("\n")[:2])
+            raise NotFlat(f"{why}torch.compile failed with {type(error).__name__}: {said}") from error
     return compiled
 
 

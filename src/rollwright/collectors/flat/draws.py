@@ -46,8 +46,8 @@ class CategoricalDraw(Node):
 
         def run(values: Values) -> None:
             normal, p = normalise(values[source])
-            index = pick(p) if noise is None else torch.div(p, values[noise]).argmax(-1)
-            values[action] = torch.zeros_like(p).scatter_(-1, index.unsqueeze(-1), 1) if one_hot else index
+            index = pick(p) if noise is None else torch.div(p, values[noise]).argmax(-1, True)
+            values[action] = torch.zeros_like(p).scatter_(-1, index, 1) if one_hot else index.squeeze(-1)
             for slot in scored:
                 values[slot] = score(normal, index)
 
@@ -66,7 +66,7 @@ def _from_probs(probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _score_logits(normal: Tensor, index: Tensor) -> Tensor:
-    return normal.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    return normal.gather(-1, index).squeeze(-1)
 
 
 def _score_probs(p: Tensor, index: Tensor) -> Tensor:
@@ -74,12 +74,12 @@ def _score_probs(p: Tensor, index: Tensor) -> Tensor:
 
 
 def _most_likely(p: Tensor) -> Tensor:
-    return p.argmax(-1)
+    return p.argmax(-1, True)
 
 
 def _multinomial(p: Tensor) -> Tensor:
     """Draws with torch's checks, which probabilities from a policy need (logits cannot be negative)."""
-    return torch.multinomial(p.reshape(-1, p.shape[-1]), 1, True).reshape(p.shape[:-1])
+    return torch.multinomial(p.reshape(-1, p.shape[-1]), 1, True).reshape(*p.shape[:-1], 1)
 
 
 def race(p: Tensor) -> Tensor:
@@ -91,19 +91,19 @@ def race(p: Tensor) -> Tensor:
         p: probabilities ``[*batch, n]``.
 
     Returns:
-        int64 ``[*batch]``.
+        int64 ``[*batch, 1]``.
     """
-    if not p.is_contiguous() or not _race_is_exact(p.dtype):
+    if not p.is_contiguous() or not _race_is_exact(p.dtype, p.device):
         return _multinomial(p)
-    return torch.div(p, torch.empty_like(p).exponential_()).argmax(-1)
+    return torch.div(p, torch.empty_like(p).exponential_()).argmax(-1, True)
 
 
 @functools.cache
-def _race_is_exact(dtype: torch.dtype) -> bool:
+def _race_is_exact(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the race draws what ``multinomial`` draws, and as many random numbers, in this version of torch."""
-    own, theirs = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    own, theirs = torch.Generator(device).manual_seed(0), torch.Generator(device).manual_seed(0)
     for n in (2, 7, 64):
-        p = torch.linspace(0.1, 0.9, 40 * n, dtype=torch.float64).reshape(40, n).softmax(-1).to(dtype)
+        p = torch.linspace(0.1, 0.9, 40 * n, dtype=torch.float64).reshape(40, n).softmax(-1).to(device, dtype)
         won = torch.div(p, torch.empty_like(p).exponential_(generator=own)).argmax(-1)
         drawn = torch.multinomial(p, 1, True, generator=theirs).squeeze(-1)
         if not torch.equal(won, drawn) or not torch.equal(own.get_state(), theirs.get_state()):
@@ -136,13 +136,22 @@ class NormalDraw(Node):
                 loc, scale = torch.broadcast_tensors(loc, scale)
             values[action] = value = pick(loc, scale) if noise is None else loc + values[noise] * scale
             for slot in scored:
-                values[slot] = -((value - loc) ** 2) / (2 * scale**2) - scale.log() - _HALF_LOG_TAU
+                values[slot] = _score_normal(value - loc, scale)
 
         return run
 
 
+def _score_normal(distance: Tensor, scale: Tensor) -> Tensor:
+    """The log-prob of a value at that distance from loc; few new tensors, and torch's order of operations."""
+    if distance.dtype != scale.dtype:
+        return -(distance**2) / (2 * scale**2) - scale.log() - _HALF_LOG_TAU
+    score = distance.mul_(distance).neg_().div_((scale * scale).mul_(2))
+    return score.sub_(scale.log()).sub_(_HALF_LOG_TAU)
+
+
 def _draw_normal(loc: Tensor, scale: Tensor) -> Tensor:
-    return loc + torch.empty(loc.shape, dtype=loc.dtype, device=loc.device).normal_() * scale
+    value = torch.empty(loc.shape, dtype=loc.dtype, device=loc.device).normal_()
+    return value.mul_(scale).add_(loc) if loc.dtype == scale.dtype else loc + value * scale
 
 
 def _loc(loc: Tensor, scale: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 
 from rollwright.collectors.flat.watch import Watch, is_special
 
-__all__ = ["Layer", "unroll"]
+__all__ = ["Layer", "reuse_memory", "unroll"]
 
 Function = Callable[[Any], Any]
 
@@ -27,12 +29,14 @@ class Layer:
         call: from the input to the output.
         outputs: how many tensors come out; None where that shows only in a call (an unknown module).
         fresh: whether the output has memory of its own.
+        in_place: the same call in the memory of an input that nobody reads any more.
     """
 
     module: Any
     call: Function
     outputs: int | None = 1
     fresh: bool = True
+    in_place: Function | None = None
 
 
 def unroll(module: Any, watch: Watch) -> list[Layer]:
@@ -58,10 +62,39 @@ def unroll(module: Any, watch: Watch) -> list[Layer]:
     return [Layer(module, module, outputs=None, fresh=False)]
 
 
+def reuse_memory(layers: list[Layer]) -> list[Layer]:
+    """The same calls, in the memory of the result before where only they read it."""
+    reusing = layers[:1]
+    for before, layer in pairwise(layers):
+        reusing.append(replace(layer, call=layer.in_place) if layer.in_place and before.fresh else layer)
+    return reusing
+
+
 def _linear(module: nn.Linear) -> Layer:
     parameters: dict[str, Any] = module._parameters
-    linear = F.linear
-    return Layer(module, lambda x: linear(x, parameters["weight"], parameters["bias"]))
+    linear, addmv = F.linear, torch.addmv
+    weight, bias = parameters["weight"], parameters["bias"]
+    if bias is None or weight.device.type != "cpu" or not _addmv_is_exact(*weight.shape, weight.dtype):
+        return Layer(module, lambda x: linear(x, parameters["weight"], parameters["bias"]))
+
+    def call(x: Tensor) -> Tensor:
+        if x.ndim == 1 and (bias := parameters["bias"]) is not None:
+            return addmv(bias, parameters["weight"], x)  # what linear ends in, at half the price
+        return linear(x, parameters["weight"], parameters["bias"])
+
+    return Layer(module, call)
+
+
+@functools.cache
+def _addmv_is_exact(rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether ``addmv`` gives the bits of ``linear`` for one vector, with this machine's arithmetic."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((rows, columns), (rows,)))
+        inputs = torch.randn(16, columns, generator=generator).to(dtype)
+        return all(torch.equal(F.linear(x, weight, bias), torch.addmv(bias, weight, x)) for x in inputs)
+    except RuntimeError:  # a dtype that one of them does not know
+        return False
 
 
 def _layer_norm(module: nn.LayerNorm) -> Layer:
@@ -95,9 +128,9 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[[Any], Layer]:
     return make
 
 
-def _fixed(function: Function) -> Callable[[nn.Module], Layer]:
+def _fixed(function: Function, in_place: Function) -> Callable[[nn.Module], Layer]:
     """An activation without settings."""
-    return lambda module: Layer(module, function)
+    return lambda module: Layer(module, function, in_place=in_place)
 
 
 def _forward(module: Any) -> Layer:
@@ -106,7 +139,9 @@ def _forward(module: Any) -> Layer:
 
 
 def _relu(module: nn.ReLU) -> Layer:
-    return Layer(module, torch.relu_ if module.inplace else torch.relu, fresh=not module.inplace)
+    if module.inplace:
+        return Layer(module, torch.relu_, fresh=False)
+    return Layer(module, torch.relu, in_place=torch.relu_)
 
 
 def _softplus(module: nn.Softplus) -> Layer:
@@ -115,18 +150,19 @@ def _softplus(module: nn.Softplus) -> Layer:
 
 
 def _extractor(module: NormalParamExtractor) -> Layer:
-    mapping, bound = module.scale_mapping, module.scale_lb
-    if type(mapping) is biased_softplus and is_special(mapping) is None:
-        bias, least = mapping.bias, mapping.min_val
-
-        def mapping(x: Tensor) -> Tensor:
-            return F.softplus(x + bias) + least
+    mapping: Any = module.scale_mapping
+    bound: Any = module.scale_lb
 
     def extract(x: Tensor) -> tuple[Tensor, Tensor]:
         loc, scale = x.chunk(2, -1)
         return loc, mapping(scale).clamp_min(bound)
 
-    return Layer(module, extract, outputs=2, fresh=False)  # loc is a view of the input
+    def extract_softplus(x: Tensor) -> tuple[Tensor, Tensor]:
+        loc, scale = x.chunk(2, -1)
+        return loc, F.softplus(scale + mapping.bias).add_(mapping.min_val).clamp_min_(bound)
+
+    plain = type(mapping) is biased_softplus and is_special(mapping) is None
+    return Layer(module, extract_softplus if plain else extract, outputs=2, fresh=False)  # loc is a view of the input
 
 
 def _free_scale(module: AddStateIndependentNormalScale) -> Layer:
@@ -139,8 +175,8 @@ _MAKERS: dict[type, Callable[[Any], Layer]] = {
     nn.Identity: _identity,
     nn.Dropout: _dropout,
     nn.Flatten: _flatten,
-    nn.Tanh: _fixed(torch.tanh),
-    nn.Sigmoid: _fixed(torch.sigmoid),
+    nn.Tanh: _fixed(torch.tanh, torch.tanh_),
+    nn.Sigmoid: _fixed(torch.sigmoid, torch.sigmoid_),
     nn.ReLU: _relu,
     nn.Softplus: _softplus,
     nn.Softmax: _softmax(torch.softmax),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollwright._keys import NestedKey, unravel
 from rollwright.collectors.flat.base import NotFlat
-from rollwright.collectors.flat.layers import Layer
+from rollwright.collectors.flat.layers import Layer, reuse_memory
 
 __all__ = ["Ask", "Call", "Chain", "Copy", "Node", "Outputs", "Own", "Step", "Values", "as_tensor"]
 
@@ -62,11 +62,13 @@ class Chain(Node):
 
     def step(self) -> Step:
         """One layer after another."""
-        (source,), functions = self.reads, tuple(layer.call for layer in self.layers)
+        (source,), functions = self.reads, tuple(layer.call for layer in reuse_memory(list(self.layers)))
         writes, outputs = self.writes, self.outputs
         known = self.layers[-1].outputs if self.layers else 1
         if known == 1 == len(writes):
             return _one(source, functions, writes[0])
+        if known == 2 == len(writes):
+            return _two(source, functions, *writes)
 
         def run(values: Values) -> None:
             x = values[source]
@@ -89,6 +91,16 @@ def _one(source: int, functions: Sequence[Callable[[Any], Any]], target: int) ->
         for function in functions:
             x = function(x)
         values[target] = x
+
+    return run
+
+
+def _two(source: int, functions: Sequence[Callable[[Any], Any]], first: int, second: int) -> Step:
+    def run(values: Values) -> None:
+        x = values[source]
+        for function in functions:
+            x = function(x)
+        values[first], values[second] = x
 
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -32,18 +33,23 @@ class InTurn(VectorEnv[Any, Any, Any]):
         self.observation_space = env.observation_space
         self.single_action_space = env.single_action_space
         self.action_space = env.action_space
+        self._discrete = isinstance(env.single_action_space, spaces.Discrete)
 
     def step(self, actions: Any) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         """Step all environments, none of which has ended."""
-        n = self.num_envs
-        infos: dict[str, Any] = {}
-        seen: list[Any] = [None] * n
-        rewards, terminated, truncated = np.zeros(n), np.zeros(n, np.bool_), np.zeros(n, np.bool_)
-        for i, (env, action) in enumerate(zip(self.vector.envs, iterate(self.action_space, actions), strict=True)):
-            seen[i], rewards[i], terminated[i], truncated[i], info = env.step(action)
-            if info:
-                infos = self.vector._add_info(infos, info, i)
-        return self._joined(seen, range(n)), rewards, terminated, truncated, infos
+        # A single environment takes a Python integer, as GymWrapper gives it one.
+        each = actions.tolist() if self._discrete else iterate(self.action_space, actions)
+        stepped = [env.step(action) for env, action in zip(self.vector.envs, each, strict=True)]
+        seen, rewards, terminated, truncated, infos = zip(*stepped, strict=True)
+        flags = np.array(terminated, np.bool_), np.array(truncated, np.bool_)
+        return self._joined(seen, None), np.array(rewards, np.float64), *flags, self._merged(infos, range(len(infos)))
+
+    def _merged(self, infos: Sequence[dict[str, Any]], rows: Iterable[int]) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        if any(infos):
+            for i, info in zip(rows, infos, strict=True):
+                merged = self.vector._add_info(merged, info, i)
+        return merged
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
@@ -52,33 +58,36 @@ class InTurn(VectorEnv[Any, Any, Any]):
         rest = {name: value for name, value in (options or {}).items() if name != "reset_mask"} or None
         mask = (options or {}).get("reset_mask")
         rows = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
-        infos: dict[str, Any] = {}
-        seen = []
-        for i in rows:
-            first, info = self.vector.envs[i].reset(seed=seed[i] if isinstance(seed, list) else seed, options=rest)
-            seen.append(first)
-            if info:
-                infos = self.vector._add_info(infos, info, i)
-        return self._joined(seen, rows), infos
+        seeds = seed if isinstance(seed, list) else [seed] * self.num_envs
+        begun = [self.vector.envs[i].reset(seed=seeds[i], options=rest) for i in rows]
+        seen, infos = zip(*begun, strict=True)
+        return self._joined(seen, None if mask is None else rows), self._merged(infos, rows)
 
-    def _joined(self, seen: list[Any], rows: Any) -> Any:
-        """Observations of the environments ``rows`` as those of all."""
+    def _joined(self, seen: Sequence[Any], rows: list[int] | None) -> Any:
+        """Observations of the environments ``rows`` (None: all of them) as those of all.
+
+        Raises:
+            ValueError: one does not have the shape that the space says.
+        """
         space = self.single_observation_space
         if not isinstance(space, spaces.Box):
-            if len(seen) < self.num_envs:
+            if rows is not None:
                 filled = [seen[0]] * self.num_envs
                 for i, value in zip(rows, seen, strict=True):
                     filled[i] = value
                 seen = filled
             return concatenate(space, seen, cast(Any, create_empty_array(space, self.num_envs, fn=np.zeros)))
+        try:
+            joined = np.array(seen).astype(space.dtype, casting="same_kind", copy=False)
+        except ValueError:  # of several shapes
+            joined = np.empty(0)
+        if joined.shape != (len(seen), *space.shape):
+            wrong = next(np.shape(value) for value in seen if np.shape(value) != space.shape)
+            raise ValueError(f"an observation has the shape {wrong}, and its space says {space.shape}")
+        if rows is None:
+            return joined
         out = np.zeros((self.num_envs, *space.shape), space.dtype)
-        for i, value in zip(rows, seen, strict=True):
-            if np.shape(value) != space.shape:
-                raise ValueError(
-                    f"environment {i} returned an observation of shape {np.shape(value)}, expected "
-                    f"{space.shape} as its space says"
-                )
-            out[i] = value
+        out[rows] = joined
         return out
 
     def __repr__(self) -> str:

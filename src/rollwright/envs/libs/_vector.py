@@ -123,7 +123,7 @@ class VectorEpisodes:
         if rest.all():
             out = read.reset(self.env.reset(options=options, **kwargs))
         elif not rest.any() and self._fresh is not None:
-            out = self._fresh
+            out = dict(self._fresh)
         elif kwargs and not self.seeds_parts:
             raise EnvError(f"{self.env} cannot be seeded in parts. Reset all of its environments with the seed.")
         elif self.masked:

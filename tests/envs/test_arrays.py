@@ -1,0 +1,310 @@
+"""The array form of an environment, stepped beside the environment itself."""
+
+from __future__ import annotations
+
+import copy
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from rollwright.data import Categorical, Composite, Unbounded
+from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv, default_info_dict_reader
+from rollwright.envs.arrays import FLAGS, array_form
+from rollwright.envs.libs._turns import InTurn
+from rollwright.envs.transforms import Compose, InitTracker, RewardSum, StepCounter, TensorDictPrimer
+from rollwright.errors import EnvError, NotNative
+
+BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+
+class Walk(gymnasium.Env):
+    """Observations of any space, drawn by the seed, in one buffer where that is an array."""
+
+    def __init__(self, seen=BOX, act=None):
+        self.observation_space = copy.deepcopy(seen)  # a space has random numbers of its own
+        self.action_space = act or spaces.Discrete(3)
+
+    def _seen(self):
+        value = self.observation_space.sample()
+        if isinstance(value, np.ndarray):
+            if not hasattr(self, "buffer"):
+                self.buffer = value.copy()
+            self.buffer[...] = value
+            return self.buffer
+        return value
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.left = int(self.np_random.integers(1, 5))
+        return self._seen(), {}
+
+    def step(self, action):
+        self.left -= 1
+        ended = self.left <= 0
+        cut = ended and self.np_random.random() < 0.5
+        return self._seen(), float(np.sum(action)) / 3, ended and not cut, cut, {}
+
+
+def walk(**spaces_):
+    return GymWrapper(Walk(**spaces_), categorical_action_encoding=True)
+
+
+def vector(mode=AutoresetMode.NEXT_STEP, n=3, **spaces_):
+    return GymWrapper(SyncVectorEnv([lambda: Walk(**spaces_)] * n, autoreset_mode=mode))
+
+
+def books(env):
+    primer = TensorDictPrimer(h=Unbounded((2,)), r=Unbounded(()), random=True)
+    return TransformedEnv(env, Compose(InitTracker(), StepCounter(max_steps=3), RewardSum(), primer))
+
+
+ENVS = {
+    "single": walk,
+    "single of a dict": lambda: walk(seen=spaces.Dict(a=BOX, b=spaces.Dict(c=spaces.Discrete(3)))),
+    "single of a tuple": lambda: walk(seen=spaces.Tuple([spaces.Discrete(3, start=2), BOX])),
+    "float64": lambda: walk(seen=spaces.Box(-1, 1, (), np.float64), act=spaces.Box(-1, 1, (), np.float64)),
+    "many choices": lambda: walk(act=spaces.MultiDiscrete([2, 3])),
+    "vector": vector,
+    "same step": lambda: vector(AutoresetMode.SAME_STEP),
+    "disabled": lambda: vector(AutoresetMode.DISABLED, seen=spaces.Dict(a=BOX, b=spaces.Discrete(2))),
+    "books": lambda: books(walk()),
+    "books of a vector": lambda: books(vector(AutoresetMode.SAME_STEP)),
+    "serial": lambda: SerialEnv(3, walk),
+    "serial of vectors": lambda: SerialEnv(2, vector),
+    "serial of books": lambda: SerialEnv(2, lambda: books(walk())),
+    "books of serial": lambda: books(SerialEnv(3, walk)),
+    "serial of serial": lambda: SerialEnv(2, lambda: SerialEnv(2, lambda: books(vector()))),
+}
+
+
+def as_tensor(value, entry):
+    return torch.from_numpy(np.array(value, entry.dtype).reshape(entry.shape))
+
+
+def assert_holds(values, td, entries):
+    """Arrays in row form hold what a TensorDict holds."""
+    for key, entry in entries.items():
+        value, other = np.asarray(values[key]), td.get(key)
+        assert value.dtype == entry.dtype, key
+        assert (value.shape == entry.shape[:-1]) if entry.column else (value.shape == entry.shape), key
+        assert tuple(other.shape) == entry.shape, key
+        assert torch.equal(as_tensor(value, entry), other), key
+    for flag in FLAGS:
+        if flag in values:
+            assert np.array_equal(values[flag], td.get(flag).squeeze(-1).numpy()), flag
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_steps_and_resets_are_those_of_the_environment(name):
+    plain, env = ENVS[name](), ENVS[name]()
+    arrays = array_form(env)
+    assert arrays.batch == tuple(env.batch_size)
+    results = []
+    for one in (plain, env):
+        one.set_seed(4)
+        torch.manual_seed(4)
+        results.append(plain.reset() if one is plain else arrays.reset(None))
+        state = torch.get_rng_state()
+    td, root = results
+    assert_holds(root, td, arrays.entries)
+    kept, ends, rng = [], 0, torch.Generator().manual_seed(0)
+    for _ in range(40):
+        state = torch.get_rng_state()
+        torch.manual_seed(int(torch.randint(1000, (), generator=rng)))
+        td = plain.rand_action(td)
+        actions = {key: td.get(key).numpy().copy() for key in plain.action_keys}
+        torch.set_rng_state(state)
+        stepped, td = plain.step_and_maybe_reset(td)
+        torch.set_rng_state(state)
+        read = {key: root[key] for key in arrays.reads if key not in actions}
+        out = arrays.step({**read, **actions}, {})
+        assert_holds(out, stepped["next"], {**arrays.entries, **arrays.rewards})
+        kept.append((out, stepped["next"].clone()))
+        root, ended = out, np.asarray(out["done"])
+        if ended.any():
+            ends += int(ended.sum())
+            fresh = arrays.reset(None if ended.ndim == 0 else ended)
+            root = {k: np.where(_rows(ended, v), v, out[k]) if ended.ndim else v for k, v in fresh.items()}
+        assert_holds(root, td, arrays.entries)
+    assert ends > 5
+    for out, outcome in kept:  # arrays that were handed out are never written again
+        assert_holds(out, outcome, {**arrays.entries, **arrays.rewards})
+    for one in (plain, env):
+        one.close()
+
+
+def _rows(ended, value):
+    return ended.reshape(ended.shape + (1,) * (np.ndim(value) - ended.ndim))
+
+
+def test_preset_entries_reach_primers():
+    env = SerialEnv(2, lambda: books(walk()))
+    arrays = array_form(env)
+    env.set_seed(0)
+    root = {**arrays.reset(None), "action": np.array([0, 1])}
+    h, r = np.ones((2, 2), np.float32), np.array([3.0, 4.0], np.float32)
+    out = arrays.step(root, {"h": h, "r": r})
+    assert np.array_equal(out["h"], h)
+    assert np.array_equal(out["r"], r)
+
+
+def test_partial_reset_touches_no_other_environment():
+    env = SerialEnv(3, walk)
+    arrays = array_form(env)
+    env.set_seed(0)
+    arrays.reset(None)
+    before = [worker._env.left for worker in env._envs]
+    arrays.reset(np.array([False, True, False]))
+    after = [worker._env.left for worker in env._envs]
+    assert (before[0], before[2]) == (after[0], after[2])
+
+
+# What has no array form, or has it no longer -----------------------------------------------------------------------
+
+
+class Speaks(EnvBase):
+    def __init__(self):
+        super().__init__()
+        self.observation_spec = Composite(x=Unbounded((1,)))
+        self.action_spec = Categorical(2, shape=())
+
+
+class Elsewhere(GymEnv):
+    def _step(self, tensordict):
+        return super()._step(tensordict)
+
+
+def patched(env, name):
+    setattr(env, name, lambda *args, **kwargs: None)
+    return env
+
+
+def odd_transform():
+    return patched(StepCounter(), "_step")
+
+
+REFUSED = {
+    "Speaks speaks TensorDict": Speaks,
+    "Elsewhere overrides _step": lambda: Elsewhere("CartPole-v1"),
+    "GymWrapper overrides step": lambda: patched(walk(), "step"),
+    "run_type_checks": lambda: GymEnv("CartPole-v1", run_type_checks=True),
+    "readers of info": lambda: walk().set_info_dict_reader(default_info_dict_reader(["x"])),
+    "holds objects": lambda: walk(seen=spaces.Dict(a=BOX, b=spaces.Text(3))),
+    "works on TensorDicts": lambda: TransformedEnv(walk(), odd_transform()),
+    "cache_specs": lambda: TransformedEnv(walk(), StepCounter(), cache_specs=False),
+    "reset_keys": lambda: TransformedEnv(walk(), RewardSum(["reward"], reset_keys=["_reset"])),
+    "a reset_key": lambda: TransformedEnv(walk(), TensorDictPrimer(h=Unbounded(()), reset_key="_reset")),
+    "another flag": lambda: TransformedEnv(walk(), StepCounter(3, update_done=False)),
+    "its flags are": lambda: TransformedEnv(walk(), StepCounter(3, truncated_key="cut")),
+    "differ in their entries": lambda: SerialEnv(2, [walk, lambda: TransformedEnv(walk(), InitTracker())]),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_environments_without_an_array_form_say_why(reason):
+    with pytest.raises(NotNative, match=reason):
+        array_form(REFUSED[reason]())
+
+
+def test_specs_that_were_changed_have_no_array_form():
+    env = walk()
+    env.reward_spec = Unbounded((1,), dtype=torch.float64)
+    with pytest.raises(NotNative, match="specs are not those of its spaces"):
+        array_form(env)
+
+
+CHANGES = {
+    "readers of info": lambda env: env.base_env.set_info_dict_reader(default_info_dict_reader(["x"])),
+    "specs have changed": lambda env: setattr(env.base_env, "reward_spec", Unbounded((1,))),
+    "transforms have changed": lambda env: env.append_transform(StepCounter(step_count_key="n")),
+    "transforms have change": lambda env: setattr(env, "transform", Compose()),
+}
+
+
+@pytest.mark.parametrize("place", ["alone", "serial", "transformed"])
+@pytest.mark.parametrize("reason", CHANGES)
+def test_change_of_the_environment_is_told(place, reason):
+    inner = TransformedEnv(walk(), Compose(InitTracker()))
+    env = {
+        "alone": lambda: inner,
+        "serial": lambda: SerialEnv(1, lambda: inner),
+        "transformed": lambda: TransformedEnv(inner, RewardSum(), auto_unwrap=False),
+    }[place]()
+    arrays = array_form(env)
+    arrays.check()
+    CHANGES[reason](inner)
+    with pytest.raises(NotNative, match=reason):
+        arrays.check()
+
+
+@pytest.mark.parametrize("name", ["single", "books", "serial"])
+def test_closed_environment_raises_as_on_the_plain_path(name):
+    env = ENVS[name]()
+    arrays = array_form(env)
+    root = arrays.reset(None)
+    td = env.rand_action(env.reset())
+    env.close()
+    with pytest.raises(EnvError) as plain:
+        env.step(td)
+    with pytest.raises(EnvError) as native:
+        arrays.step({**root, "action": td["action"].numpy()}, {})
+    assert str(native.value) == str(plain.value)
+    with pytest.raises(EnvError, match="reset after close"):
+        arrays.reset(None)
+
+
+# Environments in turn ------------------------------------------------------------------------------------------------
+
+
+def in_turn(**spaces_):
+    return InTurn(SyncVectorEnv([lambda: Walk(**spaces_)] * 3))
+
+
+def test_in_turn_steps_as_the_vector_environment():
+    theirs, ours = SyncVectorEnv([Walk] * 3, autoreset_mode=AutoresetMode.DISABLED), in_turn()
+    for _ in range(3):
+        pair = [env.reset(seed=[1, 2, 3]) for env in (theirs, ours)]
+        assert np.array_equal(pair[0][0], pair[1][0])
+        pair = [env.step(np.array([0, 1, 2])) for env in (theirs, ours)]
+        for one, other in zip(pair[0][:4], pair[1][:4], strict=True):
+            assert np.array_equal(one, other)
+            assert one.dtype == other.dtype
+
+
+@pytest.mark.parametrize("seen", [BOX, spaces.Discrete(5), spaces.Dict(a=BOX, b=spaces.Discrete(2))], ids=str)
+def test_in_turn_resets_what_is_marked(seen):
+    env = in_turn(seen=seen)
+    env.reset(seed=[1, 2, 3])
+    before = [part.left for part in env.vector.envs]
+    env.vector.envs[1].left = -7
+    env.reset(options={"reset_mask": np.array([False, True, False])})
+    after = [part.left for part in env.vector.envs]
+    assert (after[0], after[2]) == (before[0], before[2])
+    assert after[1] > 0
+
+
+def test_in_turn_passes_further_options_on():
+    class Told(Walk):
+        def reset(self, *, seed=None, options=None):
+            self.told = options
+            return super().reset(seed=seed)
+
+    env = InTurn(SyncVectorEnv([Told] * 2))
+    env.reset(options={"reset_mask": np.array([True, False]), "level": 3})
+    assert env.vector.envs[0].told == {"level": 3}
+    env.reset(options={"reset_mask": np.array([True, True])})
+    assert env.vector.envs[1].told is None
+
+
+def test_observation_of_another_shape_names_the_environment():
+    env = in_turn()
+    env.reset(seed=0)
+    env.vector.envs[1]._seen = lambda: np.zeros(5, np.float32)
+    with pytest.raises(ValueError, match=r"environment 1 .* \(5,\), expected \(2,\)"):
+        env.step(np.zeros(3, np.int64))
