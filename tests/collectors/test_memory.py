@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes
 import gc
 from pathlib import Path
 
@@ -14,13 +16,17 @@ from rollwright.envs import GymEnv, SerialEnv
 from rollwright.testing.mocking_classes import CountingEnv
 
 STATM = Path("/proc/self/statm")
+LIBC = ctypes.CDLL(None)
 pytestmark = pytest.mark.skipif(not STATM.exists(), reason="reads /proc")
 MIB = 1 << 20
 
 
 def resident():
-    """Resident bytes that belong to this process."""
+    """Resident bytes that belong to this process, without those that it could give back."""
     gc.collect()
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # freed memory that is kept for later belongs to nobody
     return int(STATM.read_text().split()[1]) * 4096
 
 

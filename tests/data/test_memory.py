@@ -89,10 +89,10 @@ KEEPERS = {
 def test_a_loan_lasts_as_long_as_something_reads_the_memory(name):
     slab = slab_of(2, 3)
     kept = KEEPERS[name](slab.lend())
-    gc.collect(0)
     assert slab.lent
     del kept
-    gc.collect(0)
+    if name == "a cycle":
+        gc.collect()
     assert not slab.lent
 
 
@@ -161,7 +161,7 @@ def test_a_tensor_that_a_finalizer_brings_back_is_still_lent():
 
     slab = slab_of(2, 3)
     Phoenix(slab.lend())
-    gc.collect(0)
+    gc.collect()
     assert len(brought_back) == 1
     assert slab.lent
     brought_back.clear()
@@ -198,7 +198,7 @@ def test_lent_memory_is_not_lent_again():
 
 def test_a_loan_outlives_its_slab():
     tensor = slab_of(1000).lend().fill_(3.0)
-    gc.collect(0)
+    gc.collect()
     others = [torch.full((1000,), 5.0) for _ in range(10)]
     assert torch.equal(tensor, torch.full((1000,), 3.0))
     assert len(others) == 10
@@ -369,6 +369,6 @@ def test_loans_that_other_threads_read_and_drop():
         lent.put(None)
     for thread in threads:
         thread.join(10)
-    gc.collect(0)
+    gc.collect()
     assert broken == []
     assert pool.num_bytes_lent == 0

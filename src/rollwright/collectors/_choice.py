@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
+from rollwright.collectors import _plan
 from rollwright.collectors import policy as policies
+from rollwright.collectors._actors import Actor, FlatActor, TensorDictActor
 from rollwright.collectors._path import Path
 from rollwright.collectors._plain import PlainPath
 from rollwright.collectors._rows import ArrayPath
 from rollwright.collectors.flat import FlatPolicy, flatten
-from rollwright.envs.arrays import FLAGS, ArrayEnv, array_form
+from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form
 from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms import TransformedEnv
 from rollwright.errors import NotNative
@@ -29,24 +33,34 @@ def choose_path(core: RolloutCore) -> Path:
     """The fastest path that gives the bits of the plain one; ``path.how`` says what was chosen, and why."""
     against: dict[str, str] = {}
     arrays = _tried(against, "env", lambda: _arrays(core))
-    flat = _tried(against, "policy", lambda: _flat(core, arrays, core._policy_call))
-    random = _tried(against, "env", lambda: _random(core, arrays))
-    if arrays is None or flat is None or random is None:
+    random = None if arrays is None else _tried(against, "env", lambda: _random(core, arrays))
+    if arrays is None or random is None:
         return plain_path(core, against)
-    how = {"env": "NumPy arrays", "policy": flat.how}
+    entries = dict(arrays.entries)
+    for flag in FLAGS:
+        entries[flag] = Entry((*arrays.batch, 1), np.dtype(np.bool_), True)
+    flat = _tried(against, "policy", lambda: _flat(core, arrays, core._policy_call))
+    actor: Actor | None
+    if flat is not None:
+        actor = FlatActor(flat, entries)
+    else:
+        actor = _tried(against, "env", lambda: _on_tensordicts(core, entries, against["policy"]))
+    if actor is None:
+        return plain_path(core, against)
     return ArrayPath(
         core.env,
         arrays,
-        flat,
-        random,
+        actor,
+        FlatActor(random, entries),
         device=core.storing_device,
+        give_up=core._give_up,
         carrier_device=None if core._carrier_has_no_device else core.env.device,
-        how=how,
+        how={"env": "native: NumPy arrays", "policy": actor.how},
         **_shared(core),
     )
 
 
-def plain_path(core: RolloutCore, against: dict[str, str]) -> Path:
+def plain_path(core: RolloutCore, against: dict[str, str]) -> PlainPath:
     """The path that takes any environment and any policy.
 
     Args:
@@ -54,7 +68,7 @@ def plain_path(core: RolloutCore, against: dict[str, str]) -> Path:
         against: why environment and policy do not run on arrays, as far as known.
     """
     how = {
-        part: f"TensorDict: {against.get(part, f'as the {other}')}"
+        part: f"plain, on TensorDicts: {against.get(part, f'as the {other}')}"
         for part, other in (("env", "policy"), ("policy", "environment"))
     }
     call, fresh = policies.accelerate(core._policy_call, core.options)
@@ -67,6 +81,27 @@ def plain_path(core: RolloutCore, against: dict[str, str]) -> Path:
         syncs=(core._sync_policy, core._sync_env),
         how=how,
         **_shared(core),
+    )
+
+
+def _on_tensordicts(core: RolloutCore, entries: dict[NestedKey, Entry], why: str) -> Actor:
+    """The policy as it is, on TensorDicts made of arrays."""
+    options, env = core.options, core.env
+    if options.compile_policy or options.cudagraph_policy:
+        raise NotNative("as the policy")
+    if any(device is not None and device.type != "cpu" for device in (core.policy_device, core.storing_device)):
+        raise NotNative("policy and batches are not on the CPU")
+    stale = _plan.stale_actions(env, core.policy)
+    act = _plan.build_act(core._policy_call, lambda td: td, _plan.action_check(env), fresh_outputs=True, stale=stale)
+    if options.track_policy_version:
+        act = _plan.tag_act(act, lambda: core._policy_version, env.batch_size)
+    return TensorDictActor(
+        act,
+        entries,
+        batch=tuple(env.batch_size),
+        device=None if core._carrier_has_no_device else env.device,
+        reads_ids=options.track_traj_ids,
+        why=why,
     )
 
 

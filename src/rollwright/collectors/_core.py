@@ -22,6 +22,7 @@ from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import named_range
 from rollwright.collectors.stats import EpisodeStats, StageTimer
 from rollwright.collectors.trajectories import TrajectoryPool
+from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory, mark_truncated
 from rollwright.data.memory import MemoryPool
 from rollwright.data.specs._shape import as_device
@@ -183,6 +184,14 @@ class RolloutCore(BaseCollector):
         self._path.carrier = carrier
         if path is None and carrier is not None:
             self._compile_policy()
+
+    def _give_up(
+        self, frames: list[TensorDictBase], carrier: TensorDictBase, keeper: BoundaryKeeper | None, reason: str
+    ) -> None:
+        """Take the plain path in the middle of a batch."""
+        path = plain_path(self, {"policy": reason})
+        path.take_over(frames, carrier, keeper)
+        self._take(path)
 
     def _finish(self, steps: int) -> TensorDictBase:
         """Close the batch of ``steps`` steps: what was asked of its end, and what is counted."""

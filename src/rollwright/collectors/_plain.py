@@ -97,6 +97,17 @@ class PlainPath(Path):
             pool=memory,
         )
 
+    def take_over(self, frames: list[TensorDictBase], carrier: TensorDictBase, keeper: BoundaryKeeper | None) -> None:
+        """Go on with a batch that another path began.
+
+        Args:
+            frames: of the batch so far.
+            carrier: with the actions of the step under way.
+            keeper: of the batch so far.
+        """
+        self._recorder.take_over(frames, carrier)
+        self._carrier, self._keeper = carrier, keeper
+
     # The carrier ------------------------------------------------------------------------------
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = [
     "action_check",
     "build_act",
     "build_step",
+    "entries",
     "finite_check",
     "mover",
     "next_keys",
@@ -70,7 +72,7 @@ def build_act(
         for key in stale:
             carrier.pop(key, None)
         seen = move(carrier)
-        before = None if seen is carrier and fresh_outputs else dict(_entries(seen))
+        before = None if seen is carrier and fresh_outputs else dict(entries(seen))
         chosen = policy(seen)
         chosen = seen if chosen is None else chosen
         if not is_tensor_collection(chosen):
@@ -79,8 +81,8 @@ def build_act(
                 "into the TensorDict and return that, or wrap the function in a TensorDictModule."
             )
         if chosen is not carrier or not fresh_outputs:
-            old = before if before is not None else dict(_entries(carrier))
-            for key, value in list(_entries(chosen)):
+            old = before if before is not None else dict(entries(carrier))
+            for key, value in list(entries(chosen)):
                 if old.get(key) is not value or not isinstance(value, torch.Tensor):  # stacks are written into
                     carrier.set(key, value if fresh_outputs else value.clone())
         states = carrier.get("next", None)
@@ -92,11 +94,11 @@ def build_act(
     return act
 
 
-def _entries(td: TensorDictBase, place: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, Any]]:
+def entries(td: TensorDictBase, place: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, Any]]:
     """The leaves of a TensorDict; objects and ragged stacks count as leaves."""
     for key, value in td.items():
         if type(value) is TensorDict:
-            yield from _entries(value, (*place, key))
+            yield from entries(value, (*place, key))
         else:
             yield unravel((*place, key)), value
 
@@ -155,7 +157,7 @@ def action_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
 
 
 def finite_check(env: EnvBase) -> Callable[[TensorDictBase, Iterable[NestedKey]], None]:
-    """Tests, on a whole batch, that no continuous action, and no other entry named, is NaN."""
+    """Tests, on a whole batch, that no continuous action, and no other entry named, is NaN (or infinite, above)."""
     specs = env.full_action_spec
     keys = [key for key in env.action_keys if (dtype := specs[key].dtype) and dtype.is_floating_point]
     keys = [key for key in keys if -1 not in specs[key].shape]
@@ -163,11 +165,15 @@ def finite_check(env: EnvBase) -> Callable[[TensorDictBase, Iterable[NestedKey]]
     def check(batch: TensorDictBase, others: Iterable[NestedKey]) -> None:
         for key in dict.fromkeys([*keys, *others]):
             value = batch.get(key, None)
-            if isinstance(value, torch.Tensor) and bool(torch.isnan(value).any()):
-                first = torch.isnan(value).nonzero()[0].tolist()[: batch.ndim]
+            if not isinstance(value, torch.Tensor):
+                continue
+            # -inf is a logit of what cannot be chosen; +inf is one of what cannot be sampled.
+            bad = torch.isnan(value) if key in keys else ~(value < math.inf)
+            if bool(bad.any()):
+                first = bad.nonzero()[0].tolist()[: batch.ndim]
                 raise PolicyError(
-                    f"policy: {key!r} is NaN, first at index {first} of the batch. Look for infinite weights or "
-                    "losses, or for a scale of zero."
+                    f"policy: {key!r} is {'NaN' if key in keys else 'NaN or infinite'}, first at index {first} of the "
+                    "batch. Look for infinite weights or losses, or for a scale of zero."
                 )
 
     return check

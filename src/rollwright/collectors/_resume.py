@@ -33,7 +33,8 @@ GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.G
 def save(core: RolloutCore) -> OrderedDict[str, Any]:
     """The state of a collector between two batches: tensors, numbers, strings, and dictionaries and lists of them.
 
-    Nothing of it changes when the collector goes on, except for the weights, which are those that act.
+    Nothing of it changes when the collector goes on, but for ``policy_state_dict`` and ``env_state_dict``: these are
+    live, as everywhere in torch.
     """
     checkpoint = save_env(core.env)
     trajectories, objects = (None, []) if checkpoint.unsaved else _trajectories(core)
@@ -75,11 +76,11 @@ def load(core: RolloutCore, state: Mapping[str, Any], **kwargs: Any) -> None:
         core._traj_pool.load_state_dict(state["traj_pool"])
     goes_on = _load_env(core, state) and state["trajectories"] is not None
     if "episodes" in state:
-        core._episodes.load_state_dict(state["episodes"], goes_on=goes_on)
+        core._episodes.load_state_dict(_placed(state["episodes"]), goes_on=goes_on)
     if goes_on:
         _load_trajectories(core, state["trajectories"], ids_are_free)
         if core._first_reset is not None:
-            core._first_reset = core._first_reset.load_state_dict(state["first_reset"])
+            core._first_reset = core._first_reset.load_state_dict(_placed(state["first_reset"], core.env.device))
     if "streams" in state:
         _load_streams(state["streams"])
 
@@ -99,12 +100,21 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+def _placed(state: Any, device: torch.device | None = None) -> Any:
+    """``state`` on ``device`` (None: CPU), wherever ``torch.load(..., map_location=...)`` has put it."""
+    if isinstance(state, Mapping):
+        return {key: _placed(value, device) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_placed(value, device) for value in state]
+    return state.to(device or "cpu") if isinstance(state, torch.Tensor) else state
+
+
 def _load_env(core: RolloutCore, state: Mapping[str, Any]) -> bool:
     """Put the environment back; False where it begins anew."""
     if "env_checkpoint" not in state:
         return False
     try:
-        load_env(core.env, state["env_checkpoint"])
+        load_env(core.env, _placed(state["env_checkpoint"], core.env.device))
     except ValueError as error:
         warnings.warn(
             f"load_state_dict: the environment begins anew, with new trajectory ids. {error}", UserWarning, stacklevel=4
@@ -132,8 +142,8 @@ def _trajectories(core: RolloutCore) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 def _load_trajectories(core: RolloutCore, saved: Mapping[str, Any], ids_are_free: bool) -> None:
-    core._anew[:] = saved["anew"].numpy()
-    fresh, tracks = saved["fresh_ids"], core.options.track_traj_ids
+    core._anew[:] = saved["anew"].cpu().numpy()
+    fresh, tracks = _placed(saved["fresh_ids"]), core.options.track_traj_ids
     carrier = _carrier(saved["carrier"])
     if carrier is None:
         core._fresh_ids = fresh.clone() if fresh is not None and ids_are_free else None
@@ -168,7 +178,8 @@ def _is_plain(value: Any) -> bool:
 
 def _node_state(td: Any) -> dict[str, Any]:
     entries = {key: value.clone() if _is_leaf(value) else _node_state(value) for key, value in td.items()}
-    return {"batch_size": list(td.batch_size), "entries": entries}
+    on_cpu = [key for key, value in td.items() if _is_leaf(value) and value.device.type == "cpu"]
+    return {"batch_size": list(td.batch_size), "entries": entries, "on_cpu": on_cpu}
 
 
 def _is_leaf(value: Any) -> bool:
@@ -185,10 +196,12 @@ def _carrier(saved: Mapping[str, Any] | None) -> TensorDictBase | None:
 
 
 def _node(saved: Mapping[str, Any]) -> TensorDict:
-    entries = saved["entries"].items()
-    return TensorDict(
-        {key: value.clone() if _is_leaf(value) else _node(value) for key, value in entries}, saved["batch_size"]
-    )
+    entries: dict[str, Any] = {}
+    for key, value in saved["entries"].items():
+        entries[key] = value.clone() if _is_leaf(value) else _node(value)
+        if key in saved["on_cpu"]:
+            entries[key] = entries[key].cpu()
+    return TensorDict(entries, saved["batch_size"])
 
 
 # Random numbers -----------------------------------------------------------------------------------------

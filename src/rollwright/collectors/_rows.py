@@ -10,22 +10,21 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple, is_private, leaf_keys, unravel
+from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys, unravel
 from rollwright.collectors import _plan
+from rollwright.collectors._actors import IDS, VERSION, Actor
 from rollwright.collectors._path import Path
-from rollwright.collectors.flat import FlatPolicy, compile_flat
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.recording import Block, Field
-from rollwright.collectors.trajectories import TrajectoryPool, ids_after
+from rollwright.collectors.trajectories import TrajectoryPool
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.memory import MemoryPool
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values
 from rollwright.envs.base import EnvBase
-from rollwright.errors import NotNative, PolicyError
+from rollwright.errors import NotNative
 
 __all__ = ["ArrayPath"]
 
-IDS, VERSION = ("collector", "traj_ids"), "policy_version"
 _FLAG = np.dtype(np.bool_)
 
 
@@ -37,28 +36,21 @@ def _field(shape: Sequence[int], dtype: np.dtype[Any]) -> Field:
     return Field(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype, torch.device("cpu"))
 
 
-Reads = list[tuple[NestedKey, tuple[int, ...] | None]]
-
-
-class Actor(NamedTuple):
-    """A flat policy, and the entries that it reads, each with the shape of its tensor if it is in row form."""
-
-    policy: FlatPolicy
-    reads: Reads
+GiveUp = Callable[[list[TensorDictBase], TensorDictBase, BoundaryKeeper | None, str], None]
 
 
 class Layout(NamedTuple):
     """What a batch holds, settled with its first step.
 
     Attributes:
-        acts: the policy's outputs: key, shape and dtype.
+        acts: shape and dtype of the policy's outputs.
         presets: those below ``"next"``: key, and key inside ``"next"``.
         fields: the entries of a frame.
         roots: what is written from the carrier at each step: key, place in the frame, whether a column.
         outcomes: what is written from the outcome at each step, likewise.
     """
 
-    acts: list[tuple[NestedKey, tuple[int, ...], np.dtype[Any]]]
+    acts: dict[NestedKey, tuple[tuple[int, ...], np.dtype[Any]]]
     presets: list[tuple[NestedKey, NestedKey]]
     fields: dict[NestedKey, Field]
     roots: list[tuple[NestedKey, NestedKey, bool]]
@@ -68,14 +60,14 @@ class Layout(NamedTuple):
 class ArrayPath(Path):
     """Steps an environment on arrays with a policy on arrays.
 
-    The work of a step: the policy's calls, the environment's step, one write into each row. Trajectory ids, ``done``
-    and the flags of roots follow from the rows of a batch, and are filled in at its end.
+    The work of a step: the policy's calls, the environment's step, one write into each row. ``done`` and the flags of
+    roots follow from the rows of a batch, and are filled in at its end.
 
     Args:
         env: the environment.
         arrays: its array form.
-        policy: the policy.
-        random: random actions.
+        policy: acts.
+        random: acts at random.
         options: of the collector.
         device: where batches are delivered.
         carrier_device: that of the carrier.
@@ -84,14 +76,16 @@ class ArrayPath(Path):
         memory: lends the memory of batches.
         version: tells the version of the weights that act.
         how: why this path was taken.
+        give_up: leaves the batch under way to the plain path: called with the frames so far, the carrier after the
+            policy has acted, the keeper of boundaries, and the reason.
     """
 
     def __init__(
         self,
         env: EnvBase,
         arrays: ArrayEnv,
-        policy: FlatPolicy,
-        random: FlatPolicy,
+        policy: Actor,
+        random: Actor,
         *,
         options: CollectorOptions,
         device: torch.device | None,
@@ -101,18 +95,20 @@ class ArrayPath(Path):
         memory: MemoryPool,
         version: Callable[[], int],
         how: dict[str, str],
+        give_up: GiveUp,
     ) -> None:
         self.how = dict(how)
         self._env, self._arrays, self._steps, self._device = env, arrays, steps, device
         self._carrier_device = carrier_device
+        self._give_up = give_up
         self._pool, self._memory, self._version = pool, memory, version
         self._batch = arrays.batch
         self._check_action = _plan.action_check(env)
         flag = Entry((*self._batch, 1), _FLAG, True)
         flags: dict[NestedKey, Entry] = dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)
         self._roots = {**arrays.entries, **flags}
-        self._policy, self._random = self._actor(policy), self._actor(random)
-        self._acting = self._policy
+        self._policy, self._random = policy, random
+        self._acting = policy
         self._tracks_ids, self._tracks_version = options.track_traj_ids, options.track_policy_version
         self._reuses = options.return_same_td
         repeated = set(_plan.next_keys(env)) if options.compact_obs else set()
@@ -124,12 +120,8 @@ class ArrayPath(Path):
         self._root: Values | None = None
         self._ids: NDArray[Any] = np.full(self._batch, -1)
         self._block: Block | None = None
-        self._layouts: dict[FlatPolicy, Layout] = {}
-        self._ahead: Sequence[NDArray[Any]] | None = None  # outputs of the first step, where it was taken already
-
-    def _actor(self, policy: FlatPolicy) -> Actor:
-        reads = [(key, self._roots[key]) for key in policy.in_keys]
-        return Actor(policy, [(key, entry.shape if entry.column else None) for key, entry in reads])
+        self._layouts: dict[Actor, Layout] = {}
+        self._ahead: Values | None = None  # outputs of the first step, where it was taken already
 
     # The carrier ------------------------------------------------------------------------------
 
@@ -152,7 +144,7 @@ class ArrayPath(Path):
             array = np.array(value) if entry is None else np.array(value, entry.dtype).reshape(entry.shape)
             carrier.set(key, torch.from_numpy(array))
         if self._tracks_ids:
-            carrier.set(IDS, torch.from_numpy(np.array(self._ids)))
+            carrier.set(IDS, torch.from_numpy(self._ids.copy()))
         return carrier
 
     @carrier.setter
@@ -185,15 +177,12 @@ class ArrayPath(Path):
 
     def renew_ids(self, ended: torch.Tensor) -> None:
         """See :meth:`Path.renew_ids`."""
-        self._ids = ids_after(self._ids, ended.reshape(1, *self._batch).numpy(), self._pool)[-1]
+        self._renew(ended.reshape(self._batch).numpy())
 
     def compile(self, arguments: Mapping[str, Any]) -> None:
         """See :meth:`Path.compile`."""
-        policy, reads = self._policy
-        example = dict(zip(policy.in_keys, self._inputs(cast(Values, self._root), reads), strict=True))
-        compiled = compile_flat(policy, arguments=arguments, example=example)
-        self._policy = self._acting = self._actor(compiled)
-        self.how["policy"] = compiled.how
+        self._policy = self._policy.compiled(arguments, cast(Values, self._root))
+        self.how["policy"] = self._policy.how
 
     def check(self) -> None:
         """See :meth:`Path.check`."""
@@ -205,14 +194,14 @@ class ArrayPath(Path):
         """See :meth:`Path.begin`."""
         self._acting = self._random if random else self._policy
         self.check()
-        policy, reads = self._acting
-        policy.start(self._steps)
-        self.finite_keys = [key for key in policy.finite_keys if not is_private(key)]
-        self._ahead = None if policy in self._layouts else self._tried(policy, reads)
+        actor = self._acting
+        actor.start(self._steps)
+        self.finite_keys = [key for key in actor.finite_keys if not is_private(key)]
+        self._ahead = None if actor in self._layouts else self._tried(actor)
         if self._keeper is not None:
             self._keeper.begin()
 
-    def _tried(self, policy: FlatPolicy, reads: Reads) -> Sequence[NDArray[Any]]:
+    def _tried(self, actor: Actor) -> Values:
         """The outputs of the first step that a policy takes, which may show that it must take the plain path.
 
         Raises:
@@ -220,7 +209,7 @@ class ArrayPath(Path):
         """
         numbers = torch.get_rng_state()
         try:
-            return policy(*self._inputs(cast(Values, self._root), reads))
+            return actor(cast(Values, self._root), self._ids)
         except NotNative:
             torch.set_rng_state(numbers)
             raise
@@ -228,23 +217,21 @@ class ArrayPath(Path):
     def act(self, t: int) -> None:
         """See :meth:`Path.act`."""
         root = cast(Values, self._root)
-        policy, reads = self._acting
-        if t or self._ahead is None:
-            outputs = policy(*self._inputs(root, reads))
+        if self._ahead is None:
+            outputs = self._acting(root, self._ids)
         else:
             outputs, self._ahead = self._ahead, None
         if t == 0:
             self._open(outputs)
-        for (key, shape, dtype), value in zip(self._acts, outputs, strict=True):
-            if value.shape != shape or value.dtype != dtype:
-                raise _other_shape(key, value, shape, dtype, t)
-            root[key] = value
-
-    def _inputs(self, root: Values, reads: Reads) -> list[NDArray[Any]]:
-        return [
-            root[key] if shape is None else np.array(root[key], self._roots[key].dtype).reshape(shape)
-            for key, shape in reads
-        ]
+        acts = self._acts
+        if outputs.keys() != acts.keys():
+            self._hand_over(t, outputs, f"it writes {key_str(outputs)} after {key_str(acts)}")
+            return
+        for key, value in outputs.items():
+            if (value.shape, value.dtype) != acts[key]:
+                self._hand_over(t, outputs, f"{key!r} varies in shape or dtype")
+                return
+        root.update(outputs)
 
     def step(self, t: int) -> None:
         """See :meth:`Path.step`."""
@@ -253,13 +240,13 @@ class ArrayPath(Path):
         self._out = out = self._arrays.step(root, preset)
         for key, value in preset.items():
             out.setdefault(key, value)
-        self._following = following = {**root, **out}
+        self._following = self._continued = continued = {**root, **out}
         ended = out["done"]
         if self._batch:
             if ended.any():
-                self._following = self._anew(following, ended)
+                self._following = self._anew(continued, ended)
         elif ended:
-            self._following = {**following, **self._arrays.reset(None), **self._no_flags}
+            self._following = {**continued, **self._arrays.reset(None), **self._no_flags}
 
     def _anew(self, root: Values, rows: Rows, **kwargs: Any) -> Values:
         """``root`` with the first values of new trajectories where ``rows`` marks."""
@@ -279,13 +266,24 @@ class ArrayPath(Path):
             row[t] = root[key]
         for key, row in self._out_rows:
             row[t] = out[key]
-        if self._keeper is not None:
-            ended = np.asarray(out["done"])
-            if ended.any():
-                self._keep(t, ended)
         if self._tracks_version:
             self._version_row[t] = self._version()
+        if self._tracks_ids:
+            self._ids_row[t] = self._ids
+        if self._following is not self._continued:
+            self._note_ends(t, np.asarray(out["done"]))
         self._root = self._following
+
+    def _note_ends(self, t: int, ended: Rows) -> None:
+        """After a step with which trajectories have ended: fresh ids, and their last observations kept."""
+        if self._tracks_ids:
+            self._renew(ended)
+        if self._keeper is not None:
+            self._keep(t, ended)
+
+    def _renew(self, ended: Rows) -> None:
+        self._ids = ids = self._ids.copy()
+        ids[ended] = self._pool.get_traj_and_increment(int(np.count_nonzero(ended))).numpy()
 
     def _keep(self, t: int, ended: Rows) -> None:
         """Keep aside the next observations of step ``t`` where ``ended`` says."""
@@ -298,20 +296,31 @@ class ArrayPath(Path):
             rows[key] = torch.from_numpy(value[where])
         keeper.keep_rows(t, torch.from_numpy(where), rows)
 
+    def _hand_over(self, t: int, outputs: Values, reason: str) -> None:
+        """Leave the batch at step ``t``, for which the policy has acted, to the plain path."""
+        self._check_action(self._written(outputs))
+        block = cast(Block, self._block)
+        self._fill(block, t)
+        carrier = cast(TensorDictBase, self.carrier).update(self._written(outputs))
+        if self._tracks_version:
+            carrier.set(VERSION, torch.full(self._batch, self._version()))
+        self._give_up(block.frames(t), carrier, self._keeper, reason)
+
+    def _written(self, outputs: Values) -> TensorDict:
+        written = TensorDict({}, batch_size=self._batch)
+        for key, value in outputs.items():
+            written.set(key, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+        return written
+
     # The memory of a batch ------------------------------------------------------------------------------
 
-    def _open(self, outputs: Sequence[NDArray[Any]]) -> None:
+    def _open(self, outputs: Values) -> None:
         """Lay out the batch by what the policy wrote at its first step."""
-        acts = [
-            (key, value.shape, value.dtype) for key, value in zip(self._acting.policy.out_keys, outputs, strict=True)
-        ]
-        layout = self._layouts.get(self._acting.policy)
+        acts = {key: (value.shape, value.dtype) for key, value in outputs.items()}
+        layout = self._layouts.get(self._acting)
         if layout is None or layout.acts != acts:
-            written = TensorDict({}, batch_size=self._batch)
-            for (key, _, _), value in zip(acts, outputs, strict=True):
-                written.set(key, torch.from_numpy(value))
-            self._check_action(written)
-            layout = self._layouts[self._acting.policy] = self._lay_out(acts)
+            self._check_action(self._written(outputs))
+            layout = self._layouts[self._acting] = self._lay_out(acts)
         self._acts, self._presets = layout.acts, layout.presets
         old, fields = self._block, layout.fields
         if self._reuses and old is not None and old.fields == fields:
@@ -325,8 +334,10 @@ class ArrayPath(Path):
         self._out_rows = [(key, _row(block, at, column)) for key, at, column in layout.outcomes]
         if self._tracks_version:
             self._version_row = block.rows(VERSION)
+        if self._tracks_ids:
+            self._ids_row = block.rows(IDS)
 
-    def _lay_out(self, acts: list[tuple[NestedKey, tuple[int, ...], np.dtype[Any]]]) -> Layout:
+    def _lay_out(self, acts: dict[NestedKey, tuple[tuple[int, ...], np.dtype[Any]]]) -> Layout:
         fields: dict[NestedKey, Field] = {}
         layout = Layout(acts, [], fields, [], [])
         for key, entry in self._roots.items():
@@ -337,7 +348,7 @@ class ArrayPath(Path):
             fields[_below_next(key)] = _field(entry.shape, entry.dtype)
             if key != "done":
                 layout.outcomes.append((key, _below_next(key), entry.column))
-        for key, shape, dtype in acts:
+        for key, (shape, dtype) in acts.items():
             if as_tuple(key)[0] == "next":
                 layout.presets.append((key, unravel(as_tuple(key)[1:])))
             elif not is_private(key):
@@ -367,15 +378,11 @@ class ArrayPath(Path):
         return self._keeper.finish(batch)
 
     def _fill(self, block: Block, steps: int) -> None:
-        """Write what follows from the rows of the batch: ``done``, the roots' flags, ids."""
+        """Write what follows from the rows of the batch: ``done``, the roots' flags, versions."""
         done, terminated, truncated = (block.rows(("next", flag))[:steps] for flag in FLAGS)
         np.logical_or(terminated, truncated, out=done)
         for flag in FLAGS:
             block.rows(flag)[:steps] = False  # what ended has begun anew before the next step
-        if self._tracks_ids:
-            ids = ids_after(self._ids, done.reshape(steps, *self._batch), self._pool)
-            block.rows(IDS)[:steps] = ids[:-1]
-            self._ids = ids[-1]
         if self._tracks_version:
             block.rows(_below_next(VERSION))[:steps] = block.rows(VERSION)[:steps]
 
@@ -383,12 +390,3 @@ class ArrayPath(Path):
 def _row(block: Block, at: NestedKey, column: bool) -> NDArray[Any]:
     rows = block.rows(at)
     return rows[..., 0] if column else rows
-
-
-def _other_shape(
-    key: NestedKey, value: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any], t: int
-) -> PolicyError:
-    return PolicyError(
-        f"policy: it wrote {key!r} with shape {list(value.shape)} and dtype {value.dtype} at step {t} of a batch, "
-        f"after {list(shape)} and {dtype} at its first. Pass use_buffers=False, which collects frames of any shape."
-    )

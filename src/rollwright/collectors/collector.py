@@ -118,8 +118,8 @@ class Collector(RolloutCore):
         ``torch.load(..., weights_only=True)`` reads it. Saving changes nothing in the run.
 
         Returns:
-            ``policy_state_dict`` (where the policy is a module; as everywhere in torch these are the live weights,
-            not copies) and ``env_state_dict``; ``frames``, ``iter``, ``policy_version``, ``traj_pool`` (the next
+            ``policy_state_dict`` (where the policy is a module) and ``env_state_dict``, both of them live and no
+            copies, as everywhere in torch; ``frames``, ``iter``, ``policy_version``, ``traj_pool`` (the next
             trajectory id) and ``episodes`` (statistics); ``env_checkpoint`` (all that the environment is, its
             random generators included), ``trajectories`` (what the next step is taken from; None where the
             environment cannot be saved) and ``first_reset`` (for :meth:`set_seed` before the first batch);

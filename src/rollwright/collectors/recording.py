@@ -215,6 +215,13 @@ class Recorder:
             ragged.extend(target.frames(t))
             ragged.write(t, frame)
 
+    def take_over(self, frames: list[TensorDictBase], varied: TensorDictBase) -> None:
+        """Go on, as a list, with a batch that another recorder began; its next frame has the layout of ``varied``."""
+        if self._use_blocks:
+            raise self._refusal(varied)
+        self._target = ragged = FrameList(self._dropped, self.steps, self._device)
+        ragged.extend(frames)
+
     def finish(self, steps: int) -> TensorDictBase:
         """The batch of the ``steps`` frames written."""
         target = cast("Block | FrameList", self._target)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-__all__ = ["TrajectoryPool", "ids_after", "renew"]
+__all__ = ["TrajectoryPool", "renew"]
 
 
 class TrajectoryPool:
@@ -61,26 +57,3 @@ def renew(ids: torch.Tensor, ended: torch.Tensor, pool: TrajectoryPool) -> torch
         return ids
     ended = ended.to(ids.device)
     return ids.masked_scatter(ended, pool.get_traj_and_increment(count, ids.device)).reshape(ids.shape)
-
-
-def ids_after(ids: NDArray[Any], ended: NDArray[Any], pool: TrajectoryPool) -> NDArray[Any]:
-    """Ids of the steps of a batch, and of the one after it: :func:`renew` for all steps at once.
-
-    Args:
-        ids: int64 ``[*env]``, at the first step.
-        ended: bool ``[T, *env]``.
-        pool: where fresh ids come from; they exceed all that it handed out before.
-
-    Returns:
-        int64 ``[T + 1, *env]``.
-
-    Example:
-        >>> pool = TrajectoryPool()
-        >>> ids = pool.get_traj_and_increment(2).numpy()
-        >>> ids_after(ids, np.array([[False, True], [True, False]]), pool).tolist()
-        [[0, 1], [0, 2], [3, 2]]
-    """
-    steps = np.full((len(ended) + 1, *ids.shape), -1, np.int64)
-    steps[0] = ids
-    steps[1:][ended] = pool.get_traj_and_increment(int(np.count_nonzero(ended))).numpy()
-    return np.maximum.accumulate(steps, axis=0)

@@ -15,7 +15,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
 from tensordict.nn import (
     NormalParamExtractor,
     ProbabilisticTensorDictModule,
@@ -173,7 +173,7 @@ ENVS: dict[str, Callable[[], Any]] = {
     "multi discrete categorical": toy(spaces.MultiDiscrete([4, 2]), spaces.MultiDiscrete([2, 3]), categorical=True),
     "odd dtypes": toy(
         spaces.Dict(
-            h=spaces.Box(-1.0, 1.0, (2,), np.float16),
+            f=spaces.Box(-1.0, 1.0, (2,), np.float16),
             u=spaces.Box(0, 9, (2,), np.uint16),
             i=spaces.Box(-3, 9, (1, 2), np.int32),
             b=spaces.MultiBinary([2, 2]),
@@ -363,6 +363,10 @@ def assert_equal(left: Any, right: Any, place: str = "") -> None:
         for name in ("batch_size", "device", "names"):
             assert getattr(left, name) == getattr(right, name), f"{name} of {place or 'the root'}"
         assert set(left.keys()) == set(right.keys()), place
+        if isinstance(left, LazyStackedTensorDict):
+            for i, (one, other) in enumerate(zip(left.tensordicts, right.tensordicts, strict=True)):
+                assert_equal(one, other, f"{place}[{i}]")
+            return
         for key in set(left.keys()):
             assert_equal(left.get(key), right.get(key), f"{place}.{key}")
     elif isinstance(left, NonTensorData):
@@ -370,7 +374,8 @@ def assert_equal(left: Any, right: Any, place: str = "") -> None:
     elif isinstance(left, torch.Tensor):
         assert isinstance(right, torch.Tensor), place
         assert (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device), place
-        assert left.contiguous().numpy().tobytes() == right.contiguous().numpy().tobytes(), (place, left, right)
+        bits = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (left, right)]
+        assert torch.equal(*bits), (place, left, right)
     else:
         assert left == right, place
 
@@ -387,7 +392,7 @@ def run(env: Any, policy: Any, *, batches: int, script: Any, options: Callable[[
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*delivers whole batches")
             warnings.filterwarnings("ignore", "deterministic_sample wasn't found")
-            given = {"frames_per_batch": 14, **options()}
+            given = {"frames_per_batch": 10, **options()}
             collector = Collector(made, build(made, policy) if isinstance(policy, str) else policy(made), **given)
             collector.set_seed(3)
             how = collector.stats()["paths"]
@@ -447,7 +452,7 @@ def both(force_plain):
             forced.undo()
         assert "a test" in second.how["env"]
         if expect == "arrays":
-            assert first.how["env"] == "NumPy arrays", first.how
+            assert "NumPy arrays" in first.how["env"], first.how
         else:
             assert expect in " ".join(first.how.values()), first.how
         for i, (one, other) in enumerate(zip(first.batches, second.batches, strict=True)):

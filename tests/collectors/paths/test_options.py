@@ -49,7 +49,7 @@ OPTIONS = {
     "buffers": lambda: {"use_buffers": True},
 }
 ENVS = [("pendulum", "gaussian"), ("sync same step", "one-hot"), ("primed serial", "recurrent")]
-CLASHES = [{"split", "no ids"}, {"interrupted", "no ids"}, {"split", "same memory"}]
+CLASHES = [{"own same step", "limit"}, {"split", "no ids"}, {"interrupted", "no ids"}, {"split", "same memory"}]
 CLASHES += [{"mode", "deterministic"}, {"one frame", "seven frames"}, {"many frames", "seven frames"}]
 CLASHES += [{"many frames", "one frame"}, {"stored on cpu", "device"}]
 
@@ -86,7 +86,7 @@ def combination(lab, seed):
     names = rng.sample(list(OPTIONS), rng.randint(2, 6))
     chosen: list[str] = []
     for name in names:
-        if not any(clash <= {*chosen, name} for clash in CLASHES) and not (name == "limit" and counts):
+        if not any(clash <= {env, *chosen, name} for clash in CLASHES) and not (name == "limit" and counts):
             chosen.append(name)
     return env, rng.choice(kinds), chosen
 

@@ -24,7 +24,7 @@ class NumpyProgram:
 
     Results agree with torch's to rounding. Equal random numbers give equal actions, except where two outcomes tie to
     rounding. Parameters are read where they lie, so updates in place act at once, and new tensors at the next start.
-    Infinite or NaN weights make NumPy warn; run calls under ``np.errstate(all="ignore")`` and test ``finite_keys``.
+    Infinite or NaN weights give NaN without a warning; test ``finite_keys``.
 
     Args:
         program: the steps.
@@ -87,6 +87,7 @@ class NumpyProgram:
         if self._noises:
             self._emitter.noise = noise_stream(self._noises, steps, _rows)
 
+    @np.errstate(all="ignore")  # diverged weights: `finite_keys` tell
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """Run the calls, and give the results in memory of their own."""
         for own, value in zip(self._inputs, inputs, strict=True):

@@ -20,7 +20,7 @@ from tensordict.nn.distributions import Delta
 from torch import distributions as D
 from torch import nn
 
-from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright._keys import NestedKey, as_tuple, is_private, unravel
 from rollwright.collectors.flat.base import NotFlat
 from rollwright.collectors.flat.draws import CategoricalDraw, NormalDraw
 from rollwright.collectors.flat.layers import unroll
@@ -215,7 +215,8 @@ class Walk:
         score: list[Any] = [module.log_prob_key] if module.return_log_prob else []
         fresh = self._type is InteractionType.RANDOM or known[0] is CategoricalDraw
         writes = self._write([sampled], fresh and known[0] is not Copy) + self._write(score, True)
-        self.checked += [unravel(key) for key in (score or [sampled])]
+        tested = score or (module.in_keys if known[0] is CategoricalDraw else [sampled])
+        self.checked += [unravel(key) for key in tested]
         self.nodes.append(known[0](reads, writes, *known[1]))
 
     def _known(
@@ -231,6 +232,9 @@ class Walk:
         if kind in (D.Categorical, D.OneHotCategorical) and names in (["logits"], ["probs"]):
             if self._type is InteractionType.MEAN:
                 return None
+            (parameter,) = map(unravel, module.in_keys)
+            if not module.return_log_prob and (parameter not in self.written or is_private(parameter)):
+                return None  # nothing in the batch would tell that it was NaN; the distribution itself does
             return CategoricalDraw, (names[0], kind is D.OneHotCategorical, random)
         if kind is D.Normal and sorted(names) == ["loc", "scale"]:
             scale = reads[names.index("scale")]

@@ -1,0 +1,183 @@
+"""Who acts in an environment on arrays: a policy on arrays, or one on TensorDicts that is given one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from rollwright._keys import NestedKey, as_tuple
+from rollwright.collectors import _plan
+from rollwright.collectors.flat import FlatPolicy, compile_flat
+from rollwright.envs.arrays import Entry, Values
+from rollwright.errors import NotNative
+
+__all__ = ["Actor", "FlatActor", "TensorDictActor"]
+
+IDS, VERSION = ("collector", "traj_ids"), "policy_version"
+
+
+class Actor(ABC):
+    """Chooses actions from the arrays of a carrier.
+
+    Attributes:
+        how: what runs, for ``stats()`` and ``repr``.
+        finite_keys: of its outputs, those to be tested once a batch.
+    """
+
+    how: str
+    finite_keys: list[NestedKey]
+
+    @abstractmethod
+    def start(self, steps: int) -> None:
+        """Prepare a rollout.
+
+        Raises:
+            NotNative: the policy is no longer what it was.
+        """
+
+    @abstractmethod
+    def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
+        """What the policy writes: arrays by key, ``[*batch, ...]``.
+
+        Args:
+            root: the carrier, in row form.
+            ids: of trajectories, int64 ``[*batch]``.
+        """
+
+    @abstractmethod
+    def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
+        """A cheaper actor that does the same.
+
+        Raises:
+            NotNative: there is none.
+        """
+
+
+class FlatActor(Actor):
+    """A policy on arrays.
+
+    Args:
+        policy: the policy.
+        entries: what the carrier holds.
+    """
+
+    def __init__(self, policy: FlatPolicy, entries: Mapping[NestedKey, Entry]) -> None:
+        self._policy, self._entries = policy, entries
+        self.how, self.finite_keys = f"native: {policy.how}", policy.finite_keys
+        self._in_rows = [(key, entries[key] if entries[key].column else None) for key in policy.in_keys]
+        self._keys = policy.out_keys
+
+    def start(self, steps: int) -> None:
+        """See :meth:`Actor.start`."""
+        self._policy.start(steps)
+
+    def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
+        """See :class:`Actor`."""
+        outputs = self._policy(*self._inputs(root))
+        if len(outputs) != len(self._keys):  # those of a module by signature are complete after its first call
+            self._keys = self._policy.out_keys
+        return dict(zip(self._keys, outputs, strict=True))
+
+    def _inputs(self, root: Values) -> list[NDArray[Any]]:
+        return [root[key] if column is None else full(root[key], column) for key, column in self._in_rows]
+
+    def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
+        """See :meth:`Actor.compiled`."""
+        example = dict(zip(self._policy.in_keys, self._inputs(root), strict=True))
+        return FlatActor(compile_flat(self._policy, arguments=arguments, example=example), self._entries)
+
+
+class TensorDictActor(Actor):
+    """A policy on TensorDicts, given the carrier as one.
+
+    Args:
+        act: of :func:`~rollwright.collectors._plan.build_act`.
+        entries: what the carrier holds.
+        batch: the environment's batch size.
+        device: of the carrier.
+        reads_ids: whether there are trajectory ids.
+        why: why the policy does not run on arrays.
+    """
+
+    def __init__(
+        self,
+        act: _plan.Stage,
+        entries: Mapping[NestedKey, Entry],
+        *,
+        batch: tuple[int, ...],
+        device: torch.device | None,
+        reads_ids: bool,
+        why: str,
+    ) -> None:
+        self._act, self._entries, self._batch = act, entries, torch.Size(batch)
+        self._device, self._reads_ids = device, reads_ids
+        self.how, self.finite_keys = f"plain, on a TensorDict: {why}", []
+        self._written: list[NestedKey] = []
+
+    def start(self, steps: int) -> None:
+        """See :meth:`Actor.start`."""
+
+    def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
+        """See :class:`Actor`."""
+        nested: dict[str, Any] = {}
+        given: dict[NestedKey, torch.Tensor] = {}
+        for key, value in root.items():
+            if key in self._entries:
+                given[key] = tensor = torch.from_numpy(full(value, self._entries[key]))
+                _place(nested, key, tensor)
+            elif key in self._written:  # what it wrote itself is there until it writes it again
+                _place(nested, key, torch.from_numpy(value))
+        if self._reads_ids:
+            _place(nested, IDS, torch.from_numpy(np.array(ids)))
+        carrier = self._act(TensorDict(nested, batch_size=self._batch, device=self._device))
+        written = {
+            key: _as_array(value)
+            for key, value in _plan.entries(carrier)
+            if given.get(key) is not value and key not in (IDS, VERSION)
+        }
+        if not self._written:
+            self._refuse(written)
+        self._written = [key for key in written if as_tuple(key)[0] != "next"]
+        return written
+
+    def _refuse(self, written: Values) -> None:
+        """Test that what the policy writes can lie in rows.
+
+        Raises:
+            NotNative: it cannot.
+        """
+        for key, value in written.items():
+            if not isinstance(value, np.ndarray):
+                raise NotNative(f"it writes {key!r}, which is no array")
+            if key in self._entries or (as_tuple(key)[0] == "next" and as_tuple(key)[1:] not in self._below()):
+                raise NotNative(f"it writes {key!r}, beside what the environment has")
+
+    def _below(self) -> set[tuple[str, ...]]:
+        return {as_tuple(key) for key in self._entries}
+
+    def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
+        """See :meth:`Actor.compiled`."""
+        raise NotNative(self.how)
+
+
+def full(value: Any, entry: Entry) -> NDArray[Any]:
+    """A value in row form as an array of the tensor's shape."""
+    return np.array(value, entry.dtype).reshape(entry.shape) if entry.column else value
+
+
+def _as_array(value: Any) -> Any:
+    """The array over a tensor's memory; what NumPy does not know stays as it is."""
+    return value.detach().numpy() if type(value) is torch.Tensor and value.dtype != torch.bfloat16 else value
+
+
+def _place(nested: dict[str, Any], key: NestedKey, value: torch.Tensor) -> None:
+    *path, name = as_tuple(key)
+    for part in path:
+        nested = nested.setdefault(part, {})
+    nested[name] = value
