@@ -383,7 +383,6 @@ def test_whatever_becomes_of_a_batch_the_next_one_is_whole(collect, path, change
     assert_equal(stream(build()), stream(build(), change))
 
 
-@pytest.mark.xfail(reason="the array path asks for an array of what a plain policy wrote; so does Block.reopened")
 @pytest.mark.parametrize("options", [{}, {"return_same_td": True}], ids=["full", "return_same_td"])
 def test_entries_of_a_dtype_that_numpy_has_not(make, options):
     seen = []
@@ -475,11 +474,10 @@ def bytes_beside(collector):
 
 
 OPTIONS = pytest.mark.parametrize("options", [{}, {"compact_obs": True}, {"compile_policy": True}], ids=str)
-TOO_MUCH = pytest.mark.xfail(reason="ids and sums of rewards take 16 bytes a frame each, of CartPole's 70")
 
 
 @OPTIONS
-@pytest.mark.parametrize("size", [pytest.param(4, marks=TOO_MUCH), 64])
+@pytest.mark.parametrize("size", [4, 64])
 def test_a_batch_costs_at_its_peak_a_fifth_more_than_its_bytes(collect, size, options):
     batch_bytes, beside = bytes_beside(collect("arrays", 2000, 100, size=size, length=200, **options))
     assert beside <= 0.2 * batch_bytes

@@ -21,7 +21,7 @@ from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.memory import MemoryPool
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values
 from rollwright.envs.base import EnvBase
-from rollwright.errors import NotNative
+from rollwright.errors import NotNative, PolicyError
 
 __all__ = ["ArrayPath"]
 
@@ -218,7 +218,7 @@ class ArrayPath(Path):
         """See :meth:`Path.act`."""
         root = cast(Values, self._root)
         if self._ahead is None:
-            outputs = self._acting(root, self._ids)
+            outputs = self._outputs(root)
         else:
             outputs, self._ahead = self._ahead, None
         if t == 0:
@@ -232,6 +232,15 @@ class ArrayPath(Path):
                 self._hand_over(t, outputs, f"{key!r} varies in shape or dtype")
                 return
         root.update(outputs)
+
+    def _outputs(self, root: Values) -> Values:
+        try:
+            return self._acting(root, self._ids)
+        except NotNative as reason:
+            raise PolicyError(
+                f"policy: {reason}, where it has written tensors before. Let it write tensors always, or pass "
+                "use_buffers=False, which collects frames of any content."
+            ) from reason
 
     def step(self, t: int) -> None:
         """See :meth:`Path.step`."""

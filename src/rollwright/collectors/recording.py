@@ -80,7 +80,8 @@ class Block:
                 self._arrays[key] = tensor.numpy()
             return tensor
         slab = pool.take(key, shape, field.dtype)
-        self._arrays[key] = slab.array  # not an array of the tensor, which would keep the loan open
+        if slab.in_numpy:
+            self._arrays[key] = slab.array  # not an array of the tensor, which would keep the loan open
         return slab.lend()
 
     def nest_like(self, frame: TensorDictBase) -> Block:

@@ -77,32 +77,30 @@ class EpisodeStats:
             begun_anew: bool ``[env]``, environments that were reset between the last batch and this one without
                 having ended.
         """
-        rewards = np.asarray(rewards, dtype=np.float64)
+        rewards, ended = np.asarray(rewards), np.asarray(ended)
         num_envs, steps = rewards.shape
         if self._open_return is None or self._open_length is None:
             self._open_return = np.zeros(num_envs)
             self._open_length = np.zeros(num_envs, dtype=np.int64)
         self._open_return[begun_anew] = 0.0
         self._open_length[begun_anew] = 0
-        total = rewards.cumsum(1)
-        env, t = np.nonzero(ended)  # by environment, then by time
-        if len(env):
-            self._close(env, t, total[env, t])
-        before, start = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)
-        before[env], start[env] = total[env, t], t + 1  # the last end of each counts
-        self._open_return += total[:, -1] - before
-        self._open_length += steps - start
-
-    def _close(self, env: Any, t: Any, total: Any) -> None:
-        """Count episodes: environments, times, and rewards summed over the batch until then."""
-        first = np.diff(env, prepend=-1) > 0  # in the batch, of its environment
-        before = np.where(first, -self._open_return[env], np.roll(total, 1))  # type: ignore[index]
-        start = np.where(first, -self._open_length[env], np.roll(t, 1) + 1)  # type: ignore[index]
-        order = np.argsort(t, kind="stable")[-(self._returns.maxlen or 0) :]
-        self._returns.extend((total - before)[order].tolist())
-        self._lengths.extend((t + 1 - start)[order].tolist())
-        self._open_return[env] = self._open_length[env] = 0  # type: ignore[index]
-        self.episodes += len(env)
+        # Segments of the flattened frames: one begins with each environment, and after each end.
+        ends = np.flatnonzero(ended)
+        starts = np.union1d(np.arange(num_envs) * steps, ends[(ends + 1) % steps != 0] + 1)
+        lengths = np.diff(starts, append=num_envs * steps)
+        returns = np.add.reduceat(rewards.reshape(-1), starts, dtype=np.float64)
+        env, first = starts // steps, starts % steps == 0
+        returns[first] += self._open_return
+        lengths[first] += self._open_length
+        last = np.append(starts[1:], num_envs * steps) - 1
+        closed = ended.reshape(-1)[last]
+        order = np.argsort(last[closed] % steps, kind="stable")[-(self._returns.maxlen or 0) :]
+        self._returns.extend(returns[closed][order].tolist())
+        self._lengths.extend(lengths[closed][order].tolist())
+        self.episodes += len(ends)
+        self._open_return[:] = self._open_length[:] = 0
+        self._open_return[env[~closed]] = returns[~closed]
+        self._open_length[env[~closed]] = lengths[~closed]
 
     def update_from(self, batch: TensorDictBase, reward: torch.Tensor | None, ended: torch.Tensor, anew: Any) -> None:
         """:meth:`update` from the tensors of a batch ``[*env, T]``; without rewards, returns count zero."""
@@ -110,7 +108,9 @@ class EpisodeStats:
         if reward is None:
             rows = torch.zeros(ended.shape)
         else:
-            rows = reward.detach().reshape(*batch.batch_size, -1).sum(-1, dtype=torch.float64)
+            rows = reward.detach().reshape(*batch.batch_size, -1)
+            rows = rows.squeeze(-1) if rows.shape[-1] == 1 else rows.sum(-1, dtype=torch.float64)
+            rows = rows.float() if rows.dtype == torch.bfloat16 else rows
         self.update(rows.reshape(-1, steps).cpu().numpy(), ended.reshape(-1, steps).cpu().numpy(), anew)
 
     def state_dict(self) -> dict[str, Any]:

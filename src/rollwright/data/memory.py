@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Hashable
@@ -22,6 +23,9 @@ class Slab:
         shape: of the tensor.
         dtype: of its elements.
 
+    Attributes:
+        in_numpy: whether NumPy has the dtype; if not, its array is one of bytes.
+
     Example:
         >>> slab = Slab((2, 3), torch.float32)
         >>> tensor = slab.lend()
@@ -37,9 +41,9 @@ class Slab:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
         self.num_bytes = math.prod(shape) * dtype.itemsize
-        tensor = torch.empty(shape, dtype=dtype)
-        # NumPy has no bfloat16: such memory is kept as bytes.
-        self._memory: NDArray[Any] = (tensor.view(torch.uint8) if dtype in _NOT_IN_NUMPY else tensor).numpy()
+        self.in_numpy = _in_numpy(dtype)
+        memory = torch.empty(shape, dtype=dtype) if self.in_numpy else torch.empty(self.num_bytes, dtype=torch.uint8)
+        self._memory: NDArray[Any] = memory.numpy()
         self._loan: weakref.ref[NDArray[Any]] | None = None
 
     @property
@@ -61,15 +65,22 @@ class Slab:
         loan = self._memory.view()
         self._loan = weakref.ref(loan)
         tensor = torch.from_numpy(loan)
-        return tensor.view(self.dtype) if self.dtype in _NOT_IN_NUMPY else tensor
+        return tensor if self.in_numpy else tensor.view(self.dtype).view(self.shape)
 
     @property
     def array(self) -> NDArray[Any]:
-        """The memory for its owner to write, which does not count as a loan; bytes where NumPy lacks the dtype."""
+        """The memory for its owner to write, which does not count as a loan; bytes where not :attr:`in_numpy`."""
         return self._memory
 
 
-_NOT_IN_NUMPY = (torch.bfloat16,)
+@functools.cache
+def _in_numpy(dtype: torch.dtype) -> bool:
+    """Whether NumPy has the dtype (it has no bfloat16, for one)."""
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return False
+    return True
 
 
 class MemoryPool:

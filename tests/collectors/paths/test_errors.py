@@ -20,7 +20,7 @@ from torch import nn
 from rollwright.collectors import Collector
 from rollwright.envs import GymEnv, GymWrapper, SerialEnv, TransformedEnv
 from rollwright.envs.transforms import StepCounter
-from rollwright.errors import EnvError, PolicyError
+from rollwright.errors import EnvError
 
 BOX = spaces.Box(-1.0, 1.0, (3,), np.float32)
 TWO = spaces.Discrete(2)
@@ -203,7 +203,7 @@ def test_parameters_of_a_distribution_that_are_no_numbers_never_pass(attempt, la
 
     env = (lambda: GymEnv("Pendulum-v1")) if kind is D.Normal else lab.toy(BOX, TWO, categorical=kind is D.Categorical)
     for failed in attempt(env, policy):
-        assert isinstance(failed.errors[0], (EnvError, PolicyError, ValueError))
+        assert isinstance(failed.errors[0], (RuntimeError, ValueError))  # ours, or those of torch
         assert failed.errors[1:] == [None, None]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["Noise", "noise_stream"]
 
-_CHUNK = 2**20  # numbers held at once
+_CHUNK = 2**16  # numbers held at once
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,11 @@ def noise_stream(noises: Sequence[Noise], steps: int, split: Callable[[Tensor], 
 
 def _chunks(noises: Sequence[Noise], steps: int, split: Callable[[Tensor], Sequence[Any]]) -> Iterator[Sequence[Any]]:
     numbers = sum(max(1, torch.Size(noise.shape).numel()) for noise in noises)
-    count = max(1, min(steps, _CHUNK // max(1, numbers)))
+    most = max(1, _CHUNK // max(1, numbers))
+    left = steps
     while True:
+        count = min(most, left) or 1  # no more than are used; past the end, one by one
+        left -= min(count, left)
         if len(noises) == 1:
             yield split(noises[0].draw(count))
         else:  # in the order in which single steps would draw
