@@ -28,9 +28,11 @@ class Actor(ABC):
     Attributes:
         how: what runs, for ``stats()`` and ``repr``.
         finite_keys: of its outputs, those to be tested once a batch.
+        varies: whether its outputs may be of other keys, shapes or dtypes in the middle of a batch.
     """
 
     how: str
+    varies: bool = True
     finite_keys: list[NestedKey]
 
     @abstractmethod
@@ -70,6 +72,7 @@ class FlatActor(Actor):
     def __init__(self, policy: FlatPolicy, entries: Mapping[NestedKey, Entry]) -> None:
         self._policy, self._entries = policy, entries
         self.how, self.finite_keys = f"native: {policy.how}", policy.finite_keys
+        self.varies = policy.varies
         self._in_rows = [(key, entries[key] if entries[key].column else None) for key in policy.in_keys]
         self._keys = policy.out_keys
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from numbers import Integral
@@ -107,11 +108,10 @@ class RolloutCore(BaseCollector):
 
     def _take(self, path: Path) -> None:
         """Take ``path`` from now on: the short list of callables that a rollout runs through."""
-        timed = self._timer.timed
         self._path = path
-        self._act = timed("policy", named_range("rollwright.policy", path.act))
-        self._step = timed("env", named_range("rollwright.env", path.step))
-        self._record = timed("write", named_range("rollwright.write", path.record))
+        self._act = named_range("rollwright.policy", path.act)
+        self._step = named_range("rollwright.env", path.step)
+        self._record = named_range("rollwright.write", path.record)
 
     @property
     def _carrier(self) -> TensorDictBase | None:
@@ -144,15 +144,20 @@ class RolloutCore(BaseCollector):
             RuntimeError: the collector was shut down.
         """
         self._check_open()
+        clock, spend = time.perf_counter, self._timer.spend
         if self._pre_collect_hook is not None:
             self._pre_collect_hook()
         with torch.no_grad(), set_exploration_type(self.options.exploration_type):
             try:
                 self._begin()
                 for t in range(self._counts.steps):
+                    begun = clock()
                     self._act(t)  # the policy reads observations and writes actions
+                    acted = clock()
                     self._step(t)  # the environment steps; what ended begins anew
+                    stepped = clock()
                     self._record(t)  # the frame goes into the batch's memory
+                    spend(begun, acted, stepped, clock())
                     if self._interrupted():
                         break
                 return self._finish(t + 1)

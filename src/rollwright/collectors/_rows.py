@@ -39,6 +39,9 @@ def _field(shape: Sequence[int], dtype: np.dtype[Any]) -> Field:
 GiveUp = Callable[[list[TensorDictBase], TensorDictBase, BoundaryKeeper | None, str], None]
 
 
+_NOTHING: Values = {}
+
+
 class Layout(NamedTuple):
     """What a batch holds, settled with its first step.
 
@@ -218,34 +221,34 @@ class ArrayPath(Path):
         """See :meth:`Path.act`."""
         root = cast(Values, self._root)
         if self._ahead is None:
-            outputs = self._outputs(root)
+            try:
+                outputs = self._acting(root, self._ids)
+            except NotNative as reason:
+                raise PolicyError(
+                    f"policy: {reason}, where it has written tensors before. Let it write tensors always, or pass "
+                    "use_buffers=False, which collects frames of any content."
+                ) from reason
         else:
             outputs, self._ahead = self._ahead, None
         if t == 0:
             self._open(outputs)
-        acts = self._acts
-        if outputs.keys() != acts.keys():
-            self._hand_over(t, outputs, f"it writes {key_str(outputs)} after {key_str(acts)}")
+        elif self._acting.varies and (other := self._other_than_before(outputs)):
+            self._hand_over(t, outputs, other)
             return
-        for key, value in outputs.items():
-            if (value.shape, value.dtype) != acts[key]:
-                self._hand_over(t, outputs, f"{key!r} varies in shape or dtype")
-                return
         root.update(outputs)
 
-    def _outputs(self, root: Values) -> Values:
-        try:
-            return self._acting(root, self._ids)
-        except NotNative as reason:
-            raise PolicyError(
-                f"policy: {reason}, where it has written tensors before. Let it write tensors always, or pass "
-                "use_buffers=False, which collects frames of any content."
-            ) from reason
+    def _other_than_before(self, outputs: Values) -> str | None:
+        """What is not as it was in the first step of the batch."""
+        acts = self._acts
+        if outputs.keys() != acts.keys():
+            return f"it writes {key_str(outputs)} after {key_str(acts)}"
+        varied = [key for key, value in outputs.items() if (value.shape, value.dtype) != acts[key]]
+        return f"{varied[0]!r} varies in shape or dtype" if varied else None
 
     def step(self, t: int) -> None:
         """See :meth:`Path.step`."""
         root = cast(Values, self._root)
-        preset = {key: root[full] for full, key in self._presets}
+        preset = {key: root[full] for full, key in self._presets} if self._presets else _NOTHING
         self._out = out = self._arrays.step(root, preset)
         for key, value in preset.items():
             out.setdefault(key, value)
@@ -292,7 +295,7 @@ class ArrayPath(Path):
 
     def _renew(self, ended: Rows) -> None:
         self._ids = ids = self._ids.copy()
-        ids[ended] = self._pool.get_traj_and_increment(int(np.count_nonzero(ended))).numpy()
+        ids[ended] = self._pool.take(int(np.count_nonzero(ended)))
 
     def _keep(self, t: int, ended: Rows) -> None:
         """Keep aside the next observations of step ``t`` where ``ended`` says."""

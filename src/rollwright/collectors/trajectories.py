@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 __all__ = ["TrajectoryPool", "renew"]
 
@@ -23,8 +25,12 @@ class TrajectoryPool:
 
     def get_traj_and_increment(self, n: int = 1, device: torch.device | None = None) -> torch.Tensor:
         """``n`` fresh ids, int64 ``[n]``."""
+        return torch.from_numpy(self.take(n)).to(device)
+
+    def take(self, n: int) -> NDArray[np.int64]:
+        """``n`` fresh ids as an array."""
         first, self._next = self._next, self._next + n
-        return torch.arange(first, first + n, device=device)
+        return np.arange(first, first + n, dtype=np.int64)
 
     def state_dict(self) -> dict[str, int]:
         """The next id to hand out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ __all__ = ["Emitter"]
 
 Array = np.ndarray
 _HALF_LOG_TAU = math.log(math.sqrt(2 * math.pi))
+_FEW_CHOICES = 8  # outcomes of one draw up to which Python beats NumPy
 _FEW = 4  # outcomes up to which a pairwise logaddexp beats exp, sum and log
 
 
@@ -31,16 +33,32 @@ class Emitter:
         calls: take no arguments, and write into memory that stays the same.
         parameters: what the calls read in place, as dictionaries and names.
         noise: gives the next row of random numbers.
+        refreshes: calls that copy parameters which are not read in place; to be run before a rollout.
     """
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], Any]] = []
         self.parameters: list[tuple[Mapping[str, torch.Tensor | None], str]] = []
         self.noise: Iterator[Array] = iter(())
+        self.refreshes: list[Callable[[], Any]] = []
+        self._with_one: dict[int, tuple[Array, Array]] = {}
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for one value."""
-        return np.empty(shape, dtype)
+        """Memory for one value; behind that of a vector stands a one, see :meth:`with_one`."""
+        if len(shape) != 1:
+            return np.empty(shape, dtype)
+        longer = np.ones(shape[0] + 1, dtype)
+        vector = longer[:-1]
+        self._with_one[id(vector)] = vector, longer  # the vector too, so that no other gets its id
+        return vector
+
+    def with_one(self, vector: Array) -> Array:
+        """A vector and a one behind it, by which a weight matrix with its bias as a last column is to be multiplied."""
+        if id(vector) in self._with_one:
+            return self._with_one[id(vector)][1]
+        copied = self.new(vector.shape, vector.dtype)
+        self.put(np.copyto, copied, vector)
+        return self._with_one[id(copied)][1]
 
     def put(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """Append a call."""
@@ -51,7 +69,7 @@ class Emitter:
 
     def to(self, function: Callable[..., Any], *arguments: Any, like: Array) -> Array:
         """Append a call that writes into new memory of the shape of ``like``, which is returned."""
-        out = np.empty_like(like, order="C")
+        out = self.new(like.shape, like.dtype)
         self.put(function, *arguments, out=out)
         return out
 
@@ -76,6 +94,11 @@ class Emitter:
         tensors = [owner[name] for owner, name in self.parameters]
         return [tensor if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors]
 
+    def finite(self) -> bool:
+        """Whether no parameter is NaN or infinite."""
+        tensors = [owner[name] for owner, name in self.parameters]
+        return all(bool(np.isfinite(tensor.detach().numpy()).all()) for tensor in tensors if tensor is not None)
+
     def layer(self, layer: Layer, x: Array) -> tuple[Array, ...]:
         """Append the calls of one layer on ``x``; its results.
 
@@ -97,6 +120,10 @@ class Emitter:
         if draw.parameter != "logits":
             raise NotFlat("a Categorical of probabilities")
         index = self.new(logits.shape[:-1], np.int64)
+        if logits.ndim == 1 and len(logits) <= _FEW_CHOICES:
+            chosen = self.new((), logits.dtype) if len(draw.writes) == 2 else None
+            self.calls.append(self._one_choice(logits, index, chosen, draw.random))
+            return self._as_action(draw, logits, index) + ([] if chosen is None else [chosen])
         if draw.random:
             # exp(logits) / noise is largest where logits - log(noise) is; the noise comes as -log(noise).
             raced, add = np.empty_like(logits), np.add
@@ -104,12 +131,27 @@ class Emitter:
             self.put(raced.argmax, -1, index)
         else:
             self.put(logits.argmax, -1, index)
-        action = index
-        if draw.one_hot:
-            action = self.to(np.equal, np.arange(logits.shape[-1]), index[..., None], like=logits)
-        if len(draw.writes) == 1:
-            return [action]
-        return [action, self._score(logits, index)]
+        return self._as_action(draw, logits, index) + ([self._score(logits, index)] if len(draw.writes) == 2 else [])
+
+    def _as_action(self, draw: CategoricalDraw, logits: Array, index: Array) -> list[Array]:
+        if not draw.one_hot:
+            return [index]
+        return [self.to(np.equal, np.arange(logits.shape[-1]), index[..., None], like=logits)]
+
+    def _one_choice(self, logits: Array, index: Array, score: Array | None, random: bool) -> Callable[[], None]:
+        """One draw of few outcomes, in plain Python: numbers are cheaper than arrays of one."""
+        exp, log, place = math.exp, math.log, ()
+
+        def choose() -> None:
+            values = logits.tolist()
+            raced = list(map(add, values, next(self.noise).tolist())) if random else values
+            chosen = raced.index(max(raced))
+            index[place] = chosen
+            if score is not None:
+                top = max(values)
+                score[place] = values[chosen] - top - log(sum([exp(value - top) for value in values]))
+
+        return choose
 
     def _score(self, logits: Array, index: Array) -> Array:
         """The normalised logit at ``index``."""
@@ -163,6 +205,11 @@ def _linear(emitter: Emitter, module: nn.Linear, x: Array) -> Array:
     if weight is None:
         raise NotFlat("a Linear has no weight")
     out = emitter.new((*x.shape[:-1], len(weight)), x.dtype)
+    if x.ndim == 1 and bias is not None:  # one call for both
+        both = np.empty((len(weight), len(x) + 1), x.dtype)
+        emitter.refreshes += [partial(np.copyto, both[:, :-1], weight), partial(np.copyto, both[:, -1], bias)]
+        emitter.put(np.dot, both, emitter.with_one(x), out)
+        return out
     if x.ndim == 1:
         emitter.put(np.dot, weight, x, out)
     else:

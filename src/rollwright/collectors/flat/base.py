@@ -29,6 +29,7 @@ class FlatPolicy(Protocol):
         finite_keys: those of ``out_keys`` that turn NaN when the policy's numbers do. The plain path tests the
             parameters of a distribution at each step; who runs a flat policy tests these, once a batch.
         how: what runs, in a short phrase.
+        varies: whether shapes and dtypes of the outputs may differ from call to call.
     """
 
     @property
@@ -42,6 +43,9 @@ class FlatPolicy(Protocol):
 
     @property
     def how(self) -> str: ...  # noqa: D102
+
+    @property
+    def varies(self) -> bool: ...  # noqa: D102
 
     def start(self, steps: int) -> None:
         """Prepare a rollout of ``steps`` calls.
@@ -68,6 +72,7 @@ class TensorPolicy(abc.ABC):
     out_keys: list[NestedKey]
     finite_keys: list[NestedKey]
     how: str
+    varies: bool = True
 
     @abc.abstractmethod
     def start(self, steps: int) -> None:

@@ -47,6 +47,11 @@ class Node(abc.ABC):
         """What it is, for messages."""
         return type(self).__name__
 
+    @property
+    def known(self) -> bool:
+        """Whether equal shapes and dtypes in give equal ones out."""
+        return True
+
 
 @dataclass(frozen=True)
 class Chain(Node):
@@ -84,6 +89,11 @@ class Chain(Node):
         """One per layer."""
         return len(self.layers)
 
+    @property
+    def known(self) -> bool:
+        """Whether every layer is."""
+        return all(layer.outputs is not None for layer in self.layers)
+
 
 def _one(source: int, functions: Sequence[Callable[[Any], Any]], target: int) -> Step:
     def run(values: Values) -> None:
@@ -120,6 +130,11 @@ class Call(Node):
     names: tuple[str, ...]
     constants: Mapping[str, Any]
     outputs: Outputs
+
+    @property
+    def known(self) -> bool:
+        """Not known."""
+        return False
 
     @property
     def label(self) -> str:
@@ -245,6 +260,11 @@ class Ask(Node):
     in_keys: tuple[NestedKey, ...]
     out_keys: tuple[NestedKey, ...]
     batch: tuple[int, ...]
+
+    @property
+    def known(self) -> bool:
+        """Not known."""
+        return False
 
     @property
     def label(self) -> str:

@@ -23,8 +23,8 @@ class NumpyProgram:
     """Runs the steps of a :class:`~rollwright.collectors.flat.program.Program` in NumPy.
 
     Results agree with torch's to rounding. Equal random numbers give equal actions, except where two outcomes tie to
-    rounding. Parameters are read where they lie, so updates in place act at once, and new tensors at the next start.
-    Infinite or NaN weights give NaN without a warning; test ``finite_keys``.
+    rounding. New weights, in place or as new tensors, act from the next start on. Infinite or NaN weights give NaN
+    without a warning; test ``finite_keys``.
 
     Args:
         program: the steps.
@@ -38,14 +38,16 @@ class NumpyProgram:
         self.in_keys: list[NestedKey] = program.in_keys
         self.out_keys: list[NestedKey] = program.out_keys
         self.finite_keys: list[NestedKey] = program.finite_keys
+        self.varies = False
         self._program = program
-        self._inputs = [np.empty(value.shape, value.dtype) for value in example]
+        self._example = [(value.shape, value.dtype) for value in example]
         self._emit()
         self.how = f"NumPy program of {counted(len(self._calls), 'call')}"
 
     def _emit(self) -> None:
         """Bind every call to its memory and to the parameters of now."""
         emitter = Emitter()
+        self._inputs = [emitter.new(shape, dtype) for shape, dtype in self._example]
         values: dict[int, np.ndarray] = dict(zip(self._program.in_slots, self._inputs, strict=True))
         self._noises: list[Noise] = []
         for node in self._program.nodes:
@@ -84,12 +86,21 @@ class NumpyProgram:
         self._program.start(steps)
         if self._emitter.places() != self._bound:
             self._emit()
+        for refresh in self._emitter.refreshes:
+            refresh()
+        self._finite = self._emitter.finite()
         if self._noises:
             self._emitter.noise = noise_stream(self._noises, steps, _rows)
 
-    @np.errstate(all="ignore")  # diverged weights: `finite_keys` tell
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """Run the calls, and give the results in memory of their own."""
+        return self._run(inputs) if self._finite else self._run_in_silence(inputs)
+
+    @np.errstate(all="ignore")  # weights have diverged, which `finite_keys` tell
+    def _run_in_silence(self, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        return self._run(inputs)
+
+    def _run(self, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         for own, value in zip(self._inputs, inputs, strict=True):
             own[...] = value
         for call in self._calls:

@@ -54,6 +54,7 @@ class Program(TensorPolicy):
         self.out_slots = list(walk.written.values())
         self.batch_shape = torch.Size(batch_shape)
         self.how = f"{counted(sum(node.calls for node in walk.nodes), 'call')} on tensors"
+        self.varies = not all(node.known for node in walk.nodes)
         self._watch = walk.watch
         self._steps = [node.step() for node in walk.nodes]
         self.blank: Values = [None] * walk.size
@@ -182,6 +183,7 @@ class RandomActions(TensorPolicy):
         self.finite_keys: list[NestedKey] = []
         self.how = f"{counted(len(draws), 'draw')} from specs"
         self._policy, self._spec = policy, spec
+        self.varies = False
         self._draws = [(leaf.rand, shape) for _, leaf, shape in draws]
 
     def start(self, steps: int) -> None:

@@ -77,12 +77,13 @@ class ReadArray:
         self.shape = (*batch, *(leaf.space.shape or ()))
         self.dtype = np.dtype(leaf.space.dtype)
         self.out_dtype = numpy_dtype(_dtype(leaf.spec))
+        self.casts = self.dtype != self.out_dtype
 
     def __call__(self, value: Any) -> NDArray[Any]:
         if type(value) is not np.ndarray or value.dtype != self.dtype or value.shape != self.shape:
             value = admit(value, self.dtype, self.shape)
         # A copy: environments may write into their arrays later.
-        copied: NDArray[Any] = value.copy() if self.dtype == self.out_dtype else value.astype(self.out_dtype, "C")
+        copied: NDArray[Any] = value.astype(self.out_dtype, "C") if self.casts else value.copy()
         return copied
 
 
@@ -156,6 +157,7 @@ class ObservationReader:
 
     def __init__(self, leaves: list[Leaf], batch: Batch) -> None:
         self.entries = [(leaf.key, leaf.path, _reader(leaf, batch)) for leaf in leaves]
+        self._only = _only(self.entries)
 
     def __call__(self, raw: Any) -> dict[NestedKey, Any]:
         """Convert.
@@ -164,6 +166,12 @@ class ObservationReader:
             SpecError: an entry has another shape or dtype than its space says.
             KeyError: an entry is missing.
         """
+        if self._only is not None:
+            key, read = self._only
+            try:
+                return {key: read(raw)}
+            except SpecError as error:
+                raise SpecError(f"{key!r} {error}") from error
         out: dict[NestedKey, Any] = {}
         for key, path, read in self.entries:
             value = raw
@@ -177,6 +185,11 @@ class ObservationReader:
             except SpecError as error:
                 raise SpecError(f"{key!r} {error}") from error
         return out
+
+
+def _only(entries: list[tuple[NestedKey, tuple[Any, ...], Any]]) -> tuple[NestedKey, Any] | None:
+    """Key and converter of the one entry that is the raw value itself: by far the most frequent case."""
+    return (entries[0][0], entries[0][2]) if len(entries) == 1 and entries[0][1] == () else None
 
 
 # To the environment --------------------------------------------------------------------------------
@@ -236,14 +249,15 @@ class WriteIndex:
         self.dtype = np.dtype(leaf.space.dtype)
         self.one_hot = _is_one_hot(leaf.spec)
         self.as_int = not self.raw_shape
+        self.shifted = bool(self.start.any())
         self.first, self.choices = (int(self.start), int(self.nvec)) if self.as_int else (0, 0)
 
     def __call__(self, array: NDArray[Any]) -> Any:
         _check_shape(array, self.shape)
         if self.as_int:  # by far the most frequent case, worth its own way
             return self._one(array) + self.first
-        index = (self._place_of_one(array) if self.one_hot else self._in_range(array)) + self.start
-        return index.astype(self.dtype)
+        index = self._place_of_one(array) if self.one_hot else self._in_range(array)
+        return (index + self.start if self.shifted else index).astype(self.dtype, copy=False)
 
     def _one(self, array: NDArray[Any]) -> int:
         """The index of a single choice, from 0."""
@@ -275,6 +289,8 @@ class WriteIndex:
         if array.dtype.kind not in "iub":
             raise SpecError(f"has dtype {array.dtype}, expected integers. Cast it in the policy.")
         index = array.astype(np.int64)
+        if index.size and index.min() >= 0 and (index < self.nvec).all():
+            return index
         wrong = (index < 0) | (index >= self.nvec)
         if wrong.any():
             raise SpecError(f"must lie in 0 .. {(self.nvec - 1).tolist()}, got {_short(array)}{_where(wrong)}.")
@@ -301,6 +317,7 @@ class ActionWriter:
     def __init__(self, space: Space[Any], leaves: list[Leaf], batch: Batch) -> None:
         self.space = space
         self.entries = [(leaf.key, leaf.path, _writer(leaf, batch)) for leaf in leaves]
+        self._only = _only(self.entries)
 
     def __call__(self, values: Mapping[Any, Any] | TensorDictBase) -> Any:
         """Convert the actions among ``values``, tensors or arrays by key.
@@ -309,6 +326,11 @@ class ActionWriter:
             SpecError: an action that the environment cannot take.
             KeyError: an action is missing.
         """
+        if self._only is not None and type(value := values.get(self._only[0], None)) is np.ndarray:
+            try:
+                return self._only[1](value)
+            except SpecError as error:
+                raise SpecError(f"{self._only[0]!r} {error}") from error
         written = {}
         for key, path, write in self.entries:
             value = values.get(key, None)

@@ -76,27 +76,32 @@ class VectorEpisodes:
                 "autoreset_mode=AutoresetMode.DISABLED, or use GymEnv(name, num_envs=n)."
             )
         self.ended: Rows = np.zeros(env.num_envs, np.bool_)
+        self._holds = False  # whether any has
         self._last: Values | None = None  # data of the last step, while anything has ended
         self._fresh: Values | None = None  # first observations of new episodes (SAME_STEP)
         self._is_fresh: Rows = np.zeros(env.num_envs, np.bool_)
 
     def step(self, actions: Any, read: Readers) -> Values:
         """Step all environments; returns the content of ``"next"``, true last observations included."""
-        held = self.ended
-        if held.any() and self.mode is not AutoresetMode.SAME_STEP:
+        held = self.ended if self._holds else None
+        resets_itself = self.mode is AutoresetMode.SAME_STEP
+        if held is not None and not resets_itself:
             self.env.reset(options={"reset_mask": held.copy()})
         values = self.env.step(actions)
         out = read.step(values)
-        now = out["done"] & ~held
-        self._is_fresh = now & (self.mode is AutoresetMode.SAME_STEP)
-        if self._is_fresh.any():
-            self._fresh = {key: value.copy() for key, value in out.items() if key not in OUTCOME}
-            self._put_final(out, values[4], now, read)
-        if held.any() and self._last is not None:
+        now = out["done"].copy() if held is None else out["done"] & ~held
+        ended = bool(now.any())
+        if resets_itself:
+            self._is_fresh = now
+            if ended:
+                self._fresh = {key: value.copy() for key, value in out.items() if key not in OUTCOME}
+                self._put_final(out, values[4], now, read)
+        if held is not None and self._last is not None:
             _put(out, self._last, held)
             out["reward"][held] = 0.0
-        self.ended = held | now
-        self._last = {key: value.copy() for key, value in out.items()} if self.ended.any() else None
+        self.ended = now if held is None else held | now
+        self._holds = ended or held is not None
+        self._last = {key: value.copy() for key, value in out.items()} if self._holds else None
         return out
 
     def reset(
@@ -137,6 +142,7 @@ class VectorEpisodes:
                 "create it with autoreset_mode=AutoresetMode.DISABLED."
             )
         self.ended = self.ended & ~rows
+        self._holds = bool(self.ended.any())
         self._is_fresh = self._is_fresh & ~rows
         return out
 

@@ -126,6 +126,7 @@ class GymWrapper(InfoReadingEnv):
         self._env: Any = env
         self._episodes = VectorEpisodes(env) if isinstance(env, VectorEnv) else None
         self._seeds: Seeds | None = None
+        self._shape = batch
         observations = leaves_of(seen, root, categorical)
         actions = leaves_of(done, "action", categorical)
         clashes = {leaf.key for leaf in observations} & {*RESERVED, *(leaf.key for leaf in actions)}
@@ -230,7 +231,8 @@ class GymWrapper(InfoReadingEnv):
         if type(terminated) is not bool or type(truncated) is not bool or self._episodes is not None:
             terminated = self._column("terminated", terminated, np.bool_)
             truncated = self._column("truncated", truncated, np.bool_)
-        out["reward"] = self._column("reward", reward, np.float32)
+        plain = type(reward) is float and self._episodes is None
+        out["reward"] = np.float32(reward) if plain else self._column("reward", reward, np.float32)
         out["terminated"], out["truncated"], out["done"] = terminated, truncated, terminated | truncated
         if self.info_dict_reader:
             out.update(self._read_info(info, out))
@@ -286,6 +288,8 @@ class GymWrapper(InfoReadingEnv):
         if self._episodes is None and isinstance(value, _PLAIN):
             return dtype(value)
         array = np.asarray(value)
+        if array.shape == self._shape and array.dtype.kind in "biuf":
+            return array.astype(dtype)[()]
         if array.size != self.numel() or array.dtype.kind not in "biuf":
             expected = "a number" if not self.batch_size else f"{self.numel()} numbers"
             raise EnvError(f"{self}: step returned {name!r} = {value!r}, expected {expected}. Return it so.")
