@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import torch
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.collectors import _plan
@@ -53,6 +54,7 @@ def choose_path(core: RolloutCore) -> Path:
         actor,
         FlatActor(random, entries),
         device=core.storing_device,
+        acts_device=_acts_device(core),
         give_up=core._give_up,
         carrier_device=None if core._carrier_has_no_device else core.env.device,
         how={"env": "native: NumPy arrays", "policy": actor.how},
@@ -103,6 +105,12 @@ def _on_tensordicts(core: RolloutCore, entries: dict[NestedKey, Entry], why: str
         reads_ids=options.track_traj_ids,
         why=why,
     )
+
+
+def _acts_device(core: RolloutCore) -> torch.device | None:
+    """Where the policy's outputs are delivered, if not with the rest: without a device for batches, where they come."""
+    device = core.policy_device
+    return device if core.storing_device is None and device is not None and device.type == "cuda" else None
 
 
 def _shared(core: RolloutCore) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class ArrayPath(Path):
         random: acts at random.
         options: of the collector.
         device: where batches are delivered.
+        acts_device: where the policy's outputs are delivered; None: as the rest.
         carrier_device: that of the carrier.
         steps: T.
         pool: hands out trajectory ids.
@@ -92,6 +93,7 @@ class ArrayPath(Path):
         *,
         options: CollectorOptions,
         device: torch.device | None,
+        acts_device: torch.device | None,
         carrier_device: torch.device | None,
         steps: int,
         pool: TrajectoryPool,
@@ -102,7 +104,7 @@ class ArrayPath(Path):
     ) -> None:
         self.how = dict(how)
         self._env, self._arrays, self._steps, self._device = env, arrays, steps, device
-        self._carrier_device = carrier_device
+        self._acts_device, self._carrier_device = acts_device, carrier_device
         self._give_up = give_up
         self._pool, self._memory, self._version = pool, memory, version
         self._batch = arrays.batch
@@ -384,6 +386,10 @@ class ArrayPath(Path):
             self._block, self._root_rows, self._out_rows = None, [], []
         if self._device is not None and batch.device != self._device:
             batch = batch.to(self._device, non_blocking=True)
+        if self._acts_device is not None:
+            for key in self._acts:
+                if not is_private(key):
+                    batch.set(key, batch.get(key).to(self._acts_device))
         if self._keeper is None:
             return batch
         self._keep(steps - 1, ~np.asarray(self._out["done"]))  # the batch ends here, so no root repeats them

@@ -62,7 +62,8 @@ class CollectorOptions:
             no root repeats are kept aside, see :func:`~rollwright.collectors.utils.restore_next`. Objects, and tensors
             whose shape varies, stay.
         trust_policy: call the policy as it is, without wrapping. None: True for TensorDict modules only.
-        compile_policy: run the policy through ``torch.compile``; a dictionary holds its arguments.
+        compile_policy: compile the policy when the collector is constructed: known layers and distributions to a NumPy
+            program, others through ``torch.compile``; a dictionary holds arguments of the latter, which it chooses.
         cudagraph_policy: run the policy as a CUDA graph; a dictionary holds arguments of ``CudaGraphModule``.
         no_cuda_sync: skip the synchronisation after copies between devices.
         pre_collect_hook: called without arguments before each rollout.
