@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,13 @@ class Actor(ABC):
     Attributes:
         how: what runs, for ``stats()`` and ``repr``.
         finite_keys: of its outputs, those to be tested once a batch.
+        frozen: whether the weights of a rollout's start act in all of it.
         varies: whether its outputs may be of other keys, shapes or dtypes in the middle of a batch.
     """
 
     how: str
     varies: bool = True
+    frozen: bool = False
     finite_keys: list[NestedKey]
 
     @abstractmethod
@@ -72,7 +74,7 @@ class FlatActor(Actor):
     def __init__(self, policy: FlatPolicy, entries: Mapping[NestedKey, Entry]) -> None:
         self._policy, self._entries = policy, entries
         self.how, self.finite_keys = f"native: {policy.how}", policy.finite_keys
-        self.varies = policy.varies
+        self.varies, self.frozen = policy.varies, policy.frozen
         self._in_rows = [(key, entries[key] if entries[key].column else None) for key in policy.in_keys]
         self._keys = policy.out_keys
 
@@ -102,6 +104,7 @@ class TensorDictActor(Actor):
     Args:
         act: of :func:`~rollwright.collectors._plan.build_act`.
         entries: what the carrier holds.
+        rewards: what a step leaves beside them, which no policy sees.
         batch: the environment's batch size.
         device: of the carrier.
         reads_ids: whether there are trajectory ids.
@@ -113,6 +116,7 @@ class TensorDictActor(Actor):
         act: _plan.Stage,
         entries: Mapping[NestedKey, Entry],
         *,
+        rewards: Collection[NestedKey],
         batch: tuple[int, ...],
         device: torch.device | None,
         reads_ids: bool,
@@ -121,7 +125,7 @@ class TensorDictActor(Actor):
         self._act, self._entries, self._batch = act, entries, torch.Size(batch)
         self._device, self._reads_ids = device, reads_ids
         self.how, self.finite_keys = f"plain, on a TensorDict: {why}", []
-        self._written: list[NestedKey] = []
+        self._rewards = set(rewards)
 
     def start(self, steps: int) -> None:
         """See :meth:`Actor.start`."""
@@ -134,35 +138,16 @@ class TensorDictActor(Actor):
             if key in self._entries:
                 given[key] = tensor = torch.from_numpy(full(value, self._entries[key]))
                 _place(nested, key, tensor)
-            elif key in self._written:  # what it wrote itself is there until it writes it again
+            elif key not in self._rewards and as_tuple(key)[0] != "next":  # what it wrote, until it writes it again
                 _place(nested, key, torch.from_numpy(value))
         if self._reads_ids:
             _place(nested, IDS, torch.from_numpy(np.array(ids)))
         carrier = self._act(TensorDict(nested, batch_size=self._batch, device=self._device))
-        written = {
+        return {
             key: _as_array(value)
             for key, value in _plan.entries(carrier)
             if given.get(key) is not value and key not in (IDS, VERSION)
         }
-        if not self._written:
-            self._refuse(written)
-        self._written = [key for key in written if as_tuple(key)[0] != "next"]
-        return written
-
-    def _refuse(self, written: Values) -> None:
-        """Test that what the policy writes can lie in rows.
-
-        Raises:
-            NotNative: it cannot.
-        """
-        for key, value in written.items():
-            if not isinstance(value, np.ndarray):
-                raise NotNative(f"it writes {key!r}, which is no array")
-            if key in self._entries or (as_tuple(key)[0] == "next" and as_tuple(key)[1:] not in self._below()):
-                raise NotNative(f"it writes {key!r}, beside what the environment has")
-
-    def _below(self) -> set[tuple[str, ...]]:
-        return {as_tuple(key) for key in self._entries}
 
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
         """See :meth:`Actor.compiled`."""

@@ -100,6 +100,7 @@ def _on_tensordicts(core: RolloutCore, entries: dict[NestedKey, Entry], why: str
     return TensorDictActor(
         act,
         entries,
+        rewards=env.reward_keys,
         batch=tuple(env.batch_size),
         device=None if core._carrier_has_no_device else env.device,
         reads_ids=options.track_traj_ids,

@@ -15,7 +15,7 @@ from rollwright.collectors import _plan
 from rollwright.collectors import policy as policies
 from rollwright.collectors._choice import choose_path, plain_path
 from rollwright.collectors._env import EnvMaker, ResetUndo, make_env
-from rollwright.collectors._path import Path
+from rollwright.collectors._path import Path, UnfitOutputs
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.counts import FrameCounts
 from rollwright.collectors.devices import Devices, module_device, nothing, sync_function
@@ -64,7 +64,9 @@ class RolloutCore(BaseCollector):
         self._first_reset: ResetUndo | None = ResetUndo(self.env)
         self._make_carrier()
         self._first_reset.seen()
-        self._compile_policy()
+        self._to_compile = bool(self.options.compile_policy)
+        if self._to_compile:
+            self._compile_policy()
         if not self.options.trust_policy:
             policies.check_inputs(self.policy, cast(TensorDictBase, self._path.carrier), self.env)
         self.closed = False
@@ -119,9 +121,7 @@ class RolloutCore(BaseCollector):
         return self._path.carrier
 
     def _compile_policy(self) -> None:
-        wanted = self.options.compile_policy
-        if not wanted:
-            return
+        wanted, self._to_compile = self.options.compile_policy, False
         try:
             with set_exploration_type(self.options.exploration_type):
                 self._path.compile(wanted if isinstance(wanted, Mapping) else {})
@@ -171,24 +171,33 @@ class RolloutCore(BaseCollector):
             self._make_carrier()
         random = self._frames < self.init_random_frames
         try:
-            self._path.begin(random=random)
-        except NotNative as reason:
+            self._open(random)
+        except UnfitOutputs as reason:
+            self._go_plain(random, reason)
+        except NotNative:
             self._change_path()
             try:
-                self._path.begin(random=random)
-            except NotNative:
-                self._change_path(plain_path(self, {"policy": str(reason)}))
-                self._path.begin(random=random)
+                self._open(random)
+            except NotNative as reason:
+                self._go_plain(random, reason)
         self._fresh_ids = self._first_reset = None
         self._stepped = True
+
+    def _open(self, random: bool) -> None:
+        if self._to_compile:
+            self._compile_policy()
+        self._path.begin(random=random)
+
+    def _go_plain(self, random: bool, reason: Exception) -> None:
+        self._change_path(plain_path(self, {"policy": str(reason)}))
+        self._open(random)
 
     def _change_path(self, path: Path | None = None) -> None:
         """Go on another way: environment or policy are no longer what the path was chosen for."""
         carrier = self._path.carrier
         self._take(choose_path(self) if path is None else path)
         self._path.carrier = carrier
-        if path is None and carrier is not None:
-            self._compile_policy()
+        self._to_compile = path is None and bool(self.options.compile_policy)
 
     def _give_up(
         self, frames: list[TensorDictBase], carrier: TensorDictBase, keeper: BoundaryKeeper | None, reason: str

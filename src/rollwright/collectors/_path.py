@@ -10,8 +10,13 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
+from rollwright.errors import NotNative
 
-__all__ = ["Path"]
+__all__ = ["Path", "UnfitOutputs"]
+
+
+class UnfitOutputs(NotNative):
+    """What a policy writes cannot lie in rows: whatever else has changed, it takes the plain path."""
 
 
 class Path(ABC):

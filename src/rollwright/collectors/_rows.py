@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys, unravel
 from rollwright.collectors import _plan
 from rollwright.collectors._actors import IDS, VERSION, Actor
-from rollwright.collectors._path import Path
+from rollwright.collectors._path import Path, UnfitOutputs
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.recording import Block, Field
 from rollwright.collectors.trajectories import TrajectoryPool
@@ -203,6 +203,7 @@ class ArrayPath(Path):
         actor.start(self._steps)
         self.finite_keys = [key for key in actor.finite_keys if not is_private(key)]
         self._ahead = None if actor in self._layouts else self._tried(actor)
+        self._version_of_batch = self._version() if actor.frozen else None
         if self._keeper is not None:
             self._keeper.begin()
 
@@ -215,13 +216,15 @@ class ArrayPath(Path):
         numbers = torch.get_rng_state()
         try:
             return actor(cast(Values, self._root), self._ids)
-        except NotNative:
+        except NotNative as reason:
             torch.set_rng_state(numbers)
-            raise
+            raise UnfitOutputs(str(reason)) from reason
 
     def act(self, t: int) -> None:
         """See :meth:`Path.act`."""
         root = cast(Values, self._root)
+        if self._tracks_version:  # the version that acts, whatever is published before the frame is written
+            self._acted = self._version() if self._version_of_batch is None else self._version_of_batch
         if self._ahead is None:
             try:
                 outputs = self._acting(root, self._ids)
@@ -233,18 +236,32 @@ class ArrayPath(Path):
         else:
             outputs, self._ahead = self._ahead, None
         if t == 0:
+            if self._acting.varies and (unfit := self._unfit(outputs)):
+                self._hand_over(0, outputs, unfit)
+                return
             self._open(outputs)
         elif self._acting.varies and (other := self._other_than_before(outputs)):
             self._hand_over(t, outputs, other)
             return
         root.update(outputs)
 
+    def _unfit(self, outputs: Values) -> str | None:
+        """Why outputs cannot lie in rows."""
+        for key, value in outputs.items():
+            if not isinstance(value, np.ndarray):
+                return f"it writes {key!r}, which is no array"
+            below = unravel(as_tuple(key)[1:]) if as_tuple(key)[0] == "next" else None
+            if key in self._roots or (below is not None and below not in self._roots):
+                return f"it writes {key!r}, beside what the environment has"
+        return None
+
     def _other_than_before(self, outputs: Values) -> str | None:
         """What is not as it was in the first step of the batch."""
         acts = self._acts
         if outputs.keys() != acts.keys():
             return f"it writes {key_str(outputs)} after {key_str(acts)}"
-        varied = [key for key, value in outputs.items() if (value.shape, value.dtype) != acts[key]]
+        forms = {key: (getattr(value, "shape", None), getattr(value, "dtype", None)) for key, value in outputs.items()}
+        varied = [key for key, form in forms.items() if form != acts[key]]
         return f"{varied[0]!r} varies in shape or dtype" if varied else None
 
     def step(self, t: int) -> None:
@@ -257,14 +274,14 @@ class ArrayPath(Path):
         self._following = self._continued = continued = {**root, **out}
         ended = out["done"]
         if self._batch:
-            if ended.any():
+            if np.count_nonzero(ended):  # far cheaper than any()
                 self._following = self._anew(continued, ended)
         elif ended:
             self._following = {**continued, **self._arrays.reset(None), **self._no_flags}
 
     def _anew(self, root: Values, rows: Rows, **kwargs: Any) -> Values:
         """``root`` with the first values of new trajectories where ``rows`` marks."""
-        if rows.all():
+        if np.count_nonzero(rows) == rows.size:
             return {**root, **self._arrays.reset(rows, **kwargs), **self._no_flags}
         fresh = self._arrays.reset(rows, **kwargs)
         merged = {**root, **self._no_flags}
@@ -281,7 +298,7 @@ class ArrayPath(Path):
         for key, row in self._out_rows:
             row[t] = out[key]
         if self._tracks_version:
-            self._version_row[t] = self._version()
+            self._version_row[t] = self._acted
         if self._tracks_ids:
             self._ids_row[t] = self._ids
         if self._following is not self._continued:
@@ -313,12 +330,15 @@ class ArrayPath(Path):
     def _hand_over(self, t: int, outputs: Values, reason: str) -> None:
         """Leave the batch at step ``t``, for which the policy has acted, to the plain path."""
         self._check_action(self._written(outputs))
-        block = cast(Block, self._block)
-        self._fill(block, t)
+        frames = []
+        if t:
+            block = cast(Block, self._block)
+            self._fill(block, t)
+            frames = block.frames(t)
         carrier = cast(TensorDictBase, self.carrier).update(self._written(outputs))
         if self._tracks_version:
-            carrier.set(VERSION, torch.full(self._batch, self._version()))
-        self._give_up(block.frames(t), carrier, self._keeper, reason)
+            carrier.set(VERSION, torch.full(self._batch, self._acted))
+        self._give_up(frames, carrier, self._keeper, reason)
 
     def _written(self, outputs: Values) -> TensorDict:
         written = TensorDict({}, batch_size=self._batch)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import add
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,9 +31,9 @@ class Emitter:
 
     Attributes:
         calls: take no arguments, and write into memory that stays the same.
-        parameters: what the calls read in place, as dictionaries and names.
+        parameters: where parameters are, as dictionaries and names.
         noise: gives the next row of random numbers.
-        refreshes: calls that copy parameters which are not read in place; to be run before a rollout.
+        refreshes: calls that copy parameters to where the other calls read them; to be run before a rollout.
     """
 
     def __init__(self) -> None:
@@ -41,6 +41,7 @@ class Emitter:
         self.parameters: list[tuple[Mapping[str, torch.Tensor | None], str]] = []
         self.noise: Iterator[Array] = iter(())
         self.refreshes: list[Callable[[], Any]] = []
+        self._own: list[Array] = []
         self._with_one: dict[int, tuple[Array, Array]] = {}
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -74,30 +75,31 @@ class Emitter:
         return out
 
     def parameter(self, module: nn.Module, name: str, dtype: Any) -> Array | None:
-        """A view of the memory of a parameter or buffer; None if the module has none.
+        """Memory that holds a parameter or buffer as it is when a rollout begins; None if the module has none.
 
         Raises:
             NotFlat: it is of another dtype than the data.
         """
         owner = module._parameters if name in module._parameters else module._buffers
+        tensor = owner.get(name)
         self.parameters.append((owner, name))
-        tensor = owner[name]
         if tensor is None:
             return None
-        array: Array = tensor.detach().numpy()
-        if array.dtype != dtype:
-            raise NotFlat(f"a parameter is {array.dtype} and the data are {dtype}")
-        return array
+        if tensor.device.type != "cpu" or tensor.detach().numpy().dtype != dtype:
+            raise NotFlat(f"a parameter is {tensor.dtype} and the data are {dtype}")
+        own = np.empty(tuple(tensor.shape), dtype)
+        self.refreshes.append(lambda: np.copyto(own, cast(torch.Tensor, owner[name]).detach().numpy()))
+        self._own.append(own)
+        return own
 
-    def places(self) -> list[Any]:
-        """Where the parameters lie now; as long as that is the same, so is the program."""
-        tensors = [owner[name] for owner, name in self.parameters]
-        return [tensor if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors]
+    def forms(self) -> list[Any]:
+        """Shapes and dtypes of the parameters; as long as they are the same, so is the program."""
+        tensors = [owner.get(name) for owner, name in self.parameters]
+        return [tensor if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
 
     def finite(self) -> bool:
         """Whether no parameter is NaN or infinite."""
-        tensors = [owner[name] for owner, name in self.parameters]
-        return all(bool(np.isfinite(tensor.detach().numpy()).all()) for tensor in tensors if tensor is not None)
+        return all(bool(np.isfinite(own).all()) for own in self._own)
 
     def layer(self, layer: Layer, x: Array) -> tuple[Array, ...]:
         """Append the calls of one layer on ``x``; its results.

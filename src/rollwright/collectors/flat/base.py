@@ -30,6 +30,7 @@ class FlatPolicy(Protocol):
             parameters of a distribution at each step; who runs a flat policy tests these, once a batch.
         how: what runs, in a short phrase.
         varies: whether shapes and dtypes of the outputs may differ from call to call.
+        frozen: whether the weights of a rollout's start act in all of it.
     """
 
     @property
@@ -46,6 +47,9 @@ class FlatPolicy(Protocol):
 
     @property
     def varies(self) -> bool: ...  # noqa: D102
+
+    @property
+    def frozen(self) -> bool: ...  # noqa: D102
 
     def start(self, steps: int) -> None:
         """Prepare a rollout of ``steps`` calls.
@@ -73,6 +77,7 @@ class TensorPolicy(abc.ABC):
     finite_keys: list[NestedKey]
     how: str
     varies: bool = True
+    frozen: bool = False
 
     @abc.abstractmethod
     def start(self, steps: int) -> None:

@@ -126,9 +126,11 @@ def _same_buffers(flat: FlatPolicy) -> Iterator[None]:
     policy = inner.policy if isinstance(inner, Program | CalledModule) else None
     buffers = list(policy.buffers()) if policy is not None else []
     before = [buffer.clone() for buffer in buffers]
-    yield
-    for buffer, value in zip(buffers, before, strict=True):
-        buffer.copy_(value)
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
 
 
 @contextmanager

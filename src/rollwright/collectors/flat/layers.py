@@ -55,11 +55,17 @@ def unroll(module: Any, watch: Watch) -> list[Layer]:
             watch.add(module)
             return [layer for child in module for layer in unroll(child, watch)]
         make = _MAKERS.get(type(module))
-        if make is not None:
+        if make is not None and _has_its_parameters(module):
             for part in module.modules():
                 watch.add(part)
             return [make(module)]
     return [Layer(module, module, outputs=None, fresh=False)]
+
+
+def _has_its_parameters(module: nn.Module) -> bool:
+    """Whether what the type keeps as parameters are parameters (or None), and no tensors in their place."""
+    names = {nn.Linear: ("weight", "bias"), nn.LayerNorm: ("weight", "bias")}.get(type(module), ())
+    return all(name in module._parameters for name in names)
 
 
 def reuse_memory(layers: list[Layer]) -> list[Layer]:
@@ -78,9 +84,10 @@ def _linear(module: nn.Linear) -> Layer:
         return Layer(module, lambda x: linear(x, parameters["weight"], parameters["bias"]))
 
     def call(x: Tensor) -> Tensor:
-        if x.ndim == 1 and (bias := parameters["bias"]) is not None:
-            return addmv(bias, parameters["weight"], x)  # what linear ends in, at half the price
-        return linear(x, parameters["weight"], parameters["bias"])
+        weight, bias = parameters["weight"], parameters["bias"]
+        if x.ndim == 1 and bias is not None and weight.is_contiguous() and x.is_contiguous():
+            return addmv(bias, weight, x)  # what linear ends in, at half the price
+        return linear(x, weight, bias)
 
     return Layer(module, call)
 
@@ -112,7 +119,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _dropout(module: nn.Dropout) -> Layer:
-    return Layer(module, module, fresh=not module.inplace) if module.training else _identity(module)
+    return Layer(module, module, fresh=False) if module.training else _identity(module)  # with p=0 it gives its input
 
 
 def _flatten(module: nn.Flatten) -> Layer:

@@ -38,7 +38,7 @@ class NumpyProgram:
         self.in_keys: list[NestedKey] = program.in_keys
         self.out_keys: list[NestedKey] = program.out_keys
         self.finite_keys: list[NestedKey] = program.finite_keys
-        self.varies = False
+        self.varies, self.frozen = False, True
         self._program = program
         self._example = [(value.shape, value.dtype) for value in example]
         self._emit()
@@ -55,7 +55,7 @@ class NumpyProgram:
             values.update(zip(node.writes, results, strict=True))
         self._emitter, self._calls = emitter, emitter.calls
         self._outputs = [values[slot] for slot in self._program.out_slots]
-        self._bound = emitter.places()
+        self._bound = emitter.forms()
 
     def _node(self, emitter: Emitter, node: Node, reads: list[np.ndarray]) -> Sequence[np.ndarray]:
         if isinstance(node, Chain):
@@ -84,7 +84,7 @@ class NumpyProgram:
     def start(self, steps: int) -> None:
         """Draw the random numbers of ``steps`` steps; see :class:`~rollwright.collectors.flat.FlatPolicy`."""
         self._program.start(steps)
-        if self._emitter.places() != self._bound:
+        if self._emitter.forms() != self._bound:
             self._emit()
         for refresh in self._emitter.refreshes:
             refresh()

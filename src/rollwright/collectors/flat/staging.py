@@ -68,7 +68,7 @@ class Staged:
         self.in_keys: list[NestedKey] = policy.in_keys
         self.finite_keys: list[NestedKey] = policy.finite_keys
         self.how = f"{policy.how}, on {device}"
-        self.varies = policy.varies
+        self.varies, self.frozen = policy.varies, policy.frozen
         self._in: Packing | None = None
         self._out: Packing | None = None
         self._done = torch.cuda.Event()

@@ -62,6 +62,7 @@ class Walk:
         self._batch = tuple(batch_shape)
         self._available = {unravel(key) for key in available}
         self._fresh: list[bool] = []
+        self._tested: list[tuple[NestedKey, int | None]] = []  # what is NaN where a distribution's parameters are
         self._positive: set[int] = set()  # slots of scales that cannot be zero or less
 
     @property
@@ -77,6 +78,10 @@ class Walk:
         """
         check_globals()
         self._module(policy)
+        for key, slot in self._tested:
+            if slot is None or self.written.get(key) != slot or is_private(key):
+                raise NotFlat(f"a batch would not show whether {key!r} is a number")
+            self.checked.append(key)
         for slot in {slot for slot in self.written.values() if not self._fresh[slot]}:
             self.nodes.append(Own((slot,), (slot,)))
 
@@ -215,8 +220,8 @@ class Walk:
         score: list[Any] = [module.log_prob_key] if module.return_log_prob else []
         fresh = self._type is InteractionType.RANDOM or known[0] is CategoricalDraw
         writes = self._write([sampled], fresh and known[0] is not Copy) + self._write(score, True)
-        tested = score or (module.in_keys if known[0] is CategoricalDraw else [sampled])
-        self.checked += [unravel(key) for key in tested]
+        tested = unravel((score or (module.in_keys if known[0] is CategoricalDraw else [sampled]))[0])
+        self._tested.append((tested, self.written.get(tested)))
         self.nodes.append(known[0](reads, writes, *known[1]))
 
     def _known(
@@ -232,9 +237,6 @@ class Walk:
         if kind in (D.Categorical, D.OneHotCategorical) and names in (["logits"], ["probs"]):
             if self._type is InteractionType.MEAN:
                 return None
-            (parameter,) = map(unravel, module.in_keys)
-            if not module.return_log_prob and (parameter not in self.written or is_private(parameter)):
-                return None  # nothing in the batch would tell that it was NaN; the distribution itself does
             return CategoricalDraw, (names[0], kind is D.OneHotCategorical, random)
         if kind is D.Normal and sorted(names) == ["loc", "scale"]:
             scale = reads[names.index("scale")]

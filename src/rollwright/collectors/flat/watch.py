@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import is_
 from typing import Any
 
+import torch
 from tensordict.nn import skip_existing
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -46,6 +47,8 @@ def check_globals() -> None:
             raise NotFlat("torch has global module hooks")
     if skip_existing():
         raise NotFlat("set_skip_existing is on")
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise NotFlat("autocast is on")
 
 
 class Watch:
@@ -56,13 +59,15 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Any, type, list[Any], dict[str, nn.Module | None], list[nn.Module | None], bool]] = []
+        self._seen: list[tuple[Any, type, list[Any], dict[str, Any], list[Any], list[str], bool]] = []
 
     def add(self, thing: Any) -> None:
         """Remember an object (a module, or any other with attributes)."""
         children = vars(thing).get("_modules", {})
         special = isinstance(thing, nn.Module) and is_special(thing) is not None
-        self._seen.append((thing, type(thing), list(vars(thing).values()), children, list(children.values()), special))
+        fields, parameters = vars(thing), list(vars(thing).get("_parameters", ()))
+        parts = list(children.values())
+        self._seen.append((thing, type(thing), list(fields.values()), children, parts, parameters, special))
 
     def check(self) -> None:
         """Compare all that was remembered with what is.
@@ -71,7 +76,7 @@ class Watch:
             NotFlat: something changed.
         """
         check_globals()
-        for thing, kind, fields, children, parts, special in self._seen:
+        for thing, kind, fields, children, parts, parameters, special in self._seen:
             now = vars(thing)
             if (
                 type(thing) is not kind
@@ -79,6 +84,7 @@ class Watch:
                 or not all(map(is_, now.values(), fields))
                 or len(children) != len(parts)
                 or not all(map(is_, children.values(), parts))
+                or list(now.get("_parameters", ())) != parameters
                 or (isinstance(thing, nn.Module) and (is_special(thing) is not None) is not special)
             ):
                 raise NotFlat(f"the policy has changed ({kind.__name__})")

@@ -249,6 +249,7 @@ class WriteIndex:
         self.dtype = np.dtype(leaf.space.dtype)
         self.one_hot = _is_one_hot(leaf.spec)
         self.as_int = not self.raw_shape
+        self.limits = self.nvec.astype(np.uint64)
         self.shifted = bool(self.start.any())
         self.first, self.choices = (int(self.start), int(self.nvec)) if self.as_int else (0, 0)
 
@@ -289,7 +290,8 @@ class WriteIndex:
         if array.dtype.kind not in "iub":
             raise SpecError(f"has dtype {array.dtype}, expected integers. Cast it in the policy.")
         index = array.astype(np.int64)
-        if index.size and index.min() >= 0 and (index < self.nvec).all():
+        # As unsigned numbers, negative ones are large.
+        if index.size and np.count_nonzero(index.view(np.uint64) < self.limits) == index.size:
             return index
         wrong = (index < 0) | (index >= self.nvec)
         if wrong.any():

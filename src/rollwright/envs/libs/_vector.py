@@ -90,7 +90,7 @@ class VectorEpisodes:
         values = self.env.step(actions)
         out = read.step(values)
         now = out["done"].copy() if held is None else out["done"] & ~held
-        ended = bool(now.any())
+        ended = bool(np.count_nonzero(now))  # far cheaper than any()
         if resets_itself:
             self._is_fresh = now
             if ended:
@@ -125,9 +125,10 @@ class VectorEpisodes:
         else:
             served = rows & self._is_fresh & (not kwargs and not options)
         rest = rows & ~served
-        if rest.all():
+        count = np.count_nonzero(rest)
+        if count == len(rest):
             out = read.reset(self.env.reset(options=options, **kwargs))
-        elif not rest.any() and self._fresh is not None:
+        elif not count and self._fresh is not None:
             out = dict(self._fresh)
         elif kwargs and not self.seeds_parts:
             raise EnvError(f"{self.env} cannot be seeded in parts. Reset all of its environments with the seed.")
@@ -142,7 +143,7 @@ class VectorEpisodes:
                 "create it with autoreset_mode=AutoresetMode.DISABLED."
             )
         self.ended = self.ended & ~rows
-        self._holds = bool(self.ended.any())
+        self._holds = bool(np.count_nonzero(self.ended))
         self._is_fresh = self._is_fresh & ~rows
         return out
 
