@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from rollwright._keys import NestedKey, as_tuple
 from rollwright.collectors import _plan
 from rollwright.collectors.flat import FlatPolicy, compile_flat
+from rollwright.data.memory import in_numpy
 from rollwright.envs.arrays import Entry, Values
 from rollwright.errors import NotNative
 
@@ -161,7 +162,7 @@ def full(value: Any, entry: Entry) -> NDArray[Any]:
 
 def _as_array(value: Any) -> Any:
     """The array over a tensor's memory; what NumPy does not know stays as it is."""
-    return value.detach().numpy() if type(value) is torch.Tensor and value.dtype != torch.bfloat16 else value
+    return value.detach().numpy() if type(value) is torch.Tensor and in_numpy(value.dtype) else value
 
 
 def _place(nested: dict[str, Any], key: NestedKey, value: torch.Tensor) -> None:

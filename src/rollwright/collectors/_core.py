@@ -196,7 +196,11 @@ class RolloutCore(BaseCollector):
         """Go on another way: environment or policy are no longer what the path was chosen for."""
         carrier = self._path.carrier
         self._take(choose_path(self) if path is None else path)
-        self._path.carrier = carrier
+        try:
+            self._path.carrier = carrier
+        except NotNative as reason:  # it was made before a transform came that carries something
+            self._take(plain_path(self, {"env": str(reason)}))
+            self._path.carrier = carrier
         self._to_compile = path is None and bool(self.options.compile_policy)
 
     def _give_up(

@@ -165,6 +165,9 @@ class ArrayPath(Path):
             elif key not in FLAGS:
                 entry = self._roots.get(key)
                 root[key] = value.reshape(self._batch)[()] if entry is not None and entry.column else value
+        missing = [key for key in self._arrays.entries if key not in root]
+        if missing:
+            raise NotNative(f"the carrier has no {key_str(missing)}")
         self._root = root
 
     def reset(self, **kwargs: Any) -> None:

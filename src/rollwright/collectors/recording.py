@@ -66,8 +66,9 @@ class Block:
             for part in path:
                 place = place.setdefault(part, {})
             place[name] = memory
-        names: Any = [*[None] * len(env), "time"]
-        self.batch = TensorDict(nested, batch_size=[*env, steps], device=device, names=names)
+        self._batch_size = torch.Size([*env, steps])
+        self._names: Any = [*[None] * len(env), "time"]
+        self.batch = TensorDict(nested, batch_size=self._batch_size, device=device, names=self._names)
 
     def _lease(
         self, key: NestedKey, field: Field, device: torch.device, pool: MemoryPool, pinned: bool
@@ -129,6 +130,9 @@ class Block:
                 self.batch.set(key, memory)
             if key in self._arrays:
                 self._arrays[key] = memory.numpy()  # it may have moved, to shared memory for example
+        if self.batch.batch_size != self._batch_size:
+            self.batch.batch_size = self._batch_size
+            self.batch.names = self._names
         return self
 
     def frames(self, steps: int) -> list[TensorDictBase]:

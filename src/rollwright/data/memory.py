@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["MemoryPool", "Slab"]
+__all__ = ["MemoryPool", "Slab", "in_numpy"]
 
 
 class Slab:
@@ -41,7 +41,7 @@ class Slab:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
         self.num_bytes = math.prod(shape) * dtype.itemsize
-        self.in_numpy = _in_numpy(dtype)
+        self.in_numpy = in_numpy(dtype)
         memory = torch.empty(shape, dtype=dtype) if self.in_numpy else torch.empty(self.num_bytes, dtype=torch.uint8)
         self._memory: NDArray[Any] = memory.numpy()
         self._loan: weakref.ref[NDArray[Any]] | None = None
@@ -74,7 +74,7 @@ class Slab:
 
 
 @functools.cache
-def _in_numpy(dtype: torch.dtype) -> bool:
+def in_numpy(dtype: torch.dtype) -> bool:
     """Whether NumPy has the dtype (it has no bfloat16, for one)."""
     try:
         torch.empty(0, dtype=dtype).numpy()

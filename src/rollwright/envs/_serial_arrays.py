@@ -35,9 +35,8 @@ class SerialArrays(ArrayEnv):
         self.batch = tuple(env.batch_size)
         self.entries, self.rewards = self._widened(first.entries), self._widened(first.rewards)
         self.reads = first.reads
-        self._fields = {**self.entries, **self.rewards}
         flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
-        self._outcome = {**self._fields, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
+        self._outcome = {**self.entries, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
 
     def _widened(self, entries: dict[NestedKey, Entry]) -> dict[NestedKey, Entry]:
         workers = self.batch[0]
