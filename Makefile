@@ -36,11 +36,11 @@ BENCH ?=
 
 # A peer whose environment cannot be made is named as such in the table; the rest is measured.
 bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--quick: only see that it runs)
-	-$(MAKE) .venv-bench-torchrl/.made
-	-$(MAKE) .venv-bench-sb3/.made
+	$(if $(findstring --no-peers,$(BENCH)),,-$(MAKE) .venv-bench-torchrl/.made)
+	$(if $(findstring --no-peers,$(BENCH)),,-$(MAKE) .venv-bench-sb3/.made)
 	$(BIN)/python -m benchmarks.compare $(BENCH)
 	$(BIN)/python -m benchmarks.counts
-	$(BIN)/python -m benchmarks.scaling $(BENCH)
+	$(BIN)/python -m benchmarks.scaling $(filter-out --no-peers,$(BENCH))
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist docs/_build src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

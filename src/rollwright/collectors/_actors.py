@@ -125,7 +125,8 @@ class TensorDictActor(Actor):
     ) -> None:
         self._act, self._entries, self._batch = act, entries, torch.Size(batch)
         self._device, self._reads_ids = device, reads_ids
-        self.how, self.finite_keys = f"plain, on a TensorDict: {why}", []
+        self.how, self.finite_keys = f"plain, called on a TensorDict of the arrays: {why}", []
+        self._why = why
         self._rewards = set(rewards)
 
     def start(self, steps: int) -> None:
@@ -152,7 +153,7 @@ class TensorDictActor(Actor):
 
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
         """See :meth:`Actor.compiled`."""
-        raise NotNative(self.how)
+        raise NotNative(self._why[:1].upper() + self._why[1:] + ".")
 
 
 def full(value: Any, entry: Entry) -> NDArray[Any]:

@@ -70,7 +70,7 @@ def plain_path(core: RolloutCore, against: dict[str, str]) -> PlainPath:
         against: why environment and policy do not run on arrays, as far as known.
     """
     how = {
-        part: f"plain, on TensorDicts: {against.get(part, f'as the {other}')}"
+        part: f"plain: {against[part]}" if part in against else f"plain, because the {other} is"
         for part, other in (("env", "policy"), ("policy", "environment"))
     }
     call, fresh = policies.accelerate(core._policy_call, core.options)
@@ -89,8 +89,8 @@ def plain_path(core: RolloutCore, against: dict[str, str]) -> PlainPath:
 def _on_tensordicts(core: RolloutCore, entries: dict[NestedKey, Entry], why: str) -> Actor:
     """The policy as it is, on TensorDicts made of arrays."""
     options, env = core.options, core.env
-    if options.compile_policy or options.cudagraph_policy:
-        raise NotNative("as the policy")
+    if options.cudagraph_policy or (options.compile_policy and options.compile_policy is not True):
+        raise NotNative("torch compiles the policy as a whole")
     if any(device is not None and device.type != "cpu" for device in (core.policy_device, core.storing_device)):
         raise NotNative("policy and batches are not on the CPU")
     stale = _plan.stale_actions(env, core.policy)

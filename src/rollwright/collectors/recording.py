@@ -222,6 +222,8 @@ class Recorder:
 
     def take_over(self, frames: list[TensorDictBase], varied: TensorDictBase) -> None:
         """Go on, as a list, with a batch that another recorder began; its next frame has the layout of ``varied``."""
+        if not frames:
+            return  # nothing is written yet: the next frame settles the layout
         if self._use_blocks:
             raise self._refusal(varied)
         self._target = ragged = FrameList(self._dropped, self.steps, self._device)
