@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,9 +13,10 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys, unravel
 from rollwright.collectors import _plan
 from rollwright.collectors._actors import IDS, VERSION, Actor
+from rollwright.collectors._layout import Layout, below_next, lay_out
 from rollwright.collectors._path import Path, UnfitOutputs
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.recording import Block, Field
+from rollwright.collectors.recording import Block
 from rollwright.collectors.trajectories import TrajectoryPool
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.memory import MemoryPool
@@ -26,38 +27,14 @@ from rollwright.errors import NotNative, PolicyError
 __all__ = ["ArrayPath"]
 
 _FLAG = np.dtype(np.bool_)
-
-
-def _below_next(key: NestedKey) -> NestedKey:
-    return unravel(("next", *as_tuple(key)))
-
-
-def _field(shape: Sequence[int], dtype: np.dtype[Any]) -> Field:
-    return Field(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype, torch.device("cpu"))
+NEXT_VERSION = below_next(VERSION)
+VERSIONS = [VERSION, NEXT_VERSION]
 
 
 GiveUp = Callable[[list[TensorDictBase], TensorDictBase, BoundaryKeeper | None, str], None]
 
 
 _NOTHING: Values = {}
-
-
-class Layout(NamedTuple):
-    """What a batch holds, settled with its first step.
-
-    Attributes:
-        acts: shape and dtype of the policy's outputs.
-        presets: those below ``"next"``: key, and key inside ``"next"``.
-        fields: the entries of a frame.
-        roots: what is written from the carrier at each step: key, place in the frame, whether a column.
-        outcomes: what is written from the outcome at each step, likewise.
-    """
-
-    acts: dict[NestedKey, tuple[tuple[int, ...], np.dtype[Any]]]
-    presets: list[tuple[NestedKey, NestedKey]]
-    fields: dict[NestedKey, Field]
-    roots: list[tuple[NestedKey, NestedKey, bool]]
-    outcomes: list[tuple[NestedKey, NestedKey, bool]]
 
 
 class ArrayPath(Path):
@@ -118,7 +95,7 @@ class ArrayPath(Path):
         self._reuses = options.return_same_td
         repeated = set(_plan.next_keys(env)) if options.compact_obs else set()
         self._outcomes = {**arrays.entries, **arrays.rewards, **flags}
-        self._dropped = {_below_next(key) for key in repeated}
+        self._dropped = {below_next(key) for key in repeated}
         self._keeper = BoundaryKeeper(repeated, env.batch_size, device) if options.compact_obs else None
         off: Any = np.zeros(self._batch, np.bool_) if self._batch else False
         self._no_flags: Values = dict.fromkeys(FLAGS, off)
@@ -357,7 +334,14 @@ class ArrayPath(Path):
         layout = self._layouts.get(self._acting)
         if layout is None or layout.acts != acts:
             self._check_action(self._written(outputs))
-            layout = self._layouts[self._acting] = self._lay_out(acts)
+            layout = self._layouts[self._acting] = lay_out(
+                acts,
+                self._roots,
+                self._outcomes,
+                batch=self._batch,
+                dropped=self._dropped,
+                own=[*([IDS] if self._tracks_ids else []), *(VERSIONS if self._tracks_version else [])],
+            )
         self._acts, self._presets = layout.acts, layout.presets
         old, fields = self._block, layout.fields
         if self._reuses and old is not None and old.fields == fields:
@@ -373,32 +357,6 @@ class ArrayPath(Path):
             self._version_row = block.rows(VERSION)
         if self._tracks_ids:
             self._ids_row = block.rows(IDS)
-
-    def _lay_out(self, acts: dict[NestedKey, tuple[tuple[int, ...], np.dtype[Any]]]) -> Layout:
-        fields: dict[NestedKey, Field] = {}
-        layout = Layout(acts, [], fields, [], [])
-        for key, entry in self._roots.items():
-            fields[key] = _field(entry.shape, entry.dtype)
-            if key not in FLAGS:
-                layout.roots.append((key, key, entry.column))
-        for key, entry in self._outcomes.items():
-            fields[_below_next(key)] = _field(entry.shape, entry.dtype)
-            if key != "done":
-                layout.outcomes.append((key, _below_next(key), entry.column))
-        for key, (shape, dtype) in acts.items():
-            if as_tuple(key)[0] == "next":
-                layout.presets.append((key, unravel(as_tuple(key)[1:])))
-            elif not is_private(key):
-                fields[key] = _field(shape, dtype)
-                layout.roots.append((key, key, False))
-        if self._tracks_ids:
-            fields[IDS] = _field(self._batch, np.dtype(np.int64))
-        if self._tracks_version:
-            fields[VERSION] = fields[_below_next(VERSION)] = _field(self._batch, np.dtype(np.int64))
-        for key in [key for key in fields if key in self._dropped or is_private(key)]:
-            del fields[key]
-        kept = [[row for row in rows if row[1] in fields] for rows in (layout.roots, layout.outcomes)]
-        return layout._replace(roots=kept[0], outcomes=kept[1])
 
     def finish(self, steps: int) -> TensorDictBase:
         """See :meth:`Path.finish`."""
@@ -425,7 +383,7 @@ class ArrayPath(Path):
         for flag in FLAGS:
             block.rows(flag)[:steps] = False  # what ended has begun anew before the next step
         if self._tracks_version:
-            block.rows(_below_next(VERSION))[:steps] = block.rows(VERSION)[:steps]
+            block.rows(NEXT_VERSION)[:steps] = block.rows(VERSION)[:steps]
 
 
 def _row(block: Block, at: NestedKey, column: bool) -> NDArray[Any]:
