@@ -72,7 +72,8 @@ class Peer:
             text=True,
         )
         self._errors: deque[str] = deque(maxlen=20)
-        Thread(target=self._read_errors, daemon=True).start()  # a full pipe would stop the peer
+        self._reader = Thread(target=self._read_errors, daemon=True)  # a full pipe would stop the peer
+        self._reader.start()
         try:
             self._answer(START_LIMIT_S)
         except PeerError:
@@ -117,7 +118,7 @@ class Peer:
 
     def _last_error(self) -> str:
         self._process.wait(10)
-        time.sleep(0.1)  # its last words are being read
+        self._reader.join(10)  # its last words are read
         return self._errors[-1] if self._errors else f"ended with status {self._process.returncode}"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor, is_tensor_collection
 
 NestedKey = str | tuple[str, ...]
 
-__all__ = ["NestedKey", "as_keys", "as_tuple", "is_private", "key_str", "leaf_keys", "unravel", "without"]
+__all__ = ["NestedKey", "as_keys", "as_tuple", "is_private", "key_str", "leaf_keys", "place", "unravel", "without"]
 
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:
@@ -46,6 +47,20 @@ def as_keys(keys: NestedKey | Sequence[NestedKey] | None) -> list[NestedKey]:
     if isinstance(keys, tuple) and keys and all(isinstance(part, str) for part in keys):
         return [unravel(keys)]
     return [unravel(key) for key in keys]
+
+
+def place(nested: dict[str, Any], key: NestedKey, value: Any) -> None:
+    """Put a value into nested dictionaries, such as ``TensorDict`` takes.
+
+    >>> nested = {}
+    >>> place(nested, ("a", "b"), 1)
+    >>> nested
+    {'a': {'b': 1}}
+    """
+    *path, name = as_tuple(key)
+    for part in path:
+        nested = nested.setdefault(part, {})
+    nested[name] = value
 
 
 def is_private(key: NestedKey) -> bool:

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         for side in sides.values():
             side()  # what happens once, happens here
         rates = alternate({name: _rate(side, frames) for name, side in sides.items()}, _ROUNDS)
-        _print(rates, {name: collector.stats().get("paths", {}) for name, collector in collectors.items()})
+        _print(rates, {name: collector.stats()["paths"] for name, collector in collectors.items()})
     return 0
 
 

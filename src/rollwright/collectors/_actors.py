@@ -11,16 +11,15 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from rollwright._keys import NestedKey, as_tuple
+from rollwright._keys import NestedKey, as_tuple, place
 from rollwright.collectors import _plan
+from rollwright.collectors._plan import IDS, VERSION
 from rollwright.collectors.flat import FlatPolicy, compile_flat
 from rollwright.data.memory import in_numpy
 from rollwright.envs.arrays import Entry, Values
 from rollwright.errors import NotNative
 
 __all__ = ["Actor", "FlatActor", "TensorDictActor"]
-
-IDS, VERSION = ("collector", "traj_ids"), "policy_version"
 
 
 class Actor(ABC):
@@ -139,11 +138,11 @@ class TensorDictActor(Actor):
         for key, value in root.items():
             if key in self._entries:
                 given[key] = tensor = torch.from_numpy(full(value, self._entries[key]))
-                _place(nested, key, tensor)
+                place(nested, key, tensor)
             elif key not in self._rewards and as_tuple(key)[0] != "next":  # what it wrote, until it writes it again
-                _place(nested, key, torch.from_numpy(value))
+                place(nested, key, torch.from_numpy(value))
         if self._reads_ids:
-            _place(nested, IDS, torch.from_numpy(np.array(ids)))
+            place(nested, IDS, torch.from_numpy(np.array(ids)))
         carrier = self._act(TensorDict(nested, batch_size=self._batch, device=self._device))
         return {
             key: _as_array(value)
@@ -164,10 +163,3 @@ def full(value: Any, entry: Entry) -> NDArray[Any]:
 def _as_array(value: Any) -> Any:
     """The array over a tensor's memory; what NumPy does not know stays as it is."""
     return value.detach().numpy() if type(value) is torch.Tensor and in_numpy(value.dtype) else value
-
-
-def _place(nested: dict[str, Any], key: NestedKey, value: torch.Tensor) -> None:
-    *path, name = as_tuple(key)
-    for part in path:
-        nested = nested.setdefault(part, {})
-    nested[name] = value

@@ -141,13 +141,11 @@ def _arrays(core: RolloutCore) -> ArrayEnv:
     return array_form(core.env)
 
 
-def _flat(core: RolloutCore, arrays: ArrayEnv | None, policy: Any) -> FlatPolicy:
+def _flat(core: RolloutCore, arrays: ArrayEnv, policy: Any) -> FlatPolicy:
     if core.options.cudagraph_policy:
         raise NotNative("cudagraph_policy")
     env = core.env
-    available = (
-        {*env.observation_keys, *env.state_keys, *env.done_keys} if arrays is None else {*arrays.entries, *FLAGS}
-    )
+    available = {*arrays.entries, *FLAGS}
     flat = flatten(
         policy,
         exploration_type=core.options.exploration_type,
@@ -170,7 +168,7 @@ def _lands(key: NestedKey, available: set[NestedKey]) -> bool:
     return path[0] != "next" or unravel(path[1:]) in available
 
 
-def _random(core: RolloutCore, arrays: ArrayEnv | None) -> FlatPolicy:
+def _random(core: RolloutCore, arrays: ArrayEnv) -> FlatPolicy:
     """Random actions, as the environment would draw them."""
     env: EnvBase = core.env
     while isinstance(env, TransformedEnv) and type(env).rand_action is TransformedEnv.rand_action:

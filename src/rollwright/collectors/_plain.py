@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from rollwright._keys import as_tuple, unravel
 from rollwright.collectors import _plan
 from rollwright.collectors._path import Path
+from rollwright.collectors._plan import IDS
 from rollwright.collectors.devices import Devices
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.recording import Recorder
@@ -22,8 +23,6 @@ from rollwright.envs.base import EnvBase
 from rollwright.modules.signature import Call
 
 __all__ = ["PlainPath"]
-
-IDS = ("collector", "traj_ids")
 
 
 class PlainPath(Path):

@@ -33,7 +33,7 @@ __all__ = [
 Stage = Callable[[TensorDictBase], TensorDictBase]
 Step = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase]]
 
-VERSION = "policy_version"
+IDS, VERSION = ("collector", "traj_ids"), "policy_version"
 
 
 def mover(device: torch.device | None, sync: Callable[[], None]) -> Stage:

@@ -12,9 +12,10 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys, unravel
 from rollwright.collectors import _plan
-from rollwright.collectors._actors import IDS, VERSION, Actor
+from rollwright.collectors._actors import Actor
 from rollwright.collectors._layout import Layout, below_next, lay_out
 from rollwright.collectors._path import Path, UnfitOutputs
+from rollwright.collectors._plan import IDS, VERSION
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.recording import Block
 from rollwright.collectors.trajectories import TrajectoryPool

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple, is_private, key_str, unravel
+from rollwright._keys import NestedKey, is_private, key_str, place, unravel
 from rollwright.data.memory import MemoryPool
 from rollwright.errors import RollwrightError
 
@@ -61,11 +61,7 @@ class Block:
         nested: dict[str, Any] = {}
         for key, field in fields.items():
             self.memory[key] = memory = self._lease(key, field, device or field.device, pool, pinned)
-            *path, name = as_tuple(key)
-            place = nested
-            for part in path:
-                place = place.setdefault(part, {})
-            place[name] = memory
+            place(nested, key, memory)
         self._batch_size = torch.Size([*env, steps])
         self._names: Any = [*[None] * len(env), "time"]
         self.batch = TensorDict(nested, batch_size=self._batch_size, device=device, names=self._names)

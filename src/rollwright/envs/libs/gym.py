@@ -10,7 +10,7 @@ import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDict, TensorDictBase
 
-from rollwright._keys import as_tuple, key_str, leaf_keys, unravel
+from rollwright._keys import key_str, leaf_keys, place, unravel
 from rollwright.data.specs import Categorical, Unbounded
 from rollwright.envs.arrays import ArrayEnv, Rows, Values
 from rollwright.envs.libs._codecs import ActionWriter, ObservationReader, leaves_of, spec_of
@@ -265,11 +265,7 @@ class GymWrapper(InfoReadingEnv):
         for key, value in values.items():
             if key in COLUMNS:
                 value = np.asarray(value).reshape(*self.batch_size, 1)
-            *path, name = as_tuple(key)
-            place = nested
-            for part in path:
-                place = place.setdefault(part, {})
-            place[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            place(nested, key, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
         return TensorDict(nested, batch_size=self.batch_size, device=self.device)
 
     def _converted(self, read: ObservationReader, observation: Any, call: str) -> Values:
