@@ -16,10 +16,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, leaf_keys
+from rollwright.data.layout import TRAJ_IDS
 
-__all__ = ["BoundaryKeeper", "restore_next"]
+__all__ = ["BOUNDARY", "BoundaryKeeper", "restore_next"]
 
-_INDEX, _ROWS, _TIME = ("collector", "boundary"), ("collector", "boundaries"), "_time"
+BOUNDARY, _ROWS, _TIME = ("collector", "boundary"), ("collector", "boundaries"), "_time"
 
 
 class BoundaryKeeper:
@@ -72,7 +73,7 @@ class BoundaryKeeper:
             count += len(where)
         rows = cast(TensorDictBase, torch.cat(cast(Any, self._rows)))
         rows.set(_TIME, torch.cat([torch.full((len(where),), t) for t, where in self._places]))
-        batch.set(_INDEX, index.reshape(batch.batch_size).to(batch.device or "cpu"))
+        batch.set(BOUNDARY, index.reshape(batch.batch_size).to(batch.device or "cpu"))
         batch.set_non_tensor(_ROWS, rows)
         self._rows, self._places = [], []
         return batch
@@ -100,7 +101,7 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
         (False, True)
         >>> collector.shutdown()
     """
-    index, rows = batch.get(_INDEX, None), batch.get(_ROWS, None)
+    index, rows = batch.get(BOUNDARY, None), batch.get(_ROWS, None)
     if index is None or rows is None:
         raise KeyError(
             "batch: expected the entries ('collector', 'boundary') and ('collector', 'boundaries') of a compact batch. "
@@ -109,7 +110,7 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
     rows = getattr(rows, "data", None)  # joined batches have several tables, and no one value
     if not isinstance(rows, TensorDictBase):
         raise ValueError("batch: it was joined from several compact batches. Call restore_next on each, then join.")
-    ids = batch.get(("collector", "traj_ids"), None)
+    ids = batch.get(TRAJ_IDS, None)
     untaken = torch.zeros_like(index, dtype=torch.bool) if ids is None else ids.to(index.device) < 0
     marked = index >= 0
     time = torch.where(marked, rows.get(_TIME).to(index.device)[index.clamp(min=0)], -1 - index)
@@ -121,7 +122,7 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
             "observations are lost. "
             "Call restore_next on the batch as it was delivered, then index the result."
         )
-    restored = batch.copy().exclude(_INDEX, _ROWS)  # a copy of each level: the batch keeps its own "next"
+    restored = batch.copy().exclude(BOUNDARY, _ROWS)  # a copy of each level: the batch keeps its own "next"
     for key in rows.exclude(_TIME).keys(True, True):
         root = cast(torch.Tensor, batch.get(key))
         following = root.roll(-1, dims=batch.ndim - 1)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.nn import InteractionType as ExplorationType
-from tensordict.nn import interaction_type as exploration_type
 from tensordict.nn import set_interaction_type as set_exploration_type
+from tensordict.nn.probabilistic import interaction_type as exploration_type
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, leaf_keys, unravel, without
 from rollwright.data.layout import done_groups

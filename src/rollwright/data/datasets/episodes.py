@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rollwright._keys import as_tuple
-from rollwright.data.layout import DoneGroup, done_groups
+from rollwright.data.layout import DONE, MASK, TERMINATED, TRAJ_IDS, TRUNCATED, DoneGroup, done_groups
 
 __all__ = ["EpisodeScan", "Episodes", "Frames", "Totals", "episodes_of"]
 
@@ -61,10 +61,10 @@ class Frames(NamedTuple):
             KeyError: the batch has no ``done`` flag below ``"next"``.
         """
         outcome = batch.get("next", None)
-        names = ("done", "terminated", "truncated")
+        names = (DONE, TERMINATED, TRUNCATED)
         keys = [] if outcome is None else [key for key in outcome.keys(True, True) if as_tuple(key)[-1] in names]
         groups = done_groups(keys)
-        if outcome is None or not any(as_tuple(key)[-1] == "done" for key in keys):
+        if outcome is None or not any(as_tuple(key)[-1] == DONE for key in keys):
             raise KeyError(
                 "batch: expected a flag ('next', 'done') that says where episodes end, and there is none. Pass frames "
                 "as a collector or rollout() delivers them."
@@ -72,8 +72,8 @@ class Frames(NamedTuple):
         groups = groups[:1] if groups[0].prefix == () else groups
         done = _any_flag(outcome, groups, "done", batch)
         rewards = outcome.get("reward", None)
-        ids = batch.get(("collector", "traj_ids"), None)
-        mask = batch.get(("collector", "mask"), batch.get("mask", None))
+        ids = batch.get(TRAJ_IDS, None)
+        mask = batch.get(MASK, batch.get("mask", None))
         taken = np.ones_like(done)
         if ids is not None:
             ids = _rows(ids, batch)[..., 0]

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
-from rollwright.data.layout import DoneGroup
+from rollwright.data.layout import IS_INIT, DoneGroup
 from rollwright.data.specs import Bounded, Composite, Unbounded
 from rollwright.envs.transforms._time import expand_right, time_axis, trajectory_starts
 from rollwright.envs.transforms.base import KeySeq, Transform, kept
@@ -64,7 +64,7 @@ class InitTracker(_Bookkeeping):
         tensor([ True, False, False])
     """
 
-    def __init__(self, init_key: str = "is_init") -> None:
+    def __init__(self, init_key: str = IS_INIT) -> None:
         super().__init__(_check_name("init_key", init_key))
         self.init_key = init_key
 
