@@ -119,7 +119,7 @@ class MemoryPool:
     @property
     def num_bytes(self) -> int:
         """Size of all slabs, lent or not."""
-        return sum(slab.num_bytes for slabs in self._slabs.values() for slab in slabs)
+        return sum(slab.num_bytes for slabs in list(self._slabs.values()) for slab in slabs)  # a thread may be adding
 
     @property
     def num_bytes_lent(self) -> int:

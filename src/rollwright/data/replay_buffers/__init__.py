@@ -1,0 +1,48 @@
+"""Replay buffers: a storage, a writer that fills it, a sampler that reads it."""
+
+from rollwright.data.replay_buffers.buffer import ReplayBuffer
+from rollwright.data.replay_buffers.ensemble import ReplayBufferEnsemble
+from rollwright.data.replay_buffers.kinds import (
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from rollwright.data.replay_buffers.prioritized import PrioritizedSampler
+from rollwright.data.replay_buffers.prioritized_slices import PrioritizedSliceSampler
+from rollwright.data.replay_buffers.samplers import Draw, RandomSampler, Sampler, SamplerWithoutReplacement
+from rollwright.data.replay_buffers.slices import SliceSampler, SliceSamplerWithoutReplacement
+from rollwright.data.replay_buffers.storages import ListStorage, Storage
+from rollwright.data.replay_buffers.tensors import LazyMemmapStorage, LazyTensorStorage, TensorStorage
+from rollwright.data.replay_buffers.writers import (
+    ImmutableDatasetWriter,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
+
+__all__ = [
+    "Draw",
+    "ImmutableDatasetWriter",
+    "LazyMemmapStorage",
+    "LazyTensorStorage",
+    "ListStorage",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
+    "PrioritizedSliceSampler",
+    "RandomSampler",
+    "ReplayBuffer",
+    "ReplayBufferEnsemble",
+    "RoundRobinWriter",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
+    "Storage",
+    "TensorDictMaxValueWriter",
+    "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
+    "TensorDictRoundRobinWriter",
+    "TensorStorage",
+    "Writer",
+]

@@ -1,0 +1,110 @@
+"""Ahead: results that threads prepare before they are asked for, delivered in order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import torch
+
+__all__ = ["Ahead", "Turn"]
+
+T = TypeVar("T")
+
+
+class Turn:
+    """Lets threads into a block one after the other, in the order in which their work was given out."""
+
+    def __init__(self, before: threading.Event) -> None:
+        self._before, self.over = before, threading.Event()
+
+    def __enter__(self) -> None:
+        self._before.wait()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.over.set()
+
+
+class Ahead(Generic[T]):
+    """Prepares results in threads, ``count`` more than were asked for.
+
+    Args:
+        count: of results, and of threads.
+        make: makes one; what has to happen in order it does inside ``with turn:``.
+
+    Example:
+        >>> numbers = iter(range(10))
+        >>> def make(turn):
+        ...     with turn:
+        ...         return next(numbers)
+        >>> ahead = Ahead(2, make)
+        >>> ahead.next(), ahead.next()
+        (0, 1)
+        >>> ahead.shutdown()
+    """
+
+    def __init__(self, count: int, make: Callable[[Turn], T]) -> None:
+        self._count, self._make = count, make
+        self._lock = threading.RLock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._results: deque[Future[T]] = deque()
+        self._before = _set_event()
+
+    def next(self) -> T:
+        """The next result.
+
+        Raises:
+            Exception: what ``make`` raised. What was prepared behind it is dropped, and prepared anew.
+        """
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(
+                    self._count,
+                    thread_name_prefix="rollwright-prefetch",
+                    initializer=torch.set_num_threads,  # a new thread takes as many as there are cores
+                    initargs=(torch.get_num_threads(),),
+                )
+            while len(self._results) <= self._count:
+                turn = Turn(self._before)
+                self._before = turn.over
+                self._results.append(self._pool.submit(self._run, turn))
+            result = self._results.popleft()
+        try:
+            return result.result()
+        except BaseException:
+            self.drop()
+            raise
+
+    def _run(self, turn: Turn) -> T:
+        try:
+            return self._make(turn)
+        finally:
+            turn.over.set()
+
+    def drop(self) -> None:
+        """Forget what was prepared; waits for threads that are at it."""
+        with self._lock:
+            dropped, self._results = self._results, deque()
+            started = [result for result in dropped if not result.cancel()]  # work starts in order: no turn is missed
+            self._before = _set_event()
+        wait(started)
+
+    def shutdown(self) -> None:
+        """End the threads; they begin anew with :meth:`next`."""
+        self.drop()
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+
+def _set_event() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event

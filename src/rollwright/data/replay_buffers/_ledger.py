@@ -1,0 +1,313 @@
+"""Ledger: which positions of a ring of rows are reserved, written, published."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollwright.data.replay_buffers._locks import RowLock
+from rollwright.errors import RollwrightError
+
+__all__ = ["Ledger", "Reservation"]
+
+_SLOTS, _VOIDS = 512, 8192  # reservations under way at a time, and gaps remembered
+_HEADER, _SLOT, _VOID = 16, 4, 4  # int64 numbers in each
+_CAPACITY, _ISSUED, _SETTLED, _PUBLISHED, _BASE, _REVISION, _GAPS, _OLDEST_GAP = range(8)
+_START, _STOP, _STATE, _OWNER = range(4)
+_LOST = 2  # beside start and stop of a gap: positions lost so far
+_OPEN, _DONE, _ABANDONED = range(1, 4)
+_NAP_S = 0.5e-3
+_NO_GAPS = np.zeros((0, 2), np.int64)
+
+
+class Reservation(NamedTuple):
+    """Positions ``start <= p < stop`` that nobody reads until they are published."""
+
+    start: int
+    stop: int
+    serial: int
+
+
+class Ledger:
+    """Counts the positions of a ring: reserve, write, publish.
+
+    A position is a number that only grows; position ``p`` lies in row ``p % capacity``. Whoever writes reserves
+    positions, writes their rows, publishes them. Rows are read only where ``low <= p < high``::
+
+        high = end of the published reservations before which all others are settled
+        low  = max(end of all reservations - capacity, position at the last clear())
+
+    so a row that is being written is in no reader's range, whichever process writes it. Numbers lie in memory that
+    processes may share (or in a file). Each change is committed by one store of an int64, so a process that is killed
+    between two stores leaves a valid ledger. The reservation of one that was killed while it wrote becomes a gap: its
+    positions hold nothing, and are never read.
+
+    Args:
+        memory: of :attr:`num_bytes`, zero at first; None: of this process.
+        lock: between those who use the memory.
+        capacity: number of rows; 0: as the memory says.
+
+    Example:
+        >>> ledger = Ledger(capacity=4)
+        >>> rows = ledger.reserve(3)
+        >>> ledger.live()
+        (0, 0)
+        >>> ledger.publish(rows)
+        >>> ledger.live()
+        (0, 3)
+        >>> ledger.publish(ledger.reserve(3))
+        >>> ledger.live()
+        (2, 6)
+    """
+
+    num_bytes = 8 * (_HEADER + _SLOT * _SLOTS + _VOID * _VOIDS)
+
+    def __init__(
+        self,
+        memory: memoryview | None = None,
+        lock: RowLock | None = None,
+        *,
+        capacity: int = 0,
+        timeout_s: float = 60.0,
+    ) -> None:
+        memory = memoryview(bytearray(self.num_bytes)) if memory is None else memory
+        self.lock = RowLock() if lock is None else lock
+        self.timeout_s = timeout_s
+        numbers = memory[: self.num_bytes].cast("q")
+        slots = _HEADER + _SLOT * _SLOTS
+        self._head, self._slots, self._gap_list = numbers[:_HEADER], numbers[_HEADER:slots], numbers[slots:]
+        self._gap_array = np.frombuffer(self._gap_list, np.int64).reshape(-1, _VOID)
+        self.capacity: int = self._head[_CAPACITY]
+        if capacity:
+            self.set_capacity(capacity)
+        self._memory = memory
+        self.reading, self.writing = self.lock.reading, self.lock.writing
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"memory": bytes(self._memory[: self.num_bytes]), "timeout_s": self.timeout_s}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy of the numbers, in memory of this process; what shares them hands on the memory itself."""
+        Ledger.__init__(self, memoryview(bytearray(state["memory"])), timeout_s=state["timeout_s"])
+
+    def set_capacity(self, capacity: int) -> None:
+        """Say how many rows there are, before the first is reserved."""
+        self._head[_CAPACITY] = self.capacity = capacity
+
+    # Reading ----------------------------------------------------------------------------------
+
+    def live(self) -> tuple[int, int]:
+        """``(low, high)``: the positions that may be read, less the gaps of :meth:`voids`."""
+        head = self._head
+        high = head[_PUBLISHED]
+        return min(max(self._end() - self.capacity, head[_BASE]), high), high
+
+    def _end(self) -> int:
+        """Where the last reservation ends."""
+        head = self._head
+        if head[_SETTLED] == head[_ISSUED]:
+            return head[_PUBLISHED]
+        return self._slots[_SLOT * ((head[_ISSUED] - 1) % _SLOTS) + _STOP]
+
+    def voids(self) -> NDArray[np.int64]:
+        """Gaps in what is live: ``[k, 2]`` ranges of positions that hold nothing, ascending, apart from one another."""
+        head = self._head
+        if head[_GAPS] == head[_OLDEST_GAP]:
+            return _NO_GAPS
+        gaps = self._gap_array[np.arange(head[_OLDEST_GAP], head[_GAPS]) % _VOIDS, :2]
+        gaps = np.clip(gaps, *self.live())
+        gaps = gaps[gaps[:, 1] > gaps[:, 0]]
+        gaps = gaps[np.argsort(gaps[:, 0], kind="stable")]
+        if len(gaps) < 2:
+            return gaps
+        reached = np.maximum.accumulate(gaps[:, 1])
+        first = np.append(True, gaps[1:, 0] > reached[:-1])  # a writer killed while it gave up leaves a gap twice
+        return np.stack([gaps[first, 0], np.maximum.reduceat(gaps[:, 1], np.flatnonzero(first))], 1)
+
+    def positions(self) -> NDArray[np.int64]:
+        """All positions that may be read, ascending."""
+        positions = np.arange(*self.live())
+        for start, stop in self.voids().tolist():
+            positions = positions[(positions < start) | (positions >= stop)]
+        return positions
+
+    def num_live(self) -> int:
+        """Number of positions that may be read."""
+        low, high = self.live()
+        voids = self.voids()
+        return high - low - (int((voids[:, 1] - voids[:, 0]).sum()) if len(voids) else 0)
+
+    def settle(self) -> None:
+        """See to reservations whose writer was killed: nobody else may come to do it. Not for use while reading."""
+        head = self._head
+        if head[_SETTLED] != head[_ISSUED]:
+            at = head[_SETTLED] % _SLOTS
+            if self._slots[_SLOT * at + _STATE] != _OPEN or self._slots[_SLOT * at + _OWNER] != _me():
+                with self.writing():  # where nobody is about to sign
+                    self._settle()
+
+    @property
+    def revision(self) -> int:
+        """Grows when published rows change in place, or all are dropped: what was derived from them is void."""
+        return self._head[_REVISION]
+
+    @property
+    def write_count(self) -> int:
+        """Positions published so far, less those that hold nothing."""
+        return self._head[_PUBLISHED] - self.num_lost
+
+    @property
+    def num_lost(self) -> int:
+        """Positions that were reserved and never published: their writer was killed, or failed."""
+        gaps = self._head[_GAPS]
+        return self._gap_list[_VOID * ((gaps - 1) % _VOIDS) + _LOST] if gaps else 0
+
+    # Writing ----------------------------------------------------------------------------------
+
+    def reserve(self, n: int) -> Reservation:
+        """``n`` positions to write; what lay in their rows is no longer read.
+
+        Raises:
+            ValueError: there are fewer rows.
+            TimeoutError: rows of this one are still being written by another reservation.
+        """
+        if not 0 < n <= self.capacity:
+            raise ValueError(f"expected to reserve 1 to {self.capacity} rows, got {n}. Make the storage larger.")
+        until = None
+        while True:
+            with self.writing():
+                taken = self._reserve(n)
+            if taken is not None:
+                return taken
+            until = until or time.monotonic() + self.timeout_s
+            if time.monotonic() > until:
+                raise TimeoutError(
+                    f"waited {self.timeout_s:g} s to reserve {n} of {self.capacity} rows: {self._under_way()}. "
+                    "Publish or abandon it first, or make the storage larger."
+                )
+            time.sleep(_NAP_S)
+
+    def _reserve(self, n: int) -> Reservation | None:
+        head, slots = self._head, self._slots
+        self._settle()
+        start, serial = self._end(), head[_ISSUED]
+        if start + n - self.capacity > head[_PUBLISHED] or serial - head[_SETTLED] == _SLOTS:
+            return None
+        at = serial % _SLOTS
+        self.lock.sign(at)
+        slots[_SLOT * at + _START], slots[_SLOT * at + _STOP] = start, start + n
+        slots[_SLOT * at + _OWNER], slots[_SLOT * at + _STATE] = _me(), _OPEN
+        head[_ISSUED] = serial + 1  # from here on the rows are nobody's to read
+        return Reservation(start, start + n, serial)
+
+    def publish(self, reservation: Reservation, voids: Sequence[tuple[int, int]] = ()) -> None:
+        """Let everyone read what was written.
+
+        Args:
+            reservation: of :meth:`reserve`.
+            voids: ranges of its positions that were not written; they are never read.
+        """
+        self._close(reservation, voids, _DONE)
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Give up what was reserved: nobody reads it."""
+        self._close(reservation, (), _ABANDONED)
+
+    def _close(self, reservation: Reservation, voids: Sequence[tuple[int, int]], state: int) -> None:
+        at = reservation.serial % _SLOTS
+        with self.writing():
+            for start, stop in voids:
+                self._add_gap(start, stop)
+            self._slots[_SLOT * at + _STATE] = state
+            self._settle()
+            self.lock.resign(at)  # before anyone else can come by the slot
+
+    def _settle(self) -> None:
+        """Move on over reservations that are closed, or whose owner is dead."""
+        head, slots = self._head, self._slots
+        while head[_SETTLED] < head[_ISSUED]:
+            at = head[_SETTLED] % _SLOTS
+            start, stop, state, owner = slots[_SLOT * at : _SLOT * (at + 1)]
+            if state == _OPEN and (owner == _me() or self.lock.is_signed(at)):
+                return
+            if state != _DONE:
+                self._add_gap(start, stop)
+            head[_PUBLISHED] = stop
+            head[_SETTLED] += 1
+
+    def _add_gap(self, start: int, stop: int) -> None:
+        head, gaps = self._head, self._gap_list
+        low = self._end() - self.capacity
+        while head[_OLDEST_GAP] < head[_GAPS] and gaps[_VOID * (head[_OLDEST_GAP] % _VOIDS) + 1] <= low:
+            head[_OLDEST_GAP] += 1
+        if head[_GAPS] - head[_OLDEST_GAP] == _VOIDS:
+            raise RollwrightError(f"more than {_VOIDS} writers have failed over the rows of one replay buffer")
+        lost, at, last = self.num_lost, _VOID * (head[_GAPS] % _VOIDS), _VOID * ((head[_GAPS] - 1) % _VOIDS)
+        if stop > start and not (head[_GAPS] and (gaps[last], gaps[last + 1]) == (start, stop)):
+            gaps[at], gaps[at + 1], gaps[at + _LOST] = start, stop, lost + stop - start
+            head[_GAPS] += 1
+
+    def _under_way(self) -> str:
+        at = self._head[_SETTLED] % _SLOTS
+        start, stop, _, owner = self._slots[_SLOT * at : _SLOT * (at + 1)]
+        whose = "this process" if owner == _me() else "another process"
+        return f"a reservation of {stop - start} rows by {whose} is not published yet"
+
+    def changed_in_place(self) -> None:
+        """Note that published rows were changed."""
+        self._head[_REVISION] += 1
+
+    def clear(self) -> None:
+        """Drop all that is published."""
+        with self.writing():
+            self._head[_BASE] = self._end()
+            self._head[_REVISION] += 1
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take the positions of a saved storage. For use while writing.
+
+        Args:
+            state: ``low``, ``high``, ``voids`` and ``lost`` of what was saved.
+        """
+        head = self._head
+        head[_ISSUED] = head[_SETTLED]
+        head[_PUBLISHED], head[_BASE] = state["high"], state["low"]
+        head[_OLDEST_GAP] = head[_GAPS] = 0
+        voids = state["voids"].tolist()
+        for start, stop in voids:
+            self._add_gap(start, stop)
+        if voids:
+            self._gap_list[_VOID * (len(voids) - 1) + _LOST] = state["lost"]
+        elif state["lost"]:  # a gap that nobody reads any more keeps the count
+            self._gap_list[0], self._gap_list[1], self._gap_list[_LOST] = 0, 0, state["lost"]
+            head[_GAPS] = head[_OLDEST_GAP] = 1
+        head[_REVISION] += 1
+
+    @contextlib.contextmanager
+    def writes(self, n: int) -> Iterator[Reservation]:
+        """Reserve, run the block, publish; abandon where the block raises."""
+        reservation = self.reserve(n)
+        try:
+            yield reservation
+        except BaseException:
+            self.abandon(reservation)
+            raise
+        self.publish(reservation)
+
+
+_identity = (0, 0)
+
+
+def _me() -> int:
+    """A number that no other process has or had."""
+    global _identity
+    pid = os.getpid()
+    if _identity[0] != pid:
+        _identity = (pid, int.from_bytes(os.urandom(7), "little"))
+    return _identity[1]

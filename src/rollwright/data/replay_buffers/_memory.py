@@ -1,0 +1,256 @@
+"""Where the rows of a storage lie: memory of this process, memory that processes share, a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright.data.replay_buffers._ledger import Ledger
+from rollwright.data.replay_buffers._locks import RowLock
+from rollwright.data.replay_buffers._segment import Segment
+
+__all__ = ["LOCK_FILE", "ROWS_FILE", "Memory", "PrivateMemory", "Schema", "SharedMemory"]
+
+ROWS_FILE, LOCK_FILE = "buffer.rows", "buffer.lock"
+_MARK = b"rollwright rows 1\n"
+_SCHEMA_ROOM = 1 << 18
+_PAGE, _HUGE_PAGE = 4096, 1 << 21
+
+
+class Schema(NamedTuple):
+    """What a row holds.
+
+    Attributes:
+        max_size: elements.
+        ndim: dimensions of the storage.
+        capacity: rows.
+        rest: dimensions of a row, before those of an entry.
+        dim_extend: which dimension of the data the rows are.
+        fields: shape and dtype of each entry of an element; the key ``()`` stands for data that is one tensor.
+        batch: batch size of an element, which may be a trajectory ``[T]``.
+    """
+
+    max_size: int
+    ndim: int
+    capacity: int
+    rest: tuple[int, ...]
+    dim_extend: int
+    fields: dict[NestedKey, tuple[tuple[int, ...], torch.dtype]]
+    batch: tuple[int, ...] = ()
+
+    def dumps(self) -> bytes:
+        """As JSON."""
+        entries = [
+            [list(as_tuple(key)), list(shape), str(dtype).removeprefix("torch.")]
+            for key, (shape, dtype) in self.fields.items()
+        ]
+        return json.dumps({**self._asdict(), "fields": entries}).encode()
+
+    @classmethod
+    def loads(cls, text: bytes) -> Schema:
+        """From :meth:`dumps`."""
+        read = json.loads(text)
+        fields: dict[NestedKey, Any] = {
+            unravel(tuple(path)) if path else (): (tuple(shape), getattr(torch, dtype))
+            for path, shape, dtype in read["fields"]
+        }
+        return cls(**{**read, "rest": tuple(read["rest"]), "fields": fields, "batch": tuple(read["batch"])})
+
+    def shape_of(self, key: NestedKey) -> tuple[int, ...]:
+        """Shape of an entry's memory."""
+        return (self.capacity, *self.rest, *self.fields[key][0])
+
+
+class Memory(ABC):
+    """Holds the ledger and the rows of a storage.
+
+    Attributes:
+        ledger: of the rows.
+        shared: whether other processes can have it too.
+    """
+
+    ledger: Ledger
+    shared: bool = False
+
+    @abstractmethod
+    def schema(self) -> Schema | None:
+        """What a row holds; None until the first was written."""
+
+    @abstractmethod
+    def allocate(self, schema: Schema) -> None:
+        """Settle what a row holds, once; whoever comes second keeps what the first has settled."""
+
+    @abstractmethod
+    def tensors(self) -> dict[NestedKey, torch.Tensor]:
+        """The rows: ``[capacity, *rest, *entry]`` each."""
+
+
+class PrivateMemory(Memory):
+    """Memory of this process, on any device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._schema: Schema | None = None
+        self._tensors: dict[NestedKey, torch.Tensor] = {}
+        self.ledger = Ledger()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As bytes: torch would make processes share the tensors, of which each has a ledger of its own.
+        kept = {key: value for key, value in self._tensors.items() if value.device.type != "cpu"}
+        held = {
+            key: value.view(torch.uint8).numpy() if value.numel() else None
+            for key, value in self._tensors.items()
+            if key not in kept
+        }
+        return {**self.__dict__, "_tensors": kept, "held": held}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        held = state.pop("held")
+        self.__dict__.update(state)
+        for key, array in held.items():
+            shape, dtype = cast(Schema, self._schema).shape_of(key), cast(Schema, self._schema).fields[key][1]
+            memory = _empty(shape, dtype, self._device)
+            if array is not None:
+                memory.view(torch.uint8).numpy()[...] = array
+            self._tensors[key] = memory
+
+    def schema(self) -> Schema | None:
+        """See :meth:`Memory.schema`."""
+        return self._schema
+
+    def allocate(self, schema: Schema) -> None:
+        """See :meth:`Memory.allocate`."""
+        with self.ledger.writing():
+            if self._schema is not None:
+                return
+            for key, (_, dtype) in schema.fields.items():
+                self._tensors[key] = _empty(schema.shape_of(key), dtype, self._device)
+            self.ledger.set_capacity(schema.capacity)
+            self._schema = schema
+
+    def tensors(self) -> dict[NestedKey, torch.Tensor]:
+        """See :meth:`Memory.tensors`."""
+        return self._tensors
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that takes no room until it is written; in huge pages, where reads at random miss fewer translations."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < 4 * _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    mapped = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without huge pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(mapped, np.uint8)
+    first = -whole.ctypes.data % _HUGE_PAGE
+    return torch.from_numpy(whole[first : first + num_bytes]).view(dtype).view(shape)
+
+
+class SharedMemory(Memory):
+    """Memory that processes share; with a folder, files that stay and can be opened again.
+
+    One file holds all: a mark, the ledger, the schema as JSON, and the rows of each entry, from the start of a page.
+    A second one is locked. Processes map the file once its schema is there, so it may come with the first row, from
+    any of them.
+
+    Args:
+        folder: None for memory without a name.
+        on_disk: whether memory without a name is a file too.
+
+    Attributes:
+        num_dropped: rows that were being written by a process that is dead when this one came.
+    """
+
+    shared = True
+
+    def __init__(self, folder: Path | None = None, *, on_disk: bool = False) -> None:
+        self._connect(
+            Segment(None if folder is None else folder / ROWS_FILE, on_disk=on_disk),
+            Segment(None if folder is None else folder / LOCK_FILE),
+        )
+
+    def _connect(self, rows: Segment, lock: Segment) -> None:
+        self._rows, self._lock = rows, lock
+        rows.grow(_PAGE + Ledger.num_bytes + _SCHEMA_ROOM)
+        mark = rows.map(0, _PAGE)
+        if bytes(mark[: len(_MARK)]) not in (_MARK, bytes(len(_MARK))):
+            raise ValueError(f"{rows.path} holds no rows of a replay buffer. Name another folder.")
+        mark[: len(_MARK)] = _MARK
+        self._text = rows.map(_PAGE + Ledger.num_bytes, _SCHEMA_ROOM)
+        self._length = self._text[:8].cast("q")
+        self._schema: Schema | None = None
+        self._tensors: dict[NestedKey, torch.Tensor] = {}
+        self.ledger = Ledger(rows.map(_PAGE, Ledger.num_bytes), RowLock.over(lock))
+        lost = self.ledger.num_lost
+        self.ledger.settle()
+        self.num_dropped = self.ledger.num_lost - lost
+
+    def schema(self) -> Schema | None:
+        """See :meth:`Memory.schema`."""
+        if self._schema is None and self._length[0]:
+            schema = Schema.loads(bytes(self._text[8 : 8 + self._length[0]]))
+            self._map(schema)
+            self.ledger.capacity = schema.capacity
+            self._schema = schema
+        return self._schema
+
+    def allocate(self, schema: Schema) -> None:
+        """See :meth:`Memory.allocate`."""
+        text = schema.dumps()
+        if len(text) > _SCHEMA_ROOM - 8:
+            raise ValueError(f"a frame has too many entries for a shared storage: {len(schema.fields)}.")
+        with self.ledger.writing():
+            if not self._length[0]:
+                self._rows.grow(_places(schema)[1])
+                self.ledger.set_capacity(schema.capacity)
+                self._text[8 : 8 + len(text)] = text
+                self._length[0] = len(text)  # from here on the schema is there
+        self.schema()
+
+    def _map(self, schema: Schema) -> None:
+        for key, start in _places(schema)[0].items():
+            shape, dtype = schema.shape_of(key), schema.fields[key][1]
+            num_bytes = math.prod(shape) * dtype.itemsize
+            if num_bytes:
+                memory = torch.from_numpy(np.frombuffer(self._rows.map(start, num_bytes), np.uint8))
+                self._tensors[key] = memory.view(dtype).view(shape)
+            else:
+                self._tensors[key] = torch.empty(shape, dtype=dtype)
+
+    def tensors(self) -> dict[NestedKey, torch.Tensor]:
+        """See :meth:`Memory.tensors`."""
+        return self._tensors
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the files lie; None where they have no name."""
+        return None if self._rows.path is None else self._rows.path.parent
+
+    def flush(self) -> None:
+        """Wait until the disk has everything."""
+        self._rows.flush_to_disk()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"rows": self._rows, "lock": self._lock}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._connect(state["rows"], state["lock"])
+
+
+def _places(schema: Schema) -> tuple[dict[NestedKey, int], int]:
+    """Where each entry begins in the file, and where the file ends."""
+    end = _PAGE + Ledger.num_bytes + _SCHEMA_ROOM
+    places: dict[NestedKey, int] = {}
+    for key, (_, dtype) in schema.fields.items():
+        places[key] = end = -(-end // _PAGE) * _PAGE
+        end += math.prod(schema.shape_of(key)) * dtype.itemsize
+    return places, end

@@ -1,0 +1,253 @@
+"""Runs: the stretches of a ring of frames that a slice may lie in, kept as frames are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Grid", "RunIndex"]
+
+Index = NDArray[np.int64]
+
+_NONE = -1  # start of a run that is not there
+_LENGTHS = 4  # least lengths to keep a queue for; the oldest makes place
+
+
+class Grid:
+    """Where the frames of a storage lie: in which lane, at which tick of its time.
+
+    A lane is what time runs along: one environment. Where time runs over positions, each column is a lane, and a
+    tick is a position. Where it runs inside a position, over its last ``period`` elements, each group of ``period``
+    elements is a lane, and a position is ``period`` ticks.
+
+    Args:
+        capacity: rows of the ring.
+        columns: elements of a row.
+        period: 0 where time runs over positions.
+    """
+
+    def __init__(self, capacity: int, columns: int, period: int) -> None:
+        self.capacity, self.columns, self.period = capacity, columns, period
+        self.ticks = max(period, 1)  # of a position
+        self.lanes = columns // self.ticks
+        self.size = capacity * columns
+        self.stride = 1 if period else columns  # elements from one tick to the next of a lane
+
+    def elements(self, lane: Index, tick: Index) -> Index:
+        """Flat elements of the storage, for arrays that broadcast."""
+        if self.period:
+            position, step = np.divmod(tick, self.period)
+            return (position % self.capacity) * self.columns + lane * self.period + step
+        row = tick % self.capacity
+        return row if self.columns == 1 else row * self.columns + lane
+
+    def ahead(self, element: Index, ticks: Index) -> Index:
+        """Elements of the same lanes, ``ticks`` later, for arrays that broadcast."""
+        return (element + ticks * self.stride if self.stride > 1 else element + ticks) % self.size
+
+    def by_tick(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Values by position, ``[n, columns, ...]``, as values by tick, ``[n * ticks, lanes, ...]``."""
+        if not self.period:
+            return values
+        n, _, *feature = values.shape
+        split = values.reshape(n, self.lanes, self.period, *feature)
+        return split.swapaxes(1, 2).reshape(n * self.period, self.lanes, *feature)
+
+
+class _Queue:
+    """Closed runs of at least some length, in order of closing, first in first out.
+
+    Attributes:
+        table: int64 ``[3, ...]``: lane, start, stop; runs are its columns from ``head`` to ``tail``.
+    """
+
+    def __init__(self, length: int, runs: Index) -> None:
+        self.length = length
+        self.table = np.zeros((3, 16), np.int64)
+        self.head = self.tail = 0
+        self.drawable: tuple[int, int, int] = (_NONE, _NONE, 0)  # low, high and the tail with open runs, as last asked
+        self.push(runs)
+
+    def push(self, runs: Index) -> None:
+        """Add runs ``[3, m]``; those that are too short are left out."""
+        if self.length > 1:
+            runs = runs[:, runs[2] - runs[1] >= self.length]
+        m = runs.shape[1]
+        self.make_room(m)
+        self.table[:, self.tail : self.tail + m] = runs
+        self.tail += m
+        self.drawable = (_NONE, _NONE, 0)
+
+    def make_room(self, m: int) -> None:
+        """See that there are ``m`` columns beyond the tail, in O(1) for each column ever used."""
+        if self.tail + m <= self.table.shape[1]:
+            return
+        kept = self.table[:, self.head : self.tail]
+        if kept.shape[1] + m > self.table.shape[1] // 2:
+            self.table = np.zeros((3, 2 * (kept.shape[1] + m)), np.int64)
+        self.table[:, : kept.shape[1]] = kept.copy()
+        self.head, self.tail = 0, kept.shape[1]
+        self.drawable = (_NONE, _NONE, 0)
+
+    def trim(self, low: int) -> None:
+        """Let go of runs of which less than ``length`` is left at or above ``low``."""
+        self.head += int(self.table[2, self.head : self.tail].searchsorted(low + self.length))
+
+
+class RunIndex:
+    """The runs of a ring of frames: maximal stretches of one lane, one trajectory and consecutive ticks.
+
+    A run is closed when the next frame of its lane belongs to another trajectory; until then it is open, and grows.
+    What the ring overwrites is taken off the front: of a run, ``max(start, low) <= tick < stop`` is left. To take in
+    n frames costs O(n); to find the runs of at least some length costs O(lanes), whatever is stored.
+
+    Args:
+        lanes: number of lanes.
+        period: every lane is cut where ``tick % period == 0``; 0: it is not.
+
+    Attributes:
+        low: first tick that is left.
+        high: tick after the last.
+        num_closed: runs closed so far, those that are gone included.
+
+    Example:
+        >>> index = RunIndex(lanes=1)
+        >>> index.extend(np.array([[7], [7], [7], [8], [8]]))
+        >>> index.runs().tolist()  # lanes, starts, stops
+        [[0, 0], [0, 3], [3, 5]]
+        >>> index.extend(np.array([[8]]))
+        >>> index.trim(2)
+        >>> index.runs().tolist()
+        [[0, 0], [0, 3], [3, 6]]
+        >>> index.runs(2).tolist()
+        [[0], [3], [6]]
+    """
+
+    def __init__(self, lanes: int, period: int = 0) -> None:
+        self.lanes, self.period = lanes, period
+        self.low = self.high = self.num_closed = 0
+        self._start = np.full(lanes, _NONE)  # of the open run of each lane
+        self._last_id: NDArray[Any] | None = None
+        self._last_end: NDArray[np.bool_] | None = None
+        self._queues = {1: _Queue(1, np.zeros((3, 0), np.int64))}
+
+    def extend(self, ids: NDArray[Any] | None = None, ends: NDArray[np.bool_] | None = None) -> None:
+        """Take in the next frames.
+
+        Args:
+            ids: ``[n, lanes]`` trajectory of each frame; below 0: there is no frame.
+            ends: bool ``[n, lanes]``: the frame is the last of its trajectory.
+        """
+        known = ids if ids is not None else ends
+        if known is None or not len(known):
+            return
+        n = len(known)
+        cut = np.zeros((n, self.lanes), np.bool_)
+        if ids is not None:
+            np.not_equal(ids[1:], ids[:-1], out=cut[1:])
+            if self._last_id is not None:
+                np.not_equal(ids[0], self._last_id, out=cut[0])
+            self._last_id = ids[-1].copy()
+        if ends is not None:
+            cut[1:] |= ends[:-1]
+            if self._last_end is not None:
+                cut[0] |= self._last_end
+            self._last_end = ends[-1].copy()
+        if self.period:
+            cut[-self.high % self.period :: self.period] = True
+        cut[0] |= self._start < 0
+        at = np.flatnonzero(cut)
+        if len(at):
+            self._cut(at, None if ids is None else ids.reshape(-1)[at])
+        self.high += n
+
+    def _cut(self, at: Index, ids: NDArray[Any] | None) -> None:
+        """Begin new runs, of trajectories ``ids``, at the places ``at`` of the ``[n, lanes]`` new frames, ascending."""
+        tick = at + self.high if self.lanes == 1 else at // self.lanes + self.high
+        begun = tick if ids is None or int(ids.min()) >= 0 else np.where(ids >= 0, tick, _NONE)
+        closed = np.zeros((3, len(at)), np.int64)  # by each cut
+        closed[2] = tick
+        before = closed[1]
+        if self.lanes == 1:
+            before[0], before[1:] = self._start[0], begun[:-1]
+            self._start[0] = begun[-1]
+        else:
+            closed[0] = lane = at % self.lanes
+            order = np.argsort(lane, kind="stable")
+            by_lane, by_begun = lane[order], begun[order]
+            first = np.append(True, by_lane[1:] != by_lane[:-1])
+            before[order] = np.where(first, self._start[by_lane], np.append(_NONE, by_begun[:-1]))
+            last = np.append(first[1:], True)
+            self._start[by_lane[last]] = by_begun[last]
+        self._close(closed if int(before.min()) >= 0 else closed[:, before >= 0])
+
+    def _close(self, runs: Index) -> None:
+        if runs.shape[1]:
+            self.num_closed += runs.shape[1]
+            for queue in self._queues.values():
+                queue.push(runs)
+                queue.trim(self.low)  # of a run that was open for long, too little may be left
+
+    def skip(self, tick: int) -> None:
+        """Close all runs, for no frames lie from here up to ``tick``."""
+        lane = np.flatnonzero(self._start >= 0)
+        self._close(np.stack([lane, self._start[lane], np.full(len(lane), self.high)]))
+        self._start[:] = _NONE
+        self._last_id = self._last_end = None
+        self.high = max(self.high, tick)
+
+    def trim(self, low: int) -> None:
+        """Let go of all before ``low``, which never goes back."""
+        if low <= self.low:
+            return
+        self.low = low
+        for queue in self._queues.values():
+            queue.trim(low)
+
+    def closed_since(self, num_closed: int) -> Index:
+        """Runs closed after the first ``num_closed``, less those that are gone, as in :meth:`runs`."""
+        queue = self._queues[1]
+        return queue.table[:, max(queue.head, queue.tail - (self.num_closed - num_closed)) : queue.tail]
+
+    def remainders(self, length: int) -> Index:
+        """Closed runs whose front is gone and of which fewer than ``length`` frames are left, as in :meth:`runs`."""
+        queue = self._queues[1]
+        last = queue.head + int(queue.table[2, queue.head : queue.tail].searchsorted(self.low + length))
+        runs = queue.table[:, queue.head : last]
+        return runs[:, runs[1] < self.low]
+
+    def open_runs(self, length: int = 1) -> Index:
+        """Open runs of which at least ``length`` frames are left, int64 ``[3, m]``, as in :meth:`runs`."""
+        start = np.maximum(self._start, self.low)
+        lane = np.flatnonzero((self._start >= 0) & (self.high - start >= length))
+        return np.stack([lane, start[lane], np.full(len(lane), self.high)])
+
+    def runs(self, length: int = 1) -> Index:
+        """All runs of which at least ``length`` frames are left, closed ones first.
+
+        Returns:
+            int64 ``[3, m]``, to be read before the index changes: lane, start, stop. Where a run's front is gone
+            ``start`` may lie below :attr:`low`.
+        """
+        queue = self._queues.get(length)
+        if queue is None:
+            queue = self._new_queue(length)
+        low, high, tail = queue.drawable
+        if low != self.low or high != self.high:
+            open_runs = self.open_runs(length)
+            queue.make_room(open_runs.shape[1])
+            tail = queue.tail + open_runs.shape[1]
+            queue.table[:, queue.tail : tail] = open_runs  # overwritten by the next that closes
+            queue.drawable = (self.low, self.high, tail)
+        return queue.table[:, queue.head : tail]
+
+    def _new_queue(self, length: int) -> _Queue:
+        every = self._queues[1]
+        queue = _Queue(length, every.table[:, every.head : every.tail])
+        queue.trim(self.low)
+        if len(self._queues) > _LENGTHS:
+            del self._queues[next(key for key in self._queues if key != 1)]
+        self._queues[length] = queue
+        return queue

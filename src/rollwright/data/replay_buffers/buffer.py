@@ -1,0 +1,463 @@
+"""ReplayBuffer: elements go in by a writer, rest in a storage, come out by a sampler."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from rollwright.data.replay_buffers import checkpoint
+from rollwright.data.replay_buffers._ahead import Ahead, Turn
+from rollwright.data.replay_buffers._rows import RowStorage
+from rollwright.data.replay_buffers.samplers import RandomSampler, Sampler
+from rollwright.data.replay_buffers.storages import ListStorage, Storage, pieces, positive
+from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
+
+__all__ = ["Change", "ReplayBuffer"]
+
+Change = Callable[[Any], Any]
+
+
+class ReplayBuffer:
+    """Keeps experience, and samples it.
+
+    Threads may write and sample at once; with ``shared=True`` processes may. A batch holds elements that were written
+    whole, whatever is written or killed in the meantime.
+
+    Args:
+        storage: where elements rest, or a callable that makes it; default: ``ListStorage(1000)``.
+        sampler: which elements come out, or a callable that makes it; default: uniform.
+        writer: where elements go, or a callable that makes it; default: one after the other, over the oldest.
+        collate_fn: makes a batch of the list of elements that a ``ListStorage`` gives (default: stacked where they are
+            tensors or TensorDicts); applied to the batches of other storages too.
+        pin_memory: deliver batches in pinned memory, which a GPU reads without another copy.
+        prefetch: number of batches to prepare ahead, in threads.
+        transform: applied to each batch: a transform, a module or a callable. Where a transform has an inverse, it is
+            applied to what is written.
+        transform_factory: makes the transform, instead.
+        batch_size: elements in a batch, unless ``sample`` is told.
+        dim_extend: of the data, the dimension that grows; default: the last of the storage's.
+        generator: where random numbers come from; default: torch's global one.
+        shared: let other processes write and sample. Pass the buffer to them when they are started.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rollwright.data import LazyTensorStorage
+        >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=32)
+        >>> _ = buffer.extend(TensorDict({"obs": torch.randn(50, 4)}, [50]))
+        >>> len(buffer), buffer.write_count, buffer.sample()["obs"].shape
+        (50, 50, torch.Size([32, 4]))
+    """
+
+    def __init__(
+        self,
+        *,
+        storage: Storage | Callable[[], Storage] | None = None,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        transform: Change | None = None,
+        transform_factory: Callable[[], Change] | None = None,
+        batch_size: int | None = None,
+        dim_extend: int | None = None,
+        generator: torch.Generator | None = None,
+        shared: bool = False,
+    ) -> None:
+        self.storage: Storage = _made("storage", storage, Storage, lambda: ListStorage(1000))
+        self.sampler: Sampler = _made("sampler", sampler, Sampler, RandomSampler)
+        self.writer: Writer = _made("writer", writer, Writer, RoundRobinWriter)
+        if collate_fn is not None and not callable(collate_fn):
+            raise TypeError(f"collate_fn: expected a callable, got {type(collate_fn).__name__}.")
+        if transform is not None and transform_factory is not None:
+            raise ValueError("transform and transform_factory were both given. Pass one of them.")
+        if transform_factory is not None and not callable(transform_factory):
+            raise TypeError(f"transform_factory: expected a callable, got {transform_factory!r}.")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator: expected a torch.Generator, got {generator!r}.")
+        if pin_memory and not torch.cuda.is_available():
+            raise ValueError("pin_memory: torch sees no CUDA device to pin memory for. Leave it out.")
+        self.transforms: list[Change] = []
+        self.collate_fn, self.pin_memory = collate_fn, bool(pin_memory)
+        self.batch_size = None if batch_size is None else positive("batch_size", batch_size)
+        self.generator = generator
+        self._dim_extend = dim_extend
+        room = getattr(self.sampler, "max_capacity", self.storage.max_size)
+        if room < self.storage.max_size and not isinstance(self.storage, ListStorage):
+            raise ValueError(
+                f"max_capacity: expected at least {self.storage.max_size}, the storage's size, in "
+                f"{type(self.sampler).__name__}, got {room}. Pass the storage's max_size."
+            )
+        self._dim = self.storage.ndim - 1 if dim_extend is None else _dim("dim_extend", dim_extend, self.storage.ndim)
+        self._prefetch = prefetch and positive("prefetch", prefetch)
+        if shared:
+            self.storage.share()
+        self._start()
+        change = transform_factory() if transform_factory is not None else transform
+        if change is not None:
+            self.append_transform(change)
+
+    def _start(self) -> None:
+        self._drawing = threading.RLock()
+        self._ahead = Ahead(self._prefetch, self._drawn_ahead) if self._prefetch else None
+
+    # Writing ----------------------------------------------------------------------------------
+
+    def extend(self, data: Any) -> torch.Tensor:
+        """Store a batch.
+
+        Args:
+            data: ``[n]`` or more dimensions for a storage of ``ndim=1``, whose elements are those of the first; with
+                ``ndim=2`` a batch ``[B, T]``, and so on. A list of objects for a ``ListStorage``.
+
+        Returns:
+            Where elements lie, int64 ``[n]``, or ``[n, ndim]``.
+
+        Raises:
+            KeyError, ValueError, TypeError: the data do not fit what the storage holds.
+        """
+        return self._store(self._inverted(data))
+
+    def extend_pieces(self, batches: Sequence[Any]) -> torch.Tensor:
+        """Store batches one after the other, without joining them first; they come to light together.
+
+        Raises:
+            ValueError: they are more than the storage has room for.
+        """
+        return self._store(pieces([self._inverted(batch) for batch in batches]))
+
+    def _store(self, data: Any) -> torch.Tensor:
+        index = self.writer.extend(self.storage, data, self._dim)
+        self.written()
+        return self._placed(data, index)
+
+    def add(self, data: Any) -> Any:
+        """Store one element (for a storage of several dimensions: one step of all environments).
+
+        Returns:
+            Where it lies: an int, or int64 ``[n, ndim]``.
+        """
+        index = self.writer.add(self.storage, self._inverted(data))
+        where = self._placed(data, index)
+        return int(where[0]) if where.ndim == 1 and len(where) == 1 else where
+
+    def _placed(self, data: Any, index: NDArray[np.int64]) -> torch.Tensor:
+        return self.storage.public(index)
+
+    def written(self) -> None:
+        """Let the sampler take in what was written; :meth:`extend` does, whoever writes rows in place has to."""
+        if not self.storage.shared:
+            with self._drawing, self.storage.ledger.reading():
+                self.sampler.follow(self.storage)
+
+    def direct_writes(self) -> str | None:
+        """Why rows cannot be written in place, as a phrase; None where they can."""
+        if not isinstance(self.storage, RowStorage):
+            return f"{type(self.storage).__name__} has no rows of tensors"
+        if not self.writer.in_order:
+            return f"{type(self.writer).__name__} decides where elements go"
+        if any(_inverse(change) is not None for change in self.transforms):
+            return "a transform of the buffer has an inverse"
+        if self.storage.device != torch.device("cpu"):
+            return f"the storage is on {self.storage.device}"
+        if self._dim != self.storage.ndim - 1:
+            return f"dim_extend is {self._dim}"
+        return None
+
+    # Sampling ---------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """A batch of elements, copied.
+
+        Args:
+            batch_size: elements in it; default: the buffer's.
+            return_info: return ``(batch, info)``, where ``info`` has ``"index"`` and what else the sampler tells.
+
+        Raises:
+            RuntimeError: the buffer is empty.
+            ValueError: no batch size is known, or the sampler cannot fill it.
+        """
+        batch, info, _ = self._next(batch_size)
+        return (batch, info) if return_info else batch
+
+    def _next(self, batch_size: int | None) -> tuple[Any, dict[str, Any], bool]:
+        """A batch, what the draw tells about it, and whether it ended a pass of the sampler."""
+        size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
+        if size is None:
+            raise ValueError("batch_size: expected it in sample() or in the constructor, got it in neither.")
+        if self._ahead is None:
+            return self._sample(size, contextlib.nullcontext())
+        if size != self.batch_size:
+            raise ValueError(
+                f"batch_size: expected {self.batch_size}, which batches are prefetched with, got {size}. "
+                "Pass it to the constructor alone."
+            )
+        return self._ahead.next()
+
+    def _drawn_ahead(self, turn: Turn) -> tuple[Any, dict[str, Any], bool]:
+        return self._sample(cast(int, self.batch_size), turn)
+
+    def _sample(self, size: int, turn: contextlib.AbstractContextManager[None]) -> tuple[Any, dict[str, Any], bool]:
+        storage = self.storage
+        storage.ledger.settle()
+        with turn, self._drawing, storage.ledger.reading():
+            if not len(storage):
+                raise RuntimeError(f"{type(self).__name__} is empty: nothing to sample from. Call extend() first.")
+            draw = self.sampler.draw(storage, size, self.generator)
+            ran_out = self.sampler.ran_out
+            data = storage.read(draw.index)
+        batch = self._collated(data)
+        info: dict[str, Any] = {"index": storage.public(draw.index), **draw.info}
+        if isinstance(batch, TensorDictBase):
+            batch = self._told(self.sampler.mark(batch, draw), info)
+        for change in self.transforms:
+            batch = change(batch)
+        return (batch.pin_memory() if self.pin_memory else batch), info, ran_out
+
+    def _collated(self, data: Any) -> Any:
+        if self.collate_fn is not None:
+            return self.collate_fn(data)
+        return _stacked(data) if isinstance(data, list) else data
+
+    def _told(self, batch: TensorDictBase, info: Mapping[str, Any]) -> TensorDictBase:
+        """The batch with what the draw tells about its elements, where the buffer delivers that."""
+        return batch
+
+    def _drop_ahead(self) -> None:
+        """Forget the batches that were prefetched: they would not be drawn so any more."""
+        if self._ahead is not None:
+            self._ahead.drop()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Sample for ever, or until a sampler without replacement has delivered everything once."""
+        if self.batch_size is None:
+            raise ValueError("batch_size: expected it in the constructor to iterate over the buffer, got None.")
+        while True:
+            batch, _, ran_out = self._next(None)
+            yield batch
+            if ran_out:
+                return
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Set the priorities of elements, for samplers that have them.
+
+        Args:
+            index: as ``sample`` and ``extend`` give it.
+            priority: at least 0, one for each; a number for all.
+        """
+        flat = self.storage.flat(index)
+        with self._drawing, self.storage.ledger.reading():
+            self.sampler.update_priority(flat, priority, self.storage)
+
+    # Elements ---------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        self.storage.ledger.settle()
+        return len(self.storage)
+
+    @property
+    def write_count(self) -> int:
+        """Number of elements written so far, those that were overwritten included."""
+        self.storage.ledger.settle()
+        return self.storage.ledger.write_count * self.storage.columns
+
+    def __getitem__(self, index: Any) -> Any:
+        """Elements by place, copied: ``buffer[3]``, ``buffer[:10]``, ``buffer[[1, 4]]``, a mask; ``buffer[:]`` is all.
+
+        With ``ndim=2`` the places are those of the batch ``[B, T]`` of all that is stored.
+        """
+        with self.storage.ledger.reading():
+            chosen = self._chosen(index)
+            data = self.storage.read(chosen.reshape(-1))
+        if not chosen.ndim:
+            one = data[0]  # a list gives the element itself
+            return one.clone() if isinstance(data, list) and isinstance(one, TensorDictBase | torch.Tensor) else one
+        if isinstance(data, list):
+            return self._collated(data)
+        return data.reshape(*chosen.shape, *data.shape[1:]) if chosen.ndim > 1 else data
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Replace elements."""
+        chosen = self._chosen(index)
+        if isinstance(value, TensorDictBase | torch.Tensor):
+            value = value.reshape(-1, *value.shape[chosen.ndim :]) if chosen.ndim else value.unsqueeze(0)
+        elif not chosen.ndim:
+            value = [value]
+        self.storage.overwrite(chosen.reshape(-1), value)
+
+    def _chosen(self, index: Any) -> NDArray[np.int64]:
+        """Flat indices of the elements at places."""
+        storage, index = self.storage, index.numpy(force=True) if isinstance(index, torch.Tensor) else index
+        count = storage.rows_from_0()
+        if storage.ndim == 1 and count is not None and isinstance(index, int | np.integer | slice):
+            if isinstance(index, slice):
+                return np.arange(*index.indices(count))
+            live: Any = range(count)
+        else:
+            rest = storage.rest or (0,) * (storage.ndim - 1)  # of a storage that nothing was written to
+            index_of_rows = storage.live_index()
+            grid = index_of_rows.reshape(len(index_of_rows) // storage.columns, *rest)
+            live = np.moveaxis(grid, 0, self._dim) if storage.ndim > 1 else grid
+        try:
+            return np.array(live[index], np.int64, order="C")
+        except IndexError as error:
+            size = len(storage) if storage.ndim == 1 else list(live.shape)
+            raise IndexError(f"index: {index!r} is out of range: the buffer holds {size} elements.") from error
+
+    def empty(self) -> None:
+        """Drop all elements; :attr:`write_count` goes on."""
+        self._drop_ahead()
+        self.storage.ledger.clear()
+
+    # Transforms -------------------------------------------------------------------------------
+
+    def append_transform(self, transform: Change) -> ReplayBuffer:
+        """Apply a transform to each batch, after those that are there; returns the buffer."""
+        self.insert_transform(len(self.transforms), transform)
+        return self
+
+    def insert_transform(self, index: int, transform: Change) -> ReplayBuffer:
+        """Apply a transform before the one at ``index``."""
+        if not callable(transform):
+            raise TypeError(f"transform: expected a transform, a module or a callable, got {transform!r}.")
+        self._drop_ahead()
+        self.transforms.insert(index, transform)
+        return self
+
+    def _inverted(self, data: Any) -> Any:
+        for change in reversed(self.transforms):
+            inverse = _inverse(change)
+            data = data if inverse is None else inverse(data)
+        return data
+
+    # Parts ------------------------------------------------------------------------------------
+
+    def set_sampler(self, sampler: Sampler) -> None:
+        """Sample otherwise from now on."""
+        made = _made("sampler", sampler, Sampler, RandomSampler)
+        self._drop_ahead()
+        with self._drawing:
+            self.sampler = made
+
+    def set_writer(self, writer: Writer) -> None:
+        """Write otherwise from now on."""
+        self.writer = _made("writer", writer, Writer, RoundRobinWriter)
+
+    def set_storage(self, storage: Storage) -> None:
+        """Put another storage in place."""
+        storage = _made("storage", storage, Storage, ListStorage)
+        dim = _dim("dim_extend", storage.ndim - 1 if self._dim_extend is None else self._dim_extend, storage.ndim)
+        self._drop_ahead()
+        with self._drawing:
+            self.storage, self._dim = storage, dim
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Draw random numbers from ``generator``; None: from torch's global one."""
+        self._drop_ahead()
+        self.generator = generator
+
+    def share(self, shared: bool = True) -> ReplayBuffer:
+        """Let other processes write and sample; returns the buffer."""
+        if shared:
+            self.storage.share()
+        return self
+
+    # State ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Elements, sampler, writer and generator; ``torch.load(..., weights_only=True)`` reads it."""
+        return checkpoint.state_of(self, with_elements=True)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Hold what another buffer held, and sample as it would have."""
+        self._drop_ahead()
+        checkpoint.restore(self, state_dict)
+
+    def dumps(self, path: Any) -> None:
+        """Write the buffer to a folder, which :meth:`loads` and ``rollwright inspect`` read.
+
+        The folder is replaced as a whole: a kill in the meantime leaves the old one.
+        """
+        checkpoint.dump(self, path)
+
+    def loads(self, path: Any) -> None:
+        """Read what :meth:`dumps` wrote."""
+        self._drop_ahead()
+        checkpoint.load(self, path)
+
+    dump = save = dumps
+    load = loads
+
+    def shutdown(self) -> None:
+        """End the threads that prefetch."""
+        if self._ahead is not None:
+            self._ahead.shutdown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in ("_drawing", "_ahead"):
+            state.pop(name)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(\n    storage={self.storage},\n    sampler={self.sampler},\n"
+            f"    writer={self.writer},\n    batch_size={self.batch_size},\n)"
+        )
+
+
+# Arguments ---------------------------------------------------------------------------------------
+
+
+def _made(name: str, given: Any, kind: type, default: Callable[[], Any]) -> Any:
+    made = default() if given is None else given
+    if not isinstance(made, kind) and callable(made):
+        made = made()
+    if not isinstance(made, kind):
+        raise TypeError(
+            f"{name}: expected a {kind.__name__} or a callable that makes one, got {type(made).__name__}: {made!r}."
+        )
+    return made
+
+
+def _dim(name: str, value: int, ndim: int) -> int:
+    if not isinstance(value, int) or not -ndim <= value < ndim:
+        raise ValueError(f"{name}: expected a dimension of a storage of ndim={ndim}, got {value!r}.")
+    return value % ndim
+
+
+def _inverse(change: Change) -> Change | None:
+    """The inverse of a transform that has one."""
+    parts = getattr(change, "transforms", None)
+    if parts is not None:
+        return cast(Any, change).inv if any(_inverse(part) is not None for part in parts) else None
+    if not (getattr(change, "in_keys_inv", None) or getattr(change, "_inverts", False)):
+        return None
+    return getattr(change, "inv", None)
+
+
+def _stacked(items: list[Any]) -> Any:
+    """Elements as a batch, where they are tensors or TensorDicts; else the list."""
+    if items and all(isinstance(item, TensorDictBase) for item in items):
+        return LazyStackedTensorDict.maybe_dense_stack(items, 0)
+    if items and all(isinstance(item, torch.Tensor) and item.shape == items[0].shape for item in items):
+        return torch.stack(items)
+    return items
+
+
+def _places(index: Any) -> Any:
+    """An index with tensors in it, for NumPy."""
+    if isinstance(index, tuple):
+        return tuple(_places(part) for part in index)
+    return index.numpy(force=True) if isinstance(index, torch.Tensor) else index

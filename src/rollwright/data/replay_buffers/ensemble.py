@@ -1,0 +1,282 @@
+"""ReplayBufferEnsemble: several buffers, sampled as one, each written by its own source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
+from rollwright.data.replay_buffers.buffer import Change, ReplayBuffer
+from rollwright.data.replay_buffers.storages import positive
+
+__all__ = ["ReplayBufferEnsemble"]
+
+
+class ReplayBufferEnsemble:
+    """Samples from several buffers at once.
+
+    A batch is ``[members, n]``: one row for each buffer that was drawn, of its own sampler, collation and transforms.
+    Rows of different lengths (of slices cut short) are stacked lazily.
+
+    Each member is written by a source of its own: ``extend(data, member=i)`` writes to member i, and a collector
+    that is worker i does. With ``routing_key`` or ``routing_dim``, ``extend(data)`` finds out by itself.
+
+    Args:
+        *buffers: the members.
+        transform: applied to the stacked batch.
+        batch_size: elements in a batch, over all rows.
+        collate_fn: makes a batch of the list of rows; default: stacks them.
+        p: weights of members, at least 0; default: all alike.
+        sample_from_all: draw each member once, instead of by ``p``.
+        num_buffer_sampled: rows of a batch that are drawn by ``p``; default: as many as there are members.
+        routing_key: entry of the data, int64 ``[n]``: the member that an element goes to.
+        routing_dim: dimension of the data, as long as there are members: its n-th part goes to member n.
+        generator: where random numbers come from, those of members included; default: each member's own.
+        shared: see :class:`ReplayBuffer`; applied to all members.
+
+    Raises:
+        ValueError: options contradict one another.
+
+    Example:
+        >>> from rollwright.data import LazyTensorStorage, TensorDictReplayBuffer
+        >>> members = [TensorDictReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2)]
+        >>> ensemble = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=6)
+        >>> for worker in range(2):
+        ...     _ = ensemble.extend(TensorDict({"worker": torch.full((4,), worker)}, [4]), member=worker)
+        >>> ensemble.sample()["worker"]
+        tensor([[0, 0, 0],
+                [1, 1, 1]])
+    """
+
+    def __init__(
+        self,
+        *buffers: ReplayBuffer,
+        transform: Change | None = None,
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        p: Sequence[float] | torch.Tensor | None = None,
+        sample_from_all: bool = False,
+        num_buffer_sampled: int | None = None,
+        routing_key: NestedKey | None = None,
+        routing_dim: int | None = None,
+        generator: torch.Generator | None = None,
+        shared: bool = False,
+    ) -> None:
+        strangers = [type(buffer).__name__ for buffer in buffers if not isinstance(buffer, ReplayBuffer)]
+        if not buffers or strangers:
+            raise TypeError(f"buffers: expected replay buffers, got {strangers or 'none'}. Pass one for each source.")
+        if sample_from_all and (p is not None or num_buffer_sampled is not None):
+            raise ValueError("sample_from_all draws every member once, and excludes p and num_buffer_sampled.")
+        if routing_key is not None and routing_dim is not None:
+            raise ValueError("routing_key and routing_dim were both given. Pass one of them.")
+        if collate_fn is not None and not callable(collate_fn):
+            raise TypeError(f"collate_fn: expected a callable, got {type(collate_fn).__name__}.")
+        self.members = list(buffers)
+        self.transforms: list[Change] = []
+        if transform is not None:
+            self.append_transform(transform)
+        self.batch_size = None if batch_size is None else positive("batch_size", batch_size)
+        self.collate_fn, self.sample_from_all = collate_fn, sample_from_all
+        self.p = None if p is None else self._weights(p)
+        rows = len(buffers) if num_buffer_sampled is None else positive("num_buffer_sampled", num_buffer_sampled)
+        self.num_buffer_sampled = rows
+        self.routing_key = None if routing_key is None else as_keys(routing_key)[0]
+        self.routing_dim = routing_dim
+        self.generator: torch.Generator | None = None
+        if generator is not None:
+            self.set_rng(generator)
+        if self.batch_size is not None:
+            self._row_size(self.batch_size)
+        if shared:
+            for member in self.members:
+                member.share()
+
+    def _weights(self, p: Sequence[float] | torch.Tensor) -> torch.Tensor:
+        weights = torch.as_tensor(p, dtype=torch.float64)
+        if weights.shape != (len(self.members),) or bool((weights < 0).any()) or not bool(weights.sum() > 0):
+            raise ValueError(
+                f"p: expected {len(self.members)} weights of at least 0, not all of them 0, got {weights.tolist()}."
+            )
+        return weights
+
+    def _row_size(self, batch_size: int) -> int:
+        if batch_size % self.num_buffer_sampled:
+            raise ValueError(
+                f"batch_size: expected a multiple of {self.num_buffer_sampled}, the number of members drawn, got "
+                f"{batch_size}."
+            )
+        return batch_size // self.num_buffer_sampled
+
+    # Writing ----------------------------------------------------------------------------------
+
+    def extend(self, data: Any, *, member: int | None = None) -> torch.Tensor:
+        """Store a batch in a member, or parts of it in several.
+
+        Args:
+            data: see :meth:`ReplayBuffer.extend`.
+            member: where to; None: as ``routing_key`` or ``routing_dim`` says.
+
+        Returns:
+            Where elements lie in their members: as of :meth:`ReplayBuffer.extend`; of several members one after the
+            other in order of members.
+
+        Raises:
+            ValueError: nothing says where to.
+        """
+        if member is not None:
+            return self._member(member).extend(data)
+        if self.routing_dim is not None:
+            parts = data.unbind(self.routing_dim)
+            if len(parts) != len(self.members):
+                raise ValueError(
+                    f"data: expected {len(self.members)} parts along routing_dim={self.routing_dim}, got {len(parts)}."
+                )
+            return torch.cat([buffer.extend(part) for buffer, part in zip(self.members, parts, strict=True)])
+        if self.routing_key is None:
+            raise ValueError(
+                "member: the ensemble cannot tell which member the data belong to. Pass extend(data, member=i), or "
+                "give it a routing_key or a routing_dim."
+            )
+        rows = data.reshape(-1)
+        where = rows.get(self.routing_key, None)
+        if where is None:
+            raise KeyError(
+                f"routing_key: the data have no entry {self.routing_key!r}; they have {key_str(leaf_keys(rows))}. "
+                "Name one of these, or pass extend(data, member=i)."
+            )
+        where = where.reshape(len(rows), -1)[:, 0]
+        if not bool(((where >= 0) & (where < len(self.members))).all()):
+            raise ValueError(f"{self.routing_key!r}: expected members 0 to {len(self.members) - 1}, got {where}.")
+        written = [(buffer, rows[where == n]) for n, buffer in enumerate(self.members)]
+        return torch.cat([buffer.extend(part) for buffer, part in written if len(part)])
+
+    def add(self, data: Any, *, member: int) -> Any:
+        """Store one element in a member."""
+        return self._member(member).add(data)
+
+    def _member(self, n: int) -> ReplayBuffer:
+        if not 0 <= n < len(self.members):
+            raise IndexError(f"member: expected 0 to {len(self.members) - 1}, got {n}. Add members, or name another.")
+        return self.members[n]
+
+    # Sampling ---------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """A batch ``[members, n]``; see :meth:`ReplayBuffer.sample`.
+
+        Where members are :class:`TensorDictReplayBuffer`, ``"index"`` holds ``"buffer_ids"`` and ``"index"``.
+        """
+        size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
+        if size is None:
+            raise ValueError("batch_size: expected it in sample() or in the constructor, got it in neither.")
+        row_size = self._row_size(size)
+        drawn = self._drawn()
+        rows, infos = zip(*(self.members[n].sample(row_size, return_info=True) for n in drawn), strict=True)
+        for n, row, info in zip(drawn, rows, infos, strict=True):
+            place = TensorDict(
+                {"buffer_ids": torch.full((len(info["index"]),), n), "index": info["index"]}, [len(info["index"])]
+            )
+            info["index"] = place
+            if isinstance(row, TensorDictBase) and "index" in row.keys():  # noqa: SIM118 - a TensorDict iterates over rows
+                row.set("index", place)
+        batch = _stack(list(rows)) if self.collate_fn is None else self.collate_fn(list(rows))
+        for change in self.transforms:
+            batch = change(batch)
+        return (batch, {"index": _stack([info["index"] for info in infos]), "members": drawn}) if return_info else batch
+
+    def _drawn(self) -> list[int]:
+        count = len(self.members)
+        if self.sample_from_all:
+            return list(range(count))
+        if self.p is None:
+            drawn = torch.randint(count, (self.num_buffer_sampled,), generator=self.generator)
+        else:
+            drawn = torch.multinomial(self.p, self.num_buffer_sampled, replacement=True, generator=self.generator)
+        return [int(n) for n in drawn]
+
+    def update_priority(self, index: TensorDictBase, priority: torch.Tensor) -> None:
+        """Set priorities; ``index`` holds ``"buffer_ids"`` and ``"index"``, as batches do."""
+        ids, places = index.get("buffer_ids").reshape(-1), index.get("index")
+        places = places.reshape(len(ids), *places.shape[index.ndim :])
+        priority = priority.reshape(len(ids), -1)
+        for n, buffer in enumerate(self.members):
+            mine = ids == n
+            if bool(mine.any()):
+                buffer.update_priority(places[mine], priority[mine])
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self.sample()
+
+    # Members ----------------------------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> Any:
+        """Member ``index``; with a tuple, elements of members: ``ensemble[0, :10]``, ``ensemble[:, 3]``."""
+        if not isinstance(index, tuple):
+            return self.members[index]
+        chosen = self.members[index[0]]
+        inside = index[1] if len(index) == 2 else index[1:]
+        if isinstance(chosen, list):
+            return _stack([member[inside] for member in chosen])
+        return chosen[inside]
+
+    def __len__(self) -> int:
+        """Number of members; elements are ``sum(len(member) for member in ensemble.members)``."""
+        return len(self.members)
+
+    @property
+    def write_count(self) -> int:
+        """Number of elements written so far, over all members."""
+        return sum(member.write_count for member in self.members)
+
+    def append_transform(self, transform: Change) -> ReplayBufferEnsemble:
+        """Apply a transform to each stacked batch, after those that are there."""
+        if not callable(transform):
+            raise TypeError(f"transform: expected a transform, a module or a callable, got {transform!r}.")
+        self.transforms.append(transform)
+        return self
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Draw random numbers from ``generator``, those of members included; None: from torch's global one."""
+        self.generator = generator
+        for member in self.members:
+            member.set_rng(generator)
+
+    def empty(self) -> None:
+        """Drop all elements of all members."""
+        for member in self.members:
+            member.empty()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Those of the members, by index."""
+        return {str(n): member.state_dict() for n, member in enumerate(self.members)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Hold what another ensemble of as many members held."""
+        if set(state_dict) != {str(n) for n in range(len(self.members))}:
+            raise KeyError(f"state_dict: expected {len(self.members)} members, got {sorted(state_dict)}.")
+        for n, member in enumerate(self.members):
+            member.load_state_dict(state_dict[str(n)])
+
+    def dumps(self, path: Any) -> None:
+        """Write each member to a folder of its own inside ``path``."""
+        for n, member in enumerate(self.members):
+            member.dumps(Path(path) / str(n))
+
+    def loads(self, path: Any) -> None:
+        """Read what :meth:`dumps` wrote."""
+        for n, member in enumerate(self.members):
+            member.loads(Path(path) / str(n))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.members)} members, batch_size={self.batch_size})"
+
+
+def _stack(rows: list[Any]) -> Any:
+    if all(isinstance(row, TensorDictBase) for row in rows):
+        return LazyStackedTensorDict.maybe_dense_stack(rows, 0)
+    return torch.stack(rows) if all(isinstance(row, torch.Tensor) for row in rows) else rows

@@ -1,0 +1,115 @@
+"""Replay buffers of TensorDicts, and prioritised ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey, as_keys
+from rollwright.data.replay_buffers.buffer import ReplayBuffer
+from rollwright.data.replay_buffers.prioritized import PrioritizedSampler
+from rollwright.data.replay_buffers.storages import ListStorage, Storage
+
+__all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer"]
+
+
+class TensorDictReplayBuffer(ReplayBuffer):
+    """A replay buffer of TensorDicts: batches say where their elements lie.
+
+    A batch has the entry ``"index"`` (int64 ``[n]``, or ``[n, ndim]``), and the others that the sampler tells
+    (``"priority_weight"``). Where the data that are written hold ``priority_key``, that is their first priority.
+
+    Args:
+        priority_key: the entry that :meth:`update_tensordict_priority` reads.
+        **options: those of :class:`ReplayBuffer`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rollwright.data import LazyTensorStorage
+        >>> buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=3)
+        >>> _ = buffer.extend(TensorDict({"obs": torch.zeros(1, 4)}, [1]))
+        >>> buffer.sample()["index"]
+        tensor([0, 0, 0])
+    """
+
+    def __init__(self, *, priority_key: NestedKey = "td_error", **options: Any) -> None:
+        self.priority_key = as_keys(priority_key)[0]
+        super().__init__(**options)
+
+    def _told(self, batch: TensorDictBase, info: Mapping[str, Any]) -> TensorDictBase:
+        for name, value in info.items():
+            batch.set(name, value)
+        return batch
+
+    def _placed(self, data: Any, index: np.ndarray[Any, Any]) -> torch.Tensor:
+        if isinstance(self.sampler, PrioritizedSampler):
+            self._prioritise(data, index)
+        return super()._placed(data, index)
+
+    def _prioritise(self, data: Any, index: np.ndarray[Any, Any]) -> None:
+        given = [piece.get(self.priority_key, None) for piece in (data if isinstance(data, list) else [data])]
+        if any(priority is None for priority in given):
+            return
+        dim = self._dim if index.size > 1 else 0
+        flat = torch.cat([p.movedim(dim, 0).reshape(-1) if dim else p.reshape(-1) for p in given])
+        stored = index >= 0
+        if flat.numel() == stored.size:
+            self.update_priority(self.storage.public(index[stored]), flat[torch.from_numpy(stored)])
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Set priorities from a batch of :meth:`sample`, to which ``priority_key`` was written.
+
+        Raises:
+            KeyError: the batch has no such entry, or no ``"index"``.
+        """
+        missing = [key for key in (self.priority_key, "index") if data.get(key, None) is None]
+        if missing:
+            raise KeyError(f"data: expected the entries {missing}, got {sorted(map(str, data.keys(True)))}.")
+        self.update_priority(data.get("index"), data.get(self.priority_key))
+
+
+def _prioritized(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with the sampler and the storage that a prioritised buffer has."""
+    storage = options.get("storage")
+    storage = ListStorage(1000) if storage is None else storage  # an empty one is false
+    options["storage"] = storage() if not isinstance(storage, Storage) and callable(storage) else storage
+    names = {"alpha", "beta", "eps", "dtype", "reduction"} & options.keys()
+    given = {name: options.pop(name) for name in names}
+    options["sampler"] = PrioritizedSampler(options["storage"].max_size, **given)
+    return options
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """A :class:`ReplayBuffer` with a :class:`PrioritizedSampler`.
+
+    Args:
+        alpha: exponent of priorities.
+        beta: exponent of importance weights.
+        **options: ``eps``, ``dtype`` and ``reduction`` of the sampler, and those of :class:`ReplayBuffer`.
+
+    Example:
+        >>> from rollwright.data import LazyTensorStorage
+        >>> buffer = PrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(10), batch_size=2)
+        >>> index = buffer.extend(torch.arange(3.0))
+        >>> buffer.update_priority(index, torch.tensor([0.0, 0.0, 1.0]))
+    """
+
+    def __init__(self, *, alpha: float, beta: float, **options: Any) -> None:
+        super().__init__(**_prioritized({"alpha": alpha, "beta": beta, **options}))
+
+
+class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
+    """A :class:`TensorDictReplayBuffer` with a :class:`PrioritizedSampler`; see :class:`PrioritizedReplayBuffer`.
+
+    Example:
+        >>> from rollwright.data import LazyTensorStorage
+        >>> TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(10)).priority_key
+        'td_error'
+    """
+
+    def __init__(self, *, alpha: float, beta: float, **options: Any) -> None:
+        super().__init__(**_prioritized({"alpha": alpha, "beta": beta, **options}))

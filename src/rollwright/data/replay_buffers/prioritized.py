@@ -1,0 +1,320 @@
+"""Prioritised sampling of elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollwright.data.replay_buffers._sumtree import MinTree, SumTree
+from rollwright.data.replay_buffers.samplers import Draw, Sampler
+from rollwright.data.replay_buffers.storages import Storage, positive
+
+__all__ = ["PrioritizedSampler"]
+
+Index = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+WEIGHT = "priority_weight"
+_REDUCTIONS: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "mean": np.mean, "median": np.median}
+_SMALLEST = 1e-300  # what lives can be drawn, whatever the exponent makes of its priority
+
+
+class PrioritizedSampler(Sampler):
+    r"""Elements in proportion to their priorities, with weights that correct for it.
+
+    With the priority :math:`p_i \ge 0` of each of N elements (Schaul et al., 2016, "Prioritized Experience Replay",
+    equation 1 and section 3.4; their proportional variant, :math:`p_i = |\delta_i|`)::
+
+        P(i) = (p_i + eps)^alpha / sum_k (p_k + eps)^alpha
+        w_i  = (N P(i))^-beta / max_k (N P(k))^-beta
+
+    The batch has w as ``"priority_weight"``; the maximum is over all that is stored. A new element gets the largest
+    priority so far, 1 at first. What is overwritten, or was never written, is never drawn.
+
+    Args:
+        max_capacity: elements of the storage, at most.
+        alpha: at least 0; 0: uniform.
+        beta: at least 0; 0: all weights 1.
+        eps: above 0.
+        dtype: of the weights.
+        reduction: "max", "min", "mean" or "median": makes one priority of several for an element.
+        max_priority_within_buffer: a new element gets the largest priority of what is stored, instead.
+
+    Attributes:
+        max_capacity: elements of the storage, at most.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rollwright.data import LazyTensorStorage, TensorDictReplayBuffer
+        >>> sampler = PrioritizedSampler(100, alpha=1.0, beta=1.0)
+        >>> buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+        >>> index = buffer.extend(TensorDict({"obs": torch.arange(3)}, [3]))
+        >>> buffer.update_priority(index, torch.tensor([0.0, 5.0, 0.0]))
+        >>> batch = buffer.sample()
+        >>> batch["obs"]
+        tensor([1, 1, 1, 1])
+        >>> batch["priority_weight"].shape
+        torch.Size([4])
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float32,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+    ) -> None:
+        self.max_capacity = positive("max_capacity", max_capacity)
+        self._alpha, self._beta = _at_least_zero("alpha", alpha), _at_least_zero("beta", beta)
+        if not eps > 0 or not math.isfinite(eps):
+            raise ValueError(f"eps: expected a number above 0, so that every element can be drawn, got {eps}.")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype: expected a floating point type, got {dtype}.")
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"reduction: expected one of {sorted(_REDUCTIONS)}, got {reduction!r}.")
+        self.eps, self.dtype, self.reduction = float(eps), dtype, reduction
+        self.max_priority_within_buffer = bool(max_priority_within_buffer)
+        self._reset()
+
+    def _reset(self) -> None:
+        size = min(self.max_capacity, 1024)  # grows with what is stored
+        self._masses, self._priorities = SumTree(size), MinTree(size)  # (p + eps)^alpha, 0; p, infinite: not live
+        self._low = self._high = 0  # positions taken in
+        self._largest = 1.0
+        self._stale = False  # the largest priority stored is not known
+        self._storage: Storage | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_storage": None}
+
+    # Options that may change ------------------------------------------------------------------
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of priorities; setting it costs O(stored)."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self._alpha = _at_least_zero("alpha", value)
+        self._refill()
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the weights."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = _at_least_zero("beta", value)
+
+    @property
+    def default_priority(self) -> float:
+        """The priority of a new element."""
+        if self._stale:
+            stored = self._priorities.leaves
+            largest = float(stored.max(initial=-1.0, where=stored < np.inf))
+            self._largest = 1.0 if largest < 0 else largest
+            self._stale = False
+        return self._largest
+
+    # Keeping up with the storage --------------------------------------------------------------
+
+    def follow(self, storage: Storage) -> None:
+        """See :meth:`Sampler.follow`.
+
+        Raises:
+            ValueError: more elements are stored than ``max_capacity``.
+        """
+        low, high = storage.ledger.live()
+        if low == self._low and high == self._high and storage is self._storage:
+            return
+        if high < self._high or (self._storage is not None and storage is not self._storage):
+            self._reset()
+        self._storage = storage
+        self._make_room(min(high, storage.capacity) * storage.columns)
+        for start, stop in _ring(self._low, min(low, self._high), storage):
+            self._clear(start, stop)
+        begin, voids = max(low, self._high), storage.ledger.voids()
+        for gap_start, gap_stop in [*voids[voids[:, 1] > begin].tolist(), (high, high)]:
+            for start, stop in _ring(begin, gap_start, storage):
+                self._admit(start, stop)
+            begin = max(begin, gap_stop)
+        self._low, self._high = low, high
+
+    def _make_room(self, size: int) -> None:
+        held = self._priorities.size
+        if size <= held:
+            return
+        if size > self.max_capacity:
+            raise ValueError(
+                f"max_capacity: expected at least the {size} elements that the storage holds, got {self.max_capacity}. "
+                "Make the sampler with the storage's max_size."
+            )
+        size = min(self.max_capacity, max(size, 2 * held))
+        masses, priorities = self._masses.leaves, self._priorities.leaves
+        self._masses, self._priorities = SumTree(size), MinTree(size)
+        self._masses.fill(0, held, masses)
+        self._priorities.fill(0, held, priorities)
+
+    def _clear(self, start: int, stop: int) -> None:
+        if self.max_priority_within_buffer and not self._stale:
+            gone = self._priorities.leaves[start:stop]
+            self._stale = bool(((gone >= self._largest) & (gone < np.inf)).any())
+        self._masses.fill(start, stop, 0.0)
+        self._priorities.fill(start, stop, np.inf)
+
+    def _admit(self, start: int, stop: int) -> None:
+        priority = self.default_priority
+        self._priorities.fill(start, stop, priority)
+        self._masses.fill(start, stop, self._mass(np.array([priority]))[0])
+
+    def _refill(self) -> None:
+        """Compute all masses anew from the priorities."""
+        drawable = self._drawable()
+        masses = self._mass(np.where(drawable, self._priorities.leaves, 0.0))
+        self._masses.fill(0, self._masses.size, np.where(drawable, masses, 0.0))
+
+    def _drawable(self) -> NDArray[np.bool_]:
+        """Which elements may be drawn, bool ``[size]``."""
+        drawable: NDArray[np.bool_] = self._priorities.leaves < np.inf
+        return drawable
+
+    def _mass(self, priority: Floats) -> Floats:
+        mass: Floats = np.maximum((priority + self.eps) ** self._alpha, _SMALLEST)
+        return mass
+
+    # Sampling ---------------------------------------------------------------------------------
+
+    def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
+        """See :meth:`Sampler.draw`; ``info`` has ``"priority_weight"``, of ``dtype``."""
+        self.follow(storage)
+        index = self._draw(batch_size, generator)
+        return Draw(index, {WEIGHT: self._weight(index)})
+
+    def _draw(self, n: int, generator: torch.Generator | None) -> Index:
+        share = torch.rand(n, dtype=torch.float64, generator=generator).numpy()
+        return self._masses.find(share * self._masses.total)
+
+    def _weight(self, index: Index) -> torch.Tensor:
+        least = self._mass(np.array([self._priorities.least]))[0]
+        weight: Floats = (self._masses.leaves.take(index) / least) ** -self._beta
+        return torch.from_numpy(weight).to(self.dtype)
+
+    def update_priority(self, index: Index | torch.Tensor, priority: Any, storage: Storage) -> None:
+        """See :meth:`Sampler.update_priority`; elements that are not stored any more are left out.
+
+        Raises:
+            ValueError: priorities of another number than elements, below 0, or not finite.
+            IndexError: an element beyond the storage.
+        """
+        self.follow(storage)
+        where = np.asarray(index.numpy(force=True) if isinstance(index, torch.Tensor) else index, np.int64).reshape(-1)
+        value = self._one_each(priority, len(where))
+        if not len(where):
+            return
+        size = storage.capacity * storage.columns
+        if where.max() >= size:
+            raise IndexError(f"index: expected elements below {size}, got {where.max()}. Pass what sample() gave.")
+        held = (where >= 0) & (where < self._priorities.size)
+        if not held.all():
+            where, value = where[held], value[held]
+        before = self._priorities.leaves.take(where)
+        live = before < np.inf
+        if not live.all():
+            where, value, before = where[live], value[live], before[live]
+        if not len(where):
+            return
+        self._priorities.update(where, value)
+        self._masses.update(where, self._masses_at(where, value))
+        if self.max_priority_within_buffer:  # of an element that is named twice the last counts
+            value = self._priorities.leaves.take(where)
+        largest = float(value.max())
+        if largest >= self._largest:
+            self._largest, self._stale = largest, False
+        elif self.max_priority_within_buffer and before.max() >= self._largest:
+            self._stale = True
+
+    def _masses_at(self, index: Index, priority: Floats) -> Floats:
+        """What elements with these priorities weigh in a draw."""
+        return self._mass(priority)
+
+    def _one_each(self, priority: Any, n: int) -> Floats:
+        """Priorities as float64 ``[n]``."""
+        value = np.asarray(priority.numpy(force=True) if isinstance(priority, torch.Tensor) else priority, np.float64)
+        if value.size == 1:
+            value = np.full(n, value.reshape(()))
+        elif value.ndim == 0 or value.shape[0] != n:
+            if value.size % max(n, 1) or not n:
+                raise ValueError(
+                    f"priority: expected one for each of the {n} elements, got shape {list(value.shape)}. "
+                    "Pass the elements' index along with it."
+                )
+            value = value.reshape(n, -1)
+        if value.ndim > 1:
+            value = _REDUCTIONS[self.reduction](value.reshape(n, -1), axis=1) if n else np.zeros(0)
+        fine = (value >= 0) & (value < np.inf)
+        if not fine.all():
+            raise ValueError(
+                f"priority: expected finite numbers of at least 0, got {value[~fine][:5].tolist()}. "
+                "Pass absolute errors."
+            )
+        return value
+
+    # State ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Priorities, the largest so far, and which positions they belong to."""
+        return {
+            "priorities": torch.from_numpy(self._priorities.leaves.copy()),
+            "low": self._low,
+            "high": self._high,
+            "largest": self.default_priority,
+            "alpha": self._alpha,
+            "beta": self._beta,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`.
+
+        Raises:
+            ValueError: it holds more elements than ``max_capacity``.
+        """
+        priorities = state_dict["priorities"].numpy(force=True).astype(np.float64)
+        live = np.flatnonzero(priorities < np.inf)
+        self._reset()
+        self._make_room(int(live[-1]) + 1 if len(live) else 1)
+        held = min(len(priorities), self._priorities.size)
+        self._priorities.fill(0, held, priorities[:held])
+        self._low, self._high = int(state_dict["low"]), int(state_dict["high"])
+        self._largest = float(state_dict["largest"])
+        self._beta = _at_least_zero("beta", state_dict["beta"])
+        self.alpha = state_dict["alpha"]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(alpha={self._alpha}, beta={self._beta}, eps={self.eps})"
+
+
+def _ring(low: int, high: int, storage: Storage) -> list[tuple[int, int]]:
+    """Ranges of flat elements that the positions ``low <= p < high`` lie in."""
+    capacity, columns = storage.capacity, storage.columns
+    low = max(low, high - capacity)
+    if low >= high:
+        return []
+    row, end = low % capacity, low % capacity + high - low
+    pieces = [(row, min(end, capacity)), (0, end - capacity)]
+    return [(start * columns, stop * columns) for start, stop in pieces if start < stop]
+
+
+def _at_least_zero(name: str, value: float) -> float:
+    if not value >= 0 or not math.isfinite(value):
+        raise ValueError(f"{name}: expected a number of at least 0, got {value}.")
+    return float(value)

@@ -1,0 +1,312 @@
+"""Samplers: which elements of a storage to draw."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+
+from rollwright.data.replay_buffers.storages import Storage
+
+__all__ = ["Draw", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "Slices"]
+
+Index = NDArray[np.int64]
+
+
+class Slices(NamedTuple):
+    """Where the slices of a batch lie.
+
+    Attributes:
+        first: int64 ``[num_slices]``, places in the batch where slices begin.
+        last: int64 ``[num_slices]``, places of their last real steps.
+        mask: bool ``[n]``: a real step, no padding; None where nothing is padded.
+    """
+
+    first: Index
+    last: Index
+    mask: NDArray[np.bool_] | None = None
+
+
+class Draw(NamedTuple):
+    """What a sampler drew.
+
+    Attributes:
+        index: int64 ``[n]``, flat elements of the storage.
+        info: entries that go with the elements, ``[n]`` each.
+        slices: of a sampler of slices.
+    """
+
+    index: Index  # type: ignore[assignment]  # hides tuple.index
+    info: dict[str, Any]
+    slices: Slices | None = None
+
+
+class Sampler(ABC):
+    """Chooses elements of a storage.
+
+    A sampler remembers up to where it has seen the storage and takes in what is new, when it is told that something
+    was written and when it draws, so that a draw costs the same however much is stored. It is used by one thread at
+    a time, and only while the storage is being read: inside ``storage.ledger.reading()``.
+    """
+
+    @abstractmethod
+    def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
+        """Choose elements.
+
+        Args:
+            storage: holds at least one element.
+            batch_size: number of elements, at least 1.
+            generator: where random numbers come from; None: torch's own.
+        """
+
+    def follow(self, storage: Storage) -> None:  # noqa: B027 - most remember nothing
+        """Take in what was written since the last call."""
+
+    def mark(self, batch: TensorDictBase, draw: Draw) -> TensorDictBase:
+        """Write into a batch what the draw says of it.
+
+        Args:
+            batch: the elements of the draw, ``[n]``, a copy of what is stored; may be changed in place.
+            draw: of :meth:`draw`.
+        """
+        return batch
+
+    def update_priority(self, index: Index | torch.Tensor, priority: Any, storage: Storage) -> None:  # noqa: B027
+        """Learn how much elements matter; ignored where they all matter alike.
+
+        Args:
+            index: int64 ``[n]``, flat elements; those below 0 are left out.
+            priority: at least 0: ``[n]``, or ``[n, ...]``, or one for all.
+            storage: of the elements.
+        """
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last draw completed a pass over what was stored."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What cannot be found again by looking at the storage: numbers, strings and tensors."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
+        """Go on from a state of :meth:`state_dict`."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def nth_live(rank: Index, low: int, voids: Index) -> Index:
+    """Positions of the live rows of these ranks, oldest first.
+
+    >>> nth_live(np.arange(4), 10, np.array([[11, 13], [14, 15]]))
+    array([10, 13, 15, 16])
+    """
+    if not len(voids):
+        return rank + low
+    gone = np.append(0, np.cumsum(voids[:, 1] - voids[:, 0]))
+    first_after = voids[:, 0] - low - gone[:-1]  # rank of the first live row after each gap
+    position: Index = rank + low + gone[first_after.searchsorted(rank, "right")]
+    return position
+
+
+class RandomSampler(Sampler):
+    """Every element that is stored, with the same probability, and with replacement.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rollwright.data import LazyTensorStorage, ReplayBuffer
+        >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=RandomSampler(), batch_size=32)
+        >>> _ = buffer.extend(TensorDict({"obs": torch.arange(10)}, [10]))
+        >>> buffer.sample().batch_size
+        torch.Size([32])
+    """
+
+    def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
+        """See :meth:`Sampler.draw`."""
+        low, high = storage.ledger.live()
+        voids, columns = storage.ledger.voids(), storage.columns
+        if not len(voids):
+            drawn: Index = torch.randint(low * columns, high * columns, (batch_size,), generator=generator).numpy()
+            drawn %= storage.capacity * columns
+            return Draw(drawn, {})
+        drawn = torch.randint(storage.ledger.num_live() * columns, (batch_size,), generator=generator).numpy()
+        rank, column = np.divmod(drawn, columns)
+        return Draw(nth_live(rank, low, voids) % storage.capacity * columns + column, {})
+
+
+class Epoch:
+    """A pass over items, each at most once; items that have died since it began are left out.
+
+    Args:
+        items: int64 ``[m, n]``, an item a column, in the order of the pass.
+    """
+
+    def __init__(self, items: Index) -> None:
+        self._ahead, self._next = items, 0
+        self._ready = items[:, :0]  # looked at and found alive
+
+    def holds(self, count: int, alive: Callable[[Index], NDArray[np.bool_]]) -> bool:
+        """Whether at least ``count`` items are left.
+
+        Args:
+            count: how many.
+            alive: tells for items ``[m, k]`` which live, bool ``[k]``; the dead never come back.
+        """
+        self._ready = self._ready[:, alive(self._ready)]
+        while self._ready.shape[1] < count and self._next < self._ahead.shape[1]:
+            seen = self._ahead[:, self._next : self._next + max(count, 64)]
+            self._next += seen.shape[1]
+            self._ready = np.concatenate([self._ready, seen[:, alive(seen)]], 1)
+        return bool(self._ready.shape[1] >= count)
+
+    def take(self, count: int, alive: Callable[[Index], NDArray[np.bool_]]) -> Index:
+        """The next ``count`` items that live, or all that are left."""
+        self.holds(count, alive)
+        taken, self._ready = self._ready[:, :count], self._ready[:, count:]
+        return taken
+
+    @property
+    def left(self) -> Index:
+        """All items that are left, some of which may be dead."""
+        return np.concatenate([self._ready, self._ahead[:, self._next :]], 1)
+
+
+class Passes:
+    """Takes batches out of one pass after the other.
+
+    Args:
+        drop_last: leave out the last batch of a pass where it is short.
+        shuffle: each pass in an order of its own; else in the order of items.
+    """
+
+    def __init__(self, drop_last: bool, shuffle: bool) -> None:
+        self.drop_last, self.shuffle = drop_last, shuffle
+        self.epoch: Epoch | None = None
+        self.ran_out = False
+
+    def take(
+        self,
+        count: int,
+        items: Callable[[], Index],
+        alive: Callable[[Index], NDArray[np.bool_]],
+        generator: torch.Generator | None,
+    ) -> Index:
+        """The next batch.
+
+        Args:
+            count: size of a batch.
+            items: all items of a new pass, int64 ``[m, n]``.
+            alive: see :class:`Epoch`.
+            generator: of the order.
+
+        Raises:
+            ValueError: there are fewer items than one batch, and short ones are left out.
+        """
+        needed = count if self.drop_last else 1
+        if self.epoch is None or not self.epoch.holds(needed, alive):
+            every = items()
+            if self.shuffle:
+                every = every[:, torch.randperm(every.shape[1], generator=generator).numpy()]
+            self.epoch = Epoch(every)
+            if not self.epoch.holds(needed, alive):
+                raise ValueError(
+                    f"batch_size: expected at most the {every.shape[1]} that are stored, as drop_last=True leaves out "
+                    f"batches that are not full; got {count}. Ask for fewer, store more, or pass drop_last=False."
+                )
+        taken = self.epoch.take(count, alive)
+        self.ran_out = not self.epoch.holds(needed, alive)
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is left of the pass, and whether it ended with the last batch."""
+        left = None if self.epoch is None else torch.from_numpy(self.epoch.left)
+        return {"left": left, "ran_out": self.ran_out}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`."""
+        left = state_dict["left"]
+        self.epoch = None if left is None else Epoch(left.numpy(force=True).astype(np.int64))
+        self.ran_out = bool(state_dict["ran_out"])
+
+
+class SamplerWithoutReplacement(Sampler):
+    """Every element once, then every element again.
+
+    A pass goes over what is stored when it begins; elements that are overwritten in the meantime are left out, new
+    ones wait for the next pass. Its last batch may be short.
+
+    Args:
+        drop_last: leave out the last batch of a pass where it is short.
+        shuffle: in an order drawn for each pass; else oldest first.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rollwright.data import LazyTensorStorage, ReplayBuffer
+        >>> sampler = SamplerWithoutReplacement(shuffle=False)
+        >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+        >>> _ = buffer.extend(TensorDict({"obs": torch.arange(6)}, [6]))
+        >>> buffer.sample()["obs"], sampler.ran_out
+        (tensor([0, 1, 2, 3]), False)
+        >>> buffer.sample()["obs"], sampler.ran_out
+        (tensor([4, 5]), True)
+    """
+
+    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
+        self._passes = Passes(drop_last, shuffle)
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether short batches are left out."""
+        return self._passes.drop_last
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether each pass has an order of its own."""
+        return self._passes.shuffle
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last draw completed a pass."""
+        return self._passes.ran_out
+
+    def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
+        """See :meth:`Sampler.draw`; ``[n]`` with n below ``batch_size`` at the end of a pass.
+
+        Raises:
+            ValueError: fewer elements than ``batch_size`` are stored, and ``drop_last`` is set.
+        """
+        (low, high), voids, columns = storage.ledger.live(), storage.ledger.voids(), storage.columns
+
+        def items() -> Index:  # an element's name while it lives: position * columns + column
+            num_live = storage.ledger.num_live()
+            if not len(voids):
+                return np.arange(low * columns, high * columns)[None]
+            positions = nth_live(np.arange(num_live), low, voids)
+            return (positions[:, None] * columns + np.arange(columns)).reshape(1, -1)
+
+        def alive(items: Index) -> NDArray[np.bool_]:
+            lives: NDArray[np.bool_] = (items[0] >= low * columns) & (items[0] < high * columns)
+            if len(voids):  # of a buffer that was loaded in the middle of a pass
+                gap = voids[:, 0].searchsorted(items[0] // columns, "right") - 1
+                lives &= (gap < 0) | (items[0] // columns >= voids[gap, 1])
+            return lives
+
+        drawn = self._passes.take(batch_size, items, alive, generator)[0]
+        return Draw(drawn % (storage.capacity * columns), {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is left of the pass."""
+        return self._passes.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the pass of a state of :meth:`state_dict`."""
+        self._passes.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"SamplerWithoutReplacement(drop_last={self.drop_last}, shuffle={self.shuffle})"

@@ -1,0 +1,330 @@
+"""Samplers of slices, stretches of consecutive frames of one trajectory: uniform, and without replacement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright.data.layout import IS_INIT, MASK
+from rollwright.data.replay_buffers._boundaries import Boundaries
+from rollwright.data.replay_buffers._runs import Grid, RunIndex
+from rollwright.data.replay_buffers.samplers import Draw, Passes, Sampler, Slices
+from rollwright.data.replay_buffers.storages import Storage, positive
+
+__all__ = ["SliceSampler", "SliceSamplerWithoutReplacement"]
+
+Index = NDArray[np.int64]
+Span = bool | int | tuple[bool | int, bool | int]
+
+
+class SliceSampler(Sampler):
+    """Slices of trajectories: a flat batch in which they lie one after the other.
+
+    A trajectory is drawn, each with the same probability, then a place in it, each with the same probability. A
+    slice lies in one trajectory and in consecutive frames of it; what has been overwritten, was never written, or is
+    being written, is in no slice. Which frames belong together is noted as they are written, so a draw costs the
+    same however much is stored.
+
+    The first step of each slice is marked in the batch with ``init_key``, beside the marks that are stored; the
+    recurrent modules begin anew there.
+
+    Args:
+        num_slices: slices in a batch; their length is ``batch_size // num_slices``.
+        slice_len: steps of a slice; their number is ``batch_size // slice_len``. One of the two is needed; where
+            both are given their product has to be the batch size.
+        end_key: entry of flags that mark the last frame of a trajectory.
+        traj_key: entry of trajectory ids, a number a frame. Where neither this nor ``end_key`` is given:
+            ``("collector", "traj_ids")``, else ``"episode"``, and ``("next", "done")``, those that are stored. A
+            trajectory then ends where the id changes, and after each done.
+        cache_values: accepted for the sake of older programs; boundaries are always kept.
+        truncated_key: entry to mark the last step of each slice with, such as ``("next", "truncated")``: where
+            neither "terminated" nor "truncated" nor "done" beside it is set there, it is set, and "done" with it.
+        init_key: entry to mark the first step of each slice with; None: leave it as it is stored.
+        strict_length: draw only trajectories that are long enough; else short ones are taken whole, and the batch is
+            smaller than asked for.
+        pad_output: fill short slices up by repeating their last step, and write ``("collector", "mask")``, bool
+            ``[batch_size]``: a real step. Recurrent modules do not need that.
+        span: let slices begin before and end after their trajectory; what lies outside is left out. True: at least
+            one step is in; i: at least ``length - i``. A tuple gives both sides apart.
+        ends: flags of all elements of the storage, bool ``[n]``, in place of ``end_key``.
+        trajectories: ids of all elements of the storage, ``[n]``, in place of ``traj_key``.
+
+    Raises:
+        ValueError: neither ``num_slices`` nor ``slice_len``, or a combination that excludes itself.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rollwright.data import LazyTensorStorage, ReplayBuffer
+        >>> sampler = SliceSampler(slice_len=3, strict_length=True)
+        >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=6)
+        >>> ids = torch.tensor([0, 0, 1, 1, 1])
+        >>> _ = buffer.extend(TensorDict({"obs": torch.arange(5), "collector": {"traj_ids": ids}}, [5]))
+        >>> batch = buffer.sample()
+        >>> batch["obs"]
+        tensor([2, 3, 4, 2, 3, 4])
+        >>> batch["is_init"].squeeze(-1)
+        tensor([ True, False, False,  True, False, False])
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: NestedKey | None = None,
+        traj_key: NestedKey | None = None,
+        cache_values: bool = False,
+        truncated_key: NestedKey | None = None,
+        init_key: NestedKey | None = IS_INIT,
+        strict_length: bool = False,
+        pad_output: bool = False,
+        span: Span = False,
+        ends: torch.Tensor | None = None,
+        trajectories: torch.Tensor | None = None,
+    ) -> None:
+        if num_slices is None and slice_len is None:
+            raise ValueError("num_slices, slice_len: expected one of them, got neither. Pass slice_len=32, say.")
+        self.num_slices = None if num_slices is None else positive("num_slices", num_slices)
+        self.slice_len = None if slice_len is None else positive("slice_len", slice_len)
+        self.strict_length, self.pad_output = bool(strict_length), bool(pad_output)
+        self.cache_values = bool(cache_values)
+        self.truncated_key = None if truncated_key is None else unravel(truncated_key)
+        self.init_key = None if init_key is None else unravel(init_key)
+        self.span = _span(span, self.slice_len)
+        self._boundaries = Boundaries(traj_key, end_key, trajectories, ends)
+
+    # Drawing ----------------------------------------------------------------------------------
+
+    def follow(self, storage: Storage) -> None:
+        """See :meth:`Sampler.follow`."""
+        self._boundaries.follow(storage)
+
+    def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
+        """See :meth:`Sampler.draw`; ``[n]`` with n at most ``batch_size``.
+
+        Raises:
+            KeyError: the storage has none of the entries that tell trajectories apart.
+            ValueError: a batch size that slices do not fill, or slices longer than any trajectory.
+        """
+        length, count = self._shape(batch_size)
+        grid, index = self._up_to_date(storage)
+        runs = index.runs(length if self.strict_length else 1)
+        if not runs.shape[1]:
+            raise self._too_long(index, length)
+        share = torch.rand((2, count), dtype=torch.float64, generator=generator).numpy()
+        chosen = runs[:, (share[0] * runs.shape[1]).astype(np.int64)]
+        return self._sliced(grid, index.low, chosen, share[1], length)
+
+    def _up_to_date(self, storage: Storage) -> tuple[Grid, RunIndex]:
+        index, grid = self._boundaries.follow(storage), self._boundaries.grid
+        if index is None or grid is None:
+            raise self._boundaries.missing(storage)
+        return grid, index
+
+    def _shape(self, batch_size: int) -> tuple[int, int]:
+        """Steps of a slice, and slices in a batch."""
+        length, count = self.slice_len, self.num_slices
+        if length is None:
+            length = batch_size // count if count else 0
+        if count is None:
+            count = batch_size // length
+        if length * count != batch_size or not batch_size:
+            told = {"num_slices": self.num_slices, "slice_len": self.slice_len}
+            given = " * ".join(f"{name}={value}" for name, value in told.items() if value)
+            raise ValueError(
+                f"batch_size: expected {'a multiple of ' if None in told.values() else ''}{given}, got {batch_size}. "
+                f"Pass batch_size={length * count or (self.num_slices or 1)}, or change the slices."
+            )
+        return length, count
+
+    def _too_long(self, index: RunIndex, length: int) -> ValueError:
+        runs = index.runs()
+        if not runs.shape[1]:
+            return ValueError("no trajectory to draw from: all frames that are stored have an id below 0.")
+        longest = int((runs[2] - np.maximum(runs[1], index.low)).max())
+        return ValueError(
+            f"slice_len: expected at most {longest}, the length of the longest trajectory stored, got {length}. "
+            "Draw shorter slices, store longer trajectories, or pass strict_length=False."
+        )
+
+    def _sliced(self, grid: Grid, low: int, runs: Index, share: NDArray[np.float64], length: int) -> Draw:
+        """One slice of each run, beginning at ``share`` of the places where it may."""
+        lane, start, stop = runs
+        start = np.maximum(start, low)
+        room = stop - start
+        taken = None if self.strict_length else np.minimum(room, length)
+        if self.span == (0, 0):
+            first = start + (share * (room - (length if taken is None else taken) + 1)).astype(np.int64)
+        else:
+            whole = np.minimum(room, length)
+            before, after = (np.minimum(length - 1 if side is True else side, whole - 1) for side in self.span)
+            begin = (share * (room - whole + after + before + 1)).astype(np.int64) - before
+            first = start + np.maximum(begin, 0)
+            taken = start + np.minimum(begin + whole, room) - first
+        return self._laid_out(grid, grid.elements(lane, first), taken, length)
+
+    def _laid_out(self, grid: Grid, first: Index, taken: Index | None, length: int) -> Draw:
+        """A draw of slices from their first elements.
+
+        Args:
+            grid: of the storage.
+            first: int64 ``[k]``.
+            taken: int64 ``[k]``, steps of each; None: all have ``length``.
+            length: steps of a slice that is not short.
+        """
+        k, step = len(first), np.arange(length)
+        if taken is not None and int(taken.min()) == length:
+            taken = None
+        if taken is None:  # the common case: no slice is short
+            begins = np.arange(0, k * length, length)
+            mask = np.ones(k * length, np.bool_) if self.pad_output else None
+            index = grid.ahead(first[:, None], step).reshape(-1)
+            return Draw(index, {}, Slices(begins, begins + (length - 1), mask))
+        if self.pad_output:
+            begins, final = np.arange(0, k * length, length), taken[:, None] - 1
+            index = grid.ahead(first[:, None], np.minimum(step, final)).reshape(-1)
+            return Draw(index, {}, Slices(begins, begins + (taken - 1), (step <= final).reshape(-1)))
+        ends = taken.cumsum()
+        begins = ends - taken
+        index = grid.ahead(first.repeat(taken), np.arange(ends[-1]) - begins.repeat(taken))
+        return Draw(index, {}, Slices(begins, ends - 1))
+
+    # Marking ----------------------------------------------------------------------------------
+
+    def mark(self, batch: TensorDictBase, draw: Draw) -> TensorDictBase:
+        """Mark where slices begin and, where asked for, where they end and what is padding."""
+        slices = draw.slices
+        if slices is None:
+            return batch
+        if isinstance(batch, LazyStackedTensorDict):
+            batch = batch.copy()  # whose rows may be the ones that are stored, and twice the same
+        if self.init_key is not None:
+            _raise_flag(batch, self.init_key, slices.first)
+        if self.truncated_key is not None:
+            _mark_ends(batch, self.truncated_key, slices.last)
+        if slices.mask is not None:
+            batch.set(MASK, torch.from_numpy(slices.mask))
+        return batch
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(num_slices={self.num_slices}, slice_len={self.slice_len}, "
+            f"strict_length={self.strict_length})"
+        )
+
+
+class SliceSamplerWithoutReplacement(SliceSampler):
+    """A slice of every trajectory once, then of every trajectory again.
+
+    A pass goes over the trajectories that are stored, and long enough, when it begins; those that are overwritten in
+    the meantime are left out. Its last batch may have fewer slices.
+
+    Args:
+        drop_last: leave out the last batch of a pass where it has fewer slices.
+        shuffle: in an order drawn for each pass; else those that ended first come first.
+        **options: those of :class:`SliceSampler`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rollwright.data import LazyTensorStorage, ReplayBuffer
+        >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode", shuffle=False)
+        >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+        >>> _ = buffer.extend(TensorDict({"episode": torch.tensor([0, 0, 1, 1, 2, 2])}, [6]))
+        >>> buffer.sample()["episode"], sampler.ran_out
+        (tensor([0, 0, 1, 1]), False)
+        >>> buffer.sample()["episode"], sampler.ran_out
+        (tensor([2, 2]), True)
+    """
+
+    def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        self._passes = Passes(bool(drop_last), bool(shuffle))
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether batches with fewer slices are left out."""
+        return self._passes.drop_last
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether each pass has an order of its own."""
+        return self._passes.shuffle
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last draw completed a pass."""
+        return self._passes.ran_out
+
+    def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
+        """See :meth:`SliceSampler.draw`."""
+        length, count = self._shape(batch_size)
+        grid, index = self._up_to_date(storage)
+        least = length if self.strict_length else 1
+        if not index.runs(least).shape[1]:
+            raise self._too_long(index, length)
+
+        def alive(runs: Index) -> NDArray[np.bool_]:
+            lives: NDArray[np.bool_] = runs[2] - np.maximum(runs[1], index.low) >= least
+            return lives
+
+        chosen = self._passes.take(count, lambda: index.runs(least).copy(), alive, generator)
+        share = torch.rand(chosen.shape[1], dtype=torch.float64, generator=generator).numpy()
+        return self._sliced(grid, index.low, chosen, share, length)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is left of the pass."""
+        return self._passes.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the pass of a state of :meth:`state_dict`."""
+        self._passes.load_state_dict(state_dict)
+
+
+def _span(span: Span, slice_len: int | None) -> tuple[bool | int, bool | int]:
+    sides = span if isinstance(span, tuple) else (span, span)
+    for side in sides:
+        too_many = slice_len is not None and side is not True and side >= slice_len
+        if not isinstance(side, int) or side < 0 or too_many:
+            raise ValueError(
+                f"span: expected True, False or less steps than a slice has ({slice_len}) for each side, got {span!r}."
+            )
+    before, after = (side or 0 for side in sides)
+    return before, after
+
+
+def _raise_flag(batch: TensorDictBase, key: NestedKey, where: Index) -> None:
+    """Set a flag at some steps of a batch ``[n]``; of shape ``[n, 1]`` where there is none yet."""
+    flag = batch.get(key, None)
+    made = flag is None
+    if flag is None:
+        flag = torch.zeros(len(batch), 1, dtype=torch.bool, device=batch.device)
+    flag[torch.from_numpy(where).to(flag.device)] = True
+    if made or isinstance(batch, LazyStackedTensorDict):  # which reads entries as copies
+        batch.set(key, flag)
+
+
+def _mark_ends(batch: TensorDictBase, truncated_key: NestedKey, last: Index) -> None:
+    """Truncate slices at their last steps, where the trajectory does not end there by itself.
+
+    Afterwards ``done = terminated | truncated`` where it held before; flags that are missing are added.
+    """
+    *path, _ = as_tuple(truncated_key)
+    keys = [truncated_key, unravel((*path, "done")), unravel((*path, "terminated"))]
+    truncated, done, terminated = (batch.get(key, None) for key in keys)
+    known = next((flag for flag in (truncated, done, terminated) if flag is not None), None)
+    blank = torch.zeros(len(batch), 1, dtype=torch.bool, device=batch.device) if known is None else known ^ known
+    if terminated is None:  # a lone done counts as terminated
+        terminated = blank if done is None else done if truncated is None else done & ~truncated
+    truncated = blank if truncated is None else truncated
+    ended = terminated | truncated if done is None else done | terminated | truncated
+    cut = torch.zeros_like(blank)
+    cut[torch.from_numpy(last).to(cut.device)] = True
+    cut &= ~ended
+    for key, flag in zip(keys, (truncated | cut, ended | cut, terminated), strict=True):
+        batch.set(key, flag)

@@ -1,0 +1,297 @@
+"""Storage: where a replay buffer keeps its elements."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase, is_tensor_collection
+
+from rollwright._keys import NestedKey, key_str, leaf_keys
+from rollwright.data.replay_buffers._ledger import Ledger, Reservation
+
+__all__ = ["ListStorage", "Storage"]
+
+_UNLIMITED = 1 << 40
+
+
+class Storage(ABC):
+    """A ring of rows, and the ledger that says which of them are published.
+
+    The n-th row ever written has position n and lies in row ``n % capacity``. A row holds ``columns`` elements (one,
+    unless ``ndim`` exceeds 1); the *flat index* of an element is ``(position % capacity) * columns + column``.
+
+    Attributes:
+        max_size: elements that it has room for.
+        ndim: dimensions that tell elements apart.
+        capacity: rows.
+        columns: elements in a row.
+        period: 0: time runs from row to row, and each column is an environment of its own. T: time runs along the
+            last T elements of a row, and never from one row to the next.
+        ledger: of the rows.
+    """
+
+    max_size: int
+    ndim: int = 1
+    columns: int = 1
+    period: int = 0
+    ledger: Ledger
+
+    @property
+    def capacity(self) -> int:
+        """Number of rows; 0 until it is known."""
+        return self.ledger.capacity
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        """The dimensions of a row; their product is :attr:`columns`."""
+        return ()
+
+    @property
+    def dim_extend(self) -> int:
+        """Which dimension of the data the rows are."""
+        return self.ndim - 1
+
+    def __len__(self) -> int:
+        return self.ledger.num_live() * self.columns
+
+    @abstractmethod
+    def append(self, data: Any, *, dim: int = 0) -> Reservation:
+        """Write data after what is there, over the oldest where it is full; everyone reads them once all are written.
+
+        Args:
+            data: a batch, or a list of batches that are written one after the other.
+            dim: of a batch: which dimension rows are taken from.
+        """
+
+    @abstractmethod
+    def element(self, data: Any) -> Any:
+        """One element (or one row of ``rest``) as a batch of one row."""
+
+    @abstractmethod
+    def read(self, index: NDArray[np.int64]) -> Any:
+        """A copy of the elements at flat indices, as a batch ``[n]``."""
+
+    @abstractmethod
+    def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
+        """Replace the elements at flat indices, which are published, by a batch ``[n]``."""
+
+    @abstractmethod
+    def keys(self) -> list[NestedKey]:
+        """The entries of an element; none where elements are no TensorDicts."""
+
+    @abstractmethod
+    def entry(self, key: NestedKey, low: int, high: int) -> NDArray[Any]:
+        """Values of an entry at the positions ``low <= p < high``, in order: ``[high - low, columns, *feature]``."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where elements are read to."""
+        return None
+
+    def share(self) -> None:
+        """Move to memory that processes share."""
+        raise TypeError(f"shared: {type(self).__name__} holds objects of this process. Pass a LazyTensorStorage.")
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes can write and read it too."""
+        return False
+
+    # Places -----------------------------------------------------------------------------------
+
+    def live_index(self) -> NDArray[np.int64]:
+        """Flat indices of all live elements, ascending."""
+        positions = self.ledger.positions()
+        return self.elements_of(np.sort(positions % self.capacity)) if len(positions) else positions
+
+    def rows_from_0(self) -> int | None:
+        """Number of live rows, where they are the first of the storage; None: where they lie elsewhere, or apart."""
+        low, high = self.ledger.live()
+        whole = (low % max(self.capacity, 1) == 0 or high - low == self.capacity) and not len(self.ledger.voids())
+        return high - low if whole else None
+
+    def elements_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Flat indices of the elements at positions, one position after the other."""
+        rows = positions % max(self.capacity, 1)
+        wide: NDArray[np.int64] = rows[:, None] * self.columns + np.arange(self.columns)
+        return rows if self.columns == 1 else wide.reshape(-1)
+
+    def index_of(self, reservation: Reservation) -> NDArray[np.int64]:
+        """Flat indices of the elements of a reservation, in the order in which they were written."""
+        return self.elements_of(np.arange(reservation.start, reservation.stop))
+
+    def public(self, index: NDArray[np.int64]) -> torch.Tensor:
+        """Flat indices as users see them: int64 ``[n]``, or ``[n, ndim]`` with the row first; -1: not stored."""
+        if self.ndim == 1:
+            return torch.from_numpy(index)
+        places = np.stack(np.unravel_index(np.maximum(index, 0), (self.capacity, *self.rest)), -1)
+        return torch.from_numpy(np.where(index[:, None] < 0, -1, places))
+
+    def flat(self, index: Any) -> NDArray[np.int64]:
+        """Flat indices from those of :meth:`public`, flattened."""
+        array = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index, np.int64)
+        if self.ndim > 1 and array.ndim and array.shape[-1] == self.ndim:
+            array = np.asarray(np.ravel_multi_index(tuple(np.moveaxis(array, -1, 0)), (self.capacity, *self.rest)))
+        return array.reshape(-1)
+
+    # State ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live elements in the order of positions, and the positions."""
+        with self.ledger.reading():
+            low, high = self.ledger.live()
+            flat = self.elements_of(np.arange(low, high))
+            return {
+                "low": low,
+                "high": high,
+                "voids": torch.from_numpy(self.ledger.voids()),
+                "lost": self.ledger.num_lost,
+                "elements": self.read(flat) if high > low else None,
+                "capacity": self.capacity,
+                "max_size": self.max_size,
+                "ndim": self.ndim,
+                "rest": list(self.rest),
+                "dim_extend": self.dim_extend,
+            }
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Hold what another storage held."""
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        lacking = [name for name in ("low", "high", "elements", "ndim") if name not in state]
+        if lacking:
+            raise KeyError(f"state_dict: expected that of a storage, got {sorted(state)}: {key_str(lacking)} missing.")
+        needed = state["high"] - state["low"]
+        if state["ndim"] != self.ndim or state["max_size"] > self.max_size:
+            raise ValueError(
+                f"state_dict: expected one of ndim={self.ndim} with at most {self.max_size} elements, got "
+                f"ndim={state['ndim']} and max_size={state['max_size']} ({needed} rows). Make a storage like that."
+            )
+
+
+class ListStorage(Storage):
+    """Elements of any kind, in a list of this process.
+
+    Args:
+        max_size: number of elements; None: no limit.
+
+    Example:
+        >>> from rollwright.data import ReplayBuffer
+        >>> buffer = ReplayBuffer(storage=ListStorage(10), batch_size=2, collate_fn=list)
+        >>> buffer.extend(["left", "right", "up"])
+        tensor([0, 1, 2])
+        >>> len(buffer), len(buffer.sample())
+        (3, 2)
+    """
+
+    def __init__(self, max_size: int | None = None) -> None:
+        self.max_size = _UNLIMITED if max_size is None else positive("max_size", max_size)
+        self.ledger = Ledger(capacity=self.max_size)
+        self._items: list[Any] = []
+
+    def append(self, data: Any, *, dim: int = 0) -> Reservation:
+        """See :meth:`Storage.append`."""
+        batches = data if isinstance(data, _Pieces) else [data]
+        items = [item for batch in batches for item in _items_of(batch, dim)]
+        if not items:
+            raise ValueError("data: expected at least one element, got none.")
+        skipped = max(0, len(items) - self.max_size)
+        with self.ledger.writes(len(items) - skipped) as rows:
+            for position, item in enumerate(items[skipped:], rows.start):
+                self._put(position % self.max_size, item)
+        return rows
+
+    def element(self, data: Any) -> Any:
+        """See :meth:`Storage.element`."""
+        return [data]
+
+    def _put(self, row: int, item: Any) -> None:
+        if row >= len(self._items):
+            self._items.extend([None] * (row + 1 - len(self._items)))
+        with torch.no_grad():
+            self._items[row] = item.clone() if is_tensor_collection(item) or isinstance(item, torch.Tensor) else item
+
+    def read(self, index: NDArray[np.int64]) -> list[Any]:
+        """See :meth:`Storage.read`; a list."""
+        return [self._items[row] for row in index.tolist()]
+
+    def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
+        """See :meth:`Storage.overwrite`."""
+        items = _items_of(data, 0)
+        if len(items) != len(index):
+            raise ValueError(f"data: expected {len(index)} elements to replace as many, got {len(items)}.")
+        with self.ledger.writing():
+            for row, item in zip(index.tolist(), items, strict=True):
+                self._put(row, item)
+            self.ledger.changed_in_place()
+
+    def keys(self) -> list[NestedKey]:
+        """See :meth:`Storage.keys`; those of the newest element."""
+        positions = self.ledger.positions() if len(self.ledger.voids()) else range(*self.ledger.live())
+        newest = self._items[positions[-1] % self.max_size] if len(positions) else None
+        return leaf_keys(newest) if isinstance(newest, TensorDictBase) else []
+
+    def entry(self, key: NestedKey, low: int, high: int) -> NDArray[Any]:
+        """See :meth:`Storage.entry`."""
+        values = [self._items[p % self.max_size].get(key) for p in range(low, high)]
+        if not values:
+            return np.zeros((0, 1), np.int64)
+        return np.stack([value.numpy(force=True) for value in values])[:, None]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`Storage.load_state_dict`."""
+        self._check_state(state_dict)
+        with self.ledger.writing():
+            for position, item in enumerate(state_dict["elements"] or (), state_dict["low"]):
+                self._put(position % self.max_size, item)
+            self.ledger.restore(state_dict)
+
+    def __repr__(self) -> str:
+        limit = "" if self.max_size == _UNLIMITED else f", max_size={self.max_size}"
+        return f"ListStorage(len={len(self)}{limit})"
+
+
+class _Pieces(list[Any]):
+    """Batches to be written one after the other, and published at once."""
+
+
+def pieces(batches: Sequence[Any]) -> list[Any]:
+    """Mark batches as parts of one write, see :meth:`Storage.append`."""
+    return _Pieces(batches)
+
+
+def num_rows(data: Any, dim: int) -> int:
+    """Rows in data for :meth:`Storage.append`."""
+    if isinstance(data, _Pieces):
+        return sum(num_rows(batch, dim) for batch in data)
+    return int(data.shape[dim]) if isinstance(data, torch.Tensor) or is_tensor_collection(data) else len(data)
+
+
+def _items_of(batch: Any, dim: int) -> list[Any]:
+    if isinstance(batch, torch.Tensor) or is_tensor_collection(batch):
+        return list(batch.unbind(dim))
+    if isinstance(batch, Mapping) or not isinstance(batch, Sequence) or isinstance(batch, str):
+        raise TypeError(
+            f"data: expected a TensorDict, a tensor or a list of elements, got {type(batch).__name__}. "
+            "Pass one element to add()."
+        )
+    return list(batch)
+
+
+def positive(name: str, value: Any) -> int:
+    """An integer of at least 1.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name}: expected an integer of at least 1, got {type(value).__name__}: {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name}: expected an integer of at least 1, got {value}.")
+    return int(value)

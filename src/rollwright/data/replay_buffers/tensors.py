@@ -1,0 +1,148 @@
+"""Storages of tensors: in memory, and in files that survive the process."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright.data.replay_buffers._memory import ROWS_FILE, PrivateMemory, SharedMemory
+from rollwright.data.replay_buffers._rows import RowStorage
+from rollwright.data.specs._shape import as_device
+
+__all__ = ["LazyMemmapStorage", "LazyTensorStorage", "TensorStorage"]
+
+
+class LazyTensorStorage(RowStorage):
+    """Rows of tensors in memory, allocated with the first element.
+
+    Args:
+        max_size: number of elements.
+        device: where rows lie.
+        ndim: dimensions of the data that tell elements apart. 1: elements one after the other. 2: a batch ``[B, T]``
+            is stored as it is; each ``extend`` adds T steps to each of the B environments.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rollwright.data import ReplayBuffer
+        >>> buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4)
+        >>> _ = buffer.extend(TensorDict({"obs": torch.arange(10.0)}, [10]))
+        >>> buffer.sample().batch_size, buffer[2:4]["obs"]
+        (torch.Size([4]), tensor([2., 3.]))
+    """
+
+    def __init__(self, max_size: int, *, device: torch.device | str | int = "cpu", ndim: int = 1) -> None:
+        place_ = as_device(device) or torch.device("cpu")
+        super().__init__(max_size, PrivateMemory(place_), ndim, place_)
+        if self.ndim == 1:
+            self.ledger.set_capacity(self.max_size)
+
+
+class TensorStorage(RowStorage):
+    """Rows that hold given data from the start.
+
+    Args:
+        storage: a TensorDict or a tensor; copied.
+        max_size: number of elements; None: as many as are given.
+        device: where rows lie; None: the CPU.
+        ndim: see :class:`LazyTensorStorage`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> storage = TensorStorage(TensorDict({"obs": torch.arange(3)}, [3]))
+        >>> len(storage)
+        3
+    """
+
+    def __init__(
+        self, storage: Any, max_size: int | None = None, *, device: torch.device | str | int = "cpu", ndim: int = 1
+    ) -> None:
+        if not isinstance(storage, TensorDictBase | torch.Tensor) or storage.ndim < ndim:
+            raise TypeError(
+                f"storage: expected a TensorDict or a tensor of {ndim} dimensions, got {type(storage).__name__}."
+            )
+        place_ = as_device(device) or torch.device("cpu")
+        elements = storage.shape[:ndim].numel()
+        super().__init__(elements if max_size is None else max_size, PrivateMemory(place_), ndim, place_)
+        if self.ndim == 1:
+            self.ledger.set_capacity(self.max_size)
+        self.append(storage, dim=ndim - 1)
+
+
+class LazyMemmapStorage(RowStorage):
+    """Rows in a file, mapped into memory: larger than memory if need be, and there after a restart.
+
+    What is published survives a kill at any moment (a power cut only after :meth:`flush`). Opened again, the storage
+    holds the published rows; those that a killed process was writing are dropped, with a warning that counts them.
+
+    Args:
+        max_size: number of elements; None: that of the files that are there.
+        scratch_dir: folder of the files; None: a file without a name in the folder for temporary ones, which is gone
+            with the process.
+        ndim: see :class:`LazyTensorStorage`.
+        existsok: go on with the rows of ``scratch_dir``, where there are some.
+        device: the CPU.
+
+    Attributes:
+        num_reopened: elements that were there when the storage was made.
+
+    Raises:
+        FileExistsError: the folder holds rows, and ``existsok`` is not set.
+
+    Example:
+        >>> import tempfile
+        >>> from tensordict import TensorDict
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = LazyMemmapStorage(100, scratch_dir=folder).append(TensorDict({"obs": torch.arange(3)}, [3]))
+        >>> LazyMemmapStorage(100, scratch_dir=folder, existsok=True).num_reopened
+        3
+    """
+
+    def __init__(
+        self,
+        max_size: int | None = None,
+        *,
+        scratch_dir: str | Path | None = None,
+        ndim: int = 1,
+        existsok: bool = False,
+        device: torch.device | str | int = "cpu",
+    ) -> None:
+        if as_device(device) != torch.device("cpu"):
+            raise ValueError(f"device: expected 'cpu' for rows in a file, got {device!r}. Use LazyTensorStorage.")
+        folder = None if scratch_dir is None else Path(scratch_dir).expanduser().resolve()
+        if folder is not None:
+            if (folder / ROWS_FILE).exists() and not existsok:
+                raise FileExistsError(
+                    f"scratch_dir: {str(folder)!r} holds the rows of a buffer. Pass existsok=True to go on with them, "
+                    "or name another folder."
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+        memory = SharedMemory(folder, on_disk=True)
+        schema = memory.schema()
+        if max_size is None:
+            if schema is None:
+                raise ValueError(f"max_size: expected a number of elements, got None, and {folder} holds no rows yet.")
+            max_size, ndim = schema.max_size, schema.ndim
+        super().__init__(max_size, memory, ndim, torch.device("cpu"))
+        if self.ndim == 1 and schema is None:
+            self.ledger.set_capacity(self.max_size)
+        dropped = memory.num_dropped
+        self.num_reopened = len(self) if self.initialized else 0
+        if dropped:
+            warnings.warn(
+                f"scratch_dir: {folder} holds {self.num_reopened} published elements; {dropped} rows that a killed "
+                "process was writing are dropped.",
+                stacklevel=2,
+            )
+
+    @property
+    def scratch_dir(self) -> Path | None:
+        """The folder of the files."""
+        return cast(SharedMemory, self._memory).folder
+
+    def flush(self) -> None:
+        """Wait until the disk has everything."""
+        cast(SharedMemory, self._memory).flush()

@@ -1,0 +1,193 @@
+"""Writer: where in a storage new elements go."""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey, as_keys
+from rollwright.data.replay_buffers.storages import Storage, num_rows
+
+__all__ = [
+    "ImmutableDatasetWriter",
+    "RoundRobinWriter",
+    "TensorDictMaxValueWriter",
+    "TensorDictRoundRobinWriter",
+    "Writer",
+]
+
+
+class Writer(ABC):
+    """Puts elements into a storage.
+
+    Attributes:
+        in_order: whether elements lie in the order in which they came, which writes in place rely on.
+    """
+
+    in_order: bool = False
+
+    @abstractmethod
+    def extend(self, storage: Storage, data: Any, dim: int) -> NDArray[np.int64]:
+        """Store a batch; returns the flat indices of its elements, -1 for those that were not stored.
+
+        Args:
+            storage: where to.
+            data: a batch, or several (of :func:`~rollwright.data.replay_buffers.storages.pieces`).
+            dim: of a batch: the dimension that rows are taken from.
+        """
+
+    def add(self, storage: Storage, data: Any) -> NDArray[np.int64]:
+        """Store one element."""
+        return self.extend(storage, storage.element(data), storage.ndim - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the writer remembers, besides what the storage does."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027 - most remember nothing
+        """Take up what another writer remembered."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class RoundRobinWriter(Writer):
+    """Elements lie in the order in which they come; a full storage loses the oldest.
+
+    Example:
+        >>> from rollwright.data import LazyTensorStorage, ReplayBuffer
+        >>> buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=RoundRobinWriter())
+        >>> buffer.extend(torch.arange(2)), buffer.extend(torch.arange(2, 4))
+        (tensor([0, 1]), tensor([2, 0]))
+    """
+
+    in_order = True
+
+    def extend(self, storage: Storage, data: Any, dim: int) -> NDArray[np.int64]:
+        """See :meth:`Writer.extend`."""
+        rows = storage.append(data, dim=dim)
+        index = storage.index_of(rows)
+        if rows.stop - rows.start < storage.capacity:
+            return index
+        lost = max(0, num_rows(data, dim) - storage.capacity) * storage.columns  # no room for the first of them
+        return np.concatenate([np.full(lost, -1), index]) if lost else index
+
+
+class TensorDictRoundRobinWriter(RoundRobinWriter):
+    """Same as :class:`RoundRobinWriter`, under the name that it has for TensorDicts."""
+
+
+class ImmutableDatasetWriter(Writer):
+    """Refuses to write: for buffers over a dataset.
+
+    Example:
+        >>> from rollwright.data import ReplayBuffer, TensorStorage
+        >>> buffer = ReplayBuffer(storage=TensorStorage(torch.arange(3)), writer=ImmutableDatasetWriter())
+        >>> buffer.extend(torch.arange(3))
+        Traceback (most recent call last):
+        ...
+        RuntimeError: This replay buffer is read-only (ImmutableDatasetWriter). Give it another writer to add elements.
+    """
+
+    def extend(self, storage: Storage, data: Any, dim: int) -> NDArray[np.int64]:
+        """Raise.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"This replay buffer is read-only ({type(self).__name__}). Give it another writer to add elements."
+        )
+
+
+class TensorDictMaxValueWriter(Writer):
+    """A full storage keeps the elements of the largest value.
+
+    Args:
+        rank_key: the entry that holds the value; numbers of any shape. None: ``("next", "reward")``.
+        reduction: how several numbers become one: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"median"``.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rollwright.data import LazyTensorStorage, ReplayBuffer
+        >>> buffer = ReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter("value"))
+        >>> buffer.extend(TensorDict({"value": torch.tensor([1.0, 5.0, 3.0, 0.0])}, [4]))
+        tensor([ 0,  1,  0, -1])
+        >>> buffer[:]["value"]
+        tensor([3., 5.])
+    """
+
+    _reductions = ("sum", "mean", "max", "min", "median")
+
+    def __init__(self, rank_key: NestedKey | None = None, reduction: str = "sum") -> None:
+        if reduction not in self._reductions:
+            raise ValueError(f"reduction: expected one of {', '.join(self._reductions)}, got {reduction!r}.")
+        self.rank_key = ("next", "reward") if rank_key is None else as_keys(rank_key)[0]
+        self.reduction = reduction
+        self._heap: list[tuple[float, int]] = []  # the smallest value first, and its row
+        self._revision = 0
+
+    def extend(self, storage: Storage, data: Any, dim: int) -> NDArray[np.int64]:
+        """See :meth:`Writer.extend`; one element after the other, as if each were added alone."""
+        batch = torch.cat(data) if isinstance(data, list) else data
+        if storage.ndim > 1 or storage.shared or not isinstance(batch, TensorDictBase):
+            raise ValueError(
+                f"{type(self).__name__} keeps TensorDicts in a storage of ndim=1 of this process, got "
+                f"{type(batch).__name__} for {storage}. Use a RoundRobinWriter."
+            )
+        values = self._rank(batch)
+        self._catch_up(storage)
+        heap = self._heap
+        room = max(0, min(storage.max_size - len(heap), len(values)))
+        index = np.full(len(values), -1)
+        if room:
+            index[:room] = storage.index_of(storage.append(batch[:room]))
+            for n in range(room):
+                heapq.heappush(heap, (float(values[n]), int(index[n])))
+        chosen: dict[int, int] = {}  # the last element that goes to each place
+        for n in range(room, len(values)):
+            if values[n] > heap[0][0]:
+                row = heap[0][1]
+                heapq.heapreplace(heap, (float(values[n]), row))
+                chosen[row], index[n] = n, row
+        if chosen:
+            storage.overwrite(np.fromiter(chosen, np.int64), batch[torch.tensor(list(chosen.values()))])
+        self._revision = storage.ledger.revision
+        return index
+
+    def add(self, storage: Storage, data: Any) -> NDArray[np.int64]:
+        """See :meth:`Writer.add`."""
+        return self.extend(storage, data.unsqueeze(0) if isinstance(data, TensorDictBase) else data, 0)
+
+    def _catch_up(self, storage: Storage) -> None:
+        """Read the values of elements that others have put there."""
+        low, high = storage.ledger.live()
+        if high - low != len(self._heap) or storage.ledger.revision != self._revision:
+            values = storage.entry(self.rank_key, low, high) if high > low else np.zeros((0, 1))
+            rows = np.arange(low, high) % max(storage.capacity, 1)
+            self._heap = list(zip(self._reduce(torch.from_numpy(values)).tolist(), rows.tolist(), strict=True))
+            heapq.heapify(self._heap)
+
+    def _rank(self, batch: TensorDictBase) -> NDArray[np.float64]:
+        value: Any = batch.get(self.rank_key, None)
+        if not isinstance(value, torch.Tensor):
+            raise KeyError(
+                f"rank_key: the data have no tensor {self.rank_key!r}; they have {sorted(batch.keys(True))}."
+            )
+        return self._reduce(value)
+
+    def _reduce(self, value: torch.Tensor) -> NDArray[np.float64]:
+        flat = value.to(torch.float64).reshape(len(value), value[:1].numel() if len(value) else 1)
+        reduced: Any = getattr(flat, self.reduction)(-1)
+        reduced = reduced if isinstance(reduced, torch.Tensor) else reduced.values
+        return np.asarray(reduced.numpy(force=True))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank_key={self.rank_key!r}, reduction={self.reduction!r})"

@@ -1,0 +1,322 @@
+"""What is wrong is said at once: the argument, what was expected, what was given, what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rollwright.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedReplayBuffer,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+
+ROWS = [LazyTensorStorage, LazyMemmapStorage]
+
+
+def frames(n: int = 6) -> TensorDict:
+    return TensorDict(
+        {
+            "obs": torch.zeros(n, 3),
+            "collector": {"traj_ids": torch.arange(n) // 3},
+            "next": {"done": torch.zeros(n, 1)},
+        },
+        [n],
+    )
+
+
+def filled(storage=LazyTensorStorage, **options) -> ReplayBuffer:
+    buffer = TensorDictReplayBuffer(storage=storage(20), **{"batch_size": 4, **options})
+    buffer.extend(frames())
+    return buffer
+
+
+# Data --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", ROWS)
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda td: td.exclude("obs"), KeyError, r"Missing: 'obs'.*unknown: none"),
+        (lambda td: td.set("new", torch.zeros(6)), KeyError, r"Missing: none.*unknown: 'new'.*another buffer"),
+        (lambda td: td.set("obs", torch.zeros(6, 4)), ValueError, r"'obs'.*\[6\] \+ \[3\].*got \[6, 4\]"),
+        (lambda td: td.set("obs", torch.zeros(6, 3).double()), ValueError, r"'obs'.*float32.*got.*float64.*Convert"),
+        (lambda td: td.set(("next", "done"), torch.zeros(6)), ValueError, r"\('next', 'done'\).*got \[6\]"),
+        (lambda td: td.set("name", "text"), (TypeError, KeyError), "name"),
+        (lambda td: td[:0], ValueError, "at least one element"),
+        (lambda td: td[0], ValueError, r"batch dimensions.*add\(\)"),
+        (lambda td: td.to_dict(), TypeError, r"TensorDict or tensor.*got dict"),
+        (lambda td: torch.zeros(6, 3), KeyError, "Missing"),
+        (lambda td: None, TypeError, "got NoneType"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused_and_change_nothing(storage, change, error, message):
+    buffer = filled(storage)
+    with pytest.raises(error, match=message):
+        buffer.extend(change(frames()))
+    assert (len(buffer), buffer.write_count) == (6, 6)
+    assert buffer.extend(frames()).tolist() == [6, 7, 8, 9, 10, 11]  # no row was lost
+
+
+@pytest.mark.parametrize("storage", ROWS)
+def test_the_first_data_are_looked_at_too(storage):
+    buffer = ReplayBuffer(storage=storage(10))
+    for data, error, message in (
+        (TensorDict({}, [3]), ValueError, "elements with entries"),
+        (frames()[:0], ValueError, "at least one element|expected elements"),
+        (TensorDict({"name": "text"}, [3]), TypeError, r"'name'.*ListStorage"),
+        ([1, 2], TypeError, "ListStorage"),
+        (torch.tensor(3.0), (TypeError, ValueError), r"batch dimension"),
+    ):
+        with pytest.raises(error, match=message):
+            buffer.extend(data)
+    buffer.extend(frames())
+    assert len(buffer) == 6
+
+
+def test_entries_whose_shape_varies_need_a_list():
+    parts = [TensorDict({"obs": torch.zeros(n)}, []) for n in (2, 3)]
+    ragged = TensorDict.lazy_stack(parts)
+    with pytest.raises(ValueError, match="ListStorage"):
+        ReplayBuffer(storage=LazyTensorStorage(10)).extend(ragged)
+    buffer = ReplayBuffer(storage=ListStorage(10))
+    buffer.extend(ragged)
+    assert len(buffer) == 2
+
+
+def test_dimensions_that_do_not_fit():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20, ndim=2))
+    with pytest.raises(ValueError, match=r"ndim=2.*2 batch dimensions.*got batch size \[6\]"):
+        buffer.extend(frames())
+    buffer.extend(frames().reshape(2, 3))
+    with pytest.raises(ValueError, match=r"expected 'obs' of shape \[2, 2\]|expected .* of shape \[2, 2\]"):
+        buffer.extend(frames().reshape(3, 2))
+    assert len(buffer) == 6
+
+
+def test_a_list_takes_elements_one_by_one():
+    buffer = ReplayBuffer(storage=ListStorage(5))
+    for data in ({"a": 1}, "text", 3):
+        with pytest.raises(TypeError, match=r"list of elements.*add\(\)"):
+            buffer.extend(data)
+    with pytest.raises(ValueError, match="at least one element"):
+        buffer.extend([])
+
+
+@pytest.mark.parametrize("storage", [*ROWS, ListStorage])
+def test_elements_are_replaced_by_as_many(storage):
+    buffer = filled(storage)
+    with pytest.raises((ValueError, KeyError), match="data"):
+        buffer[:3] = frames(2)
+    if storage is not ListStorage:
+        with pytest.raises(KeyError, match="data: expected the entries"):
+            buffer[:3] = frames(3).exclude("obs")
+
+
+# Sampling ----------------------------------------------------------------------------------------
+
+SAMPLERS = {
+    "random": None,
+    "without": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(20, 0.5, 0.5),
+    "slices": lambda: SliceSampler(slice_len=2),
+    "slices_without": lambda: SliceSamplerWithoutReplacement(slice_len=2),
+    "slices_prioritized": lambda: PrioritizedSliceSampler(20, 0.5, 0.5, slice_len=2),
+}
+
+
+@pytest.mark.parametrize("storage", [*ROWS, ListStorage])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_an_empty_buffer(storage, sampler):
+    buffer = ReplayBuffer(storage=storage(10), sampler=SAMPLERS[sampler], batch_size=4)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"empty.*extend\(\)"):
+            buffer.sample()
+        buffer.extend(frames())
+        assert buffer.sample().batch_size == (4,)
+        buffer.empty()
+
+
+@pytest.mark.parametrize("sampler", [SliceSampler, SliceSamplerWithoutReplacement, "prioritized"])
+def test_slices_longer_than_any_trajectory(sampler):
+    kind = (lambda **options: PrioritizedSliceSampler(20, 0.5, 0.5, **options)) if sampler == "prioritized" else sampler
+    buffer = filled(sampler=kind(slice_len=4, strict_length=True))
+    with pytest.raises(ValueError, match=r"slice_len: expected at most 3.*got 4.*strict_length=False"):
+        buffer.sample()
+    short = filled(sampler=kind(slice_len=4), batch_size=8)
+    assert short.sample().batch_size == (6,)
+
+
+def test_a_storage_too_small_for_one_trajectory():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=4)
+    with pytest.raises(ValueError, match=r"trajectory of 6 frames.*room for 4.*larger"):
+        buffer.extend_pieces([frames(3), frames(3)])
+    assert len(buffer) == buffer.write_count == 0
+    slices = ReplayBuffer(
+        storage=LazyTensorStorage(4), sampler=SliceSampler(slice_len=5, strict_length=True), batch_size=5
+    )
+    slices.extend(frames(9).set(("collector", "traj_ids"), torch.zeros(9, dtype=torch.int64)))
+    with pytest.raises(ValueError, match="slice_len: expected at most 4"):
+        slices.sample()
+
+
+def test_batch_sizes_that_slices_do_not_fill():
+    with pytest.raises(ValueError, match=r"batch_size.*slice_len=3.*got 4"):
+        filled(sampler=SliceSampler(slice_len=3)).sample()
+    with pytest.raises(ValueError, match=r"batch_size.*num_slices=3.*got 4"):
+        filled(sampler=SliceSampler(num_slices=3)).sample()
+    with pytest.raises(ValueError, match=r"batch_size.*num_slices=2 \* slice_len=3.*got 4"):
+        filled(sampler=SliceSampler(num_slices=2, slice_len=3)).sample()
+
+
+def test_nothing_tells_trajectories_apart():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(9), sampler=SliceSampler(slice_len=2), batch_size=4)
+    buffer.extend(TensorDict({"obs": torch.zeros(5)}, [5]))
+    with pytest.raises(KeyError, match=r"traj_key.*'obs'"):
+        buffer.sample()
+    named = filled(sampler=SliceSampler(slice_len=2, traj_key="id"))
+    with pytest.raises(KeyError, match=r"traj_key.*'id'"):
+        named.sample()
+    tensors = ReplayBuffer(storage=LazyTensorStorage(9), sampler=SliceSampler(slice_len=2), batch_size=4)
+    tensors.extend(torch.zeros(5))
+    with pytest.raises(KeyError, match="no TensorDicts"):
+        tensors.sample()
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 2.0, "4", True])
+def test_batch_sizes_are_positive_integers(batch_size):
+    with pytest.raises((ValueError, TypeError), match="batch_size: expected an integer of at least 1"):
+        filled(batch_size=batch_size)
+    with pytest.raises((ValueError, TypeError), match="batch_size: expected an integer of at least 1"):
+        filled().sample(batch_size)
+
+
+def test_priorities():
+    buffer = TensorDictPrioritizedReplayBuffer(alpha=0.5, beta=0.5, storage=LazyTensorStorage(9), batch_size=4)
+    index = buffer.extend(frames())
+    for priority in (torch.full((6,), -1.0), torch.full((6,), float("nan")), torch.full((6,), float("inf"))):
+        with pytest.raises(ValueError, match="priorit"):
+            buffer.update_priority(index, priority)
+    with pytest.raises(ValueError, match="priorit"):
+        buffer.update_priority(index, torch.zeros(4))
+    for places in (torch.tensor([9]), torch.tensor([400])):
+        with pytest.raises((IndexError, ValueError), match="index"):
+            buffer.update_priority(places, torch.ones(1))
+    with pytest.raises(KeyError, match="td_error"):
+        buffer.update_tensordict_priority(buffer.sample())
+    assert buffer.sample().batch_size == (4,)
+
+
+# Constructors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"storage": 10}, "storage: expected a Storage"),
+        ({"storage": dict}, "storage: expected a Storage"),
+        ({"sampler": "random"}, "sampler: expected a Sampler"),
+        ({"writer": 3}, "writer: expected a Writer"),
+        ({"collate_fn": 3}, "collate_fn: expected a callable"),
+        ({"prefetch": -1}, "prefetch: expected an integer of at least 1"),
+        ({"prefetch": 1.5}, "prefetch: expected an integer of at least 1"),
+        ({"transform": 3}, "transform: expected a transform"),
+        ({"transform": abs, "transform_factory": lambda: abs}, "transform and transform_factory"),
+        ({"transform_factory": 3}, "transform_factory"),
+        ({"batch_size": 0}, "batch_size: expected an integer of at least 1"),
+        ({"dim_extend": 1}, "dim_extend: expected a dimension"),
+        ({"dim_extend": "time"}, "dim_extend: expected a dimension"),
+        ({"generator": 7}, r"generator: expected a torch.Generator"),
+    ],
+)
+def test_buffers(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ReplayBuffer(**{"storage": LazyTensorStorage(5), **options})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned")
+def test_pinned_memory_needs_a_device():
+    with pytest.raises(ValueError, match=r"pin_memory.*CUDA"):
+        ReplayBuffer(pin_memory=True)
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.5, "10", True])
+@pytest.mark.parametrize("storage", [*ROWS, ListStorage])
+def test_sizes_of_storages(storage, size):
+    with pytest.raises((TypeError, ValueError), match="max_size: expected an integer of at least 1"):
+        storage(size)
+
+
+@pytest.mark.parametrize("storage", ROWS)
+def test_dimensions_of_storages(storage):
+    for ndim in (0, 1.5):
+        with pytest.raises((TypeError, ValueError), match="ndim: expected an integer of at least 1"):
+            storage(5, ndim=ndim)
+
+
+def test_given_storages():
+    with pytest.raises((TypeError, ValueError), match="storage: expected a TensorDict"):
+        TensorStorage([1, 2])
+    with pytest.raises((TypeError, ValueError), match="storage: expected a TensorDict"):
+        TensorStorage(frames(), ndim=2)
+
+
+def test_devices():
+    with pytest.raises(ValueError, match=r"shared.*CPU"):
+        ReplayBuffer(storage=LazyTensorStorage(5, device="meta"), shared=True)
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=r"device|nowhere"):
+        LazyTensorStorage(5, device="nowhere")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "num_slices, slice_len"),
+        ({"slice_len": 0}, "slice_len: expected an integer of at least 1"),
+        ({"num_slices": 1.5}, "num_slices: expected an integer of at least 1"),
+        ({"slice_len": 4, "span": 4}, "span"),
+        ({"slice_len": 4, "ends": torch.zeros(4, 2)}, "ends"),
+        ({"slice_len": 4, "traj_key": "a", "trajectories": torch.zeros(4)}, "trajectories"),
+    ],
+)
+def test_slice_samplers(options, message):
+    for kind in (SliceSampler, SliceSamplerWithoutReplacement):
+        with pytest.raises((ValueError, TypeError), match=message):
+            kind(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": -1.0}, "alpha"),
+        ({"beta": -0.5}, "beta"),
+        ({"eps": 0.0}, "eps"),
+        ({"max_capacity": 0}, "max_capacity"),
+        ({"reduction": "product"}, "reduction"),
+    ],
+)
+def test_prioritized_samplers(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        PrioritizedSampler(**{"max_capacity": 10, "alpha": 0.5, "beta": 0.5, **options})
+    with pytest.raises((ValueError, TypeError), match=message):
+        PrioritizedSliceSampler(**{"max_capacity": 10, "alpha": 0.5, "beta": 0.5, "slice_len": 2, **options})
+
+
+def test_an_unknown_option_is_an_error():
+    for kind in (ReplayBuffer, TensorDictReplayBuffer):
+        with pytest.raises(TypeError, match="colate_fn"):
+            kind(colate_fn=list)
+    with pytest.raises(TypeError, match="colate_fn"):
+        PrioritizedReplayBuffer(alpha=1.0, beta=1.0, colate_fn=list)

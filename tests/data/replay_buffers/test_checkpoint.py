@@ -1,0 +1,325 @@
+"""Saving: a buffer that was restored holds the same and samples the same, to the bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rollwright.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+)
+
+FORK = multiprocessing.get_context("fork")
+SIZE = 40
+STORAGES = {
+    "tensor": lambda: LazyTensorStorage(SIZE),
+    "memmap": lambda: LazyMemmapStorage(SIZE),
+    "list": lambda: ListStorage(SIZE),
+    "grid": lambda: LazyTensorStorage(SIZE, ndim=2),
+    "shared": lambda: LazyTensorStorage(SIZE),
+}
+SAMPLERS = {
+    "random": RandomSampler,
+    "without": SamplerWithoutReplacement,
+    "without_order": lambda: SamplerWithoutReplacement(shuffle=False, drop_last=True),
+    "prioritized": lambda: PrioritizedSampler(SIZE, 0.7, 0.5),
+    "slices": lambda: SliceSampler(slice_len=4),
+    "slices_without": lambda: SliceSamplerWithoutReplacement(slice_len=4),
+    "slices_prioritized": lambda: PrioritizedSliceSampler(SIZE, 0.7, 0.5, slice_len=4),
+}
+
+
+def frames(n: int, start: int = 0) -> TensorDict:
+    serial = torch.arange(start, start + n)
+    return TensorDict({"serial": serial, "collector": {"traj_ids": serial // 7}, "obs": torch.randn(n, 3)}, [n])
+
+
+def make(storage: str, sampler: str, **options) -> ReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=STORAGES[storage](),
+        sampler=SAMPLERS[sampler](),
+        batch_size=8,
+        generator=torch.Generator().manual_seed(1),
+        shared=storage == "shared",
+        **options,
+    )
+
+
+def write(buffer: ReplayBuffer, n: int, start: int = 0) -> torch.Tensor:
+    data = frames(n, start)
+    return buffer.extend(data if buffer.storage.ndim == 1 else torch.stack([data, data.apply(lambda x: x + 1000)]))
+
+
+def used(storage: str, sampler: str) -> ReplayBuffer:
+    """A buffer that has wrapped around, in the middle of everything."""
+    torch.manual_seed(0)
+    buffer = make(storage, sampler)
+    for n in range(3):
+        index = write(buffer, 17, 17 * n)
+        buffer.update_priority(index, torch.rand(len(index)))
+        buffer.sample()
+    return buffer
+
+
+def assert_go_on_alike(one: ReplayBuffer, other: ReplayBuffer) -> None:
+    assert (len(one), one.write_count) == (len(other), other.write_count)
+    assert bool((one[:] == other[:]).all())
+    for n in range(4):
+        batch, twin = one.sample(), other.sample()
+        assert batch.shape == twin.shape
+        assert set(batch.keys(True, True)) == set(twin.keys(True, True))
+        assert bool((batch == twin).all()), batch
+        if n == 1:
+            torch.manual_seed(5)
+            first = write(one, 5, 100)
+            torch.manual_seed(5)
+            assert torch.equal(first, write(other, 5, 100))
+        if n == 2:
+            priority = torch.rand(len(batch))
+            for buffer in (one, other):
+                buffer.update_priority(batch["index"], priority)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_state_that_went_through_a_file_is_gone_on_from_to_the_bit(storage, sampler, tmp_path):
+    buffer = used(storage, sampler)
+    torch.save(buffer.state_dict(), tmp_path / "state.pt")
+    other = make(storage, sampler)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert_go_on_alike(buffer, other)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_dump_is_gone_on_from_to_the_bit(storage, sampler, tmp_path):
+    buffer = used(storage, sampler)
+    buffer.dumps(tmp_path / "saved")
+    other = make(storage, sampler)
+    other.loads(tmp_path / "saved")
+    assert_go_on_alike(buffer, other)
+
+
+def test_a_state_is_a_copy():
+    buffer = used("tensor", "prioritized")
+    state = buffer.state_dict()
+    before = buffer[:]
+    write(buffer, 30, 500)
+    buffer.update_priority(torch.arange(SIZE), torch.zeros(SIZE))
+    other = make("tensor", "prioritized")
+    other.load_state_dict(state)
+    assert bool((other[:] == before).all())
+    assert len(other.sample()["serial"].unique()) > 1
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_an_empty_buffer_is_saved_and_restored(storage, tmp_path):
+    buffer = make(storage, "random")
+    buffer.dumps(tmp_path / "saved")
+    other = used(storage, "random")
+    other.loads(tmp_path / "saved")
+    assert len(other) == 0
+    write(other, 3)
+    assert len(other) == 3 * other.storage.columns
+
+
+def test_a_state_moves_between_kinds_of_storage(tmp_path):
+    buffer = used("tensor", "slices")
+    for kind in ("memmap", "shared"):
+        other = make(kind, "slices")
+        other.load_state_dict(buffer.state_dict())
+        assert bool((other[:] == buffer[:]).all())
+        buffer = other
+
+
+def test_time_along_an_inner_dimension_is_remembered():
+    """With dim_extend=0 each row of [B, T] is one run of frames, and rows do not go on in the next."""
+    buffer, other = (
+        ReplayBuffer(
+            storage=LazyTensorStorage(24, ndim=2),
+            sampler=SliceSampler(slice_len=3, end_key="end"),
+            dim_extend=0,
+            batch_size=30,
+        )
+        for _ in range(2)
+    )
+    data = TensorDict({"serial": torch.arange(12).reshape(3, 4), "end": torch.zeros(3, 4, dtype=torch.bool)}, [3, 4])
+    buffer.extend(data)
+    other.load_state_dict(buffer.state_dict())
+    assert torch.equal(other[:]["serial"], data["serial"])
+    for one in (buffer, other):
+        slices = one.sample()["serial"].reshape(10, 3)
+        assert (slices.diff() == 1).all()
+        assert (slices[:, 0] // 4 == slices[:, -1] // 4).all()
+
+
+def test_gaps_are_remembered():
+    buffer = make("tensor", "random")
+    storage = buffer.storage
+    write(buffer, 10)
+    rows = storage.reserve(4)
+    storage.abandon(rows)
+    write(buffer, 5, 10)
+    other = make("tensor", "random")
+    other.load_state_dict(buffer.state_dict())
+    assert len(other) == len(buffer) == 15
+    assert other.write_count == 15
+    assert other[:]["serial"].tolist() == list(range(15))
+    assert set(other.sample(300)["serial"].tolist()) == set(range(15))
+
+
+def test_a_loaded_buffer_in_place_of_a_used_one():
+    buffer, other = used("tensor", "slices"), used("tensor", "slices")
+    write(other, 23, 2000)
+    other.sample()
+    other.load_state_dict(buffer.state_dict())
+    assert_go_on_alike(buffer, other)
+
+
+def test_the_writer_of_the_largest_is_saved(tmp_path):
+    buffer, other = (
+        ReplayBuffer(storage=LazyTensorStorage(5), writer=TensorDictMaxValueWriter("serial"), batch_size=3)
+        for _ in range(2)
+    )
+    buffer.extend(frames(9))
+    buffer.dumps(tmp_path / "saved")
+    other.loads(tmp_path / "saved")
+    other.extend(frames(7))
+    assert sorted(other[:]["serial"].tolist()) == [5, 6, 6, 7, 8]
+
+
+def test_a_memory_mapped_buffer_is_dumped_where_it_lies(tmp_path):
+    def make_mapped(existsok: bool) -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=LazyMemmapStorage(SIZE, scratch_dir=tmp_path / "rows", existsok=existsok),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=8,
+            generator=torch.Generator().manual_seed(1),
+        )
+
+    buffer = make_mapped(False)
+    write(buffer, 30)
+    buffer.sample()
+    buffer.dumps(tmp_path / "rows")
+    expected = [buffer.sample()["serial"].tolist() for _ in range(4)]
+    other = make_mapped(True)
+    other.loads(tmp_path / "rows")
+    assert [other.sample()["serial"].tolist() for _ in range(4)] == expected
+
+
+# Folders -----------------------------------------------------------------------------------------
+
+
+def test_a_dump_replaces_an_older_one_and_leaves_nothing_beside_it(tmp_path):
+    buffer = used("tensor", "random")
+    buffer.dumps(tmp_path / "deep" / "saved")
+    write(buffer, 3, 900)
+    buffer.dumps(tmp_path / "deep" / "saved")
+    other = make("tensor", "random")
+    other.loads(tmp_path / "deep" / "saved")
+    assert_go_on_alike(buffer, other)
+    assert os.listdir(tmp_path / "deep") == ["saved"]
+
+
+def test_a_folder_of_other_files_is_left_alone(tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(FileExistsError, match="other files"):
+        used("tensor", "random").dumps(tmp_path)
+    assert os.listdir(tmp_path) == ["notes"]
+
+
+@pytest.mark.parametrize("storage", ["tensor", "list"])
+@pytest.mark.parametrize("calls", range(16))
+def test_a_kill_in_the_middle_of_a_dump_leaves_a_whole_one(storage, calls, tmp_path):
+    """The process is killed at its n-th call that changes files."""
+    old, new = make(storage, "random"), make(storage, "random")
+    write(old, 10)
+    write(new, 20, 100)
+    old.dumps(tmp_path / "saved")
+
+    def dump_and_die() -> None:
+        left = calls
+
+        def deadly(call):
+            def counted(*args, **kwargs):
+                nonlocal left
+                if not left:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+                return call(*args, **kwargs)
+
+            return counted
+
+        for name in ("replace", "rename", "ftruncate", "fsync", "unlink", "rmdir", "mkdir", "open"):
+            setattr(os, name, deadly(getattr(os, name)))
+        torch.save = deadly(torch.save)
+        new.dumps(tmp_path / "saved")
+
+    child = FORK.Process(target=dump_and_die)
+    child.start()
+    child.join(60)
+    assert child.exitcode in (-signal.SIGKILL, 0)
+    other = make(storage, "random")
+    other.loads(tmp_path / "saved")
+    held = other[:]["serial"].tolist()
+    assert held in (list(range(10)), list(range(100, 120)))
+    if child.exitcode == 0:
+        assert held[0] == 100
+    new.dumps(tmp_path / "saved")  # and the next one goes through
+    other.loads(tmp_path / "saved")
+    assert other[:]["serial"].tolist() == list(range(100, 120))
+
+
+def test_nothing_to_load_is_an_error_that_says_so(tmp_path):
+    buffer = make("tensor", "random")
+    with pytest.raises(FileNotFoundError, match=r"path.*dumps\(\)"):
+        buffer.loads(tmp_path)
+    with pytest.raises(KeyError, match="state_dict"):
+        buffer.load_state_dict({"storage": None})
+    with pytest.raises(KeyError, match="state_dict"):
+        buffer.load_state_dict({**buffer.state_dict(), "storage": {"low": 0}})
+
+
+def test_a_state_that_does_not_fit_is_an_error_and_changes_nothing():
+    state = used("tensor", "random").state_dict()
+    small = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=3)
+    small.extend(frames(4))
+    with pytest.raises(ValueError, match=r"state_dict.*10.*max_size=40"):
+        small.load_state_dict(state)
+    other = ReplayBuffer(storage=LazyTensorStorage(SIZE), batch_size=3)
+    other.extend(TensorDict({"other": torch.arange(4)}, [4]))
+    with pytest.raises(KeyError, match="Missing"):
+        other.load_state_dict(state)
+    assert len(small) == len(other) == 4
+    assert other.sample()["other"].max() < 4
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_tensors_in_two_dimensions_are_saved(dim):
+    buffer, other = (
+        ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), batch_size=3, dim_extend=dim) for _ in range(2)
+    )
+    shape = (2, 3) if dim else (3, 2)
+    for n in range(3):
+        buffer.extend(torch.arange(6).reshape(shape) + 10 * n)
+    other.load_state_dict(buffer.state_dict())
+    assert torch.equal(other[:], buffer[:])
+    for one in (buffer, other):
+        one.extend(torch.arange(6).reshape(shape) + 50)
+    assert torch.equal(other[:], buffer[:])

@@ -1,0 +1,266 @@
+"""ReplayBufferEnsemble: several buffers, sampled as one, each written by its own source."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rollwright.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
+
+
+def of_member(member: int, n: int = 4) -> TensorDict:
+    return TensorDict({"member": torch.full((n,), member), "serial": torch.arange(n) + 100 * member}, [n])
+
+
+def members(count: int = 3, kind: type = TensorDictReplayBuffer, **options) -> list[ReplayBuffer]:
+    return [kind(storage=LazyTensorStorage(20), **options) for _ in range(count)]
+
+
+def filled(count: int = 3, kind: type = TensorDictReplayBuffer, **options) -> ReplayBufferEnsemble:
+    ensemble = ReplayBufferEnsemble(*members(count, kind), **{"batch_size": 6, **options})
+    for n in range(count):
+        ensemble.extend(of_member(n, 4 + n), member=n)
+    return ensemble
+
+
+def test_one_row_of_each_member():
+    ensemble = filled(sample_from_all=True)
+    batch, info = ensemble.sample(return_info=True)
+    assert batch["member"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert batch["index", "buffer_ids"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert torch.equal(batch["index", "index"] + 100 * batch["member"], batch["serial"])
+    assert torch.equal(info["index"]["index"], batch["index", "index"])
+    assert ensemble.sample(9).batch_size == (3, 3)
+    assert len(ensemble) == 3
+    assert ensemble.write_count == 4 + 5 + 6
+
+
+def test_members_are_drawn_by_their_weights():
+    generator = torch.Generator().manual_seed(0)
+    ensemble = filled(p=[1.0, 0.0, 3.0], num_buffer_sampled=4000, batch_size=4000, generator=generator)
+    counts = ensemble.sample()["member"].reshape(-1).bincount(minlength=3)
+    assert counts[1] == 0
+    assert abs(int(counts[2]) - 3000) < 5 * 28
+    ensemble = filled(num_buffer_sampled=3000, batch_size=3000, generator=generator)
+    assert ((ensemble.sample()["member"].reshape(-1).bincount(minlength=3) - 1000).abs() < 5 * 26).all()
+
+
+def test_the_number_of_rows_may_differ_from_that_of_members():
+    ensemble = filled(num_buffer_sampled=2, batch_size=10)
+    batch, info = ensemble.sample(return_info=True)
+    assert batch.batch_size == (2, 5)
+    assert batch["member"][:, 0].tolist() == info["members"]
+
+
+@pytest.mark.parametrize("how", ["argument", "set_rng"])
+def test_one_generator_seeds_members_and_their_choice(how):
+    runs = []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(5)
+        ensemble = filled(num_buffer_sampled=3, generator=generator if how == "argument" else None)
+        if how == "set_rng":
+            ensemble.set_rng(generator)
+        runs.append([ensemble.sample()["serial"].tolist() for _ in range(5)])
+    assert runs[0] == runs[1]
+
+
+def test_samplers_collation_and_transforms_of_members_are_their_own():
+    first = TensorDictReplayBuffer(storage=LazyTensorStorage(9), sampler=SamplerWithoutReplacement(shuffle=False))
+    second = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(9), transform=lambda batch: batch.set("member", batch["member"] + 10)
+    )
+    ensemble = ReplayBufferEnsemble(
+        first,
+        second,
+        sample_from_all=True,
+        batch_size=8,
+        transform=lambda batch: batch.set("seen", batch["serial"] > 0),
+    )
+    ensemble.append_transform(lambda batch: batch.set("member", batch["member"] * 2))
+    for n in range(2):
+        ensemble.extend(of_member(n), member=n)
+    batch = ensemble.sample()
+    assert batch["serial"][0].tolist() == [0, 1, 2, 3]
+    assert batch["member"].tolist() == [[0] * 4, [22] * 4]
+    assert torch.equal(batch["seen"], batch["serial"] > 0)
+
+
+def test_collate_fn_gets_the_rows():
+    ensemble = filled(sample_from_all=True, collate_fn=lambda rows: torch.cat([row["member"] for row in rows]))
+    assert ensemble.sample().tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_tensors_are_stacked_too():
+    ensemble = ReplayBufferEnsemble(*members(2, ReplayBuffer), sample_from_all=True, batch_size=4)
+    for n in range(2):
+        ensemble.extend(torch.full((3,), n), member=n)
+    assert ensemble.sample().tolist() == [[0, 0], [1, 1]]
+
+
+def test_rows_of_slices_cut_short_are_stacked_as_they_are():
+    buffers = [
+        TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=SliceSampler(slice_len=4, traj_key="serial"))
+        for _ in range(2)
+    ]
+    ensemble = ReplayBufferEnsemble(*buffers, sample_from_all=True, batch_size=8)
+    for n, buffer in enumerate(buffers):
+        data = of_member(n, 6)
+        data["serial"] = torch.arange(6) // (2 + 2 * n)  # trajectories of two and of four frames
+        buffer.extend(data)
+    batch = ensemble.sample()
+    assert len(batch) == 2
+    assert batch[0].batch_size == (2,)
+    assert batch[1].batch_size in {(4,), (2,)}
+
+
+# Writing -----------------------------------------------------------------------------------------
+
+
+def test_a_key_routes_elements_to_their_members():
+    ensemble = ReplayBufferEnsemble(*members(), sample_from_all=True, batch_size=6, routing_key="member")
+    data = torch.cat([of_member(n, 2 + n) for n in range(3)])
+    shuffled = data[torch.randperm(len(data))]
+    index = ensemble.extend(shuffled)
+    assert index.tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3]
+    for n, buffer in enumerate(ensemble.members):
+        assert sorted(buffer[:]["serial"].tolist()) == of_member(n, 2 + n)["serial"].tolist()
+    ensemble.extend(of_member(1))
+    assert [len(buffer) for buffer in ensemble.members] == [2, 7, 4]
+    with pytest.raises(ValueError, match=r"'member'.*members 0 to 2"):
+        ensemble.extend(of_member(3))
+    with pytest.raises(KeyError, match=r"routing_key.*'member'"):
+        ensemble.extend(TensorDict({"serial": torch.arange(2)}, [2]))
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_dimension_routes_parts_to_their_members(ndim):
+    buffers = [TensorDictReplayBuffer(storage=LazyTensorStorage(20, ndim=ndim)) for _ in range(3)]
+    ensemble = ReplayBufferEnsemble(*buffers, sample_from_all=True, batch_size=6, routing_dim=0)
+    data = torch.stack([of_member(n, 4) for n in range(3)])
+    ensemble.extend(data if ndim == 1 else data.reshape(3, 2, 2))
+    assert [buffer[:]["member"].unique().tolist() for buffer in buffers] == [[0], [1], [2]]
+    with pytest.raises(ValueError, match="expected 3 parts along routing_dim=0, got 2"):
+        ensemble.extend(data[:2])
+
+
+def test_one_element_goes_to_the_member_that_is_named():
+    ensemble = filled()
+    assert ensemble.add(of_member(1)[0], member=1) == 5
+    assert len(ensemble.members[1]) == 6
+
+
+def test_nothing_says_where_to():
+    with pytest.raises(ValueError, match=r"member.*routing_key"):
+        filled().extend(of_member(0))
+    for member in (3, -4):
+        with pytest.raises((IndexError, ValueError), match=f"member: expected 0 to 2, got {member}"):
+            filled().extend(of_member(0), member=member)
+
+
+# Elements, priorities, state ---------------------------------------------------------------------
+
+
+def test_members_and_their_elements_by_index():
+    ensemble = filled()
+    assert ensemble[1] is ensemble.members[1]
+    assert ensemble[1:] == ensemble.members[1:]
+    assert ensemble[1, :3]["serial"].tolist() == [100, 101, 102]
+    assert ensemble[:, 3]["serial"].tolist() == [3, 103, 203]
+    assert ensemble[2, -1]["serial"] == 205
+
+
+def test_priorities_reach_the_members():
+    buffers = members(2, sampler=lambda: PrioritizedSampler(20, 1.0, 1.0))
+    ensemble = ReplayBufferEnsemble(*buffers, sample_from_all=True, batch_size=80)
+    for n in range(2):
+        ensemble.extend(of_member(n), member=n)
+    batch = ensemble.sample()
+    priority = ((batch["serial"] == 2) | (batch["serial"] == 101)).float()
+    ensemble.update_priority(batch["index"], priority)
+    again = ensemble.sample()
+    assert again["serial"][0].unique().tolist() == [2]
+    assert again["serial"][1].unique().tolist() == [101]
+    assert again["priority_weight"].shape == (2, 40)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "dumps"])
+def test_another_ensemble_goes_on(how, tmp_path):
+    ensemble, other = (
+        filled(count, num_buffer_sampled=4, batch_size=8, generator=torch.Generator().manual_seed(3))
+        for count in (3, 3)
+    )
+    ensemble.extend(of_member(2), member=2)
+    ensemble.sample()
+    if how == "dumps":
+        ensemble.dumps(tmp_path / "saved")
+        other.loads(tmp_path / "saved")
+    else:
+        other.load_state_dict(ensemble.state_dict())
+    assert [len(buffer) for buffer in other.members] == [4, 5, 10]
+    for _ in range(3):
+        assert bool((ensemble.sample() == other.sample()).all())
+    with pytest.raises(KeyError, match="expected 2 members"):
+        filled(2).load_state_dict(ensemble.state_dict())
+
+
+def test_emptied():
+    ensemble = filled()
+    ensemble.empty()
+    assert [len(buffer) for buffer in ensemble.members] == [0, 0, 0]
+    with pytest.raises(RuntimeError, match="empty"):
+        ensemble.sample()
+
+
+def test_members_may_lie_anywhere():
+    buffers = [TensorDictReplayBuffer(storage=storage(20)) for storage in (LazyTensorStorage, LazyMemmapStorage)]
+    ensemble = ReplayBufferEnsemble(*buffers, sample_from_all=True, batch_size=4, shared=True)
+    assert all(buffer.storage.shared for buffer in buffers)
+    for n in range(2):
+        ensemble.extend(of_member(n), member=n)
+    assert ensemble.sample()["member"].tolist() == [[0, 0], [1, 1]]
+
+
+def test_iteration_goes_on():
+    batches = iter(filled(sample_from_all=True))
+    assert next(batches).batch_size == next(batches).batch_size == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample_from_all": True, "p": [1, 1]}, "sample_from_all"),
+        ({"sample_from_all": True, "num_buffer_sampled": 1}, "sample_from_all"),
+        ({"p": [1.0]}, "p: expected 2 weights"),
+        ({"p": [1.0, -1.0]}, "p: expected 2 weights"),
+        ({"p": [0.0, 0.0]}, "p: expected 2 weights"),
+        ({"p": [1.0, float("nan")]}, "p: expected 2 weights"),
+        ({"batch_size": 3}, "batch_size: expected a multiple of 2"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"num_buffer_sampled": 0}, "num_buffer_sampled"),
+        ({"routing_key": "a", "routing_dim": 0}, "routing_key and routing_dim"),
+        ({"collate_fn": 3}, "collate_fn"),
+        ({"transform": 3}, "transform"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        ReplayBufferEnsemble(*members(2), **options)
+
+
+def test_members_are_buffers():
+    with pytest.raises(TypeError, match="buffers: expected replay buffers"):
+        ReplayBufferEnsemble()
+    with pytest.raises(TypeError, match=r"buffers.*LazyTensorStorage"):
+        ReplayBufferEnsemble(LazyTensorStorage(3))
+    with pytest.raises(ValueError, match="batch_size"):
+        ReplayBufferEnsemble(*members(2)).sample()

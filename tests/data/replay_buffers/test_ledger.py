@@ -1,0 +1,206 @@
+"""The ledger: rows are reserved, written, published; readers see published ones only, whoever dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollwright.data.replay_buffers import _ledger
+from rollwright.data.replay_buffers._ledger import Ledger
+from rollwright.data.replay_buffers._locks import RowLock
+from rollwright.data.replay_buffers._segment import Segment
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def shared_ledger(capacity: int = 100) -> tuple[Ledger, Segment, Segment]:
+    rows, lock = Segment(), Segment()
+    rows.grow(Ledger.num_bytes)
+    return Ledger(rows.map(0, Ledger.num_bytes), RowLock.over(lock), capacity=capacity), rows, lock
+
+
+def attach(rows: Segment, lock: Segment) -> Ledger:
+    return Ledger(rows.map(0, Ledger.num_bytes), RowLock.over(lock))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["reserve", "publish", "abandon"]), st.integers(1, 7)), max_size=60))
+@settings(deadline=None)
+def test_what_is_live_is_what_a_simple_model_says(moves):
+    capacity = 12
+    ledger = Ledger(capacity=capacity, timeout_s=0.0)
+    state: dict[int, str] = {}  # of each position ever reserved
+    open_reservations = []
+    for move, n in moves:
+        if move == "reserve":
+            first_open = min((r.start for r in open_reservations), default=len(state))
+            if len(state) + n - capacity > first_open:
+                with pytest.raises(TimeoutError, match="not published yet"):
+                    ledger.reserve(n)
+                continue
+            reservation = ledger.reserve(n)
+            assert reservation.start == len(state)
+            state.update(dict.fromkeys(range(reservation.start, reservation.stop), "open"))
+            open_reservations.append(reservation)
+        elif open_reservations:
+            reservation = open_reservations.pop(n % len(open_reservations))
+            getattr(ledger, move)(reservation)
+            word = "there" if move == "publish" else "void"
+            state.update(dict.fromkeys(range(reservation.start, reservation.stop), word))
+        high = next((p for p in range(len(state)) if state[p] == "open"), len(state))
+        low = max(0, min(len(state) - capacity, high))
+        live = {p for p in range(low, high) if state[p] == "there"}
+        got_low, got_high = ledger.live()
+        got = set(range(got_low, got_high))
+        for start, stop in ledger.voids():
+            assert set(range(start, stop)) <= got
+            got -= set(range(start, stop))
+        assert got == live
+        assert ledger.num_live() == len(live)
+        settled = [state[p] for p in range(high)]
+        assert high - settled.count("void") == settled.count("there")
+
+
+def test_write_count_leaves_out_what_was_abandoned():
+    ledger = Ledger(capacity=10)
+    ledger.publish(ledger.reserve(4), voids=[(1, 3)])
+    ledger.abandon(ledger.reserve(5))
+    assert (ledger.write_count, ledger.num_lost, ledger.num_live()) == (2, 7, 2)
+    assert ledger.voids().tolist() == [[1, 3], [4, 9]]
+
+
+def test_gaps_that_are_overwritten_are_forgotten():
+    ledger = Ledger(capacity=4)
+    for _ in range(3 * _ledger._VOIDS):  # more than are remembered at a time
+        ledger.abandon(ledger.reserve(2))
+    ledger.publish(ledger.reserve(4))
+    assert len(ledger.voids()) == 0
+    assert ledger.num_live() == 4
+
+
+def test_more_rows_than_there_are_is_an_error_that_says_so():
+    with pytest.raises(ValueError, match="1 to 4 rows, got 5"):
+        Ledger(capacity=4).reserve(5)
+
+
+def test_a_reservation_whose_block_raises_is_abandoned():
+    ledger = Ledger(capacity=4)
+    with pytest.raises(KeyError), ledger.writes(3):
+        raise KeyError("mine")
+    assert ledger.num_live() == 0
+    ledger.publish(ledger.reserve(1))
+    assert ledger.num_live() == 1
+
+
+def test_clear_drops_rows_and_says_that_what_was_derived_is_void():
+    ledger = Ledger(capacity=4)
+    ledger.publish(ledger.reserve(3))
+    before = ledger.revision
+    ledger.clear()
+    assert ledger.num_live() == 0
+    assert ledger.revision > before
+    ledger.publish(ledger.reserve(2))
+    assert ledger.live() == (3, 5)
+
+
+def reserve_and_wait(rows: Segment, lock: Segment, ready, n: int) -> None:
+    attach(rows, lock).reserve(n)
+    ready.set()
+    signal.pause()
+
+
+def test_a_killed_writers_reservation_becomes_a_gap_and_stops_nobody():
+    ledger, rows, lock = shared_ledger()
+    ready = SPAWN.Event()
+    writer = SPAWN.Process(target=reserve_and_wait, args=(rows, lock, ready, 10))
+    writer.start()
+    assert ready.wait(60)
+    mine = ledger.reserve(5)
+    ledger.publish(mine)
+    ledger.settle()
+    assert ledger.live() == (0, 0)  # the other one may still publish
+    os.kill(writer.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)  # dead, and not reaped
+    ledger.settle()
+    assert ledger.live() == (0, 15)
+    assert ledger.voids().tolist() == [[0, 10]]
+    writer.join(60)
+
+
+def hold(rows: Segment, lock: Segment, ready, how: str) -> None:
+    ledger = attach(rows, lock)
+    with getattr(ledger, how)():
+        ready.set()
+        signal.pause()
+
+
+@pytest.mark.parametrize("how", ["reading", "writing"])
+def test_the_lock_dies_with_its_holder(how):
+    ledger, rows, lock = shared_ledger()
+    ready = SPAWN.Event()
+    holder = SPAWN.Process(target=hold, args=(rows, lock, ready, how))
+    holder.start()
+    assert ready.wait(60)
+    ledger.lock._timeout_s = 0.05
+    with pytest.raises(TimeoutError, match="process"):
+        ledger.reserve(1)
+    os.kill(holder.pid, signal.SIGKILL)
+    ledger.lock._timeout_s = 60.0
+    ledger.publish(ledger.reserve(1))
+    assert ledger.num_live() == 1
+    holder.join(60)
+
+
+def test_readers_share_and_a_writer_waits_for_them():
+    ledger, _, _ = shared_ledger()
+    done = threading.Event()
+
+    def write() -> None:
+        ledger.publish(ledger.reserve(1))
+        done.set()
+
+    with ledger.reading(), ledger.reading():
+        thread = threading.Thread(target=write)
+        thread.start()
+        assert not done.wait(0.05)
+    assert done.wait(60)
+    thread.join(60)
+
+
+def test_two_objects_over_one_file_exclude_one_another_in_a_process():
+    ledger, rows, lock = shared_ledger()
+    other = attach(rows, lock)
+    assert other.lock is ledger.lock
+
+
+def publish_many(rows: Segment, lock: Segment, count: int) -> None:
+    ledger = attach(rows, lock)
+    for _ in range(count):
+        ledger.publish(ledger.reserve(3))
+
+
+def test_reservations_of_processes_do_not_overlap():
+    ledger, rows, lock = shared_ledger(capacity=1000)
+    workers = [SPAWN.Process(target=publish_many, args=(rows, lock, 200)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    assert ledger.write_count == 1200
+    assert ledger.live() == (200, 1200)
+    assert len(ledger.voids()) == 0
+
+
+def test_a_segment_grows_and_is_shared():
+    segment = Segment()
+    segment.grow(10_000)
+    first, second = segment.map(8192, 100), segment.map(8200, 8)
+    np.frombuffer(first, np.uint8)[8:16] = 7
+    assert bytes(second) == b"\x07" * 8

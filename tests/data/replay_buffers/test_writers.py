@@ -1,0 +1,140 @@
+"""Writers: where new elements go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from rollwright.data import (
+    ImmutableDatasetWriter,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+    TensorStorage,
+)
+
+
+def ranked(values, start: int = 0, key="value") -> TensorDict:
+    values = torch.as_tensor(values, dtype=torch.float32)
+    return TensorDict({key: values, "serial": torch.arange(start, start + len(values))}, [len(values)])
+
+
+@pytest.mark.parametrize("writer", [RoundRobinWriter, TensorDictRoundRobinWriter])
+def test_round_robin_goes_over_the_oldest(writer):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=writer())
+    assert buffer.extend(torch.arange(2)).tolist() == [0, 1]
+    assert buffer.extend(torch.arange(2, 4)).tolist() == [2, 0]
+    assert buffer[:].tolist() == [3, 1, 2]
+
+
+def test_an_immutable_buffer_is_read_and_not_written():
+    buffer = ReplayBuffer(storage=TensorStorage(torch.arange(3)), writer=ImmutableDatasetWriter(), batch_size=2)
+    for call in (buffer.extend, buffer.add):
+        with pytest.raises(RuntimeError, match="read-only"):
+            call(torch.arange(3))
+    assert buffer[:].tolist() == [0, 1, 2]
+    assert buffer.sample().shape == (2,)
+
+
+# The largest values ------------------------------------------------------------------------------
+
+
+class BestOf:
+    """Keeps the elements of the largest value; of equal ones those that came first."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.held = size, {}
+
+    def put(self, serial: int, value: float) -> bool:
+        if len(self.held) < self.size:
+            self.held[serial] = value
+            return True
+        least = min(self.held.values())
+        if value <= least:
+            return False
+        del self.held[next(serial for serial, other in self.held.items() if other == least)]
+        self.held[serial] = value
+        return True
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 6),
+    st.lists(st.tuples(st.booleans(), st.lists(st.integers(-3, 9), min_size=1, max_size=9)), max_size=6),
+)
+def test_the_largest_values_stay(storage, size, calls):
+    buffer = ReplayBuffer(storage=storage(size), writer=TensorDictMaxValueWriter("value"), batch_size=3)
+    model, written = BestOf(size), 0
+    for one_by_one, values in calls:
+        data = ranked(values, start=written)
+        index = [buffer.add(element) for element in data] if one_by_one else buffer.extend(data).tolist()
+        taken = [model.put(written + n, value) for n, value in enumerate(values)]
+        assert [place >= 0 for place in index] == taken
+        written += len(values)
+        held = buffer[:]
+        assert sorted(held["value"].tolist()) == sorted(model.held.values())
+        assert len(buffer) == len(model.held)
+        last = {place: written - len(values) + n for n, place in enumerate(index) if place >= 0}
+        assert all(int(buffer[place]["serial"]) == serial for place, serial in last.items())
+        for value, serial in zip(held["value"].tolist(), held["serial"].tolist(), strict=True):
+            assert sum(other == value for other in model.held.values()) >= 1
+            assert serial < written
+        least = min(model.held.values())
+        strictly = {serial for serial, value in model.held.items() if value > least}
+        assert strictly <= set(held["serial"].tolist())  # which of the least ones stay is open
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"), [("sum", [1, 2]), ("max", [0, 2]), ("min", [1, 3]), ("mean", [1, 2]), ("median", [1, 3])]
+)
+def test_several_numbers_become_one(reduction, expected):
+    rows = torch.tensor([[-9.0, 0.0, 9.5], [3.0, 3.0, 3.0], [-5.0, 1.0, 14.0], [1.0, 1.5, 2.0]])
+    data = TensorDict({"next": {"reward": rows}, "serial": torch.arange(4)}, [4])
+    buffer = ReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter(reduction=reduction))
+    buffer.extend(data)
+    assert sorted(buffer[:]["serial"].tolist()) == expected
+
+
+def test_the_largest_stay_over_changes_in_place_and_a_new_beginning():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("value"))
+    buffer.extend(ranked([5.0, 6.0, 7.0]))
+    buffer[1] = ranked([0.0], start=50)[0]
+    assert buffer.extend(ranked([1.0, 0.5])).tolist() == [1, -1]
+    assert sorted(buffer[:]["value"].tolist()) == [1.0, 5.0, 7.0]
+    buffer.empty()
+    buffer.extend(ranked([0.1, 0.2, 0.3, 0.15]))
+    assert sorted(round(value, 3) for value in buffer[:]["value"].tolist()) == [0.15, 0.2, 0.3]
+
+
+def test_a_restored_buffer_goes_on_with_the_largest():
+    buffer, other = (
+        ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("value")) for _ in range(2)
+    )
+    buffer.extend(ranked([5.0, 1.0, 7.0, 3.0]))
+    other.load_state_dict(buffer.state_dict())
+    for one in (buffer, other):
+        one.extend(ranked([4.0, 2.0]))
+        assert sorted(one[:]["value"].tolist()) == [4.0, 5.0, 7.0]
+
+
+def test_bad_input_to_the_writer_of_the_largest():
+    with pytest.raises(ValueError, match=r"reduction: expected one of sum.*'prod'"):
+        TensorDictMaxValueWriter("value", reduction="prod")
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("other"))
+    with pytest.raises(KeyError, match=r"rank_key.*'other'.*'value'"):
+        buffer.extend(ranked([1.0]))
+    for storage, data in (
+        (LazyTensorStorage(6, ndim=2), ranked([1.0] * 4).reshape(2, 2)),
+        (LazyTensorStorage(3), torch.ones(2)),
+    ):
+        buffer = ReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter("value"))
+        with pytest.raises(ValueError, match="RoundRobinWriter"):
+            buffer.extend(data)
