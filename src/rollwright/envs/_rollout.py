@@ -10,6 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collecti
 from torch import nn
 
 from rollwright.data.layout import end_of_trajectory, mark_truncated
+from rollwright.modules import set_recurrent_mode
 from rollwright.modules.signature import Call, speak_tensordict
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = ["rollout"]
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
+@set_recurrent_mode("sequential")  # the dimension of a batch of environments is not time, whatever the caller set
 def rollout(
     env: EnvBase,
     max_steps: int,

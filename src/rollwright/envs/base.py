@@ -26,12 +26,23 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 class _EnvMeta(ABCMeta):
-    """Calls ``_finalize`` once the constructor of the most derived class has run."""
+    """Calls ``_finalize`` once the constructor of the most derived class has run, and takes ``policy=``."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        policy = None if _takes_policy(cls) else kwargs.pop("policy", None)
         env = super().__call__(*args, **kwargs)
         env._finalize()
-        return env
+        if policy is None:
+            return env
+        from rollwright.envs._policy_hook import provide_for_policy
+
+        return provide_for_policy(env, policy)
+
+
+def _takes_policy(cls: type) -> bool:
+    """Whether the class's own constructor has an argument of that name, which is then its own affair."""
+    code = getattr(cls.__init__, "__code__", None)  # type: ignore[misc]
+    return code is not None and "policy" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 class EnvBase(EnvSpecs, metaclass=_EnvMeta):
@@ -49,6 +60,10 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         run_type_checks: also test with every step that values lie in their specs' domains (presence,
             shape and dtype are always tested).
         allow_done_after_reset: accept an environment that is done as soon as it is reset.
+        policy: an argument of every environment's constructor, which subclasses need not declare: a policy for which
+            the environment is to provide the marks of first steps and the first states that its recurrent modules
+            read. Where the environment lacks any, the result is a :class:`~rollwright.envs.TransformedEnv` of it with
+            an ``InitTracker`` and the policy's primers.
 
     Attributes:
         batch_locked: False for an environment whose batch size is that of the data it is given.

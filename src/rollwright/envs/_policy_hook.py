@@ -1,0 +1,102 @@
+"""What a policy needs of its environment besides observations: first values of its states, and the mark of first steps.
+
+A policy says so by its submodules: those with a method ``make_tensordict_primer()`` carry states, and read the mark of
+first steps at their ``init_key`` (``"is_init"`` unless they have one).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rollwright._keys import NestedKey, as_tuple, key_str, unravel
+from rollwright.data.layout import IS_INIT, deciding_groups
+from rollwright.data.specs import TensorSpec
+from rollwright.envs.transforms import Compose, InitTracker, Transform, TransformedEnv
+from rollwright.errors import EnvKeyError
+
+if TYPE_CHECKING:
+    from rollwright.envs.base import EnvBase
+
+__all__ = ["provide_for_policy"]
+
+Specs = dict[NestedKey, TensorSpec]
+
+
+def provide_for_policy(env: EnvBase, policy: Any) -> EnvBase:
+    """An environment that provides what ``policy`` carries along: ``env`` itself where nothing is missing.
+
+    What counts is what ``full_observation_spec`` and ``full_state_spec`` announce, so that transforms inside the
+    environments of a batch are seen, and a second call adds nothing.
+
+    Args:
+        env: is not changed.
+        policy: a module, or any object; only modules (and objects with ``make_tensordict_primer``) can need anything.
+
+    Raises:
+        ValueError: the environment, or another module, has an entry of that name and of another shape.
+        EnvKeyError: a mark of first steps cannot be given where the policy reads it.
+    """
+    modules = _with_states(policy)
+    if not modules:
+        return env
+    known = _entries(env)
+    added: list[Transform] = [InitTracker(name) for name in _missing_marks(env, modules, known)]
+    for module in modules:
+        primer = module.make_tensordict_primer()
+        wanted = {unravel(key): primer.primers[key] for key in primer.primers.keys(True, True)}
+        present = {key: known[key] for key in wanted if key in known}
+        for key, spec in present.items():
+            _check_same(env, module, key, wanted[key], spec)
+        if len(present) == len(wanted):
+            continue
+        if present:
+            raise ValueError(
+                f"policy: {type(module).__name__} carries {key_str(wanted)}, and {env} provides only "
+                f"{key_str(present)}. Let its primer give all of them, or none."
+            )
+        added.append(primer)
+        known.update({key: primer._place(key, env.batch_size) for key in wanted})
+    if not added:
+        return env
+    return TransformedEnv(env, Compose(*added), cache_specs=getattr(env, "cache_specs", True))
+
+
+def _with_states(policy: Any) -> list[Any]:
+    """The submodules that carry states; the policy itself may be one, and no module."""
+    parts = policy.modules() if isinstance(policy, nn.Module) else [policy]
+    return [part for part in parts if callable(getattr(part, "make_tensordict_primer", None))]
+
+
+def _entries(env: EnvBase) -> Specs:
+    specs = (env.full_state_spec, env.full_observation_spec)
+    return {unravel(key): spec[key] for spec in specs for key in spec.keys(True, True)}
+
+
+def _missing_marks(env: EnvBase, modules: list[Any], known: Specs) -> list[str]:
+    """Names of marks of first steps that are to be added; a tracker puts one beside each group of flags."""
+    names: list[str] = []
+    for module in modules:
+        key = unravel(getattr(module, "init_key", IS_INIT))
+        *prefix, name = as_tuple(key)
+        if key in known or name in names:
+            continue
+        places = [group.prefix for group in deciding_groups(env._done_groups)]
+        if tuple(prefix) not in places:
+            raise EnvKeyError(
+                f"policy: {type(module).__name__} reads the mark of first steps at {key!r}, and {env} can have one "
+                f"only beside its flags: {key_str([(*place, name) for place in places])}. Change the last of in_keys."
+            )
+        names.append(name)
+    return names
+
+
+def _check_same(env: EnvBase, module: Any, key: NestedKey, wanted: TensorSpec, present: TensorSpec) -> None:
+    """Test that an entry that is there already has the shape of the module's."""
+    if -1 in present.shape or tuple(present.shape) in (tuple(wanted.shape), (*env.batch_size, *wanted.shape)):
+        return
+    raise ValueError(
+        f"policy: {type(module).__name__} carries {key!r} of shape {list(wanted.shape)}, and {env} has an entry of "
+        f"that name of shape {list(present.shape)}. Give the module another key, or take that primer out."
+    )
