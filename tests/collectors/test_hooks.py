@@ -8,6 +8,8 @@ import torch
 from rollwright.envs import GymEnv, StepCounter, TransformedEnv
 from rollwright.testing.mocking_classes import CountingEnv
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
+
 
 def test_hooks_are_called_once_a_batch_in_order(make):
     log = []

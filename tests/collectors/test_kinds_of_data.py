@@ -20,6 +20,8 @@ from rollwright.testing.mocking_classes import (
     NestedCountingEnv,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
+
 
 class Stopped(Interruptor):
     """Lets every rollout take one step."""

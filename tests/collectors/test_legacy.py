@@ -14,6 +14,9 @@ from rollwright.envs import ExplorationType
 from rollwright.envs.libs.gym import GymEnv
 from rollwright.testing.mocking_classes import CountingEnv
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
+
+
 # Key, shape and dtype as reference 003 prints them.
 PRINTED = [
     ("action", (4, 50, 1), torch.float32),

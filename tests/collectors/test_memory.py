@@ -16,7 +16,10 @@ from rollwright.testing.mocking_classes import CountingEnv
 
 STATM = Path("/proc/self/statm")
 LIBC = ctypes.CDLL(None)
-pytestmark = pytest.mark.skipif(not STATM.exists(), reason="reads /proc")
+pytestmark = [
+    pytest.mark.skipif(not STATM.exists(), reason="reads /proc"),
+    pytest.mark.filterwarnings("ignore:.*split_trajs=True pads"),
+]
 MIB = 1 << 20
 
 

@@ -18,6 +18,8 @@ from rollwright.testing.mocking_classes import (
     EnvWithDynamicSpec,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
+
 
 class StopsAfter(Interruptor):
     """Interrupts every rollout after the same number of steps."""

@@ -10,6 +10,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
+
 
 def test_003_pendulum():
     from rollwright.collectors.collectors import SyncDataCollector

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
+
+
 # Both processes import this file.
 MAKERS = """
 import random

@@ -11,6 +11,8 @@ import torch
 from rollwright.envs import GymEnv, SerialEnv
 from rollwright.testing.mocking_classes import CountingEnv, MultiKeyCountingEnv, NestedCountingEnv
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
+
 ENVS = {
     "cartpole": lambda: GymEnv("CartPole-v1"),
     "serial": lambda: SerialEnv(3, lambda: GymEnv("CartPole-v1")),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
-from rollwright.collectors import Interruptor
+from rollwright.collectors import Collector, Interruptor, SyncDataCollector
 from rollwright.collectors.utils import split_trajectories
 from rollwright.envs import GymEnv, SerialEnv
 from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
 
 ENVS = {
     "single": lambda: GymEnv("CartPole-v1"),
@@ -238,6 +242,17 @@ def test_split_trajs_loses_and_doubles_nothing(make, kind, same):
     mask = padded["collector", "mask"]
     assert bool((mask[:, :-1] >= mask[:, 1:]).all())
     assert not bool(padded["observation"][~mask].any())
+
+
+@pytest.mark.parametrize("cls", [Collector, SyncDataCollector])
+def test_split_trajs_advises_against_itself_once(make, cls):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        collector = make(CountingEnv(max_steps=4), None, cls=cls, frames_per_batch=5, split_trajs=True)
+        collector.next()
+        collector.next()
+    assert len(caught) == 1
+    assert "trajs_per_batch" in str(caught[0].message)
 
 
 def test_split_trajs_does_not_set_flags(make, count):

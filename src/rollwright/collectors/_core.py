@@ -19,16 +19,18 @@ from rollwright.collectors._path import Path, UnfitOutputs
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.counts import FrameCounts
 from rollwright.collectors.devices import Devices, module_device, nothing, sync_function
+from rollwright.collectors.direct import batch_memory
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import named_range
 from rollwright.collectors.stats import EpisodeStats, StageTimer
 from rollwright.collectors.trajectories import TrajectoryPool
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory, mark_truncated
-from rollwright.data.memory import MemoryPool
 from rollwright.data.specs._shape import as_device
+from rollwright.envs._policy_hook import provide_for_policy
 from rollwright.envs.utils import set_exploration_type
 from rollwright.errors import NotNative
+from rollwright.modules import set_recurrent_mode
 
 __all__ = ["RolloutCore"]
 
@@ -37,8 +39,18 @@ def _never() -> bool:
     return False
 
 
+def _and_write(path: Path, write: Callable[[TensorDictBase], None]) -> Callable[[int], None]:
+    def record(t: int) -> None:
+        path.record(t)
+        write(path.frame(t))
+
+    return record
+
+
 class RolloutCore(BaseCollector):
     """The part of :class:`~rollwright.collectors.Collector` that steps the environment, one batch at a time."""
+
+    _write_frame: Callable[[TensorDictBase], None] | None = None  # given each frame when it was recorded
 
     def __init__(self, create_env_fn: EnvMaker, policy: Any = None, **options: Any) -> None:
         self.closed = True  # until construction succeeds
@@ -54,7 +66,7 @@ class RolloutCore(BaseCollector):
         self._timer = StageTimer()
         self._episodes = EpisodeStats()
         self._frames = self._iter = self._policy_version = 0
-        self._memory = MemoryPool()
+        self._memory = batch_memory(self.options)
         self._fresh_ids: torch.Tensor | None = None
         self._stepped = False  # whether a frame was taken in this object's life
         self._anew = torch.ones(self.env.numel(), dtype=torch.bool).numpy()
@@ -76,6 +88,8 @@ class RolloutCore(BaseCollector):
     def _setup_policy(self, policy: Any) -> None:
         options = self.options
         acting = policies.make_policy(policy, options, self.env)
+        if options.auto_register_policy_transforms:
+            self.env = provide_for_policy(self.env, acting)
         device = options.policy_device or options.device
         module, original = policies.place_policy(acting, as_device(device))
         self.policy = module  # the user's object, or its copy on another device: its weights act
@@ -106,14 +120,16 @@ class RolloutCore(BaseCollector):
         self.requested_frames_per_batch = self.options.frames_per_batch
         self.init_random_frames = counts.random_frames
         if counts.rounding:
-            warnings.warn(f"{type(self).__name__} delivers whole batches: {counts.rounding}.", stacklevel=3)
+            warnings.warn(f"{type(self).__name__} delivers whole batches: {counts.rounding}.", stacklevel=4)
 
     def _take(self, path: Path) -> None:
         """Take ``path`` from now on: the short list of callables that a rollout runs through."""
         self._path = path
         self._act = named_range("rollwright.policy", path.act)
         self._step = named_range("rollwright.env", path.step)
-        self._record = named_range("rollwright.write", path.record)
+        write = self._write_frame
+        record = path.record if write is None else _and_write(path, write)
+        self._record = named_range("rollwright.write", record)
 
     @property
     def _carrier(self) -> TensorDictBase | None:
@@ -147,7 +163,7 @@ class RolloutCore(BaseCollector):
         clock, spend = time.perf_counter, self._timer.spend
         if self._pre_collect_hook is not None:
             self._pre_collect_hook()
-        with torch.no_grad(), set_exploration_type(self.options.exploration_type):
+        with torch.no_grad(), set_exploration_type(self.options.exploration_type), set_recurrent_mode("sequential"):
             try:
                 self._begin()
                 for t in range(self._counts.steps):

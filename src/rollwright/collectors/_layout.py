@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rollwright._keys import NestedKey, as_tuple, is_private, unravel
+from rollwright._keys import NestedKey, as_tuple, is_private, key_str, unravel
 from rollwright.collectors.recording import Field
-from rollwright.envs.arrays import FLAGS, Entry
+from rollwright.envs.arrays import FLAGS, Entry, Values
 
-__all__ = ["Layout", "below_next", "lay_out"]
+__all__ = ["Layout", "below_next", "difference", "lay_out", "unfit"]
 
 Form = tuple[tuple[int, ...], np.dtype[Any]]
 
@@ -89,3 +89,23 @@ def below_next(key: NestedKey) -> NestedKey:
 
 def _field(shape: Sequence[int], dtype: np.dtype[Any]) -> Field:
     return Field(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype, torch.device("cpu"))
+
+
+def unfit(outputs: Values, roots: Mapping[NestedKey, Entry]) -> str | None:
+    """Why a policy's outputs cannot lie in rows beside those of the environment, ``roots``."""
+    for key, value in outputs.items():
+        if not isinstance(value, np.ndarray):
+            return f"it writes {key!r}, which is no array"
+        below = unravel(as_tuple(key)[1:]) if as_tuple(key)[0] == "next" else None
+        if key in roots or (below is not None and below not in roots):
+            return f"it writes {key!r}, beside what the environment has"
+    return None
+
+
+def difference(outputs: Values, acts: Mapping[NestedKey, Form]) -> str | None:
+    """What of a policy's outputs is not as it was in the first step of the batch, ``acts``."""
+    if outputs.keys() != acts.keys():
+        return f"it writes {key_str(outputs)} after {key_str(acts)}"
+    forms = {key: (getattr(value, "shape", None), getattr(value, "dtype", None)) for key, value in outputs.items()}
+    varied = [key for key, form in forms.items() if form != acts[key]]
+    return f"{varied[0]!r} varies in shape or dtype" if varied else None

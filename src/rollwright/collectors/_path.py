@@ -98,5 +98,9 @@ class Path(ABC):
         """The frame goes into the batch's memory."""
 
     @abstractmethod
+    def frame(self, t: int) -> TensorDictBase:
+        """The frame ``[*env]`` of time ``t``, which was recorded last, as the batch will hold it."""
+
+    @abstractmethod
     def finish(self, steps: int) -> TensorDictBase:
         """Close the batch after ``steps`` steps; times that were not taken are zero, their ids -1."""

@@ -176,6 +176,10 @@ class PlainPath(Path):
         if self._keeper is not None:
             self._keeper.keep(t, self._frame.get("next"), self._ended)
 
+    def frame(self, t: int) -> TensorDictBase:
+        """See :meth:`Path.frame`."""
+        return self._recorder.frame(t)
+
     def finish(self, steps: int) -> TensorDictBase:
         """See :meth:`Path.finish`."""
         batch = self._recorder.finish(steps)

@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.collectors.profiling import named_range
+from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.specs import MultiOneHot, NonTensor, OneHot
 from rollwright.envs.base import EnvBase
 from rollwright.errors import PolicyError, PolicyKeyError
@@ -33,7 +34,7 @@ __all__ = [
 Stage = Callable[[TensorDictBase], TensorDictBase]
 Step = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase]]
 
-IDS, VERSION = ("collector", "traj_ids"), "policy_version"
+IDS, VERSION = TRAJ_IDS, "policy_version"
 
 
 def mover(device: torch.device | None, sync: Callable[[], None]) -> Stage:

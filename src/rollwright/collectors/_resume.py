@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from rollwright._keys import key_str
+from rollwright.collectors._plan import IDS, VERSION
 from rollwright.collectors.devices import module_device
 from rollwright.envs._checkpoint import load_env, save_env
 from rollwright.envs._snapshot import dump
@@ -22,15 +23,14 @@ from rollwright.envs._snapshot import load as undump
 from rollwright.modules import RandomPolicy
 
 if TYPE_CHECKING:
-    from rollwright.collectors._core import RolloutCore
+    from rollwright.collectors._delivering import DeliveringCore
 
 __all__ = ["load", "save"]
 
-IDS, VERSION = ("collector", "traj_ids"), "policy_version"
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 
-def save(core: RolloutCore) -> OrderedDict[str, Any]:
+def save(core: DeliveringCore) -> OrderedDict[str, Any]:
     """The state of a collector between two batches: tensors, numbers, strings, and dictionaries and lists of them.
 
     Nothing of it changes when the collector goes on, but for ``policy_state_dict`` and ``env_state_dict``: these are
@@ -47,13 +47,14 @@ def save(core: RolloutCore) -> OrderedDict[str, Any]:
     state["env_checkpoint"] = checkpoint.state
     state["trajectories"] = trajectories
     state["first_reset"] = None if core._first_reset is None else core._first_reset.state_dict()
+    state["held"], unheld = _held(core)
     state["episodes"] = core._episodes.state_dict()
     state["streams"] = _streams(core)
-    state["unsaved"] = [*checkpoint.unsaved, *objects, *_kept_by_policy(core.policy)]
+    state["unsaved"] = [*checkpoint.unsaved, *objects, *unheld, *_kept_by_policy(core.policy)]
     return state
 
 
-def load(core: RolloutCore, state: Mapping[str, Any], **kwargs: Any) -> None:
+def load(core: DeliveringCore, state: Mapping[str, Any], **kwargs: Any) -> None:
     """Put back what :func:`save` saved.
 
     Args:
@@ -81,11 +82,12 @@ def load(core: RolloutCore, state: Mapping[str, Any], **kwargs: Any) -> None:
         _load_trajectories(core, state["trajectories"], ids_are_free)
         if core._first_reset is not None:
             core._first_reset = core._first_reset.load_state_dict(_placed(state["first_reset"], core.env.device))
+    _load_held(core, state, goes_on, ids_are_free)
     if "streams" in state:
         _load_streams(state["streams"])
 
 
-def _is_there(core: RolloutCore, state: Mapping[str, Any]) -> bool:
+def _is_there(core: DeliveringCore, state: Mapping[str, Any]) -> bool:
     """Whether the collector stands where the state was saved, and has delivered nothing that it does not know of."""
     if core._frames != state.get("frames") or core._traj_pool.state_dict() != state.get("traj_pool"):
         return False
@@ -109,7 +111,7 @@ def _placed(state: Any, device: torch.device | None = None) -> Any:
     return state.to(device or "cpu") if isinstance(state, torch.Tensor) else state
 
 
-def _load_env(core: RolloutCore, state: Mapping[str, Any]) -> bool:
+def _load_env(core: DeliveringCore, state: Mapping[str, Any]) -> bool:
     """Put the environment back; False where it begins anew."""
     if "env_checkpoint" not in state:
         return False
@@ -126,7 +128,7 @@ def _load_env(core: RolloutCore, state: Mapping[str, Any]) -> bool:
 # Trajectories under way -------------------------------------------------------------------------------
 
 
-def _trajectories(core: RolloutCore) -> tuple[dict[str, Any] | None, list[str]]:
+def _trajectories(core: DeliveringCore) -> tuple[dict[str, Any] | None, list[str]]:
     """The carrier and what belongs to it; or None, and why it cannot be saved."""
     try:
         carrier = _carrier_state(core._path.carrier)
@@ -141,7 +143,7 @@ def _trajectories(core: RolloutCore) -> tuple[dict[str, Any] | None, list[str]]:
     return found, []
 
 
-def _load_trajectories(core: RolloutCore, saved: Mapping[str, Any], ids_are_free: bool) -> None:
+def _load_trajectories(core: DeliveringCore, saved: Mapping[str, Any], ids_are_free: bool) -> None:
     core._anew[:] = saved["anew"].cpu().numpy()
     fresh, tracks = _placed(saved["fresh_ids"]), core.options.track_traj_ids
     carrier = _carrier(saved["carrier"])
@@ -159,6 +161,34 @@ def _load_trajectories(core: RolloutCore, saved: Mapping[str, Any], ids_are_free
     if tracks:
         core._path.set_ids(ids)
     core._fresh_ids = None if fresh is None else ids
+
+
+def _held(core: DeliveringCore) -> tuple[dict[str, Any] | None, list[str]]:
+    """Frames of whole trajectories that are not delivered yet; or None, and why they cannot be saved."""
+    assembler = core._delivery.assembler
+    if assembler is None:
+        return None, []
+    held = assembler.state_dict()
+    try:
+        saved = {name: [_carrier_state(td) for td in held[name]] for name in ("open", "complete")}
+    except Exception as error:
+        return None, [f"objects in held trajectories: cannot be pickled: {type(error).__name__}: {error}"]
+    return {**held, **saved}, []
+
+
+def _load_held(core: DeliveringCore, state: Mapping[str, Any], goes_on: bool, ids_are_free: bool) -> None:
+    assembler, held = core._delivery.assembler, state.get("held")
+    if assembler is None:
+        return
+    if held is None:
+        assembler.drop()
+        core._delivery.missed()  # trajectories that go on have begun elsewhere
+        return
+    loaded = {name: [_carrier(td) for td in _placed(held[name])] for name in ("open", "complete")}
+    carrier = core._path.carrier if goes_on else None
+    ids = None if carrier is None else carrier.get(IDS).reshape(-1).cpu().numpy()
+    fresh = () if ids_are_free else core._traj_pool.take(len(loaded["complete"])).tolist()
+    assembler.load_state_dict({**held, **loaded}, ids, fresh)
 
 
 def _carrier_state(carrier: TensorDictBase | None) -> dict[str, Any] | None:
@@ -207,7 +237,7 @@ def _node(saved: Mapping[str, Any]) -> TensorDict:
 # Random numbers -----------------------------------------------------------------------------------------
 
 
-def _streams(core: RolloutCore) -> dict[str, Any]:
+def _streams(core: DeliveringCore) -> dict[str, Any]:
     """The states of the global generators: torch's, those of the CUDA devices in use, NumPy's and Python's."""
     devices = {core.policy_device, core.env_device, core.storing_device, module_device(core.policy)}
     used = sorted({_index(device) for device in devices if device is not None and device.type == "cuda"})

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys, unravel
+from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys
 from rollwright.collectors import _plan
 from rollwright.collectors._actors import Actor
-from rollwright.collectors._layout import Layout, below_next, lay_out
+from rollwright.collectors._layout import Layout, below_next, difference, lay_out, unfit
 from rollwright.collectors._path import Path, UnfitOutputs
 from rollwright.collectors._plan import IDS, VERSION
 from rollwright.collectors.options import CollectorOptions
@@ -217,33 +217,14 @@ class ArrayPath(Path):
         else:
             outputs, self._ahead = self._ahead, None
         if t == 0:
-            if self._acting.varies and (unfit := self._unfit(outputs)):
-                self._hand_over(0, outputs, unfit)
+            if self._acting.varies and (against := unfit(outputs, self._roots)):
+                self._hand_over(0, outputs, against)
                 return
             self._open(outputs)
-        elif self._acting.varies and (other := self._other_than_before(outputs)):
+        elif self._acting.varies and (other := difference(outputs, self._acts)):
             self._hand_over(t, outputs, other)
             return
         root.update(outputs)
-
-    def _unfit(self, outputs: Values) -> str | None:
-        """Why outputs cannot lie in rows."""
-        for key, value in outputs.items():
-            if not isinstance(value, np.ndarray):
-                return f"it writes {key!r}, which is no array"
-            below = unravel(as_tuple(key)[1:]) if as_tuple(key)[0] == "next" else None
-            if key in self._roots or (below is not None and below not in self._roots):
-                return f"it writes {key!r}, beside what the environment has"
-        return None
-
-    def _other_than_before(self, outputs: Values) -> str | None:
-        """What is not as it was in the first step of the batch."""
-        acts = self._acts
-        if outputs.keys() != acts.keys():
-            return f"it writes {key_str(outputs)} after {key_str(acts)}"
-        forms = {key: (getattr(value, "shape", None), getattr(value, "dtype", None)) for key, value in outputs.items()}
-        varied = [key for key, form in forms.items() if form != acts[key]]
-        return f"{varied[0]!r} varies in shape or dtype" if varied else None
 
     def step(self, t: int) -> None:
         """See :meth:`Path.step`."""
@@ -314,7 +295,7 @@ class ArrayPath(Path):
         frames = []
         if t:
             block = cast(Block, self._block)
-            self._fill(block, t)
+            self._fill(block, slice(t))
             frames = block.frames(t)
         carrier = cast(TensorDictBase, self.carrier).update(self._written(outputs))
         if self._tracks_version:
@@ -362,7 +343,7 @@ class ArrayPath(Path):
     def finish(self, steps: int) -> TensorDictBase:
         """See :meth:`Path.finish`."""
         block = cast(Block, self._block)
-        self._fill(block, steps)
+        self._fill(block, slice(steps))
         batch = block.finish(steps)
         if not self._reuses:
             self._block, self._root_rows, self._out_rows = None, [], []
@@ -377,14 +358,20 @@ class ArrayPath(Path):
         self._keep(steps - 1, ~np.asarray(self._out["done"]))  # the batch ends here, so no root repeats them
         return self._keeper.finish(batch)
 
-    def _fill(self, block: Block, steps: int) -> None:
+    def frame(self, t: int) -> TensorDictBase:
+        """See :meth:`Path.frame`."""
+        block = cast(Block, self._block)
+        self._fill(block, slice(t, t + 1))
+        return block.frame(t)
+
+    def _fill(self, block: Block, times: slice) -> None:
         """Write what follows from the rows of the batch: ``done``, the roots' flags, versions."""
-        done, terminated, truncated = (block.rows(("next", flag))[:steps] for flag in FLAGS)
+        done, terminated, truncated = (block.rows(("next", flag))[times] for flag in FLAGS)
         np.logical_or(terminated, truncated, out=done)
         for flag in FLAGS:
-            block.rows(flag)[:steps] = False  # what ended has begun anew before the next step
+            block.rows(flag)[times] = False  # what ended has begun anew before the next step
         if self._tracks_version:
-            block.rows(NEXT_VERSION)[:steps] = block.rows(VERSION)[:steps]
+            block.rows(NEXT_VERSION)[times] = block.rows(VERSION)[times]
 
 
 def _row(block: Block, at: NestedKey, column: bool) -> NDArray[Any]:

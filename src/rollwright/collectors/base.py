@@ -32,31 +32,31 @@ class BaseCollector(ABC):
     _post_collect_hook: PostHook | None = None
     _worker_idx: int | None = None
     _profile_config: ProfileConfig | None = None
-    _iterating: Iterator[TensorDictBase] | None = None
+    _iterating: Iterator[TensorDictBase | None] | None = None
     _started: bool = False
 
     # Iteration --------------------------------------------------------------------------------
 
     @abstractmethod
-    def iterator(self) -> Iterator[TensorDictBase]:
+    def iterator(self) -> Iterator[TensorDictBase | None]:
         """Yield batches until ``total_frames`` are delivered."""
 
-    def __iter__(self) -> Iterator[TensorDictBase]:
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
         return self.iterator()
 
     def next(self) -> TensorDictBase | None:
-        """The next batch, or None when all are delivered."""
+        """The next batch, or None when all are delivered.
+
+        With a replay buffer, batches go there and None is returned each time; ``stats()["completed"]`` tells the end,
+        as does ``next(collector)``, which raises ``StopIteration``.
+        """
+        return next(self, None)
+
+    def __next__(self) -> TensorDictBase | None:
         iterating = self.iterator() if self._iterating is None else self._iterating
         self._iterating = None  # stays None at the end, and after an error, which ends a generator for good
-        batch = next(iterating, None)
-        if batch is not None:
-            self._iterating = iterating
-        return batch
-
-    def __next__(self) -> TensorDictBase:
-        batch = self.next()
-        if batch is None:
-            raise StopIteration
+        batch = next(iterating)
+        self._iterating = iterating
         return batch
 
     @abstractmethod

@@ -5,24 +5,19 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from tensordict import TensorDictBase, is_tensor_collection
-
-from rollwright._keys import is_private
 from rollwright.collectors import _resume
 from rollwright.collectors import weights as weight_forms
-from rollwright.collectors._core import RolloutCore
+from rollwright.collectors._backgrounding import BackgroundCore
 from rollwright.collectors._paths import resolve
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.profiling import RolloutProfiler
-from rollwright.data.layout import split_trajectories
 
 __all__ = ["Collector"]
 
 
-class Collector(RolloutCore):
+class Collector(BackgroundCore):
     """Collects experience in this process.
 
     Args:
@@ -50,65 +45,7 @@ class Collector(RolloutCore):
         torch.Size([64]) ['time'] torch.Size([64, 1])
     """
 
-    _profiler: RolloutProfiler | None = None
     _has_warned_of_unsaved = False
-
-    # Delivery ---------------------------------------------------------------------------------
-
-    def iterator(self) -> Iterator[TensorDictBase]:
-        """Yield batches until ``total_frames`` are delivered, from wherever the collector stands."""
-        while not self.completed:
-            yield self._deliver()
-
-    @property
-    def completed(self) -> bool:
-        """Whether ``total_frames`` were stepped."""
-        return self._frames >= self.total_frames
-
-    def _deliver(self) -> TensorDictBase:
-        self._check_open()
-        self._started = True
-        self._start_profiler()
-        with self._timer.running():
-            batch = self.rollout()
-            self._frames += self._taken  # what was stepped, whatever becomes of it
-            self._timer.frames += self._taken
-        try:
-            with self._timer.running():
-                batch = self._shape(batch)
-            self._iter += 1
-            if self._post_collect_hook is not None:
-                self._post_collect_hook(batch)
-        except BaseException:
-            self._path.carrier = None  # nobody gets these steps: no trajectory goes on across the hole
-            raise
-        if self._profiler is not None:
-            self._profiler.step()
-        return batch
-
-    def _shape(self, batch: TensorDictBase) -> TensorDictBase:
-        """Split, post-process, and drop private entries."""
-        if self.options.split_trajs:
-            batch = self._split(batch)
-        if self.options.postproc is not None:
-            batch = self.options.postproc(batch)
-            if not is_tensor_collection(batch):
-                raise TypeError(
-                    f"postproc: expected it to return a TensorDict, got {type(batch).__name__}. Let it return one."
-                )
-            private = [key for key in batch.keys(True) if is_private(key)]
-            batch = batch.exclude(*private) if private else batch
-        return batch
-
-    def _split(self, batch: TensorDictBase) -> TensorDictBase:
-        return split_trajectories(batch, prefix="collector")
-
-    def __len__(self) -> int:
-        if self._counts.batches is None:
-            raise RuntimeError(
-                "This collector has no end (total_frames=-1), hence no length. Pass total_frames= to set one."
-            )
-        return self._counts.batches
 
     # State ------------------------------------------------------------------------------------
 
@@ -123,6 +60,7 @@ class Collector(RolloutCore):
             trajectory id) and ``episodes`` (statistics); ``env_checkpoint`` (all that the environment is, its
             random generators included), ``trajectories`` (what the next step is taken from; None where the
             environment cannot be saved) and ``first_reset`` (for :meth:`set_seed` before the first batch);
+            ``held`` (frames of whole trajectories that are not delivered yet; a replay buffer has a state of its own);
             ``streams`` (the global generators of torch, NumPy and Python); ``unsaved``: a line for each thing that
             could not be saved.
 
@@ -139,7 +77,8 @@ class Collector(RolloutCore):
             >>> bool((second.next() == expected).all())
             True
         """
-        state = _resume.save(self)
+        with self._between_batches():
+            state = _resume.save(self)
         if state["unsaved"] and not self._has_warned_of_unsaved:
             self._has_warned_of_unsaved = True
             anew = "begins its environment anew, with new trajectory ids"
@@ -173,7 +112,8 @@ class Collector(RolloutCore):
         Warns:
             UserWarning: the environment is of another make than the one that was saved.
         """
-        _resume.load(self, state_dict, **kwargs)
+        with self._between_batches():
+            _resume.load(self, state_dict, **kwargs)
 
     # Weights ----------------------------------------------------------------------------------
 
@@ -188,7 +128,12 @@ class Collector(RolloutCore):
         model_id: str | None = None,
         worker_ids: Any = None,
     ) -> int:
-        """See :meth:`BaseCollector.update_policy_weights_`; the next batch acts with the new weights."""
+        """See :meth:`BaseCollector.update_policy_weights_`; the next batch acts with the new weights.
+
+        While a thread collects (:meth:`start`), the weights are copied here, and act from the thread's next step on
+        (from its next batch on where the policy is compiled).
+        """
+        self._raise_of_background()
         update = weight_forms.parse_update(
             weight_forms.pick_weights(policy_or_weights, weights, policy),
             weights_dict=weights_dict,
@@ -197,10 +142,17 @@ class Collector(RolloutCore):
             own={self._worker_idx or 0, self.policy_device},
             fallback=self._policy_source,
         )
-        ready = [weight_forms.prepare(self.get_model(name), new, name) for name, new in update.items()]
-        for apply in ready:
+        running = self._running
+        if running is not None:
+            update = {name: weight_forms.snapshot(new) for name, new in update.items()}
+        ready = {name: weight_forms.prepare(self.get_model(name), new, name) for name, new in update.items()}
+        version = None if running is None else running.publish(ready)
+        if version is not None:
+            return version
+        for apply in ready.values():
             apply()
-        return self.increment_version()
+        self._policy_version += 1
+        return self._policy_version
 
     def receive_weights(self, policy_or_weights: Any = None, /, *, weights: Any = None, policy: Any = None) -> None:
         """Same as :meth:`update_policy_weights_`, for the receiving end; returns nothing."""
@@ -228,16 +180,20 @@ class Collector(RolloutCore):
     @property
     def policy_version(self) -> int:
         """Number of updates of the weights so far."""
-        return self._policy_version
+        running = self._running
+        return self._policy_version if running is None else running.version
 
     def get_policy_version(self) -> int:
         """Same as :attr:`policy_version`."""
-        return self._policy_version
+        return self.policy_version
 
     def increment_version(self) -> int:
         """Count an update of the weights; returns the new version."""
-        self._policy_version += 1
-        return self._policy_version
+        running = self._running
+        version = None if running is None else running.publish({})
+        if version is None:
+            version = self._policy_version = self._policy_version + 1
+        return version
 
     # Observation ------------------------------------------------------------------------------
 
@@ -248,24 +204,30 @@ class Collector(RolloutCore):
             ``frames``, ``batches`` (delivered), ``total_frames``, ``total_batches`` (None without an end),
             ``completed``, ``frames_per_batch``, ``frames_per_second``, ``seconds`` by stage, ``episodes``,
             ``mean_return`` and ``mean_length`` (over the last 100), ``last_return``, ``policy_version``, ``devices``,
-            ``paths`` (what runs environment and policy, and why), ``bytes_held``, ``waiting_for``.
+            ``paths`` (what runs environment and policy, how a buffer is written, and why), ``bytes_held``,
+            ``waiting_for``. With ``trajs_per_batch``: ``trajectories_held`` (complete, not delivered yet),
+            ``frames_held`` (of these, and of those under way) and ``frames_dropped`` (of those that a reset has cut).
+            With a replay buffer: its ``write_count``. After :meth:`start`: ``background`` (whether the thread is
+            ``running``, ``paused``, or ended by an ``error``) and ``policy_version_acting``.
         """
-        elapsed = self._timer.total
+        elapsed = self._timer.total - (0.0 if self._background is None else self._background.rest_s)
         return {
             "frames": self._frames,
             "batches": self._iter,
             "total_frames": None if self._counts.batches is None else self.total_frames,
-            "total_batches": self._counts.batches,
+            "total_batches": self._delivery.num_batches,
             "completed": self.completed,
             "frames_per_batch": self.frames_per_batch,
             "frames_per_second": self._timer.frames / elapsed if elapsed else None,
             "seconds": {"total": elapsed, **self._timer.seconds},
             **self._episodes.summary(),
-            "policy_version": self._policy_version,
+            "policy_version": self.policy_version,
             "devices": {name: None if device is None else str(device) for name, device in vars(self.devices).items()},
-            "paths": dict(self._path.how),
+            "paths": {**self._path.how, **self._delivery.how},
             "bytes_held": self._memory.num_bytes,
+            **self._delivery.stats(),
             "waiting_for": None,
+            **self._background_stats(),
         }
 
     def getattr_env(self, attr: str) -> Any:
@@ -275,39 +237,6 @@ class Collector(RolloutCore):
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of the policy."""
         return resolve(self.policy, attr)
-
-    def _start_profiler(self) -> None:
-        config = self._profile_config
-        if config is not None and self._profiler is None:
-            self._profiler = RolloutProfiler(config, self._worker_idx or 0)
-        if self._profiler is not None:
-            self._profiler.start()
-
-    def disable_profile(self) -> None:
-        """Trace no (further) rollouts; what was recorded is written."""
-        super().disable_profile()
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._profiler = None
-
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Close the environment and write what a profiler has recorded. May be called again.
-
-        Args:
-            timeout: no effect in one process.
-            close_env: close the environment too.
-            raise_on_error: if False, an error of the environment's ``close`` is dropped.
-        """
-        if self.closed:
-            return
-        self.closed = True
-        try:
-            self.disable_profile()
-            if close_env:
-                self.env.close(raise_if_closed=False)
-        except Exception:
-            if raise_on_error:
-                raise
 
     def __repr__(self) -> str:
         return (

@@ -11,6 +11,7 @@ from rollwright.collectors._env import EnvMaker
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.options import CollectorOptions
+from rollwright.data.layout import MASK
 from rollwright.envs.utils import ExplorationType
 from rollwright.modules import RandomPolicy
 
@@ -24,16 +25,19 @@ class SyncDataCollector(Collector):
 
     - ``total_frames`` must be a multiple of ``frames_per_batch``.
     - ``storing_device`` defaults to ``"cpu"``.
-    - ``split_trajs=None`` splits when ``max_frames_per_traj`` is set. A split batch also has the entries ``"mask"``,
+    - ``split_trajs=None`` splits when ``max_frames_per_traj`` is set, with a warning, unless ``trajs_per_batch`` or
+      ``replay_buffer`` is. A split batch also has the entries ``"mask"``,
       ``"reward"`` and ``("collector", "step_count")`` where older programs look for them (the same tensors as
       ``("collector", "mask")``, ``("next", "reward")`` and ``"step_count"``).
     - ``exploration_mode``, a string, is accepted for ``exploration_type``.
 
     Example:
+        >>> import warnings
         >>> from rollwright.envs import GymEnv
-        >>> collector = SyncDataCollector(
-        ...     lambda: GymEnv("Pendulum-v1"), frames_per_batch=200, total_frames=2000, max_frames_per_traj=50
-        ... )
+        >>> with warnings.catch_warnings(action="ignore"):  # splitting is advised against
+        ...     collector = SyncDataCollector(
+        ...         lambda: GymEnv("Pendulum-v1"), frames_per_batch=200, total_frames=2000, max_frames_per_traj=50
+        ...     )
         >>> batch = collector.next()
         >>> batch.shape, batch["mask"].shape, batch["collector", "step_count"][0, :3]
         (torch.Size([4, 50]), torch.Size([4, 50]), tensor([0, 1, 2]))
@@ -65,12 +69,13 @@ class SyncDataCollector(Collector):
                 f"{parsed.total_frames}. Pass {whole}, or use Collector, which rounds up."
             )
         if parsed.split_trajs is None:
-            options["split_trajs"] = (parsed.max_frames_per_traj or 0) > 0
+            whole = parsed.trajs_per_batch is not None or parsed.replay_buffer is not None
+            options["split_trajs"] = (parsed.max_frames_per_traj or 0) > 0 and not whole
         super().__init__(create_env_fn, policy, **options)
 
     def _split(self, batch: TensorDictBase) -> TensorDictBase:
         batch = super()._split(batch)
-        batch.set("mask", batch.get(("collector", "mask")))
+        batch.set("mask", batch.get(MASK))
         reward = batch.get(("next", "reward"), None)
         if reward is not None:
             batch.set("reward", reward)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from inspect import Parameter
 from numbers import Real
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from tensordict import TensorDictBase
 
+from rollwright.collectors._delivery_checks import check_delivery
 from rollwright.data.specs._shape import as_device
 from rollwright.envs.utils import ExplorationType
 
@@ -65,10 +66,23 @@ class CollectorOptions:
         compile_policy: compile the policy when the collector is constructed: known layers and distributions to a NumPy
             program, others through ``torch.compile``; a dictionary holds arguments of the latter, which it chooses.
         cudagraph_policy: run the policy as a CUDA graph; a dictionary holds arguments of ``CudaGraphModule``.
+        auto_register_policy_transforms: append to the environment the ``InitTracker`` and the primers that recurrent
+            modules of the policy read and that the environment does not provide yet.
         no_cuda_sync: skip the synchronisation after copies between devices.
         pre_collect_hook: called without arguments before each rollout.
         post_collect_hook: called with each batch just before it is delivered.
         worker_idx: index of this collector among its siblings.
+        trajs_per_batch: deliver exactly this many complete trajectories at a time, in the order in which they ended;
+            what is under way is held until it ends. With ``replay_buffer``, each is written when it is complete.
+            ``frames_per_batch`` says how often the collector looks; ``total_frames`` counts frames that were stepped:
+            trajectories that are incomplete then, or fewer than this, are not delivered (``stats()`` counts them).
+            ``max_frames_per_traj`` and ``set_truncated`` make complete what they cut.
+        traj_format: of a batch of complete trajectories: ``"padded"`` ``[trajectories, T]``, with a mask, or ``"cat"``,
+            one after another ``[sum of lengths]``.
+        replay_buffer: where frames go; the collector then yields None for each rollout. Frames are written flat into
+            a storage of one dimension, as they are into one of more.
+        extend_buffer: write whole rollouts, after ``postproc``. If False, every step is written when it was taken,
+            and ``postproc`` is not called.
 
     Example:
         >>> CollectorOptions(frames_per_batch=0)
@@ -102,10 +116,15 @@ class CollectorOptions:
     trust_policy: bool | None = None
     compile_policy: bool | Mapping[str, Any] | None = None
     cudagraph_policy: bool | Mapping[str, Any] | None = None
+    auto_register_policy_transforms: bool = True
     no_cuda_sync: bool = False
     pre_collect_hook: Callable[[], None] | None = None
     post_collect_hook: Callable[[TensorDictBase], None] | None = None
     worker_idx: int | None = None
+    trajs_per_batch: int | None = None
+    traj_format: Literal["padded", "cat"] = "padded"
+    replay_buffer: Any = None
+    extend_buffer: bool = True
 
     def __post_init__(self) -> None:
         if self.total_frames is None:
@@ -162,6 +181,7 @@ class CollectorOptions:
             raise ValueError(
                 "return_same_td overwrites a batch's memory, and use_buffers=False allocates none. Drop one of the two."
             )
+        check_delivery(self)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], owner: str) -> CollectorOptions:
@@ -197,6 +217,7 @@ _COUNTS = {
     "max_frames_per_traj": None,
     "init_random_frames": None,
     "worker_idx": 0,
+    "trajs_per_batch": 1,
 }
 _OPTIONAL_FLAGS = ("split_trajs", "use_buffers", "trust_policy")
 _FLAGS = (
@@ -208,6 +229,8 @@ _FLAGS = (
     "set_truncated",
     "compact_obs",
     "no_cuda_sync",
+    "auto_register_policy_transforms",
+    "extend_buffer",
     *_OPTIONAL_FLAGS,
 )
 

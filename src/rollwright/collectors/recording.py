@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, is_private, key_str, place, unravel
+from rollwright.collectors.direct import StorageMemory
 from rollwright.data.memory import MemoryPool
 from rollwright.errors import RollwrightError
 
-__all__ = ["Block", "Field", "FrameList", "Recorder"]
+__all__ = ["Block", "Field", "FrameList", "Recorder", "is_dense"]
 
 
 class RaggedError(RollwrightError):
@@ -59,6 +60,8 @@ class Block:
         self._arrays: dict[NestedKey, NDArray[Any]] = {}
         self.memory: dict[NestedKey, torch.Tensor] = {}
         nested: dict[str, Any] = {}
+        if isinstance(pool, StorageMemory):
+            pool.reserve(fields, env, steps)
         for key, field in fields.items():
             self.memory[key] = memory = self._lease(key, field, device or field.device, pool, pinned)
             place(nested, key, memory)
@@ -131,6 +134,10 @@ class Block:
             self.batch.names = self._names
         return self
 
+    def frame(self, t: int) -> TensorDictBase:
+        """The frame of time ``t``, as a view ``[*env]``."""
+        return self.batch[(*[slice(None)] * self._time, t)]
+
     def frames(self, steps: int) -> list[TensorDictBase]:
         """The frames written so far, as views."""
         return list(self.batch.unbind(self._time)[:steps])
@@ -151,6 +158,10 @@ class FrameList:
         kept = frame.exclude(*private, *self._dropped)
         moves = self._device is not None and kept.device != self._device
         self._frames.append(kept.to(self._device) if moves else kept.clone())
+
+    def frame(self, t: int) -> TensorDictBase:
+        """The frame of time ``t``."""
+        return self._frames[t]
 
     def extend(self, frames: list[TensorDictBase]) -> None:
         """Take over frames that were written elsewhere."""
@@ -216,6 +227,11 @@ class Recorder:
             ragged.extend(target.frames(t))
             ragged.write(t, frame)
 
+    def frame(self, t: int) -> TensorDictBase:
+        """The frame of time ``t``, which was written last."""
+        target = cast("Block | FrameList", self._target)
+        return target.frame(t)
+
     def take_over(self, frames: list[TensorDictBase], varied: TensorDictBase) -> None:
         """Go on, as a list, with a batch that another recorder began; its next frame has the layout of ``varied``."""
         if not frames:
@@ -233,7 +249,7 @@ class Recorder:
         return target.finish(steps)
 
     def _open(self, frame: TensorDictBase) -> Block | FrameList:
-        if self._use_blocks is False or not _is_dense(frame):
+        if self._use_blocks is False or not is_dense(frame):
             if self._use_blocks:
                 raise self._refusal(frame)
             return FrameList(self._dropped, self.steps, self._device)
@@ -253,7 +269,7 @@ class Recorder:
         )
 
 
-def _is_dense(frame: TensorDictBase) -> bool:
+def is_dense(frame: TensorDictBase) -> bool:
     """Whether all entries are tensors in plain TensorDicts."""
     values: Any = frame.values(True)
     return not isinstance(frame, LazyStackedTensorDict) and all(

@@ -136,9 +136,10 @@ class EpisodeStats:
 
     def summary(self) -> dict[str, Any]:
         """Counts and means, as JSON knows them."""
+        returns, lengths = self._returns.copy(), self._lengths.copy()  # another thread may be adding to them
         return {
             "episodes": self.episodes,
-            "mean_return": float(np.mean(self._returns)) if self._returns else None,
-            "mean_length": float(np.mean(self._lengths)) if self._lengths else None,
-            "last_return": self._returns[-1] if self._returns else None,
+            "mean_return": float(np.mean(returns)) if returns else None,
+            "mean_length": float(np.mean(lengths)) if lengths else None,
+            "last_return": returns[-1] if returns else None,
         }

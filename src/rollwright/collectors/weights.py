@@ -11,7 +11,7 @@ from torch import nn
 
 from rollwright._keys import key_str
 
-__all__ = ["parse_update", "pick_weights", "prepare"]
+__all__ = ["parse_update", "pick_weights", "prepare", "snapshot"]
 
 
 def pick_weights(positional: Any, weights: Any, policy: Any) -> Any:
@@ -126,6 +126,18 @@ def prepare(target: Any, weights: Any, name: str) -> Callable[[], None]:
             target.load_state_dict(full)
 
     return copy
+
+
+def snapshot(weights: Any) -> Any:
+    """A copy of weights in any form that :func:`prepare` takes; what it does not take is returned as it is."""
+    with torch.no_grad():
+        if isinstance(weights, nn.Module):
+            weights = weights.state_dict()
+        if isinstance(weights, TensorDictBase):
+            return weights.clone()
+        if isinstance(weights, Mapping):
+            return {key: snapshot(value) for key, value in weights.items()}
+        return weights.detach().clone() if isinstance(weights, torch.Tensor) else weights
 
 
 def _flat(weights: TensorDictBase) -> dict[str, Any]:

@@ -391,6 +391,7 @@ def run(env: Any, policy: Any, *, batches: int, script: Any, options: Callable[[
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*delivers whole batches")
+            warnings.filterwarnings("ignore", ".*split_trajs=True pads")
             warnings.filterwarnings("ignore", "deterministic_sample wasn't found")
             given = {"frames_per_batch": 10, **options()}
             collector = Collector(made, build(made, policy) if isinstance(policy, str) else policy(made), **given)

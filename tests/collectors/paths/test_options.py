@@ -47,11 +47,18 @@ OPTIONS = {
     "mode": lambda: {"exploration_type": ExplorationType.MODE},
     "deterministic": lambda: {"exploration_type": ExplorationType.DETERMINISTIC},
     "buffers": lambda: {"use_buffers": True},
+    "whole": lambda: {"trajs_per_batch": 2, "max_frames_per_traj": 6},
+    "whole, flat": lambda: {"trajs_per_batch": 2, "traj_format": "cat", "max_frames_per_traj": 6},
 }
 ENVS = [("pendulum", "gaussian"), ("sync same step", "one-hot"), ("primed serial", "recurrent")]
 CLASHES = [{"own same step", "limit"}, {"split", "no ids"}, {"interrupted", "no ids"}, {"split", "same memory"}]
 CLASHES += [{"mode", "deterministic"}, {"one frame", "seven frames"}, {"many frames", "seven frames"}]
-CLASHES += [{"many frames", "one frame"}, {"stored on cpu", "device"}]
+CLASHES += [{"many frames", "one frame"}, {"stored on cpu", "device"}, {"whole", "whole, flat"}]
+CLASHES += [
+    {whole, other}
+    for whole in ("whole", "whole, flat")
+    for other in ("split", "compact", "same memory", "no ids", "random first", "reset", "limit", "own same step")
+]
 
 
 def new_weights(collector, i):
@@ -86,7 +93,9 @@ def combination(lab, seed):
     names = rng.sample(list(OPTIONS), rng.randint(2, 6))
     chosen: list[str] = []
     for name in names:
-        if not any(clash <= {env, *chosen, name} for clash in CLASHES) and not (name == "limit" and counts):
+        if not any(clash <= {env, *chosen, name} for clash in CLASHES) and not (
+            name in ("limit", "whole", "whole, flat") and counts
+        ):
             chosen.append(name)
     return env, rng.choice(kinds), chosen
 

@@ -1,0 +1,121 @@
+"""Which options of delivery go together: whole trajectories, replay buffers, and the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollwright.collectors.options import CollectorOptions
+
+__all__ = ["buffer_of", "check_delivery", "storage_ndim"]
+
+_METHODS = ("extend", "add", "sample")
+_AGAINST_TRAJS = {
+    "split_trajs": "it pads the pieces of trajectories that one rollout holds. Drop split_trajs",
+    "compact_obs": "what it leaves out is kept once a rollout, and a trajectory spans several. Drop compact_obs",
+    "return_same_td": "it overwrites frames that are held until their trajectory ends. Drop return_same_td",
+}
+_AGAINST_BUFFERS = {
+    "compact_obs": "what it leaves out of the frames is kept in a table beside each batch, which a buffer has no rows "
+    "for. Drop compact_obs",
+    "split_trajs": "padding would be stored as if it were frames. Drop split_trajs, and sample slices, or pass "
+    "trajs_per_batch",
+    "return_same_td": "with a buffer, nothing is returned. Drop return_same_td",
+}
+
+
+def check_delivery(options: CollectorOptions) -> None:
+    """Test what is said of trajectories and buffers.
+
+    Raises:
+        ValueError: options contradict one another, or a value is none of those known.
+        TypeError: ``replay_buffer`` is none.
+    """
+    if options.traj_format not in ("padded", "cat"):
+        raise ValueError(f"traj_format: expected 'padded' or 'cat', got {options.traj_format!r}.")
+    if options.trajs_per_batch is not None:
+        _check_trajectories(options)
+    elif options.traj_format != "padded":
+        raise ValueError(
+            f"traj_format={options.traj_format!r} says how complete trajectories are delivered, and trajs_per_batch is "
+            "None. Pass trajs_per_batch=, or drop traj_format."
+        )
+    if options.replay_buffer is not None:
+        _check_buffer(options)
+    elif not options.extend_buffer:
+        raise ValueError("extend_buffer=False says how a buffer is written, and replay_buffer is None. Pass one.")
+
+
+def _check_trajectories(options: CollectorOptions) -> None:
+    _refuse("trajs_per_batch", options, _AGAINST_TRAJS)
+    if not options.track_traj_ids:
+        raise ValueError(
+            "trajs_per_batch needs trajectory ids, and track_traj_ids is False. Drop one of the two options."
+        )
+    if not options.reset_when_done:
+        raise ValueError(
+            "trajs_per_batch delivers trajectories that ended, and reset_when_done=False goes on after the end under "
+            "the same id. Drop one of the two options."
+        )
+
+
+def _check_buffer(options: CollectorOptions) -> None:
+    buffer = options.replay_buffer
+    missing = [name for name in _METHODS if not callable(getattr(buffer, name, None))]
+    if missing or isinstance(buffer, type):
+        lacks = "is a class" if isinstance(buffer, type) else f"has no {'(), '.join(missing)}()"
+        raise TypeError(
+            f"replay_buffer: expected a replay buffer, with extend(), add() and sample(), got {buffer!r}, which "
+            f"{lacks}. Pass a rollwright.data.ReplayBuffer."
+        )
+    _refuse("replay_buffer", options, _AGAINST_BUFFERS)
+    buffer_of(options)
+    if options.trajs_per_batch is not None:
+        if storage_ndim(buffer) > 1:
+            raise ValueError(
+                "trajs_per_batch writes trajectories of any length one after another, and the storage of replay_buffer "
+                f"has ndim={storage_ndim(buffer)}, hence rows of one length. Make the storage with ndim=1, the default."
+            )
+        if options.traj_format == "cat":
+            raise ValueError("traj_format has no effect with replay_buffer: trajectories are written flat. Drop it.")
+    if not options.extend_buffer:
+        if options.trajs_per_batch is not None:
+            raise ValueError(
+                "extend_buffer=False writes every step when it was taken, and trajs_per_batch holds it until its "
+                "trajectory ends. Drop one of the two options."
+            )
+        if options.set_truncated:
+            raise ValueError(
+                "set_truncated marks the last frame of a rollout, which extend_buffer=False has written by then. Drop "
+                "one of the two options."
+            )
+
+
+def _refuse(option: str, options: CollectorOptions, reasons: dict[str, str]) -> None:
+    for name, reason in reasons.items():
+        if getattr(options, name):
+            raise ValueError(f"{option} and {name} contradict one another: {reason}.")
+
+
+def storage_ndim(buffer: Any) -> int:
+    """Number of dimensions of the storage of a buffer (of an ensemble: the most of its members); 1 if unknown."""
+    members = getattr(buffer, "members", [buffer])
+    return max(int(getattr(getattr(member, "storage", None), "ndim", 1)) for member in members)
+
+
+def buffer_of(options: CollectorOptions) -> Any:
+    """Where a collector writes: its replay buffer, or the member of an ensemble that is its own.
+
+    Raises:
+        ValueError: nothing says which member.
+    """
+    buffer, worker = options.replay_buffer, options.worker_idx
+    members = getattr(buffer, "members", None)
+    if members is None or buffer.routing_key is not None or buffer.routing_dim is not None:
+        return buffer
+    if worker is None or worker >= len(members):
+        raise ValueError(
+            f"replay_buffer: worker i writes to member i of an ensemble, which has {len(members)}, and this collector "
+            f"has worker_idx={worker}. Pass worker_idx= of 0 to {len(members) - 1}, or the member itself."
+        )
+    return members[worker]

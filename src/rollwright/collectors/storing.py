@@ -1,0 +1,178 @@
+"""What becomes of rollouts with a replay buffer: they are written into it, as they are, by step, or by trajectory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey, leaf_keys
+from rollwright.collectors._delivery_checks import buffer_of, storage_ndim
+from rollwright.collectors._pieces import common_keys
+from rollwright.collectors.assembly import Trajectory, TrajectoryAssembler
+from rollwright.collectors.delivery import Batches, Delivery, TrajectoryBatches, copied
+from rollwright.collectors.direct import StorageMemory
+
+if TYPE_CHECKING:
+    from rollwright.collectors._delivering import DeliveringCore
+
+__all__ = ["StoredBatches", "StoredFrames", "StoredTrajectories", "choose_delivery"]
+
+_RANDOM_LACK = "the first frames in the buffer, of random actions (init_random_frames), lack them"
+
+
+def choose_delivery(core: DeliveringCore) -> Delivery:
+    """What the options ask for."""
+    options = core.options
+    if options.replay_buffer is None:
+        return Batches(core) if options.trajs_per_batch is None else TrajectoryBatches(core)
+    if options.trajs_per_batch is not None:
+        return StoredTrajectories(core)
+    return StoredBatches(core) if options.extend_buffer else StoredFrames(core)
+
+
+class Stored(Delivery):
+    """Writes into a replay buffer, and yields None for each rollout."""
+
+    def __init__(self, core: DeliveringCore) -> None:
+        super().__init__(core)
+        self._buffer = buffer_of(core.options)
+        self._flat = storage_ndim(self._buffer) == 1 and getattr(self._buffer, "routing_dim", None) is None
+        self._random_first = bool(core.init_random_frames)
+
+    def stats(self) -> dict[str, Any]:
+        """See :meth:`Delivery.stats`."""
+        return {**super().stats(), "write_count": getattr(self._buffer, "write_count", None)}
+
+    def _extend(self, data: TensorDictBase) -> None:
+        """Write frames, flattened where the storage has one dimension."""
+        data = self._with_known(data)
+        self._buffer.extend(data.reshape(-1) if self._flat and data.ndim != 1 else data)
+
+    def _with_known(self, data: TensorDictBase) -> TensorDictBase:
+        return data.select(*self._known(leaf_keys(data))) if self._random_first else data
+
+    def _known(self, keys: list[NestedKey]) -> list[NestedKey]:
+        """The entries that can be stored.
+
+        Frames of random actions lack what only the policy writes. They come first, so the storage has no place for it.
+        """
+        known: list[NestedKey] = []
+        if self._random_first:
+            known = getattr(getattr(self._buffer, "storage", None), "keys", list)()
+        unknown = [key for key in keys if key not in known] if known else []
+        self._say_left_out(unknown, _RANDOM_LACK)
+        return [key for key in keys if key not in unknown]
+
+
+class StoredBatches(Stored):
+    """Writes whole rollouts: straight into the storage's rows where that can be, else through ``extend``."""
+
+    def __init__(self, core: DeliveringCore) -> None:
+        super().__init__(core)
+        self._memory = cast(StorageMemory, core._memory)
+
+    def next(self) -> TensorDictBase | None:
+        """See :meth:`Delivery.next`."""
+        core, memory = self._core, self._memory
+        hooked = core._post_collect_hook is not None
+        with memory.batch(keeps_batches=hooked, sampled_meanwhile=core._in_background):
+            batch = core._collect()
+            with core._or_begin_anew():
+                steps = core._taken // core.env.numel()
+                if memory.publish(batch, steps):
+                    core._iter += 1
+                    self._say_left_out(memory.left_out, _RANDOM_LACK)
+                else:
+                    core._hand_out(batch if steps == batch.batch_size[-1] else batch[..., :steps], self._extend)
+        core._step_profiler()
+        return None
+
+    @property
+    def how(self) -> dict[str, str]:
+        """See :meth:`Delivery.how`."""
+        return {"buffer": self._memory.how}
+
+
+class StoredFrames(Stored):
+    """Writes every step when it was taken."""
+
+    def __init__(self, core: DeliveringCore) -> None:
+        super().__init__(core)
+        self._alone = (not self._flat or not core.env.ndim) and not hasattr(self._buffer, "members")
+        core._write_frame = self._write
+        core._take(core._path)
+
+    def next(self) -> TensorDictBase | None:
+        """See :meth:`Delivery.next`."""
+        core = self._core
+        batch = core._collect()
+        core._iter += 1
+        if core._post_collect_hook is not None:
+            core._post_collect_hook(batch)
+        core._step_profiler()
+        return None
+
+    def _write(self, frame: TensorDictBase) -> None:
+        if not self._core._collecting:
+            return
+        if self._alone:
+            self._buffer.add(self._with_known(frame))
+        else:
+            self._extend(frame)
+
+    @property
+    def how(self) -> dict[str, str]:
+        """See :meth:`Delivery.how`."""
+        return {"buffer": f"{'add' if self._alone else 'extend'} after every step: extend_buffer=False"}
+
+
+class StoredTrajectories(Stored):
+    """Writes each trajectory alone, when it is complete."""
+
+    assembler: TrajectoryAssembler
+
+    def __init__(self, core: DeliveringCore) -> None:
+        super().__init__(core)
+        self.assembler = TrajectoryAssembler(core.env.numel())
+        self._by_pieces = hasattr(self._buffer, "extend_pieces")
+
+    def next(self) -> TensorDictBase | None:
+        """See :meth:`Delivery.next`."""
+        self._take_in(self.assembler)
+        self._core._iter += 1
+        while self.assembler.num_complete:
+            [found] = self.assembler.pop(1)
+            try:
+                self._write(found)
+            except BaseException:
+                self.assembler.frames_dropped += found.length
+                raise
+        return None
+
+    def _write(self, found: Trajectory) -> None:
+        core = self._core
+        self._check_length(found.length)
+        keys, others = common_keys(found.pieces)
+        self._say_left_out(others, "not every frame of a trajectory has them")
+        if core.options.postproc is not None or core._post_collect_hook is not None:
+            core._hand_out(copied(found.pieces), self._extend, count=False)
+        elif not self._by_pieces:
+            self._extend(copied(found.pieces))
+        else:
+            keys = self._known(keys)
+            self._buffer.extend_pieces([piece.as_td(keys) for piece in found.pieces])
+
+    def _check_length(self, length: int) -> None:
+        room = getattr(getattr(self._buffer, "storage", None), "max_size", None)
+        if room is not None and length > room:
+            raise ValueError(
+                f"replay_buffer: a trajectory of {length} frames is longer than the storage, which has room for "
+                f"{room}. Make the storage larger, or end trajectories with max_frames_per_traj."
+            )
+
+    @property
+    def how(self) -> dict[str, str]:
+        """See :meth:`Delivery.how`."""
+        copies = "extend_pieces" if self._by_pieces else "extend"
+        return {"buffer": f"{copies} with each complete trajectory: trajs_per_batch"}
