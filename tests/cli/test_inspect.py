@@ -8,6 +8,8 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
+from rollwright.collectors import Collector
+from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 from rollwright.data.datasets import DatasetWriter, episodes_of, load_dataset
 from rollwright.envs import GymEnv
 
@@ -155,7 +157,7 @@ def test_wrong_paths(run, tmp_path, dataset):
     (tmp_path / "later" / "dataset.json").write_text(json.dumps(later))
     expected = {
         "missing": "there is no",
-        "empty": "holds neither a dataset.json nor a memory-mapped TensorDict",
+        "empty": "holds neither a dataset.json, a memory-mapped TensorDict nor a replay buffer",
         "text.pt": "is no TensorDict of tensors",
         "list.pt": "holds a list, expected a TensorDict",
         "minari": "minari.load_dataset reads it",
@@ -198,3 +200,46 @@ def test_reader_of_a_pipe_may_leave(spawn, dataset):
     process.stdout.close()
     assert process.wait(timeout=60) == 0
     assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("kind", ["rows", "files", "list", "two dimensions", "empty"])
+def test_a_saved_replay_buffer(run, tmp_path, kind):
+    storages = {
+        "rows": lambda: LazyTensorStorage(150),
+        "files": lambda: LazyMemmapStorage(150, scratch_dir=tmp_path / "buffer"),
+        "list": lambda: ListStorage(150),
+        "two dimensions": lambda: LazyTensorStorage(400, ndim=2),
+        "empty": lambda: LazyTensorStorage(150),
+    }
+    buffer = TensorDictReplayBuffer(storage=storages[kind](), batch_size=8)
+    if kind != "empty":
+        options = {} if kind == "two dimensions" else {"trajs_per_batch": 1}
+        env = GymEnv("CartPole-v1", num_envs=2)
+        with Collector(env, replay_buffer=buffer, frames_per_batch=100, total_frames=300, **options) as collector:
+            collector.set_seed(0)
+            for _ in collector:
+                pass
+    buffer.dumps(tmp_path / "buffer")
+    result = run("inspect", tmp_path / "buffer", "--check", "--json")
+    report = json.loads(result.out)
+    assert result.status == 0
+    assert report["frames"] == len(buffer)
+    assert report["buffer"]["written"] == buffer.write_count
+    assert not [finding for finding in report["findings"] if finding["is_error"]]
+    if kind != "empty":
+        assert report["episodes"]["count"] > 3
+        assert f"written {buffer.write_count}" in run("inspect", tmp_path / "buffer").out
+
+
+def test_a_check_of_a_saved_replay_buffer_finds_a_broken_boundary(run, tmp_path):
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(150), batch_size=8)
+    with Collector(GymEnv("CartPole-v1"), replay_buffer=buffer, frames_per_batch=100, total_frames=100) as collector:
+        for _ in collector:
+            pass
+    frame = buffer[5]
+    frame["next", "observation"] += 1
+    buffer[5] = frame
+    buffer.dumps(tmp_path / "buffer")
+    result = run("inspect", tmp_path / "buffer", "--check")
+    assert result.status == 1
+    assert "first at frame [5]" in result.out

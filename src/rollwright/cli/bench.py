@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import torch
@@ -15,6 +15,7 @@ from gymnasium import spaces
 from rich import box
 from rich.console import Console as RichConsole
 from rich.table import Table
+from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
 from torch import Tensor, distributions, nn
 
@@ -154,7 +155,7 @@ def _collector(
 
 
 def _batches(collector: Collector) -> Side:
-    iterator = iter(collector)
+    iterator = cast(Iterator[TensorDictBase], iter(collector))
     return lambda: next(iterator).numel()
 
 

@@ -6,10 +6,10 @@ import argparse
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tensordict import TensorDictBase
 
@@ -22,6 +22,7 @@ from rollwright.cli.policies import load_policy
 from rollwright.collectors import Collector
 from rollwright.data.datasets import DatasetWriter, describe_dataset
 from rollwright.data.datasets.description import check_target
+from rollwright.data.layout import TRAJ_IDS
 from rollwright.envs import GymEnv
 from rollwright.errors import RollwrightError
 
@@ -179,7 +180,7 @@ def _collect(
     start = time.perf_counter()
     try:
         with console.progress(int(collector.total_frames)):
-            for batch in collector:
+            for batch in cast(Iterator[TensorDictBase], iter(collector)):
                 with interrupts.saving():
                     writer.write(batch, steps=_steps_taken(batch))
                 console.update({**collector.stats(), "frames": writer.frames})
@@ -199,7 +200,7 @@ def _collect(
 
 def _steps_taken(batch: TensorDictBase) -> int:
     """Steps that an interrupted rollout took; all of them in any other."""
-    ids = batch.get(("collector", "traj_ids"))
+    ids = batch.get(TRAJ_IDS)
     return int((ids.reshape(-1, batch.batch_size[-1])[0] >= 0).sum())
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, leaf_keys
-from rollwright.cli.errors import Failure, brief, plain
-from rollwright.data.datasets import Episodes, describe_dataset, episodes_of, load_dataset
-from rollwright.data.datasets.description import COMPACT, DESCRIPTION, FRAMES
+from rollwright.cli.checks import Finding, check_frames
+from rollwright.cli.errors import Failure, plain
+from rollwright.cli.opening import Found, open_frames
+from rollwright.data.datasets import Episodes, episodes_of
 
 __all__ = ["run"]
 
@@ -25,17 +25,24 @@ _BARS = 24  # of a histogram
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, and draw the picture where one is asked for; returns the exit status."""
-    frames, description = _open(arguments.path)
-    episodes, unfinished, unknown = _episodes(frames)
+    found = open_frames(arguments.path)
+    frames = found.frames
+    findings = _check(found) if arguments.check else []
+    episodes, unfinished, unknown = _episodes(found.in_order())
     report = {
         "path": str(arguments.path),
-        **_about(frames, description),
+        **_about(frames, found.description),
+        "buffer": found.buffer,
         "episodes": None if episodes is None else _counts(episodes, unfinished),
     }
+    if arguments.check:
+        report["findings"] = [finding._asdict() for finding in findings]
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:
         print("\n".join(_text(report, unknown)))
+        if arguments.check:
+            print("\n".join(_check_lines(findings)))
     if arguments.plot is not None:
         from rollwright.cli.plot import draw
 
@@ -43,46 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         draw(arguments.plot, str(arguments.path), episodes, rows)
         if not arguments.json:
             print(f"\npicture: {arguments.plot}")
-    return 0
-
-
-# Opening what there is -----------------------------------------------------------------------------
-
-
-def _open(path: Path) -> tuple[TensorDictBase | None, dict[str, Any] | None]:
-    """Frames and description; either may be missing."""
-    if path.name in (FRAMES, COMPACT) and (path.parent / DESCRIPTION).is_file():
-        path = path.parent  # whose description says how many of the frames are complete
-    try:
-        if not path.exists():
-            raise Failure(f"there is no {str(path)!r}. Name a folder that rollwright collect wrote, or a .pt file.")
-        if path.is_file():
-            return _load_file(path), None
-        if (path / DESCRIPTION).is_file():
-            description = describe_dataset(path)
-            return load_dataset(path) if description["steps"] else None, description
-        if (path / "meta.json").is_file():
-            return TensorDict.load_memmap(path), None
-    except Failure:
-        raise
-    except Exception as error:
-        raise Failure(f"{str(path)!r} cannot be read: {plain(error)}", status=1) from error
-    hint = ""
-    if any((path / name).is_file() for name in ("metadata.json", "data/metadata.json")):
-        hint = " It looks like a Minari dataset: minari.load_dataset reads it."
-    raise Failure(f"{str(path)!r} holds neither a {DESCRIPTION} nor a memory-mapped TensorDict.{hint}")
-
-
-def _load_file(path: Path) -> TensorDictBase:
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise Failure(
-            f"{str(path)!r} is no TensorDict of tensors written by torch.save: {brief(error)}", status=1
-        ) from error
-    if not isinstance(loaded, TensorDictBase):
-        raise Failure(f"{str(path)!r} holds a {type(loaded).__name__}, expected a TensorDict written by torch.save.")
-    return loaded
+    return int(any(finding.is_error for finding in findings))
 
 
 # The report ----------------------------------------------------------------------------------------
@@ -100,6 +68,15 @@ def _episodes(frames: TensorDictBase | None) -> tuple[Episodes | None, int, str]
         return None, 0, "there is no flag ('next', 'done')"
     except (RuntimeError, ValueError):
         return None, 0, "frames differ in shape"
+
+
+def _check(found: Found) -> list[Finding]:
+    if found.frames is None:
+        return []
+    try:
+        return check_frames(found.frames, found.order, has_heads=found.has_heads)
+    except ValueError as error:
+        raise Failure(f"--check: {plain(error)}", status=1) from error
 
 
 def _about(frames: TensorDictBase | None, description: dict[str, Any] | None) -> dict[str, Any]:
@@ -179,6 +156,10 @@ def _text(report: dict[str, Any], unknown: str) -> list[str]:
 def _heading(report: dict[str, Any]) -> list[str]:
     state = {None: "", True: ", complete", False: ", INCOMPLETE: the collection was cut short"}[report["complete"]]
     lines = [f"{report['path']}: {report['frames']:,} frames {report['batch_size']}{state}"]
+    if report["buffer"]:
+        lines.append(
+            "  " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in report["buffer"].items())
+        )
     source = report["source"]
     if source:
         said = {name: value for name, value in source.items() if not (value is None or value is False or value == {})}
@@ -202,6 +183,12 @@ def _table(entries: list[dict[str, Any]], num_bytes: int) -> list[str]:
         f"{key:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {size:>{widths[3]}}"
         for key, shape, dtype, size in rows
     ]
+
+
+def _check_lines(findings: list[Finding]) -> list[str]:
+    failed = any(finding.is_error for finding in findings)
+    lines = [f"check      {'FAILED' if failed else 'passed'}"]
+    return lines + [f"  {'error' if finding.is_error else 'note'}: {finding}" for finding in findings]
 
 
 def _line(values: dict[str, Any]) -> str:

@@ -35,6 +35,15 @@ example:
   rollwright inspect runs/cartpole --plot cartpole.png
 """
 
+_INSPECT = """\
+Show what a dataset holds: entries, episodes, lengths and returns.
+
+--check reads all frames and tests, as far as the entries are there:
+  next.done is next.terminated | next.truncated
+  a trajectory id ends after a done frame, and comes back nowhere
+  what is below next is what the frame that follows in the trajectory has at its root
+  is_init marks first steps and no others; step_count begins at 0 and leaves out no number
+"""
 
 _BENCH = """\
 Measure a collector beside a loop written by hand, on this machine, for an environment.
@@ -100,13 +109,17 @@ def _add_inspect(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
         help="show what a dataset holds",
-        description="Show what a dataset holds: entries, episodes, lengths and returns.",
+        description=_INSPECT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "path",
         type=Path,
         metavar="PATH",
         help="a dataset, a folder written by TensorDict.memmap, or a TensorDict written by torch.save",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="test every frame; the status is 1 where something is wrong"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw returns and lengths into a picture")
     parser.add_argument("--json", action="store_true", help="print JSON")

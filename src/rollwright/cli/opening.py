@@ -1,0 +1,137 @@
+"""Opens what ``rollwright inspect`` looks at: datasets, files of frames, saved replay buffers."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+from rollwright.cli.errors import Failure, brief, plain
+from rollwright.data.datasets import describe_dataset, load_dataset
+from rollwright.data.datasets.description import COMPACT, DESCRIPTION, FRAMES
+from rollwright.data.layout import TRAJ_IDS
+from rollwright.data.replay_buffers import LazyMemmapStorage
+from rollwright.data.replay_buffers._memory import ROWS_FILE
+from rollwright.data.replay_buffers.checkpoint import LIST_FILE, STATE_FILE
+
+__all__ = ["Found", "open_frames"]
+
+
+class Found(NamedTuple):
+    """What a path holds.
+
+    Attributes:
+        frames: ``[*env, T]``; of a buffer of one dimension ``[N]``, in the order in which they were written.
+        description: of a dataset.
+        order: int64 indices into ``[N]`` that bring each trajectory's frames together; None: they are.
+        has_heads: whether first frames of trajectories are there; False where a ring has overwritten its oldest.
+        buffer: counts, of a replay buffer.
+    """
+
+    frames: TensorDictBase | None
+    description: dict[str, Any] | None = None
+    order: NDArray[np.int64] | None = None
+    has_heads: bool = True
+    buffer: dict[str, int] | None = None
+
+    def in_order(self) -> TensorDictBase | None:
+        """The frames with each trajectory's together."""
+        if self.frames is None or self.order is None:
+            return self.frames
+        return self.frames[torch.from_numpy(self.order)]
+
+
+def open_frames(path: Path) -> Found:
+    """Frames, and what is known of them.
+
+    Raises:
+        Failure: there is nothing to read.
+    """
+    if path.name in (FRAMES, COMPACT) and (path.parent / DESCRIPTION).is_file():
+        path = path.parent  # whose description says how many of the frames are complete
+    if path.name in (ROWS_FILE, LIST_FILE, STATE_FILE):
+        path = path.parent
+    try:
+        if not path.exists():
+            raise Failure(
+                f"there is no {str(path)!r}. Name a folder that rollwright collect or a replay buffer wrote, or a .pt "
+                "file."
+            )
+        if path.is_file():
+            return Found(_load_file(path))
+        if (path / DESCRIPTION).is_file():
+            description = describe_dataset(path)
+            return Found(load_dataset(path) if description["steps"] else None, description)
+        if (path / "meta.json").is_file():
+            return Found(TensorDict.load_memmap(path))
+        if (path / ROWS_FILE).is_file():
+            return _rows_of(path)
+        if (path / LIST_FILE).is_file():
+            return _items_of(path)
+    except Failure:
+        raise
+    except Exception as error:
+        raise Failure(f"{str(path)!r} cannot be read: {plain(error)}", status=1) from error
+    hint = ""
+    if any((path / name).is_file() for name in ("metadata.json", "data/metadata.json")):
+        hint = " It looks like a Minari dataset: minari.load_dataset reads it."
+    raise Failure(f"{str(path)!r} holds neither a {DESCRIPTION}, a memory-mapped TensorDict nor a replay buffer.{hint}")
+
+
+def _load_file(path: Path) -> TensorDictBase:
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise Failure(
+            f"{str(path)!r} is no TensorDict of tensors written by torch.save: {brief(error)}", status=1
+        ) from error
+    if not isinstance(loaded, TensorDictBase):
+        raise Failure(f"{str(path)!r} holds a {type(loaded).__name__}, expected a TensorDict written by torch.save.")
+    return loaded
+
+
+# Replay buffers ------------------------------------------------------------------------------------
+
+
+def _rows_of(path: Path) -> Found:
+    with warnings.catch_warnings(record=True):  # rows that a killed writer has lost are counted below
+        warnings.simplefilter("always")
+        storage = LazyMemmapStorage(scratch_dir=path, existsok=True)
+    ledger = storage.ledger
+    counts = {"room_for": storage.max_size, "written": ledger.write_count * storage.columns, "lost": ledger.num_lost}
+    if not len(storage):
+        return Found(None, buffer=counts)
+    frames = storage.in_order()
+    if not isinstance(frames, TensorDictBase):
+        raise Failure(f"{str(path)!r} holds rows of {tuple(frames.shape)}, which are no frames of an environment.")
+    return Found(frames, None, _order(frames), ledger.live()[0] == 0, counts)
+
+
+def _items_of(path: Path) -> Found:
+    state = torch.load(path / LIST_FILE, weights_only=True)
+    items = state["elements"] or []
+    counts = {"room_for": state["max_size"], "written": state["high"] - state["lost"], "lost": state["lost"]}
+    if not items:
+        return Found(None, buffer=counts)
+    if not all(isinstance(item, TensorDictBase) for item in items):
+        raise Failure(
+            f"{str(path)!r} holds a list of {type(items[0]).__name__}, which are no frames of an environment."
+        )
+    frames = LazyStackedTensorDict.maybe_dense_stack(items, 0)
+    return Found(frames, None, _order(frames), state["low"] == 0, counts)
+
+
+def _order(frames: TensorDictBase) -> NDArray[np.int64] | None:
+    """Each trajectory's frames together, in the order in which they were written: writers may have taken turns."""
+    ids = frames.get(TRAJ_IDS, None) if frames.ndim == 1 else None
+    if ids is None:
+        return None
+    values = ids.reshape(-1).numpy(force=True)
+    _, first, which = np.unique(values, return_index=True, return_inverse=True)
+    order = np.argsort(first[which], kind="stable")
+    return None if bool((order == np.arange(len(order))).all()) else order
