@@ -38,9 +38,11 @@ BENCH ?=
 bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--quick: only see that it runs)
 	$(if $(findstring --no-peers,$(BENCH)),,-$(MAKE) .venv-bench-torchrl/.made)
 	$(if $(findstring --no-peers,$(BENCH)),,-$(MAKE) .venv-bench-sb3/.made)
+	$(if $(findstring --no-peers,$(BENCH)),,-$(MAKE) .venv-bench-cpprb/.made)
 	$(BIN)/python -m benchmarks.compare $(BENCH)
 	$(BIN)/python -m benchmarks.counts
 	$(BIN)/python -m benchmarks.scaling $(filter-out --no-peers,$(BENCH))
+	$(BIN)/python -m benchmarks.replay $(BENCH)
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist docs/_build src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -48,12 +50,14 @@ clean: ## remove what was built; .venv stays
 
 PEERS_torchrl := torchrl==0.14.1
 PEERS_sb3     := stable-baselines3==2.9.2 tianshou==2.0.1
+PEERS_cpprb   := cpprb==11.0.0
+NO_TORCH      := cpprb
 
-# torch goes first, so that what is there satisfies the peers. The folder hides itself from git.
+# torch goes first, so that what is there satisfies the peers that need it. The folder hides itself from git.
 .venv-bench-%/.made: benchmarks/peers/constraints-%.txt
 	$(PYTHON) -m venv .venv-bench-$*
 	@echo '*' > .venv-bench-$*/.gitignore
-	.venv-bench-$*/bin/python -m pip --disable-pip-version-check install torch==2.13.0
+	$(if $(filter $*,$(NO_TORCH)),,.venv-bench-$*/bin/python -m pip --disable-pip-version-check install torch==2.13.0)
 	.venv-bench-$*/bin/python -m pip --disable-pip-version-check install -c $< $(PEERS_$*)
 	@touch $@
 
