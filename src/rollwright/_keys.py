@@ -9,7 +9,18 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor,
 
 NestedKey = str | tuple[str, ...]
 
-__all__ = ["NestedKey", "as_keys", "as_tuple", "is_private", "key_str", "leaf_keys", "place", "unravel", "without"]
+__all__ = [
+    "NestedKey",
+    "as_keys",
+    "as_tuple",
+    "is_private",
+    "key_str",
+    "leaf_keys",
+    "leaves",
+    "place",
+    "unravel",
+    "without",
+]
 
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:
@@ -90,6 +101,26 @@ def leaf_keys(td: TensorDictBase) -> list[NestedKey]:
     [('a', 'b'), 'word']
     """
     return [unravel(key) for key in td.keys(True, True, is_leaf=is_leaf_nontensor)]
+
+
+def leaves(td: TensorDictBase) -> dict[NestedKey, Any]:
+    """All leaves by key, objects that are no tensors included; in one walk, for hot paths.
+
+    >>> from tensordict import TensorDict
+    >>> leaves(TensorDict({"a": {"b": 0}, "c": 1}))
+    {('a', 'b'): tensor(0), 'c': tensor(1)}
+    """
+    found: dict[NestedKey, Any] = {}
+    _walk(td, (), found)
+    return found
+
+
+def _walk(td: TensorDictBase, above: tuple[str, ...], found: dict[NestedKey, Any]) -> None:
+    for name, value in td.items():
+        if isinstance(value, TensorDictBase):
+            _walk(value, (*above, name), found)
+        else:
+            found[(*above, name) if above else name] = value
 
 
 def without(td: TensorDictBase, *keys: NestedKey) -> TensorDictBase:

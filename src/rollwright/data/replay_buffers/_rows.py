@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, key_str, leaf_keys, place
+from rollwright._keys import NestedKey, key_str, leaves, place
 from rollwright.data.replay_buffers._columns import Column
 from rollwright.data.replay_buffers._ledger import Ledger, Reservation
 from rollwright.data.replay_buffers._memory import Memory, Schema, SharedMemory
@@ -163,6 +163,20 @@ class RowStorage(Storage):
                 rows[row:].copy_(value[:until_seam])
                 rows[: length - until_seam].copy_(value[until_seam:])
 
+    def append_one(self, data: Any) -> Reservation:
+        """See :meth:`Storage.append_one`."""
+        schema = self._settled()
+        if schema is None or self.ndim > 1 or not isinstance(data, TensorDictBase):
+            return super().append_one(data)
+        entries = self._entries(data, 0, "add")
+        self._check_keys(schema, entries)
+        self._check_forms(schema, entries, ())
+        with self.ledger.writes(1) as reservation:
+            row = reservation.start % self.capacity
+            for key, rows in self._tensors.items():
+                rows[row].copy_(entries[key].detach())
+        return reservation
+
     def element(self, data: Any) -> Any:
         """See :meth:`Storage.element`."""
         if isinstance(data, TensorDictBase | torch.Tensor):
@@ -179,7 +193,7 @@ class RowStorage(Storage):
                 f"dimensions to {call}, got {got}. Pass one element to add(), other objects to a ListStorage."
             )
         try:
-            entries: dict[NestedKey, Any] = {key: data.get(key) for key in leaf_keys(data)}
+            entries = leaves(data)
         except RuntimeError as error:
             raise ValueError(
                 f"data: entries whose shape varies do not fit rows of tensors: {error}. Use a ListStorage."
@@ -205,14 +219,20 @@ class RowStorage(Storage):
 
     def _check(self, schema: Schema, entries: dict[NestedKey, torch.Tensor], data: Any, dim: int) -> int:
         """Test that a batch fits the rows; returns the number of rows."""
+        self._check_keys(schema, entries)
+        length = int(data.shape[dim])
+        self._check_forms(schema, entries, (*schema.rest[:dim], length, *schema.rest[dim:]))
+        return length
+
+    def _check_keys(self, schema: Schema, entries: dict[NestedKey, torch.Tensor]) -> None:
         if entries.keys() != schema.fields.keys():
             missing, unknown = schema.fields.keys() - entries.keys(), entries.keys() - schema.fields.keys()
             raise KeyError(
                 f"data: expected the entries of the storage. Missing: {key_str(missing) or 'none'}; unknown: "
                 f"{key_str(unknown) or 'none'}. Select entries before the first extend(), or use another buffer."
             )
-        length = int(data.shape[dim])
-        lead = (*schema.rest[:dim], length, *schema.rest[dim:])
+
+    def _check_forms(self, schema: Schema, entries: dict[NestedKey, torch.Tensor], lead: tuple[int, ...]) -> None:
         for key, (shape, dtype) in schema.fields.items():
             value = entries[key]
             if value.dtype != dtype or value.shape != (*lead, *shape):
@@ -220,7 +240,6 @@ class RowStorage(Storage):
                     f"data: expected {key!r} of shape {list(lead)} + {list(shape)} and {dtype}, got "
                     f"{list(value.shape)} and {value.dtype}. Convert it, or use another buffer."
                 )
-        return length
 
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
         """See :meth:`Storage.overwrite`."""

@@ -10,18 +10,17 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers._ahead import Ahead, Turn
+from rollwright.data.replay_buffers._arguments import Change, dimension, inverse_of, made, stacked
 from rollwright.data.replay_buffers._rows import RowStorage
 from rollwright.data.replay_buffers.samplers import RandomSampler, Sampler
 from rollwright.data.replay_buffers.storages import ListStorage, Storage, pieces, positive
 from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
 
 __all__ = ["Change", "ReplayBuffer"]
-
-Change = Callable[[Any], Any]
 
 
 class ReplayBuffer:
@@ -71,9 +70,9 @@ class ReplayBuffer:
         generator: torch.Generator | None = None,
         shared: bool = False,
     ) -> None:
-        self.storage: Storage = _made("storage", storage, Storage, lambda: ListStorage(1000))
-        self.sampler: Sampler = _made("sampler", sampler, Sampler, RandomSampler)
-        self.writer: Writer = _made("writer", writer, Writer, RoundRobinWriter)
+        self.storage: Storage = made("storage", storage, Storage, lambda: ListStorage(1000))
+        self.sampler: Sampler = made("sampler", sampler, Sampler, RandomSampler)
+        self.writer: Writer = made("writer", writer, Writer, RoundRobinWriter)
         if collate_fn is not None and not callable(collate_fn):
             raise TypeError(f"collate_fn: expected a callable, got {type(collate_fn).__name__}.")
         if transform is not None and transform_factory is not None:
@@ -95,7 +94,9 @@ class ReplayBuffer:
                 f"max_capacity: expected at least {self.storage.max_size}, the storage's size, in "
                 f"{type(self.sampler).__name__}, got {room}. Pass the storage's max_size."
             )
-        self._dim = self.storage.ndim - 1 if dim_extend is None else _dim("dim_extend", dim_extend, self.storage.ndim)
+        self._dim = (
+            self.storage.ndim - 1 if dim_extend is None else dimension("dim_extend", dim_extend, self.storage.ndim)
+        )
         self._prefetch = prefetch and positive("prefetch", prefetch)
         if shared:
             self.storage.share()
@@ -163,7 +164,7 @@ class ReplayBuffer:
             return f"{type(self.storage).__name__} has no rows of tensors"
         if not self.writer.in_order:
             return f"{type(self.writer).__name__} decides where elements go"
-        if any(_inverse(change) is not None for change in self.transforms):
+        if any(inverse_of(change) is not None for change in self.transforms):
             return "a transform of the buffer has an inverse"
         if self.storage.device != torch.device("cpu"):
             return f"the storage is on {self.storage.device}"
@@ -224,7 +225,7 @@ class ReplayBuffer:
     def _collated(self, data: Any) -> Any:
         if self.collate_fn is not None:
             return self.collate_fn(data)
-        return _stacked(data) if isinstance(data, list) else data
+        return stacked(data) if isinstance(data, list) else data
 
     def _told(self, batch: TensorDictBase, info: Mapping[str, Any]) -> TensorDictBase:
         """The batch with what the draw tells about its elements, where the buffer delivers that."""
@@ -333,7 +334,7 @@ class ReplayBuffer:
 
     def _inverted(self, data: Any) -> Any:
         for change in reversed(self.transforms):
-            inverse = _inverse(change)
+            inverse = inverse_of(change)
             data = data if inverse is None else inverse(data)
         return data
 
@@ -341,19 +342,19 @@ class ReplayBuffer:
 
     def set_sampler(self, sampler: Sampler) -> None:
         """Sample otherwise from now on."""
-        made = _made("sampler", sampler, Sampler, RandomSampler)
+        chosen = made("sampler", sampler, Sampler, RandomSampler)
         self._drop_ahead()
         with self._drawing:
-            self.sampler = made
+            self.sampler = chosen
 
     def set_writer(self, writer: Writer) -> None:
         """Write otherwise from now on."""
-        self.writer = _made("writer", writer, Writer, RoundRobinWriter)
+        self.writer = made("writer", writer, Writer, RoundRobinWriter)
 
     def set_storage(self, storage: Storage) -> None:
         """Put another storage in place."""
-        storage = _made("storage", storage, Storage, ListStorage)
-        dim = _dim("dim_extend", storage.ndim - 1 if self._dim_extend is None else self._dim_extend, storage.ndim)
+        storage = made("storage", storage, Storage, ListStorage)
+        dim = dimension("dim_extend", storage.ndim - 1 if self._dim_extend is None else self._dim_extend, storage.ndim)
         self._drop_ahead()
         with self._drawing:
             self.storage, self._dim = storage, dim
@@ -415,49 +416,3 @@ class ReplayBuffer:
             f"{type(self).__name__}(\n    storage={self.storage},\n    sampler={self.sampler},\n"
             f"    writer={self.writer},\n    batch_size={self.batch_size},\n)"
         )
-
-
-# Arguments ---------------------------------------------------------------------------------------
-
-
-def _made(name: str, given: Any, kind: type, default: Callable[[], Any]) -> Any:
-    made = default() if given is None else given
-    if not isinstance(made, kind) and callable(made):
-        made = made()
-    if not isinstance(made, kind):
-        raise TypeError(
-            f"{name}: expected a {kind.__name__} or a callable that makes one, got {type(made).__name__}: {made!r}."
-        )
-    return made
-
-
-def _dim(name: str, value: int, ndim: int) -> int:
-    if not isinstance(value, int) or not -ndim <= value < ndim:
-        raise ValueError(f"{name}: expected a dimension of a storage of ndim={ndim}, got {value!r}.")
-    return value % ndim
-
-
-def _inverse(change: Change) -> Change | None:
-    """The inverse of a transform that has one."""
-    parts = getattr(change, "transforms", None)
-    if parts is not None:
-        return cast(Any, change).inv if any(_inverse(part) is not None for part in parts) else None
-    if not (getattr(change, "in_keys_inv", None) or getattr(change, "_inverts", False)):
-        return None
-    return getattr(change, "inv", None)
-
-
-def _stacked(items: list[Any]) -> Any:
-    """Elements as a batch, where they are tensors or TensorDicts; else the list."""
-    if items and all(isinstance(item, TensorDictBase) for item in items):
-        return LazyStackedTensorDict.maybe_dense_stack(items, 0)
-    if items and all(isinstance(item, torch.Tensor) and item.shape == items[0].shape for item in items):
-        return torch.stack(items)
-    return items
-
-
-def _places(index: Any) -> Any:
-    """An index with tensors in it, for NumPy."""
-    if isinstance(index, tuple):
-        return tuple(_places(part) for part in index)
-    return index.numpy(force=True) if isinstance(index, torch.Tensor) else index

@@ -68,6 +68,10 @@ class Storage(ABC):
             dim: of a batch: which dimension rows are taken from.
         """
 
+    def append_one(self, data: Any) -> Reservation:
+        """Write one element (or one row of ``rest``) after what is there."""
+        return self.append(self.element(data), dim=self.ndim - 1)
+
     @abstractmethod
     def element(self, data: Any) -> Any:
         """One element (or one row of ``rest``) as a batch of one row."""

@@ -79,6 +79,10 @@ class RoundRobinWriter(Writer):
         lost = max(0, num_rows(data, dim) - storage.capacity) * storage.columns  # no room for the first of them
         return np.concatenate([np.full(lost, -1), index]) if lost else index
 
+    def add(self, storage: Storage, data: Any) -> NDArray[np.int64]:
+        """See :meth:`Writer.add`."""
+        return storage.index_of(storage.append_one(data))
+
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
     """Same as :class:`RoundRobinWriter`, under the name that it has for TensorDicts."""
