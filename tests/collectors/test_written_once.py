@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import Counter
 
 import numpy as np
@@ -169,16 +171,23 @@ def test_a_whole_trajectory_is_copied_once(make, count):
         assert copied == 20 * tensor.nbytes // storage.max_size, key
 
 
-def test_on_disk(make, memory_of_batches, tmp_path):
-    buffer = ReplayBuffer(storage=LazyMemmapStorage(400, scratch_dir=tmp_path))
-    forbid(buffer, "extend", "add")
-    list(make(ENVS["arrays"](), None, frames_per_batch=40, total_frames=400, replay_buffer=buffer))
-    assert len(buffer) == 400
-    for memory in memory_of_batches:
-        for key, tensor in memory.items():
-            rows = buffer.storage._tensors[key]
-            offset = tensor.data_ptr() - rows.data_ptr()
-            assert 0 <= offset < rows.nbytes, key
+@pytest.mark.parametrize("kind", ["file", "shared"])
+def test_where_other_processes_may_write_no_row_is_held_back(make, tmp_path, kind):
+    storage = LazyMemmapStorage(400, scratch_dir=tmp_path) if kind == "file" else LazyTensorStorage(400)
+    buffer, seen = ReplayBuffer(storage=storage, shared=kind == "shared"), []
+
+    def policy(td):
+        if len(buffer):
+            buffer.extend(buffer[:1])
+            seen.append(buffer.write_count)
+        return td.set("action", torch.ones(1, dtype=torch.int8))
+
+    collector = make(CountingEnv(max_steps=1000), policy, frames_per_batch=10, replay_buffer=buffer)
+    collector.next()
+    collector.next()
+    assert seen == list(range(11, 21))
+    assert buffer.write_count == 30
+    assert "not held back" in collector.stats()["paths"]["buffer"]
 
 
 class Doubled:
@@ -207,7 +216,9 @@ class Doubled:
 )
 def test_where_it_cannot_be_a_batch_is_copied_and_the_reason_is_told(make, why, buffer, options):
     made = buffer()
-    collector = make(ENVS["arrays"](), None, frames_per_batch=40, replay_buffer=made, **options)
+    warned = pytest.warns(UserWarning, match="frames_per_batch=40 .*room for 30: 10 frames")
+    with warned if "larger" in why else contextlib.nullcontext():
+        collector = make(ENVS["arrays"](), None, frames_per_batch=40, replay_buffer=made, **options)
     collector.next()
     if "use_buffers" in options:
         assert collector._memory.num_copied == 1  # no block is made: frames are stacked at the end
@@ -257,7 +268,7 @@ def test_unpublished_rows_are_not_sampled(make):
 
 
 def test_a_small_buffer_that_is_sampled_meanwhile_is_never_empty(make):
-    """Rows that are being written are out of sight; in the background they would be half of these."""
+    """In the background, rows that are being written would be out of sight: half of these."""
     buffer, seen = a_buffer(size=80), []
 
     def policy(td):
@@ -270,24 +281,80 @@ def test_a_small_buffer_that_is_sampled_meanwhile_is_never_empty(make):
     collector._background._thread.join(20.0)
     assert set(seen) == {0, 40, 80}
     assert seen == sorted(seen)
-    assert "out of sight" in collector.stats()["paths"]["buffer"]
+    assert "a thread collects" in collector.stats()["paths"]["buffer"]
 
 
-def test_a_rollout_cut_short_leaves_a_gap_that_nobody_reads(make, same):
-    """As by the thread of start(), which nobody announces at construction."""
+@pytest.mark.parametrize("size", [40, 400])
+def test_of_a_rollout_cut_short_what_was_taken_is_stored(make, same, size):
+    """Though the rows that were given up are the next to be written."""
     plain = make(ENVS["vector of arrays"](), None, frames_per_batch=40)
     plain.set_seed(0)
     expected = plain.next()[:, :6]
     for ndim in (1, 2):
-        buffer = a_buffer(ndim)
+        buffer = a_buffer(ndim, size)
         collector = make(ENVS["vector of arrays"](), None, frames_per_batch=40, replay_buffer=buffer)
         collector.set_seed(0)
         steps = iter(range(100))
         collector._interrupted = lambda steps=steps: next(steps) == 5
         collector.next()
-        assert "direct" in collector.stats()["paths"]["buffer"]
         assert len(buffer) == 24
         same(buffer[:] if ndim == 2 else buffer[:].reshape(4, 6), expected)
+
+
+def test_rows_that_are_given_up_may_be_written_by_others_at_once(make, count, monkeypatch):
+    buffer, env = a_buffer(size=20), CountingEnv(max_steps=1000)
+    collector = make(env, count(env), frames_per_batch=10, replay_buffer=buffer)
+    collector.next()
+    extend, demo = buffer.extend, buffer[:].clone().apply_(torch.zeros_like)
+    monkeypatch.setattr(buffer, "extend", lambda data: [extend(demo), extend(demo), extend(data)][-1])
+    steps = iter(range(100))
+    collector._interrupted = lambda: next(steps) == 5
+    collector.next()
+    newest = buffer[:][torch.arange(*buffer.storage.ledger.live())[-6:] % 20]
+    assert newest["observation"].flatten().tolist() == list(range(10, 16))
+
+
+def test_a_batch_that_leaves_the_rows_in_the_middle_waits_for_nobody(make):
+    """A storage of one batch: what was reserved in vain is given up before the batch is copied."""
+    steps = iter(range(100))
+
+    def policy(td):
+        td.set("action", torch.ones(1, dtype=torch.int8))
+        return td.set("note", "x") if next(steps) == 14 else td
+
+    buffer = a_buffer(size=10)
+    buffer.storage.ledger.timeout_s = 0.5
+    collector = make(CountingEnv(max_steps=1000), policy, frames_per_batch=10, replay_buffer=buffer)
+    for i in range(3):
+        collector.next()
+        assert (buffer[:]["observation"].flatten().sort().values == torch.arange(10 * i, 10 * i + 10)).all()
+
+
+def test_while_a_thread_collects_what_others_write_is_seen_at_once(make):
+    reached, opened = threading.Event(), threading.Event()
+    calls = iter(range(10_000))
+
+    def policy(td):
+        if next(calls) == 30:
+            reached.set()
+            assert opened.wait(20.0)
+        return td.set("action", torch.ones(1, dtype=torch.int8))
+
+    buffer = a_buffer(size=40)
+    buffer.storage.ledger.timeout_s = 0.5
+    collector = make(CountingEnv(max_steps=1000), policy, frames_per_batch=20, total_frames=40, replay_buffer=buffer)
+    collector.start()
+    assert reached.wait(20.0)
+    demo = buffer[:].clone()
+    try:
+        for count in (40, 60, 80):
+            buffer.extend(demo)
+            assert (buffer.write_count, len(buffer)) == (count, 40)
+    finally:
+        opened.set()
+    collector._background._thread.join(20.0)
+    assert buffer.write_count == 100
+    assert collector.stats()["paths"]["buffer"].startswith("extend: a thread collects")
 
 
 def test_tensordicts_made_by_hand_and_by_the_collector_share_a_buffer(make):

@@ -129,9 +129,29 @@ def test_states_of_another_shape_are_an_error():
     env = CartPole(policy=actor(num_layers=2))
     with pytest.raises(ValueError, match=r"carries 'recurrent_state' of shape \[1, 8\].*of shape \[2, 8\]"):
         provide_for_policy(env, actor())
-    both = nn.ModuleList([actor(), actor(num_layers=2)])
-    with pytest.raises(ValueError, match=r"carries 'recurrent_state' of shape \[2, 8\]"):
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_two_modules_with_one_state_are_an_error(num_layers):
+    both = TensorDictSequential(
+        GRUModule(4, 8, in_key="observation", out_key="f"),
+        GRUModule(8, 8, in_key="f", out_key="features", num_layers=num_layers),
+    )
+    words = r"GRUModule \(module.0\) and GRUModule \(module.1\) keep their states under one key, 'recurrent_state'"
+    with pytest.raises(ValueError, match=words):
         CartPole(policy=both)
+
+
+def test_one_module_in_two_places_has_one_state():
+    shared = GRUModule(4, 8, in_key="observation", out_key="features")
+    both = nn.ModuleList([TensorDictSequential(shared), TensorDictSequential(shared)])
+    assert transforms(CartPole(policy=both)) == ["InitTracker", "TensorDictPrimer"]
+
+
+@pytest.mark.parametrize("policy", [3, "gru"])
+def test_a_policy_that_cannot_be_called(policy):
+    with pytest.raises(TypeError, match=f"policy: expected a callable .* got {type(policy).__name__}"):
+        CartPole(policy=policy)
 
 
 def test_a_part_of_the_states_is_an_error():

@@ -36,7 +36,7 @@ example:
 """
 
 _INSPECT = """\
-Show what a dataset holds: entries, episodes, lengths and returns.
+Show what a dataset or a saved replay buffer holds: entries, episodes, lengths and returns.
 
 --check reads all frames and tests, as far as the entries are there:
   next.done is next.terminated | next.truncated

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 
 from rollwright.collectors import policy as policies
 from rollwright.collectors._delivering import DeliveringCore
+from rollwright.collectors._twins import copied_policy
 from rollwright.collectors.background import Background
 from rollwright.modules import RandomPolicy
 
@@ -24,6 +22,8 @@ class BackgroundCore(DeliveringCore):
     """The part of :class:`~rollwright.collectors.Collector` that starts and ends."""
 
     _background: Background | None = None
+    _policy_target: nn.Module | None = None  # what takes new weights where that is not the policy itself
+    _none_to_publish = False  # whether the thread's policy has no weights that anyone could publish
 
     @property
     def _running(self) -> Background | None:
@@ -40,7 +40,9 @@ class BackgroundCore(DeliveringCore):
         """Collect in a thread, into the replay buffer, until ``total_frames`` are stepped or :meth:`async_shutdown`.
 
         The thread acts with a copy of the policy: train yours, and call :meth:`update_policy_weights_` when it is to
-        act with the new weights. What goes wrong in the thread is raised at the next call of :meth:`pause`,
+        act with the new weights. Of a bound method, a ``functools.partial`` or another callable object, the modules in
+        it are copied and updated; a function cannot be copied, and what it reads is read as it stands (a warning says
+        so where that is a module). What goes wrong in the thread is raised at the next call of :meth:`pause`,
         :meth:`update_policy_weights_`, :meth:`reset`, :meth:`state_dict`, :meth:`async_shutdown` or iteration, once;
         ``stats()["background"]`` tells of it before. Meanwhile:
 
@@ -52,6 +54,9 @@ class BackgroundCore(DeliveringCore):
         Raises:
             RuntimeError: there is no replay buffer, the thread runs already, or the collector was shut down.
             TypeError: the policy cannot be copied.
+
+        Warns:
+            UserWarning: modules act that could not be copied.
 
         Example:
             >>> import time
@@ -91,6 +96,7 @@ class BackgroundCore(DeliveringCore):
 
     def _deliver_one(self) -> bool:
         if not self._delivery.ready():
+            self._delivery.ended()
             return False
         self._delivery.next()
         return True
@@ -100,25 +106,21 @@ class BackgroundCore(DeliveringCore):
         policy = self.policy
         if self._policy_source is not None or isinstance(policy, RandomPolicy):
             return  # it is a copy already, or has no weights
-        if isinstance(policy, FunctionType):
-            if any(isinstance(cell.cell_contents, nn.Module) for cell in policy.__closure__ or ()):
-                warnings.warn(
-                    "start: the policy is a function around a module, which cannot be copied; the thread acts with "
-                    "weights that may change in the middle of a step. Pass an nn.Module or a TensorDictModule.",
-                    UserWarning,
-                    stacklevel=3,
-                )
+        twin = copied_policy(policy)
+        if twin.live:
+            warnings.warn(
+                "start: the policy is a function around a module, or uses one that cannot be copied with it; the "
+                "thread acts with weights that may change in the middle of a step. Pass an nn.Module or a "
+                "TensorDictModule.",
+                UserWarning,
+                stacklevel=3,
+            )
+        self._policy_source, self._policy_target = twin.source, twin.target
+        self._none_to_publish = twin.source is None and not twin.live
+        if twin.policy is policy:
             return
-        try:
-            with torch.no_grad():
-                twin = copy.deepcopy(policy)
-        except Exception as error:
-            raise TypeError(
-                f"policy: the thread of start() acts with a copy, and {type(policy).__name__} cannot be copied: "
-                f"{type(error).__name__}: {error}. Pass policy_factory=, which makes one for the thread."
-            ) from error
-        self.policy, self._policy_source = twin, policy if isinstance(policy, nn.Module) else None
-        self._policy_call = policies.wrap_policy(twin, self.options, self.env)
+        self.policy = twin.policy
+        self._policy_call = policies.wrap_policy(twin.policy, self.options, self.env)
         self._change_path()
 
     # While it runs ----------------------------------------------------------------------------
@@ -137,6 +139,11 @@ class BackgroundCore(DeliveringCore):
         background.raise_error()
         with background.resting(between_batches=False):
             yield
+
+    def _version_loaded(self) -> None:
+        """See :class:`DeliveringCore`."""
+        if self._background is not None:
+            self._background.version = self._policy_version
 
     def _raise_of_background(self) -> None:
         """Raise, once, what went wrong in the thread."""

@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from rollwright.collectors import _plan
 from rollwright.collectors import policy as policies
 from rollwright.collectors._choice import choose_path, plain_path
+from rollwright.collectors._delivery_checks import ledger_of
 from rollwright.collectors._env import EnvMaker, ResetUndo, make_env
 from rollwright.collectors._path import Path, UnfitOutputs
 from rollwright.collectors.base import BaseCollector
@@ -62,12 +63,13 @@ class RolloutCore(BaseCollector):
         self.pre_collect_hook = self.options.pre_collect_hook
         self.post_collect_hook = self.options.post_collect_hook
         self.worker_idx = self.options.worker_idx
-        self._traj_pool = TrajectoryPool()
+        self._traj_pool = TrajectoryPool(ledger_of(self.options.replay_buffer))
         self._timer = StageTimer()
         self._episodes = EpisodeStats()
         self._frames = self._iter = self._policy_version = 0
         self._memory = batch_memory(self.options)
         self._fresh_ids: torch.Tensor | None = None
+        self._begun = False  # whether the last rollout came as far as its first step
         self._stepped = False  # whether a frame was taken in this object's life
         self._anew = torch.ones(self.env.numel(), dtype=torch.bool).numpy()
         self._check_finite = _plan.finite_check(self.env)
@@ -161,8 +163,10 @@ class RolloutCore(BaseCollector):
         """
         self._check_open()
         clock, spend = time.perf_counter, self._timer.spend
+        self._begun = False
         if self._pre_collect_hook is not None:
             self._pre_collect_hook()
+        self._begun = True
         with torch.no_grad(), set_exploration_type(self.options.exploration_type), set_recurrent_mode("sequential"):
             try:
                 self._begin()

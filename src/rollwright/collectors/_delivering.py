@@ -53,6 +53,7 @@ class DeliveringCore(RolloutCore):
         while True:
             self._check_idle("iteration")
             if not self._delivery.ready():
+                self._delivery.ended()
                 return
             yield self._delivery.next()
 
@@ -78,6 +79,7 @@ class DeliveringCore(RolloutCore):
 
     def _collect(self) -> TensorDictBase:
         """Take a rollout, and count its frames."""
+        self._begun = False
         self._check_open()
         self._started = True
         self._start_profiler()
@@ -97,7 +99,8 @@ class DeliveringCore(RolloutCore):
         try:
             yield
         except BaseException:
-            self._path.carrier = None
+            if self._begun:
+                self._path.carrier = None
             raise
 
     def _hand_out(
@@ -161,6 +164,9 @@ class DeliveringCore(RolloutCore):
     def _in_background(self) -> bool:
         """Whether a thread collects, and others may look at the buffer meanwhile."""
         return False
+
+    def _version_loaded(self) -> None:
+        """The version of the weights was loaded: whoever counts on from it is told."""
 
     def _check_idle(self, what: str) -> None:
         """Raise where a thread collects, and this is not it."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollwright.collectors.options import CollectorOptions
 
-__all__ = ["buffer_of", "check_delivery", "storage_ndim"]
+__all__ = ["buffer_of", "check_delivery", "ledger_of", "storage_ndim"]
 
 _METHODS = ("extend", "add", "sample")
 _AGAINST_TRAJS = {
@@ -101,6 +101,12 @@ def storage_ndim(buffer: Any) -> int:
     """Number of dimensions of the storage of a buffer (of an ensemble: the most of its members); 1 if unknown."""
     members = getattr(buffer, "members", [buffer])
     return max(int(getattr(getattr(member, "storage", None), "ndim", 1)) for member in members)
+
+
+def ledger_of(buffer: Any) -> Any:
+    """Where the writers of a buffer (of an ensemble: of all members) take trajectory ids; None if it has no such."""
+    ledger = getattr(getattr(getattr(buffer, "members", [buffer])[0], "storage", None), "ledger", None)
+    return ledger if hasattr(ledger, "take_ids") else None
 
 
 def buffer_of(options: CollectorOptions) -> Any:

@@ -73,6 +73,7 @@ def load(core: DeliveringCore, state: Mapping[str, Any], **kwargs: Any) -> None:
     core._frames = int(state.get("frames", 0))
     core._iter = int(state.get("iter", 0))
     core._policy_version = int(state.get("policy_version", 0))
+    core._version_loaded()
     if "traj_pool" in state:
         core._traj_pool.load_state_dict(state["traj_pool"])
     goes_on = _load_env(core, state) and state["trajectories"] is not None
@@ -187,8 +188,10 @@ def _load_held(core: DeliveringCore, state: Mapping[str, Any], goes_on: bool, id
     loaded = {name: [_carrier(td) for td in _placed(held[name])] for name in ("open", "complete")}
     carrier = core._path.carrier if goes_on else None
     ids = None if carrier is None else carrier.get(IDS).reshape(-1).cpu().numpy()
+    saved = _carrier(state["trajectories"]["carrier"]) if ids is not None else None
+    saved_ids = None if saved is None else saved.get(IDS).reshape(-1).cpu().numpy()
     fresh = () if ids_are_free else core._traj_pool.take(len(loaded["complete"])).tolist()
-    assembler.load_state_dict({**held, **loaded}, ids, fresh)
+    assembler.load_state_dict({**held, **loaded}, ids, fresh, saved_ids)
 
 
 def _carrier_state(carrier: TensorDictBase | None) -> dict[str, Any] | None:

@@ -54,7 +54,8 @@ class TrajectoryAssembler:
     def __init__(self, num_envs: int) -> None:
         self._num_envs = num_envs
         self.frames_dropped = 0
-        self._spoiled_below = 0  # trajectories with lower ids have begun unseen
+        self._spoiled_below = 0  # trajectories with lower ids have begun unseen,
+        self._spoiled: set[int] = set()  # and those with these
         self._rollouts: dict[int, Frames] = {}
         self._clear()
 
@@ -109,6 +110,17 @@ class TrajectoryAssembler:
         self.frames_dropped += int((self._clock - self._begun)[lost].sum())
         self._since[lost] = _NONE
 
+    def begin_anew(self, num_frames: int) -> None:
+        """Forget what is under way, in whatever state an interrupted :meth:`take` has left it.
+
+        Args:
+            num_frames: all that are held or were dropped until now; those that are not held any more count as dropped.
+        """
+        self._since[:] = _NONE
+        self._rollouts.clear()
+        self._oldest = self._serial
+        self.frames_dropped = num_frames - self.frames_held
+
     # Batches in, trajectories out --------------------------------------------------------------------
 
     def take(self, batch: TensorDictBase, steps: int, ended: torch.Tensor) -> None:
@@ -129,7 +141,7 @@ class TrajectoryAssembler:
         stops = ends.copy()
         stops[:, :-1] |= ids[:, 1:] != ids[:, :-1]
         for t, env in np.argwhere(stops.T).tolist():
-            if ends[env, t] and self._id[env] >= self._spoiled_below:
+            if ends[env, t] and not self._is_spoiled(int(self._id[env])):
                 self._complete.append(self._close(env, serial, t))
             else:
                 self.frames_dropped += self._clock + t + 1 - int(self._begun[env])
@@ -138,6 +150,9 @@ class TrajectoryAssembler:
                 self._open(env, serial, t + 1, ids[:, t + 1])
         self._clock += steps
         self._let_go()
+
+    def _is_spoiled(self, name: int) -> bool:
+        return name < self._spoiled_below or name in self._spoiled
 
     def pop(self, n: int) -> list[Trajectory]:
         """The ``n`` complete trajectories that ended first."""
@@ -187,6 +202,8 @@ class TrajectoryAssembler:
             "open": [concatenate(self._under_way(env)).clone() for env in envs],
             "complete": [concatenate(found.pieces).clone() for found in self._complete],
             "frames_dropped": self.frames_dropped,
+            "spoiled_below": self._spoiled_below,
+            "spoiled": sorted(self._spoiled),
         }
 
     def _under_way(self, env: int) -> list[Piece]:
@@ -198,7 +215,13 @@ class TrajectoryAssembler:
             found.append(Piece(frames, start, int(frames.stops[env])))
         return found
 
-    def load_state_dict(self, state: Mapping[str, Any], ids: NDArray[np.int64] | None, fresh: Iterable[int]) -> None:
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        ids: NDArray[np.int64] | None,
+        fresh: Iterable[int],
+        saved_ids: NDArray[np.int64] | None = None,
+    ) -> None:
         """Go on from a saved state.
 
         Args:
@@ -206,9 +229,11 @@ class TrajectoryAssembler:
             ids: those of the trajectories under way, int64 ``[num_envs]``; None: they begin anew, and what was saved
                 of them is dropped.
             fresh: ids for those that are complete; empty: they keep their own.
+            saved_ids: what ``ids`` were when the state was saved; None: the same.
         """
         self._clear()
         self.frames_dropped = int(state["frames_dropped"])
+        self._load_spoiled(state, ids, ids if saved_ids is None else saved_ids)
         names = iter(fresh)
         for td in state["complete"]:
             name = next(names, None)
@@ -229,6 +254,18 @@ class TrajectoryAssembler:
                 [env for env, _ in held], [len(td) for _, td in held], self._num_envs
             )
             self._serial = 1
+
+    def _load_spoiled(
+        self, state: Mapping[str, Any], ids: NDArray[np.int64] | None, saved_ids: NDArray[np.int64] | None
+    ) -> None:
+        """Those that have begun unseen are never whole, whatever they are called now."""
+        self._spoiled_below, self._spoiled = int(state.get("spoiled_below", 0)), set(state.get("spoiled", ()))
+        if ids is None or saved_ids is None:  # all begin anew
+            self._spoiled_below, self._spoiled = 0, set()
+            return
+        names = zip(ids.tolist(), saved_ids.tolist(), strict=True)
+        self._spoiled = {new for new, old in names if self._is_spoiled(old)}
+        self._spoiled_below = 0
 
 
 def _piece(td: TensorDictBase) -> Piece:

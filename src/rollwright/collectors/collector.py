@@ -132,6 +132,9 @@ class Collector(BackgroundCore):
 
         While a thread collects (:meth:`start`), the weights are copied here, and act from the thread's next step on
         (from its next batch on where the policy is compiled).
+
+        Raises:
+            RuntimeError: a thread collects, nothing was given, and there is no module in the policy to read again.
         """
         self._raise_of_background()
         update = weight_forms.parse_update(
@@ -144,6 +147,12 @@ class Collector(BackgroundCore):
         )
         running = self._running
         if running is not None:
+            if not update and self._none_to_publish:
+                raise RuntimeError(
+                    f"update_policy_weights_: found no module in the policy ({type(self.policy).__name__}) whose "
+                    "weights could be published to the thread of start(). Pass an nn.Module or a TensorDictModule "
+                    "as policy, or call increment_version() to count an update of your own."
+                )
             update = {name: weight_forms.snapshot(new) for name, new in update.items()}
         ready = {name: weight_forms.prepare(self.get_model(name), new, name) for name, new in update.items()}
         version = None if running is None else running.publish(ready)
@@ -165,7 +174,7 @@ class Collector(BackgroundCore):
             ValueError: there is no such model.
         """
         if model_id == "policy":
-            return self.policy
+            return self.policy if self._policy_target is None else self._policy_target
         try:
             return resolve(self, model_id)
         except AttributeError:

@@ -44,6 +44,7 @@ class Delivery(ABC):
     def __init__(self, core: DeliveringCore) -> None:
         self._core = core
         self._left_out: set[NestedKey] = set()
+        self._delivered = self._told_end = False
         self.num_batches = core._counts.batches
         self.no_length: Exception = RuntimeError(_ENDLESS)
 
@@ -81,12 +82,32 @@ class Delivery(ABC):
         if self.assembler is not None:
             self.assembler.miss(self._core._traj_pool.state_dict()["traj_id"])
 
+    def ended(self) -> None:
+        """All frames are stepped: warn, once, where nothing of them became whole."""
+        held = 0 if self.assembler is None else self.assembler.frames_held
+        if held and not self._delivered and not self._told_end:
+            self._told_end = True
+            warnings.warn(
+                f"{type(self._core).__name__} ends without a batch of whole trajectories: frames_held={held} frames "
+                "belong to fewer complete trajectories than trajs_per_batch asks for, or to none. Pass a larger "
+                "total_frames, or a smaller max_frames_per_traj.",
+                UserWarning,
+                stacklevel=3,
+            )
+
     def _take_in(self, assembler: TrajectoryAssembler) -> None:
-        """Collect a batch, and hand it to the assembler."""
+        """Collect a batch, and hand it to the assembler; where that fails, no trajectory goes on across the hole."""
         core = self._core
-        batch = core._collect()
-        ended = end_of_trajectory(batch.get("next"), core.env._done_groups, batch.ndim)
-        assembler.take(batch, core._taken // core.env.numel(), ended)
+        known = assembler.frames_held + assembler.frames_dropped - core._frames
+        try:
+            batch = core._collect()
+            ended = end_of_trajectory(batch.get("next"), core.env._done_groups, batch.ndim)
+            assembler.take(batch, core._taken // core.env.numel(), ended)
+        except BaseException:
+            if core._begun:
+                core._path.carrier = None
+                assembler.begin_anew(known + core._frames)
+            raise
         core._step_profiler()
 
     def _say_left_out(self, keys: Iterable[NestedKey], why: str) -> None:
@@ -103,9 +124,8 @@ class Batches(Delivery):
     def next(self) -> TensorDictBase | None:
         """See :meth:`Delivery.next`."""
         core = self._core
-        batch = core._collect()
         with core._or_begin_anew():
-            batch = core._hand_out(batch)
+            batch = core._hand_out(core._collect())
         core._step_profiler()
         return batch
 
@@ -133,10 +153,17 @@ class TrajectoryBatches(Delivery):
 
     def next(self) -> TensorDictBase | None:
         """See :meth:`Delivery.next`."""
-        found = [trajectory.pieces for trajectory in self.assembler.pop(self._count)]
-        pieces = [piece for trajectory in found for piece in trajectory]
-        self._say_left_out(common_keys(pieces)[1], "not every frame of these trajectories has them")
-        return self._core._hand_out(pad(found) if self._padded else copied(pieces))
+        popped = self.assembler.pop(self._count)
+        try:
+            found = [trajectory.pieces for trajectory in popped]
+            pieces = [piece for trajectory in found for piece in trajectory]
+            self._say_left_out(common_keys(pieces)[1], "not every frame of these trajectories has them")
+            batch = self._core._hand_out(pad(found) if self._padded else copied(pieces))
+        except BaseException:
+            self.assembler.frames_dropped += sum(trajectory.length for trajectory in popped)
+            raise
+        self._delivered = True
+        return batch
 
 
 def copied(pieces: Sequence[Piece]) -> TensorDictBase:

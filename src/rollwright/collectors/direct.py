@@ -17,8 +17,6 @@ from rollwright.data.memory import MemoryPool, in_numpy
 
 __all__ = ["StorageMemory", "batch_memory", "why_not_direct"]
 
-_SHARE = 4  # rows that are being written may be at most this part of a storage that others sample from
-
 
 def batch_memory(options: CollectorOptions) -> MemoryPool:
     """Where the batches of a collector lie: in the rows of its replay buffer if that takes whole rollouts."""
@@ -59,7 +57,8 @@ class StorageMemory(MemoryPool):
     """Lends reserved rows of a storage for the batch that is being collected, else memory of its own.
 
     A batch lies in the rows as if :meth:`extend` had put it there: ``[*env, T]`` in one row after another for a
-    storage of one dimension, else time by time. Nobody reads the rows until :meth:`publish`.
+    storage of one dimension, else time by time. Nobody reads the rows until :meth:`publish`, nor rows that others
+    reserve after them: so they are reserved only while the caller iterates, over a buffer of this process alone.
 
     Args:
         options: of the collector, with a ``replay_buffer``.
@@ -78,7 +77,7 @@ class StorageMemory(MemoryPool):
         self._never = _never(options)
         self._may_lack = bool(options.init_random_frames and options.init_random_frames > 0)
         self._reason = self._never or why_not_direct(self._buffer)
-        self._open, self._share = False, 1
+        self._open = False
         self._reservation: Any = None
         self._windows: dict[NestedKey, torch.Tensor] = {}
         self.num_direct = self.num_copied = 0
@@ -90,28 +89,37 @@ class StorageMemory(MemoryPool):
         return "direct: frames are written into the storage's rows" if not self._reason else f"extend: {self._reason}"
 
     @contextmanager
-    def batch(self, *, keeps_batches: bool, sampled_meanwhile: bool) -> Iterator[None]:
+    def batch(self, *, keeps_batches: bool, in_background: bool) -> Iterator[None]:
         """Collect a batch in the ``with`` block; what was reserved and not published at its end is given up.
 
         Args:
             keeps_batches: whether someone is given the batch, who may keep it longer than the rows hold it.
-            sampled_meanwhile: whether someone may sample while it is collected, who does not see the rows reserved.
+            in_background: whether a thread collects, and others use the buffer meanwhile.
         """
-        self._begin(keeps_batches)
-        self._share = _SHARE if sampled_meanwhile or getattr(self._storage, "shared", False) else 1
+        self._begin(keeps_batches, in_background)
         try:
             yield
         finally:
-            self._open, self._windows = False, {}
-            if self._reservation is not None:
-                reservation, self._reservation = self._reservation, None
-                self._storage.abandon(reservation)
+            self._open = False
+            self._give_up()
 
-    def _begin(self, keeps_batches: bool) -> None:
+    def _begin(self, keeps_batches: bool, in_background: bool) -> None:
         self._reason = self._never or why_not_direct(self._buffer)
-        if keeps_batches and not self._reason:
-            self._reason = "post_collect_hook may keep the batch"
+        if not self._reason:
+            if keeps_batches:
+                self._reason = "post_collect_hook may keep the batch"
+            elif in_background:
+                self._reason = "a thread collects, and what others write meanwhile is not held back"
+            elif getattr(self._storage, "shared", False):
+                self._reason = "the buffer is shared, and what other processes write is not held back"
         self._open = not self._reason
+
+    def _give_up(self) -> None:
+        """Give back what is reserved and not published."""
+        self._windows = {}
+        if self._reservation is not None:
+            self._storage.abandon(self._reservation)
+            self._reservation = None
 
     def reserve(self, fields: Mapping[NestedKey, Any], env: tuple[int, ...], steps: int) -> None:
         """Reserve rows for a batch.
@@ -146,8 +154,6 @@ class StorageMemory(MemoryPool):
             self._reason = "frames do not lie on the CPU"
         elif rows > storage.capacity:
             self._reason = "a batch is larger than the storage"
-        elif rows * self._share > storage.capacity:
-            self._reason = "too much of the storage would be out of sight while a batch is written"
         elif end % storage.capacity + rows > storage.capacity:
             self._reason = None  # this batch alone goes around the ring's seam
         else:
@@ -155,7 +161,7 @@ class StorageMemory(MemoryPool):
             for key in kept:
                 window = storage.window(reservation, key)
                 if window is None:  # another writer was faster
-                    self._windows = {}
+                    self._give_up()
                     return
                 self._windows[key] = window.unflatten(0, (*env, steps)) if flat else window.movedim(0, len(env))
 
@@ -164,7 +170,7 @@ class StorageMemory(MemoryPool):
         window = self._windows.get(place)  # type: ignore[call-overload]
         return Window(window) if window is not None else super().take(place, shape, dtype)
 
-    def publish(self, batch: TensorDictBase, steps: int) -> bool:
+    def publish(self, batch: TensorDictBase, steps: int) -> TensorDictBase | None:
         """Let everyone read the batch, if it lies in the rows.
 
         Args:
@@ -172,19 +178,23 @@ class StorageMemory(MemoryPool):
             steps: those of the T that were taken.
 
         Returns:
-            Whether it lies there; if not, it is to be copied.
+            None if it lies there; else what is to be stored, in other memory, and nothing is reserved any more.
         """
-        if not self._windows or not self._holds(batch):
-            if self._windows:  # what was reserved in vain is lost: do not try again
-                self._never = "batches do not lie where frames are written"
+        whole = steps == batch.batch_size[-1]
+        batch = batch if whole else batch[..., :steps]
+        if self._reservation is None or not whole or not self._holds(batch):
+            if self._reservation is not None:
+                if whole:  # what was reserved in vain is lost: do not try again
+                    self._never = "batches do not lie where frames are written"
+                batch = batch.clone()  # the rows given up may be the next to be written
+                self._give_up()
             self.num_copied += 1
-            return False
-        reservation, self._reservation = self._reservation, None
-        self._storage.publish(reservation, self._untaken(reservation, batch, steps))
-        self._windows = {}
+            return batch
+        self._storage.publish(self._reservation)
+        self._reservation, self._windows = None, {}
         self.num_direct += 1
         self._buffer.written()
-        return True
+        return None
 
     def _holds(self, batch: TensorDictBase) -> bool:
         """Whether the batch is what lies in the windows: it may have been stacked anew, or moved."""
@@ -197,16 +207,6 @@ class StorageMemory(MemoryPool):
             value is not None and value.data_ptr() == window.data_ptr() and value.shape == window.shape
             for value, window in zip(held, self._windows.values(), strict=True)
         )
-
-    def _untaken(self, reservation: Any, batch: TensorDictBase, steps: int) -> list[tuple[int, int]]:
-        """Positions that hold nothing, because the rollout was cut."""
-        length = batch.batch_size[-1]
-        if steps == length:
-            return []
-        if self._storage.ndim > 1:
-            return [(reservation.start + steps, reservation.stop)]
-        rows = range(reservation.start, reservation.stop, length)
-        return [(row + steps, row + length) for row in rows]
 
 
 def _never(options: CollectorOptions) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 from tensordict import TensorDictBase
@@ -71,20 +72,31 @@ class StoredBatches(Stored):
     def __init__(self, core: DeliveringCore) -> None:
         super().__init__(core)
         self._memory = cast(StorageMemory, core._memory)
+        self._check_room()
+
+    def _check_room(self) -> None:
+        room, frames = getattr(getattr(self._buffer, "storage", None), "max_size", None), self._core.frames_per_batch
+        if room is not None and frames > room:
+            warnings.warn(
+                f"replay_buffer: a batch of frames_per_batch={frames} frames is larger than the storage, which has "
+                f"room for {room}: {frames - room} frames of each batch are lost. Make the storage larger, or pass "
+                f"frames_per_batch={room} at most.",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def next(self) -> TensorDictBase | None:
         """See :meth:`Delivery.next`."""
         core, memory = self._core, self._memory
         hooked = core._post_collect_hook is not None
-        with memory.batch(keeps_batches=hooked, sampled_meanwhile=core._in_background):
+        with core._or_begin_anew(), memory.batch(keeps_batches=hooked, in_background=core._in_background):
             batch = core._collect()
-            with core._or_begin_anew():
-                steps = core._taken // core.env.numel()
-                if memory.publish(batch, steps):
-                    core._iter += 1
-                    self._say_left_out(memory.left_out, _RANDOM_LACK)
-                else:
-                    core._hand_out(batch if steps == batch.batch_size[-1] else batch[..., :steps], self._extend)
+            rest = memory.publish(batch, core._taken // core.env.numel())
+            if rest is None:
+                core._iter += 1
+                self._say_left_out(memory.left_out, _RANDOM_LACK)
+            else:
+                core._hand_out(rest, self._extend)
         core._step_profiler()
         return None
 
@@ -106,10 +118,11 @@ class StoredFrames(Stored):
     def next(self) -> TensorDictBase | None:
         """See :meth:`Delivery.next`."""
         core = self._core
-        batch = core._collect()
-        core._iter += 1
-        if core._post_collect_hook is not None:
-            core._post_collect_hook(batch)
+        with core._or_begin_anew():
+            batch = core._collect()
+            core._iter += 1
+            if core._post_collect_hook is not None:
+                core._post_collect_hook(batch)
         core._step_profiler()
         return None
 
@@ -148,6 +161,7 @@ class StoredTrajectories(Stored):
             except BaseException:
                 self.assembler.frames_dropped += found.length
                 raise
+            self._delivered = True
         return None
 
     def _write(self, found: Trajectory) -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from rollwright.data.replay_buffers._ledger import Ledger
 
 __all__ = ["TrajectoryPool", "renew"]
 
 
 class TrajectoryPool:
     """Hands out trajectory ids, each once, in rising order.
+
+    Args:
+        ledger: of a replay buffer's storage: ids are taken there, so that collectors that write one buffer, one after
+            another or at a time, have none in common; None: of this pool alone.
 
     Example:
         >>> pool = TrajectoryPool()
@@ -20,8 +29,9 @@ class TrajectoryPool:
         {'traj_id': 3}
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger | None = None) -> None:
         self._next = 0
+        self._ledger = ledger
 
     def get_traj_and_increment(self, n: int = 1, device: torch.device | None = None) -> torch.Tensor:
         """``n`` fresh ids, int64 ``[n]``."""
@@ -29,7 +39,13 @@ class TrajectoryPool:
 
     def take(self, n: int) -> NDArray[np.int64]:
         """``n`` fresh ids as an array."""
-        first, self._next = self._next, self._next + n
+        first = self._next
+        if self._ledger is not None:
+            first = self._ledger.take_ids(n)
+            if first < self._next:  # the buffer was put back to an earlier state
+                self._ledger.raise_ids(self._next)
+                first = self._ledger.take_ids(n)
+        self._next = first + n
         return np.arange(first, first + n, dtype=np.int64)
 
     def state_dict(self) -> dict[str, int]:
@@ -39,6 +55,8 @@ class TrajectoryPool:
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on above the saved ids, and never below those handed out already."""
         self._next = max(self._next, int(state_dict["traj_id"]))
+        if self._ledger is not None:
+            self._ledger.raise_ids(self._next)
 
 
 def renew(ids: torch.Tensor, ended: torch.Tensor, pool: TrajectoryPool) -> torch.Tensor:

@@ -35,17 +35,26 @@ def provide_for_policy(env: EnvBase, policy: Any) -> EnvBase:
         policy: a module, or any object; only modules (and objects with ``make_tensordict_primer``) can need anything.
 
     Raises:
-        ValueError: the environment, or another module, has an entry of that name and of another shape.
+        TypeError: the policy cannot be called.
+        ValueError: the environment has an entry of that name and of another shape, or two modules keep their states
+            under one name.
         EnvKeyError: a mark of first steps cannot be given where the policy reads it.
     """
+    if not callable(policy):
+        raise TypeError(
+            f"policy: expected a callable on TensorDicts, a TensorDictModule or an nn.Module, got "
+            f"{type(policy).__name__}: {policy!r}."
+        )
     modules = _with_states(policy)
     if not modules:
         return env
     known = _entries(env)
     added: list[Transform] = [InitTracker(name) for name in _missing_marks(env, modules, known)]
+    owners: dict[NestedKey, Any] = {}
     for module in modules:
         primer = module.make_tensordict_primer()
         wanted = {unravel(key): primer.primers[key] for key in primer.primers.keys(True, True)}
+        _check_alone(policy, module, wanted, owners)
         present = {key: known[key] for key in wanted if key in known}
         for key, spec in present.items():
             _check_same(env, module, key, wanted[key], spec)
@@ -90,6 +99,22 @@ def _missing_marks(env: EnvBase, modules: list[Any], known: Specs) -> list[str]:
             )
         names.append(name)
     return names
+
+
+def _check_alone(policy: Any, module: Any, wanted: Specs, owners: dict[NestedKey, Any]) -> None:
+    """Test that no other module of the policy writes the same states: the next ones would be those of the last."""
+    for key in wanted:
+        other = owners.setdefault(key, module)
+        if other is not module and module not in list(other.modules()):  # a module may speak for one inside of it
+            raise ValueError(
+                f"policy: {_named(policy, other)} and {_named(policy, module)} keep their states under one key, "
+                f"{key!r}, and would overwrite one another's. Give them different ones with in_keys= and out_keys=."
+            )
+
+
+def _named(policy: Any, module: Any) -> str:
+    path = next(path for path, part in policy.named_modules() if part is module)
+    return f"{type(module).__name__} ({path})"
 
 
 def _check_same(env: EnvBase, module: Any, key: NestedKey, wanted: TensorSpec, present: TensorSpec) -> None:

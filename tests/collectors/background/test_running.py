@@ -274,7 +274,8 @@ def test_the_thread_uses_as_many_threads_of_torch_as_the_program_does(tools, sta
     torch.set_num_threads(1)
     try:
         policy = Busy()
-        collector, _ = started(CountingEnv(max_steps=9), policy, frames_per_batch=2)
+        with pytest.warns(UserWarning, match="weights that may change"):  # it says that it is its own copy
+            collector, _ = started(CountingEnv(max_steps=9), policy, frames_per_batch=2)
         assert policy.measured.wait(tools.LIMIT)
         collector.async_shutdown()
         assert policy.others < 0.3 * policy.own

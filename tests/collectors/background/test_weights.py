@@ -121,7 +121,7 @@ def test_weights_that_do_not_fit_are_refused_at_once(tools, started):
 
 def test_an_update_acts_within_a_second(started):
     policy = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
-    collector, buffer = started(GymEnv("Pendulum-v1"), policy, track_policy_version=True, frames_per_batch=100_000)
+    collector, buffer = started(GymEnv("Pendulum-v1"), policy, track_policy_version=True, frames_per_batch=20_000)
     version = collector.update_policy_weights_()
     begun = time.monotonic()
     while collector.stats()["policy_version_acting"] < version:

@@ -172,6 +172,41 @@ def test_a_storage_too_small_for_one_trajectory():
         slices.sample()
 
 
+@pytest.mark.parametrize(
+    ("options", "size", "remedy"),
+    [
+        ({"slice_len": 32}, 16, "Pass batch_size=32, or"),
+        ({"slice_len": 32}, 40, "Pass batch_size=32 or batch_size=64, or"),
+        ({"num_slices": 3}, 4, "Pass batch_size=3 or batch_size=6, or"),
+        ({"num_slices": 3, "slice_len": 4}, 13, "Pass batch_size=12, or"),
+    ],
+)
+def test_the_nearest_batch_sizes_that_slices_fill(options, size, remedy):
+    buffer = filled(sampler=SliceSampler(**options))
+    with pytest.raises(ValueError, match=remedy):
+        buffer.sample(size)
+    assert len(buffer.sample(int(remedy.split("=")[1].split()[0].strip(","))))
+
+
+@pytest.mark.parametrize("options", [{}, {"end_key": ("next", "done")}])
+@pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement])
+def test_slices_of_elements_that_hold_several_frames(kind, options):
+    data = frames().reshape(2, 3)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=kind(slice_len=2, **options), batch_size=4)
+    remedy = r"ndim=1 takes a batch \[2, 3\] .*extend\(data.reshape\(-1\)\).*LazyTensorStorage\(n, ndim=2\)"
+    for write in (buffer.extend, lambda data: buffer.extend_pieces([data])):
+        with pytest.raises(ValueError, match=remedy):
+            write(data)
+    assert len(buffer) == 0  # nothing was stored, and the remedy works
+    buffer.extend(data.reshape(-1))
+    assert buffer.sample().batch_size[0] <= 4
+    grid = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(20, ndim=2), sampler=kind(slice_len=2, **options), batch_size=4
+    )
+    grid.extend(data)
+    assert grid.sample()["obs"].shape == (4, 3)
+
+
 def test_batch_sizes_that_slices_do_not_fill():
     with pytest.raises(ValueError, match=r"batch_size.*slice_len=3.*got 4"):
         filled(sampler=SliceSampler(slice_len=3)).sample()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -323,3 +324,62 @@ def test_tensors_in_two_dimensions_are_saved(dim):
     for one in (buffer, other):
         one.extend(torch.arange(6).reshape(shape) + 50)
     assert torch.equal(other[:], buffer[:])
+
+
+@pytest.mark.parametrize("how", ["state_dict", "dumps"])
+def test_rows_along_another_dimension_are_refused(how, tmp_path):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), dim_extend=0)
+    buffer.extend(torch.arange(6).reshape(2, 3))
+    other = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+    same = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), dim_extend=0)
+    buffer.dumps(tmp_path / "saved")
+
+    def load(into):
+        return into.load_state_dict(buffer.state_dict()) if how == "state_dict" else into.loads(tmp_path / "saved")
+
+    with pytest.raises(ValueError, match=r"dim_extend=1, got dim_extend=0. Make the buffer with dim_extend=0"):
+        load(other)
+    load(same)
+    assert torch.equal(same[:], buffer[:])
+
+
+def test_a_state_is_that_of_one_moment(monkeypatch):
+    sampler = PrioritizedSampler(100, 1.0, 1.0)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler)
+    buffer.extend(torch.arange(5))
+    started, taken = threading.Event(), sampler.state_dict
+    thread = threading.Thread(target=lambda: (started.set(), buffer.extend(torch.arange(7))))
+
+    def state_dict():
+        state = taken()
+        if not thread.ident:
+            thread.start()
+            started.wait()
+            thread.join(0.2)  # it waits for the state
+        return state
+
+    monkeypatch.setattr(sampler, "state_dict", state_dict)
+    state = buffer.state_dict()
+    thread.join()
+    assert (state["sampler"]["high"], state["storage"]["high"]) == (5, 5)
+    assert len(state["sampler"]["priorities"]) == len(state["storage"]["elements"]) == 5
+    assert buffer.state_dict()["sampler"]["high"] == 12
+
+
+def test_a_state_has_priorities_for_what_was_written_without_a_word():
+    sampler = PrioritizedSampler(100, 1.0, 1.0)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler)
+    buffer.storage.append(torch.arange(5))  # as another process does
+    assert buffer.state_dict()["sampler"]["priorities"].tolist() == [1.0] * 5
+
+
+def test_a_folder_that_stepped_aside_is_found_by_a_storage_too(tmp_path):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    buffer.extend(torch.arange(4))
+    buffer.dumps(tmp_path / "saved")
+    (tmp_path / "saved").rename(tmp_path / ".saved.old")  # as a kill between the two steps of dumps leaves it
+    storage = LazyMemmapStorage(scratch_dir=tmp_path / "saved", existsok=True)
+    assert storage.num_reopened == 4
+    other = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    other.loads(tmp_path / "saved")
+    assert other[:].tolist() == [0, 1, 2, 3]

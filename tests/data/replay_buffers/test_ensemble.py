@@ -264,3 +264,16 @@ def test_members_are_buffers():
         ReplayBufferEnsemble(LazyTensorStorage(3))
     with pytest.raises(ValueError, match="batch_size"):
         ReplayBufferEnsemble(*members(2)).sample()
+
+
+@pytest.mark.parametrize("priority", [0.0, torch.tensor(0.0), torch.tensor([[0.0]])])
+def test_one_priority_for_all(priority):
+    buffers = members(2, sampler=lambda: PrioritizedSampler(20, 1.0, 1.0))
+    ensemble = ReplayBufferEnsemble(*buffers, sample_from_all=True, batch_size=80)
+    for n in range(2):
+        ensemble.extend(of_member(n), member=n)
+    index = ensemble.sample()["index"][:, :1]
+    ensemble.update_priority(index, priority)
+    places = index["index"][:, 0].tolist()
+    again = ensemble.sample()["index", "index"]
+    assert all(place not in row.tolist() for place, row in zip(places, again, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import signal
@@ -9,9 +10,11 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.data.replay_buffers import _ledger
 from rollwright.data.replay_buffers._ledger import Ledger
 from rollwright.data.replay_buffers._locks import RowLock
@@ -204,3 +207,71 @@ def test_a_segment_grows_and_is_shared():
     first, second = segment.map(8192, 100), segment.map(8200, 8)
     np.frombuffer(first, np.uint8)[8:16] = 7
     assert bytes(second) == b"\x07" * 8
+
+
+def test_a_reservation_that_is_open_keeps_a_state_from_being_loaded():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    buffer.extend(torch.arange(4))
+    state = buffer.state_dict()
+    reservation = buffer.storage.reserve(2)
+    with pytest.raises(RuntimeError, match=r"not published yet.*pause or shut down"):
+        buffer.load_state_dict(state)
+    buffer.storage.publish(reservation)
+    buffer.load_state_dict(state)
+    assert buffer[:].tolist() == [0, 1, 2, 3]
+
+
+def test_a_copy_made_while_rows_are_written_can_be_written():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    buffer.extend(torch.arange(4))
+    reservation = buffer.storage.reserve(2)
+    twin = copy.deepcopy(buffer)
+    buffer.storage.publish(reservation)
+    twin.extend(torch.arange(10, 13))
+    assert len(twin) == 7
+    assert twin[:].tolist() == [0, 1, 2, 3, 10, 11, 12]
+
+
+def test_more_gaps_than_are_remembered_give_up_what_lies_between():
+    ledger = Ledger(capacity=1 << 20)
+    for _ in range(_ledger._VOIDS + 10):
+        ledger.publish(ledger.reserve(2), voids=[ledger.live()[1] + 1 + np.array([0, 1])])
+    ledger.publish(ledger.reserve(5))
+    high = ledger.live()[1]
+    assert high == 2 * (_ledger._VOIDS + 10) + 5
+    assert ledger.num_live() <= _ledger._VOIDS + 15
+    live = set(ledger.positions().tolist())
+    assert not live & set(range(1, 2 * _ledger._VOIDS, 2))
+    assert {high - 1, high - 5} <= live
+
+
+def test_writers_go_before_readers_that_come_later():
+    ledger = Ledger(capacity=10, timeout_s=30.0)
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            with ledger.reading():
+                pass
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        ledger.publish(ledger.reserve(1))
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert ledger.write_count == 200
+
+
+def test_ids_are_given_out_once():
+    ledger, rows, lock = shared_ledger()
+    other = attach(rows, lock)
+    assert [ledger.take_ids(3), other.take_ids(2), ledger.raise_ids(4), ledger.raise_ids(9), other.take_ids(1)] == [
+        0,
+        3,
+        5,
+        9,
+        9,
+    ]

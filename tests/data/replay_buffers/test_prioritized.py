@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from rollwright.data.replay_buffers.kinds import TensorDictPrioritizedReplayBuffer
 from rollwright.data.replay_buffers.prioritized import PrioritizedSampler
 from rollwright.data.replay_buffers.storages import ListStorage
 from rollwright.data.replay_buffers.tensors import LazyTensorStorage
@@ -211,3 +212,90 @@ def test_what_is_refused():
         sampler.update_priority(np.array([10]), 1.0, storage)
     with pytest.raises(ValueError, match=r"max_capacity: expected at least the 10 elements .* got 9"):
         PrioritizedSampler(9, 1.0, 1.0).follow(storage)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("room", [30, 60, 75])
+def test_priorities_move_with_their_elements_to_a_larger_storage(room, columns):
+    shape = (columns, 5) if columns > 1 else (5,)
+
+    def made(size):
+        return LazyTensorStorage(size, ndim=len(shape)), PrioritizedSampler(size, 1.0, 1.0)
+
+    def content(serial):
+        steps = torch.arange(5) + 5 * serial
+        value = (steps + 1000 * torch.arange(columns)[:, None]).reshape(shape)
+        return TensorDict({"value": value}, shape)
+
+    (small, sampler), (large, other) = made(30), made(room)
+    for serial in range(9):  # over the seam of the small one
+        small.append(content(serial), dim=len(shape) - 1)
+    live = small.live_index()
+    priorities = torch.arange(len(live), dtype=torch.float64)
+    sampler.update_priority(live, priorities, small)
+    given = dict(zip(small.read(live)["value"].tolist(), priorities.tolist(), strict=True))
+    large.load_state_dict(small.state_dict())
+    other.load_state_dict(sampler.state_dict())
+    again = PrioritizedSampler(room, 1.0, 1.0)
+    again.load_state_dict(other.state_dict())  # before it met a storage
+    for one in (other, again):
+        one.follow(large)
+        held = large.live_index()
+        found = dict(zip(large.read(held)["value"].tolist(), one._priorities.leaves[held].tolist(), strict=True))
+        assert found == given
+        assert int((one._masses.leaves > 0).sum()) == len(live)
+        index, _ = drawn(one, large, 1000)
+        assert set(large.read(index)["value"].tolist()) <= given.keys()
+
+
+def test_priorities_of_other_positions_are_refused():
+    storage, sampler = stored(10), PrioritizedSampler(10, 1.0, 1.0)
+    sampler.follow(storage)
+    state = sampler.state_dict()
+    with pytest.raises(ValueError, match=r"max_capacity: expected at least the 10 elements .* got 9"):
+        PrioritizedSampler(9, 1.0, 1.0).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"as many priorities for each of the 10 positions, got 7"):
+        sampler.load_state_dict({**state, "priorities": state["priorities"][:7]})
+    other = PrioritizedSampler(10, 1.0, 1.0)
+    other.load_state_dict(state)
+    grid = LazyTensorStorage(10, ndim=2)
+    for _ in range(4):
+        write(grid, 2, 3)
+    with pytest.raises(ValueError, match=r"5 rows of 2 elements, got 10 for 10 positions"):
+        other.follow(grid)
+    other.follow(grid)  # as a new one
+    assert other._masses.total == pytest.approx(10.0)
+
+
+def test_capacity_is_rounded_up_to_whole_rows_as_the_storage_is():
+    buffer = TensorDictPrioritizedReplayBuffer(
+        alpha=0.7, beta=0.5, storage=LazyTensorStorage(10, ndim=2), batch_size=200
+    )
+    for _ in range(5):
+        buffer.extend(TensorDict({"x": torch.zeros(4, 1)}, [4, 1]))
+    assert len(buffer) == 12
+    assert len({tuple(place) for place in buffer.sample()["index"].tolist()}) == 12
+
+
+@pytest.mark.parametrize("dim_extend", [0, 1])
+def test_a_row_brings_its_priorities(dim_extend):
+    buffer = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=0.5, storage=LazyTensorStorage(12, ndim=2), batch_size=50, dim_extend=dim_extend
+    )
+    errors = torch.tensor([0.0, 0.0, 3.0, 0.0])
+    buffer.add(TensorDict({"x": torch.arange(4), "td_error": errors}, [4]))
+    assert buffer.sample()["x"].unique().tolist() == [2]
+
+
+def test_elements_that_were_not_stored_have_no_priority():
+    buffer = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=0.5, storage=LazyTensorStorage(12, ndim=2), batch_size=50
+    )
+    x = torch.arange(20).reshape(4, 5)
+    index = buffer.extend(TensorDict({"x": x}, [4, 5]))
+    priority = torch.zeros(20)
+    priority[[0, 1, 18]] = 1.0  # rows lie one after the other: the first two are not stored
+    assert (index < 0).all(-1).sum() == 8
+    buffer.update_priority(index, priority)
+    kept = index[18].tolist()
+    assert buffer.sample()["index"].unique(dim=0).tolist() == [kept]

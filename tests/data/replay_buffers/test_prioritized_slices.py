@@ -156,3 +156,19 @@ def test_a_restored_sampler_draws_the_same():
 def test_spans_are_refused():
     with pytest.raises(ValueError, match="span: expected False where slices begin by priority, got True"):
         PrioritizedSliceSampler(10, 1.0, 1.0, slice_len=4, span=True)
+
+
+@pytest.mark.parametrize("room", [10, 20])
+def test_goes_on_in_a_storage_of_another_size(room):
+    storage, sampler = LazyTensorStorage(10), PrioritizedSliceSampler(10, 1.0, 0.5, slice_len=2)
+    for serial in range(3):
+        append(storage, [serial] * 5)
+    priorities = torch.zeros(10)
+    priorities[8] = 1.0
+    sampler.update_priority(torch.arange(10), priorities, storage)
+    large, other = LazyTensorStorage(room), PrioritizedSliceSampler(room, 1.0, 0.5, slice_len=2)
+    large.load_state_dict(storage.state_dict())
+    other.load_state_dict(sampler.state_dict())
+    drawn, _ = draw(other, large, 20)
+    assert set(drawn.index[::2].tolist()) == {8}  # positions 5 to 14 are live
+    assert set(drawn.index[1::2].tolist()) == {9}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import signal
 import threading
+import warnings
 
 import pytest
 import torch
@@ -275,3 +277,27 @@ def test_nothing_is_left_of_it():
         del buffer
     assert set(os.listdir("/dev/shm")) == before[0]
     assert len(os.listdir("/proc/self/fd")) <= before[1]
+
+
+def test_a_deep_copy_of_a_shared_buffer_shares_its_rows():
+    buffer = shared_buffer()
+    buffer.extend(frames(0, 10, 0))
+    before = threading.active_count()
+    twin = copy.deepcopy(buffer)
+    twin.extend(frames(0, 10, 10))
+    assert len(buffer) == 20
+    assert threading.active_count() == before
+
+
+def test_a_fork_samples_though_its_parent_prefetches():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4, prefetch=2)
+    buffer.extend(frames(0, 50, 0))
+    buffer.sample()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        pid = os.fork()
+    if not pid:
+        signal.alarm(30)
+        os._exit(0 if len(buffer.sample()) == 4 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    buffer.shutdown()

@@ -298,14 +298,14 @@ def test_first_steps_are_marked_beside_the_stored_marks():
 
 def test_marks_in_a_list_of_tensordicts():
     storage = stored(4, storage=ListStorage(10))
-    for td in storage._items:
+    for (td,) in storage._items.values():
         td["is_init"] = torch.zeros(1, dtype=torch.bool)
     with storage.ledger.reading():
         sampler = SliceSampler(slice_len=2)
         drawn = sampler.draw(storage, 4)
         batch = sampler.mark(TensorDict.lazy_stack(storage.read(drawn.index)), drawn)
     assert batch["is_init"].squeeze(-1).tolist() == [True, False, True, False]
-    assert not any(td["is_init"] for td in storage._items)
+    assert not any(td["is_init"] for (td,) in storage._items.values())
 
 
 @pytest.mark.parametrize("strict", [True, False])

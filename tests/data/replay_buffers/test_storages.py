@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 
 import numpy as np
@@ -11,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
+from rollwright.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
 
 STORAGES = {
     "tensor": LazyTensorStorage,
@@ -439,3 +447,46 @@ def test_two_dimensions_begin_with_a_wrapped_seam():
     held = set(serials(buffer[:]))
     assert held == {60, 61, 62, 63, 51, 53}
     assert set(serials(buffer.sample(200))) == held
+
+
+def test_what_is_sampled_from_a_list_is_a_copy():
+    elements = [TensorDict({"x": torch.zeros(n)}) for n in (1, 2)]
+    buffer = TensorDictReplayBuffer(storage=ListStorage(10), batch_size=20)
+    buffer.extend(elements)
+    for read in (buffer.sample(), buffer[:]):
+        for td in read.unbind(0):
+            td["x"].fill_(7.0)
+    state = buffer.state_dict()["storage"]["elements"]
+    state[0]["x"].fill_(8.0)
+    for n, td in enumerate(elements):
+        assert set(buffer[n].keys()) == {"x"}
+        assert torch.equal(buffer[n]["x"], td["x"])
+
+
+def test_an_empty_list_holds_nothing():
+    class Thing:
+        pass
+
+    storage = ListStorage()
+    for _ in range(3):
+        things = [Thing() for _ in range(5)]
+        seen = [weakref.ref(thing) for thing in things]
+        storage.append(things)
+        things.clear()
+        assert all(ref() is not None for ref in seen)
+        storage.clear()
+        assert all(ref() is None for ref in seen)
+        assert not storage._items
+    assert storage.ledger.write_count == 15
+    storage.append(["one"])
+    assert storage.read(storage.live_index()) == ["one"]
+
+
+def test_elements_of_another_kind_are_not_loaded():
+    items, rows = ListStorage(10), LazyTensorStorage(10)
+    items.append([1, 2])
+    rows.append(torch.arange(2))
+    with pytest.raises(ValueError, match="expected elements of a LazyTensorStorage, got list"):
+        rows.load_state_dict(items.state_dict())
+    with pytest.raises(ValueError, match="expected elements of a ListStorage, got Tensor"):
+        items.load_state_dict(rows.state_dict())

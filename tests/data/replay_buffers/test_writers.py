@@ -138,3 +138,39 @@ def test_bad_input_to_the_writer_of_the_largest():
         buffer = ReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter("value"))
         with pytest.raises(ValueError, match="RoundRobinWriter"):
             buffer.extend(data)
+
+
+def test_voids_are_no_elements_of_the_largest():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter("value"))
+    buffer.extend(ranked([1.0, 2.0]))
+    buffer.storage.abandon(buffer.storage.reserve(1))
+    buffer.extend(ranked([5.0, 6.0, 7.0, 8.0]))
+    assert sorted(buffer[:]["value"].tolist()) == [6.0, 7.0, 8.0]  # one row is lost
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("value"))
+    buffer.storage.abandon(buffer.storage.reserve(2))  # the oldest make place
+    buffer.extend(ranked([5.0, 6.0, 7.0, 4.0]))
+    assert sorted(buffer[:]["value"].tolist()) == [5.0, 6.0, 7.0]
+
+
+def test_the_entries_that_there_are_instead_of_the_rank():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("td_error"))
+    nested = TensorDict({"obs": torch.zeros(2), "next": {"reward": torch.zeros(2)}}, [2])
+    with pytest.raises(KeyError, match=r"rank_key.*'td_error'.*'next', 'reward'.*'obs'.*Name one"):
+        buffer.extend(nested)
+
+
+@pytest.mark.parametrize("first", ["add", "extend"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_are_added_along_the_dimension_that_grows(first, dim):
+    storage, writer = LazyTensorStorage(20, ndim=2), RoundRobinWriter()
+    rows = torch.arange(12).reshape(4, 3)
+    if first == "add":
+        writer.add(storage, rows[0], dim)
+    else:
+        writer.extend(storage, rows[:1] if dim == 0 else rows[:1].mT, dim)
+    writer.add(storage, rows[1], dim)
+    writer.add(storage, rows[2])
+    writer.extend(storage, rows[3:] if dim == 0 else rows[3:].mT, dim)
+    assert storage.dim_extend == dim
+    assert storage.period == (3 if dim == 0 else 0)
+    assert torch.equal(storage.read(storage.live_index()), rows.reshape(-1))

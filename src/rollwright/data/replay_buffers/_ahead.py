@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -51,6 +52,10 @@ class Ahead(Generic[T]):
 
     def __init__(self, count: int, make: Callable[[Turn], T]) -> None:
         self._count, self._make = count, make
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._lock = threading.RLock()
         self._pool: ThreadPoolExecutor | None = None
         self._results: deque[Future[T]] = deque()
@@ -62,6 +67,8 @@ class Ahead(Generic[T]):
         Raises:
             Exception: what ``make`` raised. What was prepared behind it is dropped, and prepared anew.
         """
+        if self._process != os.getpid():  # of a fork, to which no thread has come along
+            self._begin()
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollwright._keys import NestedKey, key_str, unravel
+from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.data.layout import NEXT_DONE, TRAJ_IDS
 from rollwright.data.replay_buffers._runs import Grid, RunIndex
 from rollwright.data.replay_buffers.storages import Storage
@@ -16,6 +16,7 @@ from rollwright.data.replay_buffers.storages import Storage
 __all__ = ["Boundaries"]
 
 TRAJ_KEYS: tuple[NestedKey, ...] = (TRAJ_IDS, "episode")  # tried in this order
+_MULTISTEP = "steps_to_next_obs"  # an entry of data that MultiStep rewrote
 _CHUNK = 1 << 18  # elements to take in at a time
 
 
@@ -24,7 +25,9 @@ class Boundaries:
 
     Where nothing is named, runs are cut where the trajectory id changes (``("collector", "traj_ids")``, else
     ``"episode"``) and after each ``("next", "done")``, as far as the storage has these entries. Where ids are named,
-    they alone count; where ends are named, they and the collector's ids do.
+    they alone count; where ends are named, they and the collector's ids do. Of data that
+    :class:`~rollwright.data.MultiStep` rewrote, flags of ``"next"`` are left out where there are ids: they are those
+    of a later frame, and set in several at the end of a trajectory.
 
     Args:
         traj_key: entry of ids, a number an element; below 0: no frame.
@@ -111,6 +114,12 @@ class Boundaries:
             return False
         if not storage.capacity:
             return False
+        if (
+            _MULTISTEP in keys
+            and (traj_key is not None or self._ids is not None)
+            and as_tuple(end_key or ())[:1] == ("next",)
+        ):
+            end_key = None  # of the frame n steps later: it would cut each of the last n frames off as a run of one
         self._used = traj_key, end_key
         self.grid = Grid(storage.capacity, storage.columns, storage.period)
         self._index = RunIndex(self.grid.lanes, storage.period)
@@ -176,7 +185,8 @@ def _one_each(ids: NDArray[Any], key: NestedKey | None) -> NDArray[Any]:
     if ids.ndim > 2:
         if ids[0, 0].size != 1:
             raise ValueError(
-                f"traj_key: expected one id for each frame in {key!r}, got {list(ids.shape[2:])}. Name another entry."
+                f"traj_key: expected one id for each frame in {key!r}, got {list(ids.shape[2:])}. Name another entry; "
+                "where elements hold several frames, extend(data.reshape(-1)) a new buffer."
             )
         ids = ids.reshape(ids.shape[:2])
     return ids

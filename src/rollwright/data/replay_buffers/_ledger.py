@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollwright.data.replay_buffers._interrupts import uninterrupted
 from rollwright.data.replay_buffers._locks import RowLock
-from rollwright.errors import RollwrightError
 
 __all__ = ["Ledger", "Reservation"]
 
 _SLOTS, _VOIDS = 512, 8192  # reservations under way at a time, and gaps remembered
 _HEADER, _SLOT, _VOID = 16, 4, 4  # int64 numbers in each
-_CAPACITY, _ISSUED, _SETTLED, _PUBLISHED, _BASE, _REVISION, _GAPS, _OLDEST_GAP = range(8)
+_CAPACITY, _ISSUED, _SETTLED, _PUBLISHED, _BASE, _REVISION, _GAPS, _OLDEST_GAP, _IDS = range(9)
 _START, _STOP, _STATE, _OWNER = range(4)
 _LOST = 2  # beside start and stop of a gap: positions lost so far
 _OPEN, _DONE, _ABANDONED = range(1, 4)
@@ -95,10 +95,29 @@ class Ledger:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy of the numbers, in memory of this process; what shares them hands on the memory itself."""
         Ledger.__init__(self, memoryview(bytearray(state["memory"])), timeout_s=state["timeout_s"])
+        for serial in range(self._head[_SETTLED], self._head[_ISSUED]):  # nobody will publish into the copy
+            at = _SLOT * (serial % _SLOTS) + _STATE
+            self._slots[at] = _DONE if self._slots[at] == _DONE else _ABANDONED
+        self._settle()
 
     def set_capacity(self, capacity: int) -> None:
         """Say how many rows there are, before the first is reserved."""
         self._head[_CAPACITY] = self.capacity = capacity
+
+    # Trajectory ids ---------------------------------------------------------------------------
+
+    def take_ids(self, n: int) -> int:
+        """The first of ``n`` trajectory ids that nobody else was given who writes these rows."""
+        with self.writing():
+            first = self._head[_IDS]
+            self._head[_IDS] = first + n
+        return first
+
+    def raise_ids(self, least: int) -> int:
+        """Give out no id below ``least`` from now on; returns the next one."""
+        with self.writing():
+            self._head[_IDS] = max(self._head[_IDS], least)
+            return self._head[_IDS]
 
     # Reading ----------------------------------------------------------------------------------
 
@@ -191,6 +210,7 @@ class Ledger:
                     f"waited {self.timeout_s:g} s to reserve {n} of {self.capacity} rows: {self._under_way()}. "
                     "Publish or abandon it first, or make the storage larger."
                 )
+            uninterrupted.deliver()
             time.sleep(_NAP_S)
 
     def _reserve(self, n: int) -> Reservation | None:
@@ -222,11 +242,16 @@ class Ledger:
     def _close(self, reservation: Reservation, voids: Sequence[tuple[int, int]], state: int) -> None:
         at = reservation.serial % _SLOTS
         with self.writing():
-            for start, stop in voids:
-                self._add_gap(start, stop)
-            self._slots[_SLOT * at + _STATE] = state
-            self._settle()
-            self.lock.resign(at)  # before anyone else can come by the slot
+            try:
+                for start, stop in voids:
+                    self._add_gap(start, stop)
+                self._slots[_SLOT * at + _STATE] = state
+            except BaseException:
+                self._slots[_SLOT * at + _STATE] = _ABANDONED
+                raise
+            finally:
+                self.lock.resign(at)  # before anyone else can come by the slot
+                self._settle()
 
     def _settle(self) -> None:
         """Move on over reservations that are closed, or whose owner is dead."""
@@ -242,16 +267,26 @@ class Ledger:
             head[_SETTLED] += 1
 
     def _add_gap(self, start: int, stop: int) -> None:
-        head, gaps = self._head, self._gap_list
+        if stop <= start:
+            return
+        head, gaps, lost = self._head, self._gap_list, self.num_lost
         low = self._end() - self.capacity
         while head[_OLDEST_GAP] < head[_GAPS] and gaps[_VOID * (head[_OLDEST_GAP] % _VOIDS) + 1] <= low:
             head[_OLDEST_GAP] += 1
-        if head[_GAPS] - head[_OLDEST_GAP] == _VOIDS:
-            raise RollwrightError(f"more than {_VOIDS} writers have failed over the rows of one replay buffer")
-        lost, at, last = self.num_lost, _VOID * (head[_GAPS] % _VOIDS), _VOID * ((head[_GAPS] - 1) % _VOIDS)
-        if stop > start and not (head[_GAPS] and (gaps[last], gaps[last + 1]) == (start, stop)):
-            gaps[at], gaps[at + 1], gaps[at + _LOST] = start, stop, lost + stop - start
-            head[_GAPS] += 1
+        if head[_GAPS] > head[_OLDEST_GAP]:
+            last = _VOID * ((head[_GAPS] - 1) % _VOIDS)
+            if (gaps[last], gaps[last + 1]) == (start, stop):
+                return  # a writer killed between two stores had noted it already
+            if gaps[last + 1] == start:
+                gaps[last + 1], gaps[last + _LOST] = stop, lost + stop - start
+                return
+            if head[_GAPS] - head[_OLDEST_GAP] == _VOIDS:  # more than are remembered: what lies between is given up too
+                gaps[last + 1], gaps[last + _LOST] = max(stop, gaps[last + 1]), lost + stop - start
+                gaps[last] = min(start, gaps[last])
+                return
+        at = _VOID * (head[_GAPS] % _VOIDS)
+        gaps[at], gaps[at + 1], gaps[at + _LOST] = start, stop, lost + stop - start
+        head[_GAPS] += 1
 
     def _under_way(self) -> str:
         at = self._head[_SETTLED] % _SLOTS
@@ -274,31 +309,44 @@ class Ledger:
 
         Args:
             state: ``low``, ``high``, ``voids`` and ``lost`` of what was saved.
+
+        Raises:
+            RuntimeError: somebody is writing rows.
         """
         head = self._head
-        head[_ISSUED] = head[_SETTLED]
+        self._settle()
+        if head[_SETTLED] != head[_ISSUED]:
+            raise RuntimeError(
+                f"load_state_dict: {self._under_way()}. Load when nobody writes: pause or shut down the collector."
+            )
         head[_PUBLISHED], head[_BASE] = state["high"], state["low"]
         head[_OLDEST_GAP] = head[_GAPS] = 0
         voids = state["voids"].tolist()
         for start, stop in voids:
             self._add_gap(start, stop)
-        if voids:
-            self._gap_list[_VOID * (len(voids) - 1) + _LOST] = state["lost"]
-        elif state["lost"]:  # a gap that nobody reads any more keeps the count
-            self._gap_list[0], self._gap_list[1], self._gap_list[_LOST] = 0, 0, state["lost"]
+        if not head[_GAPS] and state["lost"]:  # a gap that nobody reads any more keeps the count
             head[_GAPS] = head[_OLDEST_GAP] = 1
+        if head[_GAPS]:
+            self._gap_list[_VOID * (head[_GAPS] - 1) + _LOST] = state["lost"]
+        head[_IDS] = max(head[_IDS], state.get("ids", 0))
         head[_REVISION] += 1
+
+    @property
+    def next_id(self) -> int:
+        """The trajectory id to be given out next."""
+        return self._head[_IDS]
 
     @contextlib.contextmanager
     def writes(self, n: int) -> Iterator[Reservation]:
         """Reserve, run the block, publish; abandon where the block raises."""
-        reservation = self.reserve(n)
-        try:
-            yield reservation
-        except BaseException:
-            self.abandon(reservation)
-            raise
-        self.publish(reservation)
+        with uninterrupted:
+            reservation = self.reserve(n)
+            try:
+                yield reservation
+            except BaseException:
+                self.abandon(reservation)
+                raise
+            self.publish(reservation)
 
 
 _identity = (0, 0)

@@ -9,11 +9,12 @@ import time
 import weakref
 from collections.abc import Callable
 
+from rollwright.data.replay_buffers._interrupts import uninterrupted
 from rollwright.data.replay_buffers._segment import Segment
 
 __all__ = ["RowLock"]
 
-_LONGEST_NAP_S = 1e-3
+_LONGEST_NAP_S, _LONGEST_WAIT_S = 1e-3, 0.1
 _by_file: weakref.WeakValueDictionary[tuple[int, int], RowLock] = weakref.WeakValueDictionary()
 
 
@@ -39,7 +40,8 @@ class RowLock:
     def __init__(self, file: Segment | None = None, *, timeout_s: float = 60.0) -> None:
         self._file, self._timeout_s = file, timeout_s
         self._changed = threading.Condition(threading.Lock())
-        self._readers, self._writer = 0, False
+        self._readers: dict[int, int] = {}  # how often each thread reads
+        self._waiting, self._writer = 0, False
         self._others: list[Segment] = []
         if file is not None:
             os.register_at_fork(after_in_child=_afresh(weakref.ref(self)))
@@ -73,16 +75,20 @@ class RowLock:
         return _Held(self._begin_writing, self._end_writing)
 
     def _begin_reading(self) -> None:
+        me = threading.get_ident()
         with self._changed:
-            if self._writer:
-                self._await(lambda: not self._writer, "a writer")
+            if self._writer or (self._waiting and me not in self._readers):  # writers go first
+                self._await(lambda: not self._writer and not self._waiting, "a writer")
             if not self._readers:
                 self._lock_file(fcntl.LOCK_SH)
-            self._readers += 1
+            self._readers[me] = self._readers.get(me, 0) + 1
 
     def _end_reading(self) -> None:
+        me = threading.get_ident()
         with self._changed:
-            self._readers -= 1
+            self._readers[me] -= 1
+            if not self._readers[me]:
+                del self._readers[me]
             if not self._readers:
                 self._unlock_file()
                 self._changed.notify_all()
@@ -90,7 +96,12 @@ class RowLock:
     def _begin_writing(self) -> None:
         with self._changed:
             if self._writer or self._readers:
-                self._await(lambda: not self._writer and not self._readers, "readers or a writer")
+                self._waiting += 1
+                try:
+                    self._await(lambda: not self._writer and not self._readers, "readers or a writer")
+                finally:
+                    self._waiting -= 1
+                    self._changed.notify_all()
             self._lock_file(fcntl.LOCK_EX)
             self._writer = True
 
@@ -101,8 +112,11 @@ class RowLock:
             self._changed.notify_all()
 
     def _await(self, free: Callable[[], bool], whom: str) -> None:
-        if not self._changed.wait_for(free, self._timeout_s):
-            raise TimeoutError(f"waited {self._timeout_s:g} s for {whom} of the replay buffer in another thread")
+        until = time.monotonic() + self._timeout_s
+        while not self._changed.wait_for(free, min(_LONGEST_WAIT_S, self._timeout_s)):
+            uninterrupted.deliver()
+            if time.monotonic() >= until:
+                raise TimeoutError(f"waited {self._timeout_s:g} s for {whom} of the replay buffer in another thread")
 
     # Between processes ------------------------------------------------------------------------
 
@@ -115,6 +129,7 @@ class RowLock:
         while not self._try(how, 0):
             if time.monotonic() > until:
                 raise TimeoutError(f"waited {self._timeout_s:g} s for a process that holds the replay buffer's lock")
+            uninterrupted.deliver()
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)
 
@@ -149,7 +164,7 @@ class RowLock:
 
 
 class _Held:
-    """Runs a call before a ``with`` block, and one after it."""
+    """Runs a call before a ``with`` block, and one after it, and holds off Ctrl-C in between."""
 
     __slots__ = ("_begin", "_end")
 
@@ -157,10 +172,18 @@ class _Held:
         self._begin, self._end = begin, end
 
     def __enter__(self) -> None:
-        self._begin()
+        uninterrupted.__enter__()
+        try:
+            self._begin()
+        except BaseException:
+            uninterrupted.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
-        self._end()
+        try:
+            self._end()
+        finally:
+            uninterrupted.__exit__()
 
 
 def _afresh(lock: weakref.ref[RowLock]) -> Callable[[], None]:
@@ -170,6 +193,6 @@ def _afresh(lock: weakref.ref[RowLock]) -> Callable[[], None]:
         mine = lock()
         if mine is not None:
             mine._changed = threading.Condition(threading.Lock())
-            mine._readers, mine._writer = 0, False
+            mine._readers, mine._waiting, mine._writer = {}, 0, False
 
     return reset

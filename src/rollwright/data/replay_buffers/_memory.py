@@ -239,6 +239,9 @@ class SharedMemory(Memory):
         """Wait until the disk has everything."""
         self._rows.flush_to_disk()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedMemory:
+        return self  # it is what all copies share
+
     def __getstate__(self) -> dict[str, Any]:
         return {"rows": self._rows, "lock": self._lock}
 

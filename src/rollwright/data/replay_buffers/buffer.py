@@ -135,6 +135,7 @@ class ReplayBuffer:
         return self._store(pieces([self._inverted(batch) for batch in batches]))
 
     def _store(self, data: Any) -> torch.Tensor:
+        self.sampler.check(self.storage, data)
         index = self.writer.extend(self.storage, data, self._dim)
         self.written()
         return self._placed(data, index)
@@ -145,7 +146,7 @@ class ReplayBuffer:
         Returns:
             Where it lies: an int, or int64 ``[n, ndim]``.
         """
-        index = self.writer.add(self.storage, self._inverted(data))
+        index = self.writer.add(self.storage, self._inverted(data), self._dim)
         where = self._placed(data, index)
         return int(where[0]) if where.ndim == 1 and len(where) == 1 else where
 
@@ -210,7 +211,10 @@ class ReplayBuffer:
         storage.ledger.settle()
         with turn, self._drawing, storage.ledger.reading():
             if not len(storage):
-                raise RuntimeError(f"{type(self).__name__} is empty: nothing to sample from. Call extend() first.")
+                raise RuntimeError(
+                    f"{type(self).__name__} is empty: nothing to sample from yet. Call extend(), or wait until what "
+                    "writes into it has written."
+                )
             draw = self.sampler.draw(storage, size, self.generator)
             ran_out = self.sampler.ran_out
             data = storage.read(draw.index)
@@ -220,6 +224,8 @@ class ReplayBuffer:
             batch = self._told(self.sampler.mark(batch, draw), info)
         for change in self.transforms:
             batch = change(batch)
+            if batch is None:
+                raise TypeError(f"transform: expected {change!r} to return the batch, got None. Let it return one.")
         return (batch.pin_memory() if self.pin_memory else batch), info, ran_out
 
     def _collated(self, data: Any) -> Any:
@@ -295,6 +301,8 @@ class ReplayBuffer:
 
     def _chosen(self, index: Any) -> NDArray[np.int64]:
         """Flat indices of the elements at places."""
+        if isinstance(index, str):
+            raise TypeError(f"index: expected places of elements, got {index!r}. For an entry: buffer[:][{index!r}].")
         storage, index = self.storage, index.numpy(force=True) if isinstance(index, torch.Tensor) else index
         count = storage.rows_from_0()
         if storage.ndim == 1 and count is not None and isinstance(index, int | np.integer | slice):
@@ -315,7 +323,7 @@ class ReplayBuffer:
     def empty(self) -> None:
         """Drop all elements; :attr:`write_count` goes on."""
         self._drop_ahead()
-        self.storage.ledger.clear()
+        self.storage.clear()
 
     # Transforms -------------------------------------------------------------------------------
 
@@ -373,7 +381,11 @@ class ReplayBuffer:
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Elements, sampler, writer and generator; ``torch.load(..., weights_only=True)`` reads it."""
+        """Elements, sampler, writer and generator; ``torch.load(..., weights_only=True)`` reads it.
+
+        Of a buffer that prefetches it is the state after what was drawn: batches that wait to be delivered are not in
+        it, and are not drawn again.
+        """
         return checkpoint.state_of(self, with_elements=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

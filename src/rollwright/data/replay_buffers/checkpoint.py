@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollwright.data.replay_buffers._folders import recover, replace
 from rollwright.data.replay_buffers._memory import ROWS_FILE
 from rollwright.data.replay_buffers._rows import RowStorage
 from rollwright.data.replay_buffers.tensors import LazyMemmapStorage
@@ -24,13 +25,18 @@ STATE_FILE, LIST_FILE = "state.pt", "elements.pt"
 
 
 def state_of(buffer: ReplayBuffer, *, with_elements: bool) -> dict[str, Any]:
-    """The state of a buffer's parts."""
-    state = {
-        "sampler": buffer.sampler.state_dict(),
-        "writer": buffer.writer.state_dict(),
-        "generator": None if buffer.generator is None else buffer.generator.get_state(),
-    }
-    return {"storage": buffer.storage.state_dict(), **state} if with_elements else state
+    """The state of a buffer's parts, all at one time, whatever others write and draw meanwhile.
+
+    Of a buffer that prefetches it is the state after what was drawn: batches that wait to be delivered are not in it.
+    """
+    with buffer._drawing, buffer.storage.ledger.reading():
+        buffer.sampler.follow(buffer.storage)  # what another process wrote, or what was just published
+        state = {
+            "sampler": buffer.sampler.state_dict(),
+            "writer": buffer.writer.state_dict(),
+            "generator": None if buffer.generator is None else buffer.generator.get_state(),
+        }
+        return {"storage": buffer.storage.state_dict(), **state} if with_elements else state
 
 
 def restore(buffer: ReplayBuffer, state: Mapping[str, Any]) -> None:
@@ -38,16 +44,33 @@ def restore(buffer: ReplayBuffer, state: Mapping[str, Any]) -> None:
 
     Raises:
         KeyError: it is the state of something else.
+        ValueError: its rows lie along another dimension.
     """
     missing = [name for name in ("sampler", "writer") if name not in state]
     if missing:
         raise KeyError(f"state_dict: expected that of a replay buffer, got {sorted(state)}: {missing} missing.")
-    if state.get("storage") is not None:
-        buffer.storage.load_state_dict(state["storage"])
-    buffer.sampler.load_state_dict(state["sampler"])
-    buffer.writer.load_state_dict(state["writer"])
-    if state.get("generator") is not None and buffer.generator is not None:
-        buffer.generator.set_state(state["generator"])
+    stored = state.get("storage")
+    _check_dim(buffer, stored)
+    with buffer._drawing:
+        if stored is not None:
+            buffer.storage.load_state_dict(stored)
+        buffer.sampler.load_state_dict(state["sampler"])
+        buffer.writer.load_state_dict(state["writer"])
+        if state.get("generator") is not None and buffer.generator is not None:
+            buffer.generator.set_state(state["generator"])
+
+
+def _check_dim(buffer: ReplayBuffer, stored: Mapping[str, Any] | None) -> None:
+    """Test that rows lie along the dimension that the buffer takes them from; ``stored``: None: what is there."""
+    if stored is None:
+        dim = buffer.storage.dim_extend if len(buffer.storage) else buffer._dim
+    else:
+        dim = stored.get("dim_extend", buffer._dim) if stored.get("elements") is not None else buffer._dim
+    if dim != buffer._dim:
+        raise ValueError(
+            f"state_dict: expected that of a buffer with dim_extend={buffer._dim}, got dim_extend={dim}. "
+            f"Make the buffer with dim_extend={dim}."
+        )
 
 
 def dump(buffer: ReplayBuffer, path: Any) -> None:
@@ -59,6 +82,10 @@ def dump(buffer: ReplayBuffer, path: Any) -> None:
         os.replace(folder / (STATE_FILE + ".new"), folder / STATE_FILE)  # elements are there already
         storage.flush()
         return
+    recover(folder)
+    names = (STATE_FILE, ROWS_FILE, LIST_FILE)
+    if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in names):
+        raise FileExistsError(f"path: {str(folder)!r} holds other files. Name a new folder, or one of a buffer.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -70,34 +97,9 @@ def dump(buffer: ReplayBuffer, path: Any) -> None:
             rows.flush()
         else:
             torch.save(state, new / LIST_FILE)
-        _replace(folder, new)
+        replace(folder, new)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-
-
-def _replace(folder: Path, new: Path) -> None:
-    """Put ``new`` in the place of ``folder``, which steps aside for a moment: see :func:`_recover`."""
-    _recover(folder)
-    if not folder.exists():
-        os.replace(new, folder)
-        return
-    if not any((folder / name).exists() for name in (STATE_FILE, ROWS_FILE, LIST_FILE)) and any(folder.iterdir()):
-        raise FileExistsError(f"path: {str(folder)!r} holds other files. Name a new folder, or one of a buffer.")
-    old = _aside(folder)
-    shutil.rmtree(old, ignore_errors=True)  # of a process that was killed before it was done with it
-    os.replace(folder, old)
-    os.replace(new, folder)
-    shutil.rmtree(old)
-
-
-def _aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
-
-
-def _recover(folder: Path) -> None:
-    """Put back a folder whose process was killed while it was being replaced."""
-    if not folder.exists() and _aside(folder).exists():
-        os.replace(_aside(folder), folder)
 
 
 def load(buffer: ReplayBuffer, path: Any) -> None:
@@ -107,7 +109,7 @@ def load(buffer: ReplayBuffer, path: Any) -> None:
         FileNotFoundError: there is none.
     """
     folder = Path(path).expanduser().resolve()
-    _recover(folder)
+    recover(folder)
     if not (folder / STATE_FILE).is_file():
         raise FileNotFoundError(f"path: {str(folder)!r} holds no saved replay buffer. Name a folder of dumps().")
     state = torch.load(folder / STATE_FILE, weights_only=True)

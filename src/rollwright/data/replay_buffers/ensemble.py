@@ -198,15 +198,21 @@ class ReplayBufferEnsemble:
             drawn = torch.multinomial(self.p, self.num_buffer_sampled, replacement=True, generator=self.generator)
         return [int(n) for n in drawn]
 
-    def update_priority(self, index: TensorDictBase, priority: torch.Tensor) -> None:
-        """Set priorities; ``index`` holds ``"buffer_ids"`` and ``"index"``, as batches do."""
+    def update_priority(self, index: TensorDictBase, priority: Any) -> None:
+        """Set the priorities of elements of members.
+
+        Args:
+            index: ``"buffer_ids"`` and ``"index"``, as batches hold them.
+            priority: at least 0: one for each element, or a number for all.
+        """
         ids, places = index.get("buffer_ids").reshape(-1), index.get("index")
         places = places.reshape(len(ids), *places.shape[index.ndim :])
-        priority = priority.reshape(len(ids), -1)
+        each = torch.as_tensor(priority)
+        each = (each.reshape(1).expand(len(ids)) if each.numel() == 1 else each).reshape(len(ids), -1)
         for n, buffer in enumerate(self.members):
             mine = ids == n
             if bool(mine.any()):
-                buffer.update_priority(places[mine], priority[mine])
+                buffer.update_priority(places[mine], each[mine.to(each.device)])
 
     def __iter__(self) -> Iterator[Any]:
         while True:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -42,7 +42,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _told(self, batch: TensorDictBase, info: Mapping[str, Any]) -> TensorDictBase:
         for name, value in info.items():
-            batch.set(name, value)
+            for _ in range(batch.ndim - 1):  # elements with a batch size of their own: the same for all of each
+                value = value.unsqueeze(1)
+            batch.set(name, value.expand(*batch.batch_size, *value.shape[batch.ndim :]))
         return batch
 
     def _placed(self, data: Any, index: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -54,7 +56,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         given = [piece.get(self.priority_key, None) for piece in (data if isinstance(data, list) else [data])]
         if any(priority is None for priority in given):
             return
-        dim = self._dim if index.size > 1 else 0
+        dim = self._dim if index.size > self.storage.columns else 0  # one row has one order
         flat = torch.cat([p.movedim(dim, 0).reshape(-1) if dim else p.reshape(-1) for p in given])
         stored = index >= 0
         if flat.numel() == stored.size:
@@ -69,7 +71,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
         missing = [key for key in (self.priority_key, "index") if data.get(key, None) is None]
         if missing:
             raise KeyError(f"data: expected the entries {missing}, got {sorted(map(str, data.keys(True)))}.")
-        self.update_priority(data.get("index"), data.get(self.priority_key))
+        index = cast(torch.Tensor, data.get("index"))
+        for _ in range(data.ndim - 1):
+            index = index[:, 0]
+        self.update_priority(index, data.get(self.priority_key))
 
 
 def _prioritized(options: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class PrioritizedSampler(Sampler):
     priority so far, 1 at first. What is overwritten, or was never written, is never drawn.
 
     Args:
-        max_capacity: elements of the storage, at most.
+        max_capacity: elements of the storage, at most; rounded up to whole rows, as the storage's own size is.
         alpha: at least 0; 0: uniform.
         beta: at least 0; 0: all weights 1.
         eps: above 0.
@@ -91,6 +91,8 @@ class PrioritizedSampler(Sampler):
         self._largest = 1.0
         self._stale = False  # the largest priority stored is not known
         self._storage: Storage | None = None
+        self._capacity, self._columns = 0, 1  # of the storage
+        self._loaded: Floats | None = None  # priorities that wait for a storage, which says where they lie
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_storage": None}
@@ -139,27 +141,39 @@ class PrioritizedSampler(Sampler):
             return
         if high < self._high or (self._storage is not None and storage is not self._storage):
             self._reset()
-        self._storage = storage
+        self._storage, self._capacity, self._columns = storage, storage.capacity, storage.columns
+        if self._loaded is not None:
+            self._place_loaded(self._loaded, storage)
         self._make_room(min(high, storage.capacity) * storage.columns)
-        for start, stop in _ring(self._low, min(low, self._high), storage):
+        for start, stop in self._ring(self._low, min(low, self._high)):
             self._clear(start, stop)
         begin, voids = max(low, self._high), storage.ledger.voids()
         for gap_start, gap_stop in [*voids[voids[:, 1] > begin].tolist(), (high, high)]:
-            for start, stop in _ring(begin, gap_start, storage):
+            for start, stop in self._ring(begin, gap_start):
                 self._admit(start, stop)
             begin = max(begin, gap_stop)
         self._low, self._high = low, high
+
+    def _ring(self, low: int, high: int) -> list[tuple[int, int]]:
+        """Ranges of flat elements that the positions ``low <= p < high`` lie in, in order of positions."""
+        low = max(low, high - self._capacity)
+        if low >= high:
+            return []
+        row, end = low % self._capacity, low % self._capacity + high - low
+        pieces = [(row, min(end, self._capacity)), (0, end - self._capacity)]
+        return [(start * self._columns, stop * self._columns) for start, stop in pieces if start < stop]
 
     def _make_room(self, size: int) -> None:
         held = self._priorities.size
         if size <= held:
             return
-        if size > self.max_capacity:
+        limit = -(-self.max_capacity // self._columns) * self._columns
+        if size > limit:
             raise ValueError(
                 f"max_capacity: expected at least the {size} elements that the storage holds, got {self.max_capacity}. "
                 "Make the sampler with the storage's max_size."
             )
-        size = min(self.max_capacity, max(size, 2 * held))
+        size = min(limit, max(size, 2 * held))
         masses, priorities = self._masses.leaves, self._priorities.leaves
         self._masses, self._priorities = SumTree(size), MinTree(size)
         self._masses.fill(0, held, masses)
@@ -272,9 +286,18 @@ class PrioritizedSampler(Sampler):
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Priorities, the largest so far, and which positions they belong to."""
+        """Priorities in the order of positions, not of rows: a storage of another size has them in other rows.
+
+        Returns:
+            ``"priorities"``, float64 ``[(high - low) * columns]``, infinite where nothing lies; ``"low"`` and
+            ``"high"``, the positions that they belong to; the largest so far; ``alpha`` and ``beta``.
+        """
+        priorities = self._loaded
+        if priorities is None:
+            held = [self._priorities.leaves[start:stop] for start, stop in self._ring(self._low, self._high)]
+            priorities = np.concatenate([np.zeros(0), *held])
         return {
-            "priorities": torch.from_numpy(self._priorities.leaves.copy()),
+            "priorities": torch.from_numpy(priorities.copy()),
             "low": self._low,
             "high": self._high,
             "largest": self.default_priority,
@@ -283,35 +306,49 @@ class PrioritizedSampler(Sampler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`.
+        """Go on from a state of :meth:`state_dict`; where elements lie is known when a storage is followed next.
 
         Raises:
-            ValueError: it holds more elements than ``max_capacity``.
+            ValueError: its priorities are not those of its positions, or there are more than ``max_capacity``.
         """
         priorities = state_dict["priorities"].numpy(force=True).astype(np.float64)
-        live = np.flatnonzero(priorities < np.inf)
+        low, high = int(state_dict["low"]), int(state_dict["high"])
+        if high < low or (len(priorities) % (high - low) if high > low else len(priorities)):
+            raise ValueError(
+                f"state_dict: expected as many priorities for each of the {high - low} positions, got "
+                f"{len(priorities)}. Pass what state_dict() gave."
+            )
+        columns = len(priorities) // (high - low) if high > low else 1
+        if len(priorities) > -(-self.max_capacity // max(columns, 1)) * columns:
+            raise ValueError(
+                f"max_capacity: expected at least the {len(priorities)} elements of the state, got "
+                f"{self.max_capacity}. Make the sampler with the storage's max_size."
+            )
+        alpha, beta = _at_least_zero("alpha", state_dict["alpha"]), _at_least_zero("beta", state_dict["beta"])
         self._reset()
-        self._make_room(int(live[-1]) + 1 if len(live) else 1)
-        held = min(len(priorities), self._priorities.size)
-        self._priorities.fill(0, held, priorities[:held])
-        self._low, self._high = int(state_dict["low"]), int(state_dict["high"])
+        self._low, self._high, self._loaded = low, high, priorities
         self._largest = float(state_dict["largest"])
-        self._beta = _at_least_zero("beta", state_dict["beta"])
-        self.alpha = state_dict["alpha"]
+        self._alpha, self._beta = alpha, beta
+
+    def _place_loaded(self, priorities: Floats, storage: Storage) -> None:
+        """Put priorities of positions, ``[(high - low) * columns]``, to the elements of a storage."""
+        low, high = self._low, self._high
+        if len(priorities) != (high - low) * self._columns or high - low > self._capacity:
+            self._reset()
+            raise ValueError(
+                f"state_dict: expected priorities of a storage like this one, of {storage.capacity} rows of "
+                f"{storage.columns} elements, got {len(priorities)} for {high - low} positions. "
+                "Load the state of the storage with that of the sampler."
+            )
+        self._loaded = None
+        self._make_room(min(high, self._capacity) * self._columns)
+        for start, stop in self._ring(low, high):
+            self._priorities.fill(start, stop, priorities[: stop - start])
+            priorities = priorities[stop - start :]
+        self._refill()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(alpha={self._alpha}, beta={self._beta}, eps={self.eps})"
-
-
-def _ring(low: int, high: int, storage: Storage) -> list[tuple[int, int]]:
-    """Ranges of flat elements that the positions ``low <= p < high`` lie in."""
-    capacity, columns = storage.capacity, storage.columns
-    low = max(low, high - capacity)
-    if low >= high:
-        return []
-    row, end = low % capacity, low % capacity + high - low
-    pieces = [(row, min(end, capacity)), (0, end - capacity)]
-    return [(start * columns, stop * columns) for start, stop in pieces if start < stop]
 
 
 def _at_least_zero(name: str, value: float) -> float:

@@ -64,6 +64,14 @@ class Sampler(ABC):
             generator: where random numbers come from; None: torch's own.
         """
 
+    def check(self, storage: Storage, data: Any) -> None:  # noqa: B027 - most take any
+        """Refuse data that could be stored, but not be sampled from; called before a batch is stored.
+
+        Args:
+            storage: where the batch would go.
+            data: a batch, or several of them.
+        """
+
     def follow(self, storage: Storage) -> None:  # noqa: B027 - most remember nothing
         """Take in what was written since the last call."""
 

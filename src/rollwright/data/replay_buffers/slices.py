@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,16 @@ class SliceSampler(Sampler):
 
     # Drawing ----------------------------------------------------------------------------------
 
+    def check(self, storage: Storage, data: Any) -> None:
+        """See :meth:`Sampler.check`.
+
+        Raises:
+            ValueError: an element would hold several frames, which slices do not tell apart.
+        """
+        for batch in data if isinstance(data, list) else (data,):
+            if isinstance(batch, TensorDictBase) and batch.batch_size[storage.ndim :].numel() > 1:
+                raise _frames_in_elements(batch.batch_size, storage.ndim)
+
     def follow(self, storage: Storage) -> None:
         """See :meth:`Sampler.follow`."""
         self._boundaries.follow(storage)
@@ -137,11 +147,20 @@ class SliceSampler(Sampler):
         if length * count != batch_size or not batch_size:
             told = {"num_slices": self.num_slices, "slice_len": self.slice_len}
             given = " * ".join(f"{name}={value}" for name, value in told.items() if value)
+            either = " or ".join(f"batch_size={size}" for size in self._sizes_near(batch_size))
             raise ValueError(
                 f"batch_size: expected {'a multiple of ' if None in told.values() else ''}{given}, got {batch_size}. "
-                f"Pass batch_size={length * count or (self.num_slices or 1)}, or change the slices."
+                f"Pass {either}, or change the slices."
             )
         return length, count
+
+    def _sizes_near(self, batch_size: int) -> list[int]:
+        """The nearest batch sizes that slices fill."""
+        if self.slice_len is not None and self.num_slices is not None:
+            return [self.slice_len * self.num_slices]
+        step = self.slice_len or self.num_slices or 1
+        below = batch_size // step * step
+        return [size for size in (below, below + step) if size]
 
     def _too_long(self, index: RunIndex, length: int) -> ValueError:
         runs = index.runs()
@@ -284,6 +303,15 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with the pass of a state of :meth:`state_dict`."""
         self._passes.load_state_dict(state_dict)
+
+
+def _frames_in_elements(shape: Sequence[int], ndim: int) -> ValueError:
+    """The error over batches ``shape`` for a storage of ``ndim``."""
+    return ValueError(
+        f"data: slices need a frame an element, and a storage of ndim={ndim} takes a batch {list(shape)} for "
+        f"{list(shape[:ndim])} elements. Pass extend(data.reshape(-1)), or make the storage with "
+        f"LazyTensorStorage(n, ndim={len(shape)}) (and the buffer anew, where such a batch is stored already)."
+    )
 
 
 def _span(span: Span, slice_len: int | None) -> tuple[bool | int, bool | int]:

@@ -92,6 +92,10 @@ class Storage(ABC):
     def entry(self, key: NestedKey, low: int, high: int) -> NDArray[Any]:
         """Values of an entry at the positions ``low <= p < high``, in order: ``[high - low, columns, *feature]``."""
 
+    def clear(self) -> None:
+        """Drop all elements."""
+        self.ledger.clear()
+
     @property
     def device(self) -> torch.device | None:
         """Where elements are read to."""
@@ -137,10 +141,12 @@ class Storage(ABC):
         return torch.from_numpy(np.where(index[:, None] < 0, -1, places))
 
     def flat(self, index: Any) -> NDArray[np.int64]:
-        """Flat indices from those of :meth:`public`, flattened."""
+        """Flat indices from those of :meth:`public`, flattened; -1: not stored."""
         array = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index, np.int64)
         if self.ndim > 1 and array.ndim and array.shape[-1] == self.ndim:
-            array = np.asarray(np.ravel_multi_index(tuple(np.moveaxis(array, -1, 0)), (self.capacity, *self.rest)))
+            stored = np.asarray((array >= 0).all(-1))
+            places = tuple(np.moveaxis(np.where(stored[..., None], array, 0), -1, 0))
+            array = np.where(stored, np.ravel_multi_index(places, (self.capacity, *self.rest)), -1)
         return array.reshape(-1)
 
     # State ------------------------------------------------------------------------------------
@@ -155,6 +161,7 @@ class Storage(ABC):
                 "high": high,
                 "voids": torch.from_numpy(self.ledger.voids()),
                 "lost": self.ledger.num_lost,
+                "ids": self.ledger.next_id,
                 "elements": self.read(flat) if high > low else None,
                 "capacity": self.capacity,
                 "max_size": self.max_size,
@@ -177,6 +184,12 @@ class Storage(ABC):
                 f"state_dict: expected one of ndim={self.ndim} with at most {self.max_size} elements, got "
                 f"ndim={state['ndim']} and max_size={state['max_size']} ({needed} rows). Make a storage like that."
             )
+        elements = state["elements"]
+        if elements is not None and isinstance(elements, list) != isinstance(self, ListStorage):
+            raise ValueError(
+                f"state_dict: expected elements of a {type(self).__name__}, got {type(elements).__name__}. "
+                "Load a list of objects into a ListStorage, rows of tensors into a storage of tensors."
+            )
 
 
 class ListStorage(Storage):
@@ -197,7 +210,7 @@ class ListStorage(Storage):
     def __init__(self, max_size: int | None = None) -> None:
         self.max_size = _UNLIMITED if max_size is None else positive("max_size", max_size)
         self.ledger = Ledger(capacity=self.max_size)
-        self._items: list[Any] = []
+        self._items: dict[int, tuple[Any]] = {}  # by row; each write makes a tuple of its own
 
     def append(self, data: Any, *, dim: int = 0) -> Reservation:
         """See :meth:`Storage.append`."""
@@ -216,14 +229,20 @@ class ListStorage(Storage):
         return [data]
 
     def _put(self, row: int, item: Any) -> None:
-        if row >= len(self._items):
-            self._items.extend([None] * (row + 1 - len(self._items)))
-        with torch.no_grad():
-            self._items[row] = item.clone() if is_tensor_collection(item) or isinstance(item, torch.Tensor) else item
+        self._items[row] = (_copied(item),)
+
+    def clear(self) -> None:
+        """See :meth:`Storage.clear`; lets the objects go."""
+        before = list(self._items.items())
+        self.ledger.clear()
+        with self.ledger.writing():
+            for row, item in before:
+                if self._items.get(row) is item:  # else it was written since
+                    del self._items[row]
 
     def read(self, index: NDArray[np.int64]) -> list[Any]:
-        """See :meth:`Storage.read`; a list."""
-        return [self._items[row] for row in index.tolist()]
+        """See :meth:`Storage.read`; a list, of copies as far as elements are tensors or TensorDicts."""
+        return [_copied(self._items.get(row, (None,))[0]) for row in index.tolist()]  # nothing lies in a void
 
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
         """See :meth:`Storage.overwrite`."""
@@ -238,12 +257,12 @@ class ListStorage(Storage):
     def keys(self) -> list[NestedKey]:
         """See :meth:`Storage.keys`; those of the newest element."""
         positions = self.ledger.positions() if len(self.ledger.voids()) else range(*self.ledger.live())
-        newest = self._items[positions[-1] % self.max_size] if len(positions) else None
+        newest = self._items[positions[-1] % self.max_size][0] if len(positions) else None
         return leaf_keys(newest) if isinstance(newest, TensorDictBase) else []
 
     def entry(self, key: NestedKey, low: int, high: int) -> NDArray[Any]:
         """See :meth:`Storage.entry`."""
-        values = [self._items[p % self.max_size].get(key) for p in range(low, high)]
+        values = [self._items[p % self.max_size][0].get(key) for p in range(low, high)]
         if not values:
             return np.zeros((0, 1), np.int64)
         return np.stack([value.numpy(force=True) for value in values])[:, None]
@@ -259,6 +278,11 @@ class ListStorage(Storage):
     def __repr__(self) -> str:
         limit = "" if self.max_size == _UNLIMITED else f", max_size={self.max_size}"
         return f"ListStorage(len={len(self)}{limit})"
+
+
+def _copied(item: Any) -> Any:
+    with torch.no_grad():
+        return item.clone() if is_tensor_collection(item) or isinstance(item, torch.Tensor) else item
 
 
 class _Pieces(list[Any]):

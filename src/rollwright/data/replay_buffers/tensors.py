@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDictBase
 
+from rollwright.data.replay_buffers._folders import recover
 from rollwright.data.replay_buffers._memory import ROWS_FILE, PrivateMemory, SharedMemory
 from rollwright.data.replay_buffers._rows import RowStorage
 from rollwright.data.specs._shape import as_device
@@ -114,6 +115,7 @@ class LazyMemmapStorage(RowStorage):
             raise ValueError(f"device: expected 'cpu' for rows in a file, got {device!r}. Use LazyTensorStorage.")
         folder = None if scratch_dir is None else Path(scratch_dir).expanduser().resolve()
         if folder is not None:
+            recover(folder)
             if (folder / ROWS_FILE).exists() and not existsok:
                 raise FileExistsError(
                     f"scratch_dir: {str(folder)!r} holds the rows of a buffer. Pass existsok=True to go on with them, "

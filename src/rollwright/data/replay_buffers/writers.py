@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey, as_keys
+from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright.data.replay_buffers.storages import Storage, num_rows
 
 __all__ = [
@@ -43,9 +43,16 @@ class Writer(ABC):
             dim: of a batch: the dimension that rows are taken from.
         """
 
-    def add(self, storage: Storage, data: Any) -> NDArray[np.int64]:
-        """Store one element."""
-        return self.extend(storage, storage.element(data), storage.ndim - 1)
+    def add(self, storage: Storage, data: Any, dim: int | None = None) -> NDArray[np.int64]:
+        """Store one element.
+
+        Args:
+            storage: where to.
+            data: the element; of a storage of several dimensions, a row of elements.
+            dim: the dimension that rows are taken from; None: that of the storage.
+        """
+        batch, dim = _as_batch(storage, data, dim)
+        return self.extend(storage, batch, dim)
 
     def state_dict(self) -> dict[str, Any]:
         """What the writer remembers, besides what the storage does."""
@@ -79,9 +86,11 @@ class RoundRobinWriter(Writer):
         lost = max(0, num_rows(data, dim) - storage.capacity) * storage.columns  # no room for the first of them
         return np.concatenate([np.full(lost, -1), index]) if lost else index
 
-    def add(self, storage: Storage, data: Any) -> NDArray[np.int64]:
+    def add(self, storage: Storage, data: Any, dim: int | None = None) -> NDArray[np.int64]:
         """See :meth:`Writer.add`."""
-        return storage.index_of(storage.append_one(data))
+        if storage.ndim == 1:
+            return storage.index_of(storage.append_one(data))
+        return super().add(storage, data, dim)
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
@@ -136,7 +145,7 @@ class TensorDictMaxValueWriter(Writer):
         self.rank_key = ("next", "reward") if rank_key is None else as_keys(rank_key)[0]
         self.reduction = reduction
         self._heap: list[tuple[float, int]] = []  # the smallest value first, and its row
-        self._revision = 0
+        self._seen = (0, 0, 0)  # what was live in the storage, and its revision, when the heap was right
 
     def extend(self, storage: Storage, data: Any, dim: int) -> NDArray[np.int64]:
         """See :meth:`Writer.extend`; one element after the other, as if each were added alone."""
@@ -149,7 +158,7 @@ class TensorDictMaxValueWriter(Writer):
         values = self._rank(batch)
         self._catch_up(storage)
         heap = self._heap
-        room = max(0, min(storage.max_size - len(heap), len(values)))
+        room = min(self._room(storage), len(values))
         index = np.full(len(values), -1)
         if room:
             index[:room] = storage.index_of(storage.append(batch[:room]))
@@ -163,27 +172,41 @@ class TensorDictMaxValueWriter(Writer):
                 chosen[row], index[n] = n, row
         if chosen:
             storage.overwrite(np.fromiter(chosen, np.int64), batch[torch.tensor(list(chosen.values()))])
-        self._revision = storage.ledger.revision
+        self._seen = (*storage.ledger.live(), storage.ledger.revision)
         return index
 
-    def add(self, storage: Storage, data: Any) -> NDArray[np.int64]:
+    def add(self, storage: Storage, data: Any, dim: int | None = None) -> NDArray[np.int64]:
         """See :meth:`Writer.add`."""
         return self.extend(storage, data.unsqueeze(0) if isinstance(data, TensorDictBase) else data, 0)
 
     def _catch_up(self, storage: Storage) -> None:
         """Read the values of elements that others have put there."""
         low, high = storage.ledger.live()
-        if high - low != len(self._heap) or storage.ledger.revision != self._revision:
-            values = storage.entry(self.rank_key, low, high) if high > low else np.zeros((0, 1))
-            rows = np.arange(low, high) % max(storage.capacity, 1)
-            self._heap = list(zip(self._reduce(torch.from_numpy(values)).tolist(), rows.tolist(), strict=True))
-            heapq.heapify(self._heap)
+        if (low, high, storage.ledger.revision) == self._seen:
+            return
+        heap: list[tuple[float, int]] = []
+        voids = storage.ledger.voids().tolist()
+        for start, stop in zip([low, *(gap[1] for gap in voids)], [*(gap[0] for gap in voids), high], strict=True):
+            if start < stop:
+                values = self._reduce(torch.from_numpy(storage.entry(self.rank_key, start, stop)))
+                rows = np.arange(start, stop) % storage.capacity
+                heap += zip(values.tolist(), rows.tolist(), strict=True)
+        heapq.heapify(heap)
+        self._heap = heap
+
+    def _room(self, storage: Storage) -> int:
+        """Elements that may be appended before one is lost: voids take room, too, except for the oldest."""
+        positions = storage.ledger.positions()
+        if not len(positions):
+            return storage.max_size
+        return storage.max_size - int(storage.ledger.live()[1] - positions[0])
 
     def _rank(self, batch: TensorDictBase) -> NDArray[np.float64]:
         value: Any = batch.get(self.rank_key, None)
         if not isinstance(value, torch.Tensor):
             raise KeyError(
-                f"rank_key: the data have no tensor {self.rank_key!r}; they have {sorted(batch.keys(True))}."
+                f"rank_key: the data have no tensor {self.rank_key!r}; they have {key_str(leaf_keys(batch))}. "
+                "Name one of these."
             )
         return self._reduce(value)
 
@@ -195,3 +218,11 @@ class TensorDictMaxValueWriter(Writer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank_key={self.rank_key!r}, reduction={self.reduction!r})"
+
+
+def _as_batch(storage: Storage, data: Any, dim: int | None) -> tuple[Any, int]:
+    """One row as a batch, and the dimension that it is taken from."""
+    dim = storage.dim_extend if dim is None else dim
+    if storage.ndim > 1 and isinstance(data, TensorDictBase | torch.Tensor):
+        return data.unsqueeze(dim), dim
+    return storage.element(data), dim

@@ -1,0 +1,95 @@
+"""A copy of a policy for the thread of a collector, and which of its weights come from where."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+__all__ = ["Twin", "copied_policy"]
+
+_DEPTH = 4  # containers, objects and functions around a module
+
+
+class Twin(NamedTuple):
+    """What acts in place of a policy.
+
+    Attributes:
+        policy: the copy; the policy itself where it is a function.
+        source: whose weights are published: the modules that were copied; None: there are none.
+        target: those of the copy that take them.
+        live: whether modules act that could not be copied, hence with weights that others may write.
+    """
+
+    policy: Any
+    source: nn.Module | None
+    target: nn.Module | None
+    live: bool
+
+
+def copied_policy(policy: Any) -> Twin:
+    """Copy a policy, with the modules in it.
+
+    Args:
+        policy: a module, a function, a bound method, a partial, or any callable object.
+
+    Raises:
+        TypeError: it cannot be copied.
+    """
+    found = list(_modules_in(policy, _DEPTH, set()))
+    if isinstance(policy, FunctionType):
+        return Twin(policy, None, None, bool(found))
+    memo: dict[int, Any] = {}
+    try:
+        with torch.no_grad():
+            twin = copy.deepcopy(policy, memo)
+    except Exception as error:
+        raise TypeError(
+            f"policy: the thread of start() acts with a copy, and {type(policy).__name__} cannot be copied: "
+            f"{type(error).__name__}: {error}. Pass policy_factory=, which makes one for the thread."
+        ) from error
+    if isinstance(policy, nn.Module):
+        return Twin(twin, policy, twin, False)
+    own = [module for module in found if memo.get(id(module), module) is not module]
+    copies = [memo[id(module)] for module in own]
+    return Twin(twin, _as_one(own), _as_one(copies), len(own) < len(found))
+
+
+def _as_one(modules: list[nn.Module]) -> nn.Module | None:
+    return nn.ModuleList(modules) if len(modules) > 1 else modules[0] if modules else None
+
+
+def _modules_in(thing: Any, depth: int, seen: set[int]) -> Iterator[nn.Module]:
+    """The outermost modules with weights that ``thing`` holds, each once."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, nn.Module):
+        if thing.state_dict():
+            yield thing
+    elif depth:
+        for part in _parts(thing):
+            yield from _modules_in(part, depth - 1, seen)
+
+
+def _parts(thing: Any) -> list[Any]:
+    if isinstance(thing, FunctionType):
+        cells = [cell.cell_contents for cell in thing.__closure__ or () if cell != CellType()]
+        names = [thing.__globals__.get(name) for name in thing.__code__.co_names]
+        return [*cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values(), *names]
+    if isinstance(thing, MethodType):
+        return [thing.__self__, thing.__func__]
+    if isinstance(thing, functools.partial):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    if isinstance(thing, Mapping):
+        return list(thing.values()) if isinstance(thing, dict) else []
+    if isinstance(thing, list | tuple | set | frozenset):
+        return list(thing)
+    if isinstance(thing, type | ModuleType | torch.Tensor):
+        return []
+    return list(getattr(thing, "__dict__", {}).values())
