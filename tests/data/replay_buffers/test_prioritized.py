@@ -299,3 +299,11 @@ def test_elements_that_were_not_stored_have_no_priority():
     buffer.update_priority(index, priority)
     kept = index[18].tolist()
     assert buffer.sample()["index"].unique(dim=0).tolist() == [kept]
+
+
+def test_a_priority_that_overflows_is_drawn():
+    torch.manual_seed(0)
+    buffer = TensorDictPrioritizedReplayBuffer(alpha=2.0, beta=0.5, storage=LazyTensorStorage(10), batch_size=50)
+    index = buffer.extend(TensorDict({"x": torch.arange(10)}, [10]))
+    buffer.update_priority(index[3], 1e200)
+    assert buffer.sample()["index"].unique().tolist() == [3]

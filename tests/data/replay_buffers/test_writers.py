@@ -174,3 +174,10 @@ def test_rows_are_added_along_the_dimension_that_grows(first, dim):
     assert storage.dim_extend == dim
     assert storage.period == (3 if dim == 0 else 0)
     assert torch.equal(storage.read(storage.live_index()), rows.reshape(-1))
+
+
+def test_nan_ranks_last():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter("value"))
+    buffer.extend(TensorDict({"value": torch.tensor([float("nan"), 1.0])}, [2]))
+    buffer.extend(TensorDict({"value": torch.tensor([2.0, float("nan"), 3.0])}, [3]))
+    assert sorted(buffer[:]["value"].tolist()) == [2.0, 3.0]

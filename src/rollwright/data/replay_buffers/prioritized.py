@@ -22,6 +22,7 @@ Floats = NDArray[np.float64]
 WEIGHT = "priority_weight"
 _REDUCTIONS: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "mean": np.mean, "median": np.median}
 _SMALLEST = 1e-300  # what lives can be drawn, whatever the exponent makes of its priority
+_LARGEST = 1e290  # of a mass, so that the sum of as many as there may be stays finite
 
 
 class PrioritizedSampler(Sampler):
@@ -203,7 +204,8 @@ class PrioritizedSampler(Sampler):
         return drawable
 
     def _mass(self, priority: Floats) -> Floats:
-        mass: Floats = np.maximum((priority + self.eps) ** self._alpha, _SMALLEST)
+        with np.errstate(over="ignore"):
+            mass: Floats = np.clip((priority + self.eps) ** self._alpha, _SMALLEST, _LARGEST)
         return mass
 
     # Sampling ---------------------------------------------------------------------------------

@@ -214,7 +214,10 @@ class TensorDictMaxValueWriter(Writer):
         flat = value.to(torch.float64).reshape(len(value), value[:1].numel() if len(value) else 1)
         reduced: Any = getattr(flat, self.reduction)(-1)
         reduced = reduced if isinstance(reduced, torch.Tensor) else reduced.values
-        return np.asarray(reduced.numpy(force=True))
+        ranked: NDArray[np.float64] = np.nan_to_num(
+            reduced.numpy(force=True), nan=-np.inf, posinf=np.inf, neginf=-np.inf
+        )  # NaN ranks last
+        return ranked
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank_key={self.rank_key!r}, reduction={self.reduction!r})"
