@@ -134,7 +134,7 @@ def test_one_environment_in_a_ring(fill, yielded, stream, same):
 def test_storage_on_disk(fill, yielded, same, tmp_path, kind):
     buffer = ReplayBuffer(storage=LazyMemmapStorage(1000, scratch_dir=tmp_path))
     collector = fill(kind, buffer)
-    assert "extend: the buffer is shared" in collector.stats()["paths"]["buffer"]
+    assert collector.stats()["paths"]["buffer"].startswith("direct")
     same(buffer[:], torch.cat([batch.reshape(-1) for batch in yielded(kind)]))
 
 
@@ -462,3 +462,10 @@ def test_a_restored_collector_writes_what_it_would_have(make, same):
     for _ in range(4):
         second.next()
     same(later[:], buffer[count:])
+
+
+def test_slices_without_ids_of_several_environments_are_refused(make):
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=SliceSampler(slice_len=4), batch_size=8)
+    env = GymEnv("CartPole-v1", num_envs=2)
+    with pytest.raises(ValueError, match=r"track_traj_ids=False.*2 environments.*ndim=2"):
+        make(env, replay_buffer=buffer, track_traj_ids=False)

@@ -174,7 +174,7 @@ def test_a_whole_trajectory_is_copied_once(make, count):
 @pytest.mark.parametrize("kind", ["file", "shared"])
 def test_where_other_processes_may_write_no_row_is_held_back(make, tmp_path, kind):
     storage = LazyMemmapStorage(400, scratch_dir=tmp_path) if kind == "file" else LazyTensorStorage(400)
-    buffer, seen = ReplayBuffer(storage=storage, shared=kind == "shared"), []
+    buffer, seen = ReplayBuffer(storage=storage, shared=True), []
 
     def policy(td):
         if len(buffer):

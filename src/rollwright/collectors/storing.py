@@ -13,6 +13,7 @@ from rollwright.collectors._pieces import common_keys
 from rollwright.collectors.assembly import Trajectory, TrajectoryAssembler
 from rollwright.collectors.delivery import Batches, Delivery, TrajectoryBatches, copied
 from rollwright.collectors.direct import StorageMemory
+from rollwright.data.replay_buffers import SliceSampler
 
 if TYPE_CHECKING:
     from rollwright.collectors._delivering import DeliveringCore
@@ -40,6 +41,17 @@ class Stored(Delivery):
         self._buffer = buffer_of(core.options)
         self._flat = storage_ndim(self._buffer) == 1 and getattr(self._buffer, "routing_dim", None) is None
         self._random_first = bool(core.init_random_frames)
+        self._check_slices(core)
+
+    def _check_slices(self, core: DeliveringCore) -> None:
+        sampler = getattr(self._buffer, "sampler", None)
+        tracked = core.options.track_traj_ids or not isinstance(sampler, SliceSampler)
+        if self._flat and not tracked and core.env.numel() > 1:
+            raise ValueError(
+                f"track_traj_ids=False: a flat buffer holds the frames of {core.env.numel()} environments side by "
+                "side, and a SliceSampler could not tell where one ends. Leave track_traj_ids out, or make the storage with "
+                "ndim=2."
+            )
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`Delivery.stats`."""

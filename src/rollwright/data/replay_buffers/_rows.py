@@ -36,6 +36,7 @@ class RowStorage(Storage):
     def __init__(self, max_size: int, memory: Memory, ndim: int, device: torch.device) -> None:
         self.max_size, self.ndim = positive("max_size", max_size), positive("ndim", ndim)
         self._memory, self._device = memory, device
+        self._shared = False
         self._detach()
 
     def _detach(self) -> None:
@@ -48,6 +49,7 @@ class RowStorage(Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         # Not the tensors: torch would move each to shared memory of its own when it sends them to a process.
+        self._shared = self._memory.shared  # whoever is sent the storage has it too
         derived = ("_schema", "_tensors", "_columns", "_nests", "_batch")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
@@ -109,16 +111,18 @@ class RowStorage(Storage):
     @property
     def shared(self) -> bool:
         """See :attr:`Storage.shared`."""
-        return self._memory.shared
+        return self._shared
 
     def share(self) -> None:
         """See :meth:`Storage.share`."""
-        if self.shared:
+        if self._memory.shared:  # a file may be
+            self._shared = True
+        if self._shared:
             return
         if self._device.type != "cpu":
             raise ValueError(f"shared: expected a storage on the CPU, got one on {self._device}. Pass device='cpu'.")
         state = self.state_dict() if self.initialized else None
-        self._schema, self._memory = None, SharedMemory()
+        self._schema, self._memory, self._shared = None, SharedMemory(), True
         if state is not None:
             self.load_state_dict(state)
 
