@@ -49,8 +49,8 @@ class Stored(Delivery):
         if self._flat and not tracked and core.env.numel() > 1:
             raise ValueError(
                 f"track_traj_ids=False: a flat buffer holds the frames of {core.env.numel()} environments side by "
-                "side, and a SliceSampler could not tell where one ends. Leave track_traj_ids out, or make the storage with "
-                "ndim=2."
+                "side, and a SliceSampler could not tell where one ends. Leave track_traj_ids out, or make the storage "
+                "with ndim=2."
             )
 
     def stats(self) -> dict[str, Any]:
