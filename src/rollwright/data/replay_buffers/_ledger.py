@@ -275,7 +275,7 @@ class Ledger:
             head[_OLDEST_GAP] += 1
         if head[_GAPS] > head[_OLDEST_GAP]:
             last = _VOID * ((head[_GAPS] - 1) % _VOIDS)
-            if (gaps[last], gaps[last + 1]) == (start, stop):
+            if gaps[last] <= start and stop <= gaps[last + 1]:
                 return  # a writer killed between two stores had noted it already
             if gaps[last + 1] == start:
                 gaps[last + 1], gaps[last + _LOST] = stop, lost + stop - start

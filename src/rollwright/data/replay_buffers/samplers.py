@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 
 from rollwright.data.replay_buffers.storages import Storage
 
-__all__ = ["Draw", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "Slices"]
+__all__ = ["Draw", "InPasses", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "Slices"]
 
 Index = NDArray[np.int64]
 
@@ -243,7 +243,28 @@ class Passes:
         self.ran_out = bool(state_dict["ran_out"])
 
 
-class SamplerWithoutReplacement(Sampler):
+class InPasses(Sampler):
+    """A sampler that draws everything once before it draws anything again."""
+
+    _passes: Passes
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether short batches are left out."""
+        return self._passes.drop_last
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether each pass has an order of its own."""
+        return self._passes.shuffle
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last draw completed a pass."""
+        return self._passes.ran_out
+
+
+class SamplerWithoutReplacement(InPasses):
     """Every element once, then every element again.
 
     A pass goes over what is stored when it begins; elements that are overwritten in the meantime are left out, new
@@ -267,21 +288,6 @@ class SamplerWithoutReplacement(Sampler):
 
     def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
         self._passes = Passes(drop_last, shuffle)
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether short batches are left out."""
-        return self._passes.drop_last
-
-    @property
-    def shuffle(self) -> bool:
-        """Whether each pass has an order of its own."""
-        return self._passes.shuffle
-
-    @property
-    def ran_out(self) -> bool:
-        """Whether the last draw completed a pass."""
-        return self._passes.ran_out
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
         """See :meth:`Sampler.draw`; ``[n]`` with n below ``batch_size`` at the end of a pass.

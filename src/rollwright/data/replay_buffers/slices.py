@@ -14,7 +14,7 @@ from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.layout import IS_INIT, MASK
 from rollwright.data.replay_buffers._boundaries import Boundaries
 from rollwright.data.replay_buffers._runs import Grid, RunIndex
-from rollwright.data.replay_buffers.samplers import Draw, Passes, Sampler, Slices
+from rollwright.data.replay_buffers.samplers import Draw, InPasses, Passes, Sampler, Slices
 from rollwright.data.replay_buffers.storages import Storage, positive
 
 __all__ = ["SliceSampler", "SliceSamplerWithoutReplacement"]
@@ -238,7 +238,7 @@ class SliceSampler(Sampler):
         )
 
 
-class SliceSamplerWithoutReplacement(SliceSampler):
+class SliceSamplerWithoutReplacement(InPasses, SliceSampler):
     """A slice of every trajectory once, then of every trajectory again.
 
     A pass goes over the trajectories that are stored, and long enough, when it begins; those that are overwritten in
@@ -264,21 +264,6 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **options: Any) -> None:
         super().__init__(**options)
         self._passes = Passes(bool(drop_last), bool(shuffle))
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether batches with fewer slices are left out."""
-        return self._passes.drop_last
-
-    @property
-    def shuffle(self) -> bool:
-        """Whether each pass has an order of its own."""
-        return self._passes.shuffle
-
-    @property
-    def ran_out(self) -> bool:
-        """Whether the last draw completed a pass."""
-        return self._passes.ran_out
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
         """See :meth:`SliceSampler.draw`."""
