@@ -8,6 +8,8 @@
     │   └── EnvKeyError (KeyError)        ... by leaving an entry out
     ├── PolicyError (RuntimeError)        a policy that raised or broke its contract
     │   └── PolicyKeyError (KeyError)     ... by leaving an entry out
+    ├── WorkerError (RuntimeError)        what went wrong in another process, with its traceback
+    ├── RemoteTraceback                   ... that traceback, as the cause of the error
     ├── MissingExtraError (ImportError)   an optional dependency that is not installed
     └── NotNative                         an object that cannot take a native path, and why; never reaches the user
 
@@ -27,8 +29,10 @@ __all__ = [
     "NotNative",
     "PolicyError",
     "PolicyKeyError",
+    "RemoteTraceback",
     "RollwrightError",
     "SpecError",
+    "WorkerError",
     "require",
 ]
 
@@ -59,6 +63,27 @@ class PolicyKeyError(PolicyError, KeyError):
     """A policy left out an entry that the environment needs."""
 
     __str__ = Exception.__str__
+
+
+class WorkerError(RollwrightError, RuntimeError):
+    """Something went wrong in another process.
+
+    It is an instance of the original exception's class too, where that allows it; its cause holds the traceback.
+
+    Attributes:
+        worker: index of the worker; None where there are no indices.
+        remote_type: name of the class of the original exception; empty if there was none (the process was killed).
+    """
+
+    worker: int | None = None
+    remote_type: str = ""
+
+
+class RemoteTraceback(RollwrightError):
+    """The traceback of an exception in another process, as text."""
+
+    def __str__(self) -> str:
+        return "\n" + str(self.args[0])
 
 
 class MissingExtraError(RollwrightError, ImportError):

@@ -18,7 +18,7 @@ from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.data.replay_buffers import _ledger
 from rollwright.data.replay_buffers._ledger import Ledger
 from rollwright.data.replay_buffers._locks import RowLock
-from rollwright.data.replay_buffers._segment import Segment
+from rollwright._processes.segment import Segment
 
 SPAWN = multiprocessing.get_context("spawn")
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 
 from rollwright.data.replay_buffers._interrupts import uninterrupted
-from rollwright.data.replay_buffers._segment import Segment
+from rollwright._processes.segment import Segment
 
 __all__ = ["RowLock"]
 

@@ -16,7 +16,7 @@ import torch
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.replay_buffers._ledger import Ledger
 from rollwright.data.replay_buffers._locks import RowLock
-from rollwright.data.replay_buffers._segment import Segment
+from rollwright._processes.segment import Segment
 
 __all__ = ["LOCK_FILE", "ROWS_FILE", "Memory", "PrivateMemory", "Schema", "SharedMemory"]
 

@@ -1,0 +1,1 @@
+"""Processes: starting them, talking to them, hearing what went wrong in them, ending them."""

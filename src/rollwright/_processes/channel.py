@@ -1,0 +1,197 @@
+"""Channel: messages between two processes, over a pair of sockets."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import time
+import weakref
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+__all__ = ["ByValue", "Channel"]
+
+_HEADER = 8
+_CHUNK = 1 << 16
+
+
+class ByValue:
+    """An object that is pickled with the code that it needs: functions and classes of ``__main__``, lambdas.
+
+    On the other side it is unpickled when :attr:`value` is read.
+
+    Args:
+        value: the object.
+
+    Example:
+        >>> import pickle
+        >>> pickle.loads(pickle.dumps(ByValue(lambda x: x + 1))).value(2)
+        3
+    """
+
+    _pickled: bytes | None = None
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    @property
+    def value(self) -> Any:
+        """The object."""
+        pickled, self._pickled = self._pickled, None
+        if pickled is not None:
+            self._value = pickle.loads(pickled)
+        return self._value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_bytes, (self._pickled or cloudpickle.dumps(self._value, 5),)
+
+
+def _from_bytes(pickled: bytes) -> ByValue:
+    made = ByValue(None)
+    made._pickled = pickled
+    return made
+
+
+class Channel:
+    """One end of a line between two processes that carries pickled messages, in order.
+
+    There is no thread behind it: :meth:`send` writes before it returns. Pickling an end hands it on to a process that
+    is being started. Tensors travel by value.
+
+    Example:
+        >>> mine, theirs = Channel.pair()
+        >>> mine.send(("hello", 1))
+        >>> theirs.recv(1.0)
+        ('hello', 1)
+        >>> mine.close()
+        >>> theirs.recv(1.0)
+        Traceback (most recent call last):
+        ...
+        EOFError: the other end is gone
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        weakref.finalize(self, end.close).atexit = False
+        end.setblocking(False)
+        self._wait = select.poll()
+        self._wait.register(end.fileno(), select.POLLIN)
+        self._held = bytearray()
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        """Two ends of a new line."""
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(one), cls(other)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened, (DupFd(self._socket.fileno()),)
+
+    def fileno(self) -> int:
+        """The socket, to wait for several; ask :meth:`poll` first: a message may have been read already."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Hang up: the other end reads what was sent, and then ``EOFError``. May be called again."""
+        self._socket.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this end was closed."""
+        return self._socket.fileno() < 0
+
+    # Sending ----------------------------------------------------------------------------------
+
+    def send(self, message: Any, timeout_s: float = 10.0) -> None:
+        """Send a message.
+
+        Args:
+            message: anything that can be pickled; see :class:`ByValue` for what users wrote.
+            timeout_s: how long the other end may let the line be full.
+
+        Raises:
+            EOFError: the other end is gone.
+            TimeoutError: it does not read; part of the message may be under way, so this end is closed.
+        """
+        body = pickle.dumps(message, 5)
+        rest = memoryview(len(body).to_bytes(_HEADER, "little") + body)
+        until = None
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except (BlockingIOError, InterruptedError):
+                until = until or time.monotonic() + timeout_s
+                if not _writable(self._socket, until - time.monotonic()):
+                    self.close()
+                    raise TimeoutError(f"waited {timeout_s:g} s for the other process to read a message") from None
+            except OSError as error:
+                raise EOFError("the other end is gone") from error
+
+    # Receiving --------------------------------------------------------------------------------
+
+    def recv(self, timeout_s: float, waiting_for: str = "a message") -> Any:
+        """The next message.
+
+        Raises:
+            TimeoutError: none came in time; says what was waited for.
+            EOFError: the other end is gone.
+        """
+        body = self._next(timeout_s)
+        if body is None:
+            raise TimeoutError(f"waited {timeout_s:g} s for {waiting_for}")
+        return pickle.loads(body)
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Wait until :meth:`recv` would return, or raise ``EOFError``, at once; whether it would."""
+        try:
+            return self._fill(timeout_s)
+        except EOFError:
+            return True
+
+    def _next(self, timeout_s: float) -> bytearray | None:
+        if not self._fill(timeout_s):
+            return None
+        end = _HEADER + self._size()
+        body = self._held[_HEADER:end]
+        del self._held[:end]
+        return body
+
+    def _size(self) -> int:
+        return int.from_bytes(self._held[:_HEADER], "little")
+
+    def _fill(self, timeout_s: float) -> bool:
+        """Read until a whole message is held; False if the time is over before."""
+        until = time.monotonic() + timeout_s
+        while len(self._held) < _HEADER or len(self._held) < _HEADER + self._size():
+            try:
+                missing = _HEADER + self._size() - len(self._held) if len(self._held) >= _HEADER else 0
+                got = self._socket.recv(max(missing, _CHUNK))
+            except (BlockingIOError, InterruptedError):
+                rest = until - time.monotonic()
+                if rest <= 0 and timeout_s > 0:
+                    return False
+                if not self._wait.poll(max(0.0, rest) * 1e3):
+                    return False
+                continue
+            except OSError as error:
+                raise EOFError("the other end is gone") from error
+            if not got:
+                raise EOFError("the other end is gone")
+            self._held += got
+        return True
+
+
+def _writable(end: socket.socket, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(end.fileno(), select.POLLOUT)
+    return bool(timeout_s > 0 and poll.poll(timeout_s * 1e3))
+
+
+def _opened(duplicate: Any) -> Channel:
+    fd = duplicate.detach()
+    os.set_inheritable(fd, False)
+    return Channel(socket.socket(fileno=fd))

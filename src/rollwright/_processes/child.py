@@ -1,0 +1,195 @@
+"""Child: a process that serves a channel, from its start to its end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+
+from rollwright._processes.channel import ByValue, Channel
+from rollwright._processes.failures import Failure
+from rollwright._processes.starting import check_start_method, new_process
+
+__all__ = ["Child"]
+
+_EXIT_S = 1.0  # for all children together, when the interpreter exits
+_TERMINATE_S = 1.0
+
+
+class Child:
+    """Runs ``serve(channel, *args)`` in a new process.
+
+    ``serve`` returns when it is told to, or when its channel says ``EOFError``: its parent has hung up, or is dead.
+    What it raises is sent as a :class:`~rollwright._processes.failures.Failure`, its last message. Ctrl-C does not
+    reach it: its parent decides.
+
+    Args:
+        serve: a function of a module.
+        *args: for it; pickled by value.
+        name: of the process, for messages.
+        start_method: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.
+        num_threads: that torch uses there.
+
+    Attributes:
+        channel: to it.
+
+    Example:
+        >>> from rollwright._processes.child import echo
+        >>> child = Child(echo, name="parrot")
+        >>> child.channel.send("hello")
+        >>> child.channel.recv(10.0)
+        'hello'
+        >>> child.channel.close()
+        >>> child.end(10.0), child.how_it_ended()
+        ('ended', 'exited with status 0')
+    """
+
+    def __init__(
+        self,
+        serve: Callable[..., None],
+        *args: Any,
+        name: str,
+        start_method: str | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        check_start_method("start_method", start_method)
+        self.name = name
+        self.channel, theirs = Channel.pair()
+        payload = args if start_method == "fork" else ByValue(args)
+        self._process = new_process(start_method, _main, (theirs, serve, payload, num_threads), name)
+        _living.add(self)
+        try:
+            self._process.start()
+        except BaseException:
+            _living.discard(self)
+            self.channel.close()
+            raise
+        finally:
+            theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return int(self._process.pid)
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that is ready to be read when the process has ended."""
+        return int(self._process.sentinel)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return bool(self._process.is_alive())
+
+    def how_it_ended(self) -> str:
+        """A phrase for messages."""
+        status = self._process.exitcode
+        if status is None:
+            return "is alive"
+        if status >= 0:
+            return f"exited with status {status}"
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the process has ended; whether it has."""
+        wait([self.sentinel], max(0.0, timeout_s))
+        return not self.alive
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._signal(signal.SIGKILL)
+
+    def end(self, timeout_s: float) -> str:
+        """Wait until the process has ended, and make it end if it does not. The caller has asked it to, before.
+
+        Args:
+            timeout_s: for the process to end by itself. After it, there is a second more until SIGTERM turns into
+                SIGKILL.
+
+        Returns:
+            ``"ended"``, ``"terminated"``, or ``"killed"``.
+        """
+        how = "ended"
+        if not self.wait(timeout_s):
+            how = "terminated"
+            self._signal(signal.SIGTERM)
+            if not self.wait(_TERMINATE_S):
+                how = "killed"
+                self._signal(signal.SIGKILL)
+                self.wait(_TERMINATE_S)
+        self.channel.close()
+        _living.discard(self)
+        return how
+
+    def _signal(self, number: int) -> None:
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def _main(channel: Channel, serve: Callable[..., None], payload: Any, num_threads: int) -> None:
+    """What the process runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(num_threads)
+    try:
+        serve(channel, *(payload.value if isinstance(payload, ByValue) else payload))
+    except EOFError:
+        raise SystemExit(0) from None  # whoever would be told is gone
+    except BaseException as error:
+        with contextlib.suppress(EOFError, TimeoutError, OSError):
+            channel.send(Failure.of(error))
+        raise SystemExit(1) from None
+    finally:
+        channel.close()
+
+
+def echo(channel: Channel) -> None:
+    """Send back each message, until the other end hangs up."""
+    with contextlib.suppress(EOFError):
+        while True:
+            if channel.poll(1.0):
+                channel.send(channel.recv(0.0))
+
+
+_living: weakref.WeakSet[Child] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    """In a forked process, whose copies of open ends would keep its siblings from hearing ``EOFError``."""
+    for child in list(_living):
+        child.channel.close()
+    _living.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+@atexit.register
+def _end_all() -> None:
+    """End what still runs before :mod:`multiprocessing` waits for it without a limit."""
+    children = [child for child in list(_living) if child.alive]
+    for child in children:
+        child.channel.close()
+    until = time.monotonic() + _EXIT_S
+    for child in children:
+        child.wait(until - time.monotonic())
+    for child in children:
+        child._signal(signal.SIGTERM)
+    until = time.monotonic() + _EXIT_S
+    for child in children:
+        if not child.wait(until - time.monotonic()):
+            child.kill()
+            child.wait(_EXIT_S)

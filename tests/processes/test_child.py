@@ -1,0 +1,197 @@
+"""Child: processes that serve a channel, what ends them, and what they tell when they fail."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from rollwright._processes.child import Child, echo
+from rollwright._processes.failures import Failure
+from rollwright._processes.segment import Segment
+from rollwright.errors import RemoteTraceback, WorkerError
+
+LIMIT_S = 20.0
+
+
+def raising(channel, make_error):
+    raise make_error()
+
+
+def reporting(channel):
+    channel.send((os.environ.get("ROLLWRIGHT_TEST"), os.getcwd(), torch.get_num_threads(), os.getppid()))
+
+
+def deaf(channel, blocks_term):
+    if blocks_term:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    channel.send("ready")
+    while True:
+        signal.pause()
+
+
+def writing(channel, segment):
+    segment.map(0, 8)[:] = b"12345678"
+    channel.send("done")
+
+
+def nesting(channel):
+    inner = Child(echo, name="inner")
+    inner.channel.send(os.getpid())
+    channel.send((inner.channel.recv(LIMIT_S), os.getpid(), inner.pid))
+    with contextlib.suppress(EOFError):
+        channel.recv(LIMIT_S)
+
+
+class OddError(Exception):
+    def __init__(self, one, two):
+        super().__init__(one, two)
+
+
+@pytest.fixture(params=["forkserver", "spawn", "fork"])
+def method(request):
+    return request.param
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_what_is_sent_comes_back_in_every_start_method(method):
+    child = Child(echo, name="echo", start_method=method)
+    for message in ({"a": 1}, b"x" * 3_000_000, None):
+        child.channel.send(message)
+        assert child.channel.recv(LIMIT_S) == message
+    child.channel.close()
+    assert child.end(LIMIT_S) == "ended"
+    assert child.how_it_ended() == "exited with status 0"
+    assert not child.alive
+
+
+def test_the_process_has_todays_environment_folder_and_threads(monkeypatch, tmp_path):
+    Child(echo, name="first").channel.close()  # the server runs from here on
+    monkeypatch.setenv("ROLLWRIGHT_TEST", "today")
+    monkeypatch.chdir(tmp_path)
+    child = Child(reporting, name="report", num_threads=3)
+    environ, folder, threads, _ = child.channel.recv(LIMIT_S)
+    assert (environ, folder, threads) == ("today", str(tmp_path), 3)
+
+
+def test_an_exception_arrives_whole():
+    child = Child(raising, lambda: ValueError("no good"), name="raising")
+    failure = child.channel.recv(LIMIT_S)
+    assert isinstance(failure, Failure)
+    error = failure.error("worker 2", 2)
+    with pytest.raises(ValueError, match=r"^worker 2: ValueError: no good$"):
+        raise error
+    assert isinstance(error, WorkerError)
+    assert (error.worker, error.remote_type) == (2, "ValueError")
+    assert isinstance(error.__cause__, RemoteTraceback)
+    assert "in raising" in str(error.__cause__)
+    assert child.end(LIMIT_S) == "ended"
+    assert child.how_it_ended() == "exited with status 1"
+
+
+@pytest.mark.parametrize("kind", [KeyError, OSError, OddError, UnicodeError, StopIteration, RuntimeError])
+def test_an_exception_of_any_class_can_be_raised_here(kind):
+    error = Failure.of(kind("one", "two") if kind is OddError else kind("one")).error("worker 0")
+    assert isinstance(error, kind)
+    assert isinstance(error, WorkerError)
+    assert str(error).startswith(f"worker 0: {kind.__name__}: ")
+
+
+def test_what_cannot_be_unpickled_there_is_a_failure_too():
+    class Refusing:
+        def __reduce__(self):
+            return (int, ("no number",))
+
+    child = Child(raising, Refusing(), name="refusing")
+    with pytest.raises(ValueError, match="invalid literal"):
+        raise child.channel.recv(LIMIT_S).error("worker 0")
+    child.end(LIMIT_S)
+
+
+@pytest.mark.parametrize(("blocks_term", "how"), [(False, "terminated"), (True, "killed")])
+def test_a_deaf_process_is_ended_in_time(blocks_term, how):
+    child = Child(deaf, blocks_term, name="deaf")
+    assert child.channel.recv(LIMIT_S) == "ready"
+    begun = time.monotonic()
+    assert child.end(0.1) == how
+    assert time.monotonic() - begun < 5.0
+    assert not child.alive
+    assert child.how_it_ended() == f"was killed by {'SIGKILL' if blocks_term else 'SIGTERM'}"
+
+
+def test_a_killed_process_is_heard_of_at_once():
+    child = Child(echo, name="victim")
+    child.channel.send(1)
+    child.channel.recv(LIMIT_S)
+    child.kill()
+    with pytest.raises(EOFError, match="the other end is gone"):
+        child.channel.recv(LIMIT_S)
+    assert child.wait(LIMIT_S)
+    assert child.how_it_ended() == "was killed by SIGKILL"
+    assert child.end(0.0) == "ended"
+
+
+def test_memory_is_shared_with_the_process():
+    segment = Segment()
+    segment.grow(8)
+    child = Child(writing, segment, name="writing")
+    assert child.channel.recv(LIMIT_S) == "done"
+    assert bytes(segment.map(0, 8)) == b"12345678"
+
+
+def test_a_child_starts_children_of_its_own_by_the_same_server():
+    begun = time.monotonic()
+    child = Child(nesting, name="nesting")
+    told, pid, _ = child.channel.recv(LIMIT_S)
+    assert told == pid == child.pid
+    child.channel.close()
+    assert child.end(LIMIT_S) == "ended"
+    assert time.monotonic() - begun < LIMIT_S
+
+
+def test_a_message_that_nobody_reads_has_a_limit():
+    child = Child(deaf, False, name="deaf")
+    assert child.channel.recv(LIMIT_S) == "ready"
+    with pytest.raises(TimeoutError, match=r"waited 0\.1 s for the other process to read a message"):
+        child.channel.send(b"x" * 30_000_000, timeout_s=0.1)
+    assert child.end(0.0) == "terminated"
+
+
+def test_an_unknown_start_method_is_refused():
+    with pytest.raises(ValueError, match="start_method: expected one of"):
+        Child(echo, name="echo", start_method="magic")
+
+
+PROGRAM = """
+import os, signal, sys, time
+from rollwright._processes.child import Child, echo
+
+def main():
+    child = Child(echo, name="child")
+    child.channel.send(1)
+    child.channel.recv(20.0)
+    print(child.pid, flush=True)
+    {end}
+
+main()  # without a guard
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("", 0), ("raise RuntimeError('end')", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -9)],
+)
+def test_nothing_is_left_when_the_program_ends(end, status):
+    program = textwrap.dedent(PROGRAM).format(end=end)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    pid = int(done.stdout)
+    until = time.monotonic() + LIMIT_S
+    while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < until, "the child outlives its parent"
+        time.sleep(0.01)
