@@ -13,6 +13,8 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from rollwright._interrupts import uninterrupted
+
 __all__ = ["ByValue", "Channel"]
 
 _HEADER = 8
@@ -118,7 +120,10 @@ class Channel:
             TimeoutError: it does not read; part of the message may be under way, so this end is closed.
         """
         body = pickle.dumps(message, 5)
-        rest = memoryview(len(body).to_bytes(_HEADER, "little") + body)
+        with uninterrupted:  # half a message would be read as the beginning of the next
+            self._send(memoryview(len(body).to_bytes(_HEADER, "little") + body), timeout_s)
+
+    def _send(self, rest: memoryview, timeout_s: float) -> None:
         until = None
         while rest:
             try:
@@ -152,6 +157,11 @@ class Channel:
         except EOFError:
             return True
 
+    @property
+    def partial(self) -> bool:
+        """Whether the beginning of a message was read, and the rest was not there yet."""
+        return len(self._held) > 0 and (len(self._held) < _HEADER or len(self._held) < _HEADER + self._size())
+
     def _next(self, timeout_s: float) -> bytearray | None:
         if not self._fill(timeout_s):
             return None
@@ -169,7 +179,9 @@ class Channel:
         while len(self._held) < _HEADER or len(self._held) < _HEADER + self._size():
             try:
                 missing = _HEADER + self._size() - len(self._held) if len(self._held) >= _HEADER else 0
-                got = self._socket.recv(max(missing, _CHUNK))
+                with uninterrupted:
+                    got = self._socket.recv(max(missing, _CHUNK))
+                    self._held += got
             except (BlockingIOError, InterruptedError):
                 rest = until - time.monotonic()
                 if rest <= 0 and timeout_s > 0:
@@ -181,7 +193,6 @@ class Channel:
                 raise EOFError("the other end is gone") from error
             if not got:
                 raise EOFError("the other end is gone")
-            self._held += got
         return True
 
 

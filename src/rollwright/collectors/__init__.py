@@ -4,6 +4,7 @@ from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.collectors import SyncDataCollector
 from rollwright.collectors.interruptor import Interruptor
+from rollwright.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import ProfileConfig
 from rollwright.modules import RandomPolicy
@@ -13,6 +14,9 @@ __all__ = [
     "Collector",
     "CollectorOptions",
     "Interruptor",
+    "MultiAsyncCollector",
+    "MultiCollector",
+    "MultiSyncCollector",
     "ProfileConfig",
     "RandomPolicy",
     "SyncDataCollector",

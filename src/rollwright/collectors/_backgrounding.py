@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from rollwright.collectors import policy as policies
 from rollwright.collectors._delivering import DeliveringCore
+from rollwright.collectors._delivery_checks import buffer_of
 from rollwright.collectors._twins import copied_policy
 from rollwright.collectors.background import Background
 from rollwright.modules import RandomPolicy
@@ -23,6 +24,7 @@ class BackgroundCore(DeliveringCore):
 
     _background: Background | None = None
     _policy_target: nn.Module | None = None  # what takes new weights where that is not the policy itself
+    _leave_limiter: Callable[[], None] | None = None  # takes this collector from those that the buffer's limiter asks
     _none_to_publish = False  # whether the thread's policy has no weights that anyone could publish
 
     @property
@@ -43,8 +45,10 @@ class BackgroundCore(DeliveringCore):
         act with the new weights. Of a bound method, a ``functools.partial`` or another callable object, the modules in
         it are copied and updated; a function cannot be copied, and what it reads is read as it stands (a warning says
         so where that is a module). What goes wrong in the thread is raised at the next call of :meth:`pause`,
-        :meth:`update_policy_weights_`, :meth:`reset`, :meth:`state_dict`, :meth:`async_shutdown` or iteration, once;
-        ``stats()["background"]`` tells of it before. Meanwhile:
+        :meth:`update_policy_weights_`, :meth:`reset`, :meth:`state_dict`, :meth:`async_shutdown` or iteration, or by a
+        ``sample()`` of the buffer that waits (its ``limiter``), once; ``stats()["background"]`` tells of it before.
+        Where the buffer has a limiter, the thread waits between two batches, and ``stats()["waiting_for"]`` says so.
+        Meanwhile:
 
         - :meth:`stats`, :meth:`pause`, :meth:`update_policy_weights_`: at any time.
         - :meth:`reset`, :meth:`set_seed`, :meth:`state_dict`, :meth:`load_state_dict`: the thread ends its batch
@@ -92,14 +96,40 @@ class BackgroundCore(DeliveringCore):
             exploration_type=self.options.exploration_type,
         )
         self._background, self._interrupted = background, background.checkpoint
+        self._join_limiter()
         background.start()
 
     def _deliver_one(self) -> bool:
         if not self._delivery.ready():
             self._delivery.ended()
             return False
-        self._delivery.next()
-        return True
+        if self._delivery.has_room():
+            self._delivery.next()
+        else:
+            self._delivery.await_room(stop=self._is_to_look_again)
+        return True  # what was asked of the thread while it waited may have changed what is to be delivered
+
+    def _is_to_look_again(self) -> bool:
+        return self._background is None or not self._background.goes_on() or self.completed
+
+    def _join_limiter(self) -> None:
+        """Let who samples and waits know what becomes of the thread."""
+        limiter = getattr(buffer_of(self.options), "insert_limiter", None)
+        if limiter is not None:
+            self._part_from_limiter()
+            self._leave_limiter = limiter.add_inserter(self._inserts)
+
+    def _part_from_limiter(self) -> None:
+        if self._leave_limiter is not None:
+            self._leave_limiter()
+            self._leave_limiter = None
+
+    def _inserts(self) -> str:
+        self._raise_of_background()
+        background = self._background
+        if background is None or not background.running:
+            return f"{type(self).__name__} has ended, after {self._frames:,} frames"
+        return f"the thread of {type(self).__name__} is in {background.doing()}"
 
     def _take_copy_of_policy(self) -> None:
         """Act with weights that nobody else writes."""
@@ -171,9 +201,10 @@ class BackgroundCore(DeliveringCore):
 
     def _background_stats(self) -> dict[str, Any]:
         background = self._background
+        waiting = {"waiting_for": self._delivery.waiting_for}
         if background is None:
-            return {}
-        return {"background": background.stats(), "policy_version_acting": self._policy_version}
+            return waiting
+        return {**waiting, "background": background.stats(), "policy_version_acting": self._policy_version}
 
     # The end ----------------------------------------------------------------------------------
 
@@ -208,6 +239,7 @@ class BackgroundCore(DeliveringCore):
         ended = background.stop(timeout, at_end=lambda: self._close(close_env, False))
         if ended:
             self._background = None
+            self._part_from_limiter()
             if raise_on_error:
                 background.raise_error()
         elif raise_on_error and not told and not background.inside:

@@ -27,6 +27,7 @@ from rollwright.collectors.stats import EpisodeStats, StageTimer
 from rollwright.collectors.trajectories import TrajectoryPool
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory, mark_truncated
+from rollwright.data.memory import MemoryPool
 from rollwright.data.specs._shape import as_device
 from rollwright.envs._policy_hook import provide_for_policy
 from rollwright.envs.utils import set_exploration_type
@@ -63,11 +64,11 @@ class RolloutCore(BaseCollector):
         self.pre_collect_hook = self.options.pre_collect_hook
         self.post_collect_hook = self.options.post_collect_hook
         self.worker_idx = self.options.worker_idx
-        self._traj_pool = TrajectoryPool(ledger_of(self.options.replay_buffer))
+        self._traj_pool = self._new_traj_pool()
         self._timer = StageTimer()
         self._episodes = EpisodeStats()
         self._frames = self._iter = self._policy_version = 0
-        self._memory = batch_memory(self.options)
+        self._memory = self._new_memory()
         self._fresh_ids: torch.Tensor | None = None
         self._begun = False  # whether the last rollout came as far as its first step
         self._stepped = False  # whether a frame was taken in this object's life
@@ -86,6 +87,12 @@ class RolloutCore(BaseCollector):
         self.closed = False
 
     # Construction -----------------------------------------------------------------------------
+
+    def _new_traj_pool(self) -> TrajectoryPool:
+        return TrajectoryPool(ledger_of(self.options.replay_buffer))
+
+    def _new_memory(self) -> MemoryPool:
+        return batch_memory(self.options)
 
     def _setup_policy(self, policy: Any) -> None:
         options = self.options

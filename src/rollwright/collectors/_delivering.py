@@ -55,6 +55,7 @@ class DeliveringCore(RolloutCore):
             if not self._delivery.ready():
                 self._delivery.ended()
                 return
+            self._delivery.await_room()
             yield self._delivery.next()
 
     @property

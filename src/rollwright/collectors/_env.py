@@ -88,6 +88,8 @@ class ResetUndo:
     def __init__(self, env: EnvBase) -> None:
         self._env = env
         self._before = self._after = self._buffers()
+        modules: list[Any] = [module for module in env.modules() if hasattr(type(module), "_undo_of_reset")]
+        self._elsewhere = [module._undo_of_reset() for module in modules]  # of environments in other processes
 
     def _buffers(self) -> list[tuple[Buffers, Buffers]]:
         return [(module._buffers, _copied(module._buffers)) for module in self._env.modules()]
@@ -95,10 +97,15 @@ class ResetUndo:
     def seen(self) -> None:
         """Note what the reset has done."""
         self._after = self._buffers()
+        for remote in self._elsewhere:
+            remote.seen()
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the buffers before the reset, and of those after it."""
-        return {"before": _copies(self._before), "after": _copies(self._after)}
+        state: dict[str, Any] = {"before": _copies(self._before), "after": _copies(self._after)}
+        if self._elsewhere:
+            state["elsewhere"] = [remote.state_dict() for remote in self._elsewhere]
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> ResetUndo | None:
         """Take another reset's place, of an environment of the same make; None: there is none to take back."""
@@ -109,6 +116,8 @@ class ResetUndo:
         self._before, self._after = (
             [(named, _copied(held)) for named, held in zip(live, saved, strict=True)] for saved in (before, after)
         )
+        for remote, saved in zip(self._elsewhere, state_dict.get("elsewhere", ()), strict=True):
+            remote.load_state_dict(saved)
         return self
 
     def undo(self) -> None:
@@ -122,6 +131,8 @@ class ResetUndo:
                     named[name] = value
                 else:
                     now.copy_(value)  # in place: clones may share it
+        for remote in self._elsewhere:
+            remote.undo()
 
 
 def _copied(named: Mapping[str, torch.Tensor | None]) -> Buffers:

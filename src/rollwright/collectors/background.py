@@ -82,7 +82,7 @@ class Background:
         torch.set_num_threads(self._num_torch_threads)  # a new thread takes as many as there are cores
         try:
             with _of_this_thread(self._exploration):
-                while self._goes_on() and self._deliver():
+                while self.goes_on() and self._deliver():
                     pass
         except BaseException as error:  # it is raised again, in the thread of the next caller
             self._error = error
@@ -101,7 +101,8 @@ class Background:
             return True
         return self._interrupted()
 
-    def _goes_on(self) -> bool:
+    def goes_on(self) -> bool:
+        """Between two batches, in the thread: do what is asked; returns whether the thread goes on."""
         return self._calm or not self._attend("batch")
 
     def _attend(self, place: str) -> bool:
@@ -218,6 +219,8 @@ class Background:
 
     def doing(self) -> str:
         """What the thread is doing, for a message."""
+        if self._finished:
+            return "nothing any more"
         if self._resting is not None:
             return f"a rest between two {'steps' if self._resting == 'step' else 'batches'}"
         frame = sys._current_frames().get(self._thread.ident or 0)

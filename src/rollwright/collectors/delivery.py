@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from rollwright.collectors._delivering import DeliveringCore
 
 __all__ = ["Batches", "Delivery", "TrajectoryBatches", "copied"]
+
+
+def never() -> bool:
+    """No."""
+    return False
+
 
 _ENDLESS = "This collector has no end (total_frames=-1), hence no length. Pass total_frames= to set one."
 _UNKNOWN = (
@@ -37,9 +43,11 @@ class Delivery(ABC):
         no_length: raised where it is asked for.
         assembler: of trajectories, where there is one.
         how: for ``stats()["paths"]``.
+        waiting_for: what the next rollout waits for, while it does.
     """
 
     assembler: TrajectoryAssembler | None = None
+    waiting_for: str | None = None
 
     def __init__(self, core: DeliveringCore) -> None:
         self._core = core
@@ -51,6 +59,20 @@ class Delivery(ABC):
     def ready(self) -> bool:
         """Whether there is something to deliver; it may take rollouts to know."""
         return not self._core.completed
+
+    def has_room(self) -> bool:
+        """Whether the next rollout may begin now."""
+        return True
+
+    def await_room(self, stop: Callable[[], bool] = never) -> None:  # noqa: B027 - most have it
+        """Wait until it may.
+
+        Args:
+            stop: asked again and again, whether to give up.
+
+        Raises:
+            TimeoutError, RuntimeError: the wait is in vain.
+        """
 
     @abstractmethod
     def next(self) -> TensorDictBase | None:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, is_private, key_str, place, unravel
-from rollwright.collectors.direct import StorageMemory
 from rollwright.data.memory import MemoryPool
 from rollwright.errors import RollwrightError
 
@@ -60,8 +59,7 @@ class Block:
         self._arrays: dict[NestedKey, NDArray[Any]] = {}
         self.memory: dict[NestedKey, torch.Tensor] = {}
         nested: dict[str, Any] = {}
-        if isinstance(pool, StorageMemory):
-            pool.reserve(fields, env, steps)
+        pool.reserve(fields, env, steps)
         for key, field in fields.items():
             self.memory[key] = memory = self._lease(key, field, device or field.device, pool, pinned)
             place(nested, key, memory)

@@ -134,6 +134,11 @@ class EpisodeStats:
         self._open_return = None if opened is None else opened.numpy().copy()
         self._open_length = None if steps is None else steps.numpy().copy()
 
+    @property
+    def num_in_window(self) -> int:
+        """Episodes that the means are taken over."""
+        return len(self._returns)
+
     def summary(self) -> dict[str, Any]:
         """Counts and means, as JSON knows them."""
         returns, lengths = self._returns.copy(), self._lengths.copy()  # another thread may be adding to them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from tensordict import TensorDictBase
@@ -11,9 +12,9 @@ from rollwright._keys import NestedKey, leaf_keys
 from rollwright.collectors._delivery_checks import buffer_of, storage_ndim
 from rollwright.collectors._pieces import common_keys
 from rollwright.collectors.assembly import Trajectory, TrajectoryAssembler
-from rollwright.collectors.delivery import Batches, Delivery, TrajectoryBatches, copied
+from rollwright.collectors.delivery import Batches, Delivery, TrajectoryBatches, copied, never
 from rollwright.collectors.direct import StorageMemory
-from rollwright.data.replay_buffers import SliceSampler
+from rollwright.data.replay_buffers import SampleToInsertRatio, SliceSampler
 
 if TYPE_CHECKING:
     from rollwright.collectors._delivering import DeliveringCore
@@ -42,6 +43,9 @@ class Stored(Delivery):
         self._flat = storage_ndim(self._buffer) == 1 and getattr(self._buffer, "routing_dim", None) is None
         self._random_first = bool(core.init_random_frames)
         self._check_slices(core)
+        self._limiter: SampleToInsertRatio | None = getattr(self._buffer, "insert_limiter", None)
+        if self._limiter is not None:
+            self._limiter.check(frames=core.frames_per_batch)
 
     def _check_slices(self, core: DeliveringCore) -> None:
         sampler = getattr(self._buffer, "sampler", None)
@@ -55,7 +59,23 @@ class Stored(Delivery):
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`Delivery.stats`."""
-        return {**super().stats(), "write_count": getattr(self._buffer, "write_count", None)}
+        limits = {} if self._limiter is None else {"limiter": self._limiter.stats()}
+        return {**super().stats(), "write_count": getattr(self._buffer, "write_count", None), **limits}
+
+    def has_room(self) -> bool:
+        """See :meth:`Delivery.has_room`."""
+        return self._limiter is None or self._limiter.may_insert(self._core.frames_per_batch)
+
+    def await_room(self, stop: Callable[[], bool] = never) -> None:
+        """See :meth:`Delivery.await_room`."""
+        if self._limiter is None or self.has_room():
+            return
+        frames = self._core.frames_per_batch
+        self.waiting_for = self._limiter.wants(frames)
+        try:
+            self._limiter.await_insert(frames, stop=stop, whom=type(self._core).__name__)
+        finally:
+            self.waiting_for = None
 
     def _extend(self, data: TensorDictBase) -> None:
         """Write frames, flattened where the storage has one dimension."""

@@ -1,17 +1,18 @@
-"""Weights in every form that users pass them, and how a policy in this process takes them."""
+"""Updates of weights in every form that users write them: for which models, and for which workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import nn
 
-from rollwright._keys import key_str
+from rollwright.weight_update._forms import Signature, State, check_state, flat_state, prepare
+from rollwright.weight_update._publisher import Update
 
-__all__ = ["parse_update", "pick_weights", "prepare", "snapshot"]
+__all__ = ["Update", "parse_update", "parse_update_for_workers", "pick_weights", "prepare", "snapshot"]
 
 
 def pick_weights(positional: Any, weights: Any, policy: Any) -> Any:
@@ -49,14 +50,8 @@ def parse_update(
     Raises:
         ValueError: arguments contradict one another, or mean another worker.
     """
-    if weights_dict is not None:
-        if given is not None or model_id is not None:
-            raise ValueError("weights_dict excludes model_id and other weights. Put all weights into weights_dict.")
-        if not isinstance(weights_dict, Mapping):
-            raise TypeError(f"weights_dict: expected weights by model, got {type(weights_dict).__name__}.")
-    # A TensorDict is a Mapping too, and has no truth value.
-    plain = isinstance(given, Mapping) and not isinstance(given, TensorDictBase)
-    if plain and given and all(isinstance(key, int) for key in given):
+    _check_weights_dict(given, weights_dict, model_id)
+    if _is_by_worker(given):
         if worker_ids is not None:
             raise ValueError("worker_ids: got it beside weights by worker. Drop one of them.")
         worker_ids = sorted(given)
@@ -73,59 +68,105 @@ def parse_update(
     return {} if given is None else {model_id or "policy": given}
 
 
-def prepare(target: Any, weights: Any, name: str) -> Callable[[], None]:
-    """Check weights against the module that takes them; returns the call that copies them.
+def parse_update_for_workers(
+    given: Any,
+    *,
+    weights_dict: Mapping[str, Any] | None = None,
+    model_id: str | None = None,
+    worker_ids: Any = None,
+    num_workers: int,
+    devices: Sequence[torch.device | None] = (),
+    fallback: nn.Module | None = None,
+    signature: Callable[[int, str], tuple[str, Signature, set[str]]],
+    state_of: Callable[[str, Any], State] | None = None,
+) -> list[Update]:
+    """What an update publishes to which workers; all of it is checked, nothing is copied.
 
     Args:
-        target: the module.
-        weights: a module of the same structure, its ``state_dict``, or a (nested) TensorDict or dictionary.
-        name: what the target is, for messages.
+        given: of :func:`pick_weights`; may be a dictionary from worker indices to weights.
+        weights_dict: weights by model.
+        model_id: what ``given`` is for.
+        worker_ids: indices or devices of the workers that are meant; None for all.
+        num_workers: how many there are.
+        devices: of their policies.
+        fallback: where the policy's weights are read when nothing is given.
+        signature: gives, for a worker and a model, what :func:`~rollwright.weight_update._forms.describe` says of
+            the model in that worker.
+        state_of: makes the weights for a model flat; None:
+            :func:`~rollwright.weight_update._forms.flat_state`.
+
+    Returns:
+        Updates for different workers, in the order of workers. One for None where all get the same. ``models`` is
+        empty where nothing was given, and there is no fallback.
 
     Raises:
-        TypeError: the target has no weights, or ``weights`` is none of these.
-        ValueError: names or shapes differ.
+        ValueError: arguments contradict one another, or mean a worker that is not there; names or shapes differ from
+            those of a worker's model.
+        TypeError: weights of an unknown form.
     """
-    if not isinstance(target, nn.Module):
-        raise TypeError(
-            f"{name}: {type(target).__name__} is no nn.Module and takes no weights. "
-            "Pass a module as policy, or do not update its weights."
-        )
-    if isinstance(weights, nn.Module):
-        state = weights.state_dict()
-    elif isinstance(weights, TensorDictBase):
-        state = _flat(weights)
-    elif isinstance(weights, Mapping):
-        nested = any(isinstance(value, Mapping | TensorDictBase) for value in weights.values())
-        state = _flat(TensorDict(dict(weights))) if nested else dict(weights)
+    _check_weights_dict(given, weights_dict, model_id)
+    flat = state_of or (lambda name, weights: flat_state(weights, name))
+    name = model_id or "policy"
+    if _is_by_worker(given):
+        if worker_ids is not None:
+            raise ValueError("worker_ids: got it beside weights by worker. Drop one of them.")
+        named = _workers(list(given), num_workers, devices)
+        updates = [Update([worker], {name: flat(name, given[worker])}) for worker in named]
     else:
-        raise TypeError(
-            f"weights for {name}: expected a module, a TensorDict or a state_dict, got {type(weights).__name__}."
-        )
-    own = target.state_dict()
-    tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
-    missing, unknown = tensors.keys() - state.keys(), state.keys() - own.keys()
-    if missing or unknown:
-        raise ValueError(
-            f"weights for {name}: names differ from those of {type(target).__name__}. "
-            f"Missing: {key_str(missing) or 'none'}; unknown: {key_str(unknown) or 'none'}."
-        )
-    for key, value in tensors.items():
-        if not isinstance(state[key], torch.Tensor):
-            raise TypeError(
-                f"weights for {name}: expected a tensor at {key!r}, got {type(state[key]).__name__}. "
-                "Pass a module, its state_dict, or TensorDict.from_module(module)."
-            )
-        if state[key].shape != value.shape:
-            raise ValueError(
-                f"weights for {name}: {key!r} has shape {list(state[key].shape)}, expected {list(value.shape)}."
-            )
-    full = {**own, **state}
+        if weights_dict is None and given is None:
+            if name != "policy":
+                raise ValueError(f"model_id: got {name!r} and no weights for it. Pass some.")
+            given = fallback
+        by_model = dict(weights_dict) if weights_dict is not None else {} if given is None else {name: given}
+        models = {model: flat(model, weights) for model, weights in by_model.items()}
+        named = list(range(num_workers)) if worker_ids is None else _workers(worker_ids, num_workers, devices)
+        updates = [Update(None if len(named) == num_workers else named, models)]
+    for update in updates:
+        for worker in range(num_workers) if update.workers is None else update.workers:
+            for model, state in update.models.items():
+                kind, expected, optional = signature(worker, model)
+                check_state(state, expected, model, kind=kind, optional=optional)
+    return updates
 
-    def copy() -> None:
-        with torch.no_grad():
-            target.load_state_dict(full)
 
-    return copy
+def _workers(given: Any, num_workers: int, devices: Sequence[torch.device | None]) -> list[int]:
+    """Indices of workers that are given by index or by device, in order, once each."""
+    named = list(given) if isinstance(given, list | tuple | set | range) else [given]
+    if not named:
+        raise ValueError("worker_ids: got none. Leave worker_ids out to update all workers.")
+    found: set[int] = set()
+    for worker in named:
+        if isinstance(worker, int) and not isinstance(worker, bool):
+            here = {worker} & set(range(num_workers))
+        elif isinstance(worker, str | torch.device):
+            device = torch.device(worker)
+            here = {index for index, at in enumerate(devices) if at is not None and _same(at, device)}
+        else:
+            raise TypeError(f"worker_ids: expected indices or devices, got {type(worker).__name__}: {worker!r}.")
+        if not here:
+            at = ", ".join(sorted({str(device) for device in devices})) or "unknown devices"
+            raise ValueError(f"worker_ids: expected some of 0 to {num_workers - 1}, on {at}, got {worker!r}.")
+        found |= here
+    return sorted(found)
+
+
+def _same(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and (one.index or 0) == (other.index or 0)
+
+
+def _check_weights_dict(given: Any, weights_dict: Any, model_id: str | None) -> None:
+    if weights_dict is None:
+        return
+    if given is not None or model_id is not None:
+        raise ValueError("weights_dict excludes model_id and other weights. Put all weights into weights_dict.")
+    if not isinstance(weights_dict, Mapping):
+        raise TypeError(f"weights_dict: expected weights by model, got {type(weights_dict).__name__}.")
+
+
+def _is_by_worker(given: Any) -> bool:
+    # A TensorDict is a Mapping too, and has no truth value.
+    plain = isinstance(given, Mapping) and not isinstance(given, TensorDictBase)
+    return plain and bool(given) and all(isinstance(key, int) for key in given)
 
 
 def snapshot(weights: Any) -> Any:
@@ -138,7 +179,3 @@ def snapshot(weights: Any) -> Any:
         if isinstance(weights, Mapping):
             return {key: snapshot(value) for key, value in weights.items()}
         return weights.detach().clone() if isinstance(weights, torch.Tensor) else weights
-
-
-def _flat(weights: TensorDictBase) -> dict[str, Any]:
-    return {key if isinstance(key, str) else ".".join(key): value for key, value in weights.items(True, True)}

@@ -9,16 +9,16 @@ batch) in one TensorDict, the non-tensor entry ``("collector", "boundaries")``; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, leaf_keys
 from rollwright.data.layout import TRAJ_IDS
 
-__all__ = ["BOUNDARY", "BoundaryKeeper", "restore_next"]
+__all__ = ["BOUNDARY", "BoundaryKeeper", "is_table", "join_tables", "restore_next"]
 
 BOUNDARY, _ROWS, _TIME = ("collector", "boundary"), ("collector", "boundaries"), "_time"
 
@@ -77,6 +77,34 @@ class BoundaryKeeper:
         batch.set_non_tensor(_ROWS, rows)
         self._rows, self._places = [], []
         return batch
+
+
+def is_table(key: NestedKey) -> bool:
+    """Whether an entry holds what compact batches keep aside, and not one value a frame."""
+    return key == _ROWS
+
+
+def join_tables(
+    batches: Sequence[Mapping[NestedKey, torch.Tensor]], tables: Sequence[Mapping[NestedKey, Any]]
+) -> list[dict[NestedKey, Any]]:
+    """What compact batches keep aside, in one table, for a batch that they are joined to.
+
+    Args:
+        batches: hold the entry ``("collector", "boundary")`` of each.
+        tables: hold the table of each.
+
+    Returns:
+        For each batch its new ``("collector", "boundary")``, and the table of all.
+    """
+    rows = [getattr(table[_ROWS], "data", table[_ROWS]) for table in tables]
+    whole = NonTensorData(torch.cat(cast(Any, rows)))
+    joined: list[dict[NestedKey, Any]] = []
+    count = 0
+    for batch, own in zip(batches, rows, strict=True):
+        index = batch[BOUNDARY]
+        joined.append({BOUNDARY: torch.where(index >= 0, index + count, index), _ROWS: whole})
+        count += len(own)
+    return joined
 
 
 def restore_next(batch: TensorDictBase) -> TensorDictBase:

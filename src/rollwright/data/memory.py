@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -101,6 +101,15 @@ class MemoryPool:
 
     def __init__(self) -> None:
         self._slabs: dict[Hashable, list[Slab]] = {}
+
+    def reserve(self, fields: Mapping[Any, Any], env: tuple[int, ...], steps: int) -> None:
+        """Told, before the first :meth:`take` of a batch, what it will hold; nothing to do where memory is made by entry.
+
+        Args:
+            fields: shape, dtype and device of each entry of a frame ``[*env]``.
+            env: the environment's batch size.
+            steps: T.
+        """
 
     def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Slab:
         """A slab that is not lent out, made where there is none; slabs of another shape or dtype are let go."""

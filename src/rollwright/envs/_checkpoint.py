@@ -52,7 +52,8 @@ def save_env(env: EnvBase) -> EnvCheckpoint:
     Attributes are pickled. Where those of a part cannot be, that part's are left out and it is named in
     ``unsaved``: EnvPool, gymnasium's ``AsyncVectorEnv``, environments that pickle without their state
     (``EzPickle``: MuJoCo, Box2D, Atari), locks, open files. Not part of it: global generators (torch's, NumPy's,
-    Python's), class attributes, global variables, what pygame draws with.
+    Python's) but for those of the processes of a ``ParallelEnv``, class attributes, global variables, what pygame
+    draws with.
 
     Args:
         env: the environment.
@@ -82,6 +83,9 @@ def save_env(env: EnvBase) -> EnvCheckpoint:
         "masks": {name: _copied(spec.mask) for name, spec in _masked(parts)},
         "attributes": torch.frombuffer(bytearray(pickled), dtype=torch.uint8),
     }
+    for path, part in _elsewhere(parts):
+        state.setdefault("elsewhere", {})[path], lines = part._checkpoint()
+        unsaved += lines
     return EnvCheckpoint(state, unsaved)
 
 
@@ -120,6 +124,13 @@ def load_env(env: EnvBase, state: Mapping[str, Any]) -> None:
         ) from error
     for path, attributes in content.items():
         _put_attributes(parts[path], attributes)
+    for path, part in _elsewhere(parts):
+        part._load_checkpoint(state["elsewhere"][path])
+
+
+def _elsewhere(parts: Mapping[str, nn.Module]) -> list[tuple[str, Any]]:
+    """Parts whose environments are in other processes."""
+    return [(path, part) for path, part in parts.items() if hasattr(type(part), "_load_checkpoint")]
 
 
 # Attributes -----------------------------------------------------------------------------------------
@@ -132,7 +143,7 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
 
 def _left_out(part: nn.Module) -> set[str]:
     own = _OF_ENVS if isinstance(part, EnvBase) else _OF_TRANSFORMS if isinstance(part, Transform) else set()
-    return own | _OF_MODULES
+    return own | _OF_MODULES | set(getattr(type(part), "_not_saved", ()))
 
 
 def _dump_all(parts: Mapping[str, nn.Module], attributes: dict[str, dict[str, Any]]) -> tuple[bytes, list[str]]:

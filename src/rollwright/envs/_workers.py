@@ -7,18 +7,24 @@ from functools import partial
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 
 from rollwright.data.specs import Composite, StackedComposite, stack
 from rollwright.envs.base import EnvBase
+from rollwright.errors import EnvError, RollwrightError
 
 __all__ = [
     "SPECS",
     "Factories",
     "FactoryKwargs",
+    "call_each",
     "common_batch_size",
     "common_device",
     "factories",
     "is_ragged",
+    "made",
+    "placed",
+    "renamed",
     "stacked_specs",
 ]
 
@@ -58,6 +64,38 @@ def _one_each(name: str, given: Any, num_workers: int) -> list[Any]:
             "num_workers, or pass a single one for all."
         )
     return list(given)
+
+
+def made(worker: int, maker: Factory) -> EnvBase:
+    """The environment of a worker.
+
+    Raises:
+        EnvError: the function raised.
+        TypeError: it made something else.
+    """
+    try:
+        env = maker()
+    except RollwrightError as error:
+        raise renamed(f"create_env_fn of worker {worker}", error) from error
+    except Exception as error:
+        raise EnvError(f"create_env_fn of worker {worker} raised {type(error).__name__}: {error}") from error
+    if not isinstance(env, EnvBase):
+        raise TypeError(
+            "create_env_fn: expected a function that makes an environment of rollwright, got one that made "
+            f"{type(env).__name__} (worker {worker}). Wrap gymnasium environments in GymWrapper."
+        )
+    return env
+
+
+def renamed(place: str, error: RollwrightError) -> RollwrightError:
+    """The error with its place in front; subclasses from elsewhere may take other arguments."""
+    kind = type(error) if type(error).__module__ == RollwrightError.__module__ else EnvError
+    return kind(f"{place}: {error}")
+
+
+def placed(td: TensorDictBase, device: torch.device | None) -> TensorDictBase:
+    """``td`` on ``device``; None: where it is."""
+    return td if device is None or td.device == device else td.to(device)
 
 
 def common_batch_size(sizes: Sequence[torch.Size]) -> torch.Size:
@@ -103,3 +141,12 @@ def is_ragged(spec: Composite) -> bool:
     """Whether the environments' entries differ, or grow, so that their data must be stacked lazily."""
     nested = [spec, *spec.values(True)]
     return any(isinstance(child, StackedComposite) or -1 in child.shape for child in nested)
+
+
+def call_each(functions: list[Callable[..., Any]]) -> Callable[..., list[Any]]:
+    """A function that calls all of them, and lists what they return."""
+
+    def call(*args: Any, **kwargs: Any) -> list[Any]:
+        return [function(*args, **kwargs) for function in functions]
+
+    return call

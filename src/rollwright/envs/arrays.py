@@ -97,6 +97,26 @@ class ArrayEnv(ABC):
             :attr:`entries`; what they hold in rows that are not marked means nothing.
         """
 
+    # A step in two halves, where the environments work in between -----------------------------------
+
+    def groups(self, number: int) -> list[ArrayEnv]:
+        """The batch in ``number`` parts of consecutive rows, each an array form of its own with all of its methods.
+
+        While one part is between :meth:`send` and :meth:`receive`, the others may be stepped and reset.
+
+        Raises:
+            NotNative: the environments do not work by themselves, or are too few.
+        """
+        raise NotNative("its environments are stepped in this process")
+
+    def send(self, root: Values, preset: Values) -> None:
+        """Begin a step; arguments as of :meth:`step`, and read before it returns."""
+        raise NotNative("its environments are stepped in this process")
+
+    def receive(self) -> Values:
+        """Wait for the step that :meth:`send` has begun; returns what :meth:`step` does."""
+        raise NotNative("its environments are stepped in this process")
+
 
 def array_form(env: EnvBase) -> ArrayEnv:
     """The array form of an environment, which shares its state.

@@ -7,6 +7,7 @@ from rollwright.data.replay_buffers.kinds import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.prioritized import PrioritizedSampler
 from rollwright.data.replay_buffers.prioritized_slices import PrioritizedSliceSampler
 from rollwright.data.replay_buffers.samplers import Draw, RandomSampler, Sampler, SamplerWithoutReplacement
@@ -34,6 +35,7 @@ __all__ = [
     "ReplayBuffer",
     "ReplayBufferEnsemble",
     "RoundRobinWriter",
+    "SampleToInsertRatio",
     "Sampler",
     "SamplerWithoutReplacement",
     "SliceSampler",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollwright.data.replay_buffers._interrupts import uninterrupted
+from rollwright._interrupts import uninterrupted
 from rollwright.data.replay_buffers._locks import RowLock
 
 __all__ = ["Ledger", "Reservation"]
@@ -79,15 +79,52 @@ class Ledger:
         memory = memoryview(bytearray(self.num_bytes)) if memory is None else memory
         self.lock = RowLock() if lock is None else lock
         self.timeout_s = timeout_s
+        self._keep_in(memory)
+        self.capacity: int = self._head[_CAPACITY]
+        if capacity:
+            self.set_capacity(capacity)
+        self.reading, self.writing = self.lock.reading, self.lock.writing
+
+    def _keep_in(self, memory: memoryview) -> None:
         numbers = memory[: self.num_bytes].cast("q")
         slots = _HEADER + _SLOT * _SLOTS
         self._head, self._slots, self._gap_list = numbers[:_HEADER], numbers[_HEADER:slots], numbers[slots:]
         self._gap_array = np.frombuffer(self._gap_list, np.int64).reshape(-1, _VOID)
-        self.capacity: int = self._head[_CAPACITY]
-        if capacity:
-            self.set_capacity(capacity)
         self._memory = memory
-        self.reading, self.writing = self.lock.reading, self.lock.writing
+
+    def move(self, memory: memoryview) -> None:
+        """Go on in other memory. For use while writing, where nobody is writing rows."""
+        memory[: self.num_bytes] = self._memory[: self.num_bytes]
+        self._keep_in(memory)
+
+    def is_settled(self) -> bool:
+        """Whether nobody is writing rows."""
+        return self._head[_SETTLED] == self._head[_ISSUED]
+
+    @property
+    def num_begun(self) -> int:
+        """Rows that something was written to, ever: the first so many."""
+        return min(self._end(), self.capacity)
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Hold off everyone inside a ``with`` block, which begins when nobody is writing rows.
+
+        Raises:
+            TimeoutError: rows are still being written.
+        """
+        until = time.monotonic() + self.timeout_s
+        while True:
+            with self.writing():
+                self._settle()
+                if self.is_settled():
+                    yield
+                    return
+                under_way = self._under_way()
+            if time.monotonic() > until:
+                raise TimeoutError(f"waited {self.timeout_s:g} s: {under_way}. Publish or abandon it first.")
+            uninterrupted.deliver()
+            time.sleep(_NAP_S)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"memory": bytes(self._memory[: self.num_bytes]), "timeout_s": self.timeout_s}

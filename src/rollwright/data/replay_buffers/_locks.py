@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from rollwright.data.replay_buffers._interrupts import uninterrupted
+from rollwright._interrupts import uninterrupted
 from rollwright._processes.segment import Segment
 
 __all__ = ["RowLock"]
@@ -45,6 +45,14 @@ class RowLock:
         self._others: list[Segment] = []
         if file is not None:
             os.register_at_fork(after_in_child=_afresh(weakref.ref(self)))
+
+    def extend_over(self, file: Segment) -> None:
+        """Hold off other processes too, over a file that none has yet. For use while writing."""
+        status = os.fstat(file.fd)
+        _by_file[status.st_dev, status.st_ino] = self
+        self._file = file
+        self._lock_file(fcntl.LOCK_EX)  # which the end of writing lets go of
+        os.register_at_fork(after_in_child=_afresh(weakref.ref(self)))
 
     @classmethod
     def over(cls, file: Segment) -> RowLock:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright._processes.segment import Segment
 from rollwright.data.replay_buffers._ledger import Ledger
 from rollwright.data.replay_buffers._locks import RowLock
-from rollwright._processes.segment import Segment
 
 __all__ = ["LOCK_FILE", "ROWS_FILE", "Memory", "PrivateMemory", "Schema", "SharedMemory"]
 
@@ -177,6 +177,20 @@ class SharedMemory(Memory):
             Segment(None if folder is None else folder / ROWS_FILE, on_disk=on_disk),
             Segment(None if folder is None else folder / LOCK_FILE),
         )
+
+    @classmethod
+    def of(cls, private: PrivateMemory) -> SharedMemory:
+        """Memory that holds what other memory held; the ledger is the same object. For use while it stands still."""
+        memory, schema = cls(), private.schema()
+        if schema is not None:
+            memory.allocate(schema)
+            begun = private.ledger.num_begun
+            for key, rows in private.tensors().items():
+                memory._tensors[key][:begun].copy_(rows[:begun])
+        private.ledger.lock.extend_over(memory._lock)
+        private.ledger.move(memory._rows.map(_PAGE, Ledger.num_bytes))
+        memory.ledger = private.ledger
+        return memory
 
     def _connect(self, rows: Segment, lock: Segment) -> None:
         self._rows, self._lock = rows, lock

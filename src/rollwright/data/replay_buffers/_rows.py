@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._keys import NestedKey, key_str, leaves, place
 from rollwright.data.replay_buffers._columns import Column
 from rollwright.data.replay_buffers._ledger import Ledger, Reservation
-from rollwright.data.replay_buffers._memory import Memory, Schema, SharedMemory
+from rollwright.data.replay_buffers._memory import Memory, PrivateMemory, Schema, SharedMemory
 from rollwright.data.replay_buffers._nests import Nests
 from rollwright.data.replay_buffers.storages import Storage, _Pieces, positive
 
@@ -121,10 +121,12 @@ class RowStorage(Storage):
             return
         if self._device.type != "cpu":
             raise ValueError(f"shared: expected a storage on the CPU, got one on {self._device}. Pass device='cpu'.")
-        state = self.state_dict() if self.initialized else None
-        self._schema, self._memory, self._shared = None, SharedMemory(), True
-        if state is not None:
-            self.load_state_dict(state)
+        with self.ledger.standing_still():
+            if not self._shared:  # else another thread was faster
+                self._memory = SharedMemory.of(cast(PrivateMemory, self._memory))
+                if self._schema is not None:
+                    self._adopt(self._schema)  # whoever reads finds one or the other, which are the same
+                self._shared = True
 
     # Writing ----------------------------------------------------------------------------------
 

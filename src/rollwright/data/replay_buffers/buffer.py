@@ -16,6 +16,7 @@ from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers._ahead import Ahead, Turn
 from rollwright.data.replay_buffers._arguments import Change, dimension, inverse_of, made, stacked
 from rollwright.data.replay_buffers._rows import RowStorage
+from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers import RandomSampler, Sampler
 from rollwright.data.replay_buffers.storages import ListStorage, Storage, pieces, positive
 from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
@@ -44,6 +45,11 @@ class ReplayBuffer:
         dim_extend: of the data, the dimension that grows; default: the last of the storage's.
         generator: where random numbers come from; default: torch's global one.
         shared: let other processes write and sample. Pass the buffer to them when they are started.
+        limiter: keeps sampling and collecting at one pace: whichever is ahead waits.
+
+    Attributes:
+        limiter: as it was given.
+        insert_limiter: what a collector that writes here asks: the limiter, or that of the ensemble.
 
     Example:
         >>> from tensordict import TensorDict
@@ -69,6 +75,7 @@ class ReplayBuffer:
         dim_extend: int | None = None,
         generator: torch.Generator | None = None,
         shared: bool = False,
+        limiter: SampleToInsertRatio | None = None,
     ) -> None:
         self.storage: Storage = made("storage", storage, Storage, lambda: ListStorage(1000))
         self.sampler: Sampler = made("sampler", sampler, Sampler, RandomSampler)
@@ -81,6 +88,8 @@ class ReplayBuffer:
             raise TypeError(f"transform_factory: expected a callable, got {transform_factory!r}.")
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator: expected a torch.Generator, got {generator!r}.")
+        if limiter is not None and not isinstance(limiter, SampleToInsertRatio):
+            raise TypeError(f"limiter: expected a SampleToInsertRatio, got {type(limiter).__name__}: {limiter!r}.")
         if pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory: torch sees no CUDA device to pin memory for. Leave it out.")
         self.transforms: list[Change] = []
@@ -100,6 +109,9 @@ class ReplayBuffer:
         self._prefetch = prefetch and positive("prefetch", prefetch)
         if shared:
             self.storage.share()
+        self.limiter = self.insert_limiter = limiter
+        if limiter is not None:
+            limiter.bind(self._counts(), self.batch_size)
         self._start()
         change = transform_factory() if transform_factory is not None else transform
         if change is not None:
@@ -108,6 +120,15 @@ class ReplayBuffer:
     def _start(self) -> None:
         self._drawing = threading.RLock()
         self._ahead = Ahead(self._prefetch, self._drawn_ahead) if self._prefetch else None
+
+    def _counts(self) -> Counts:
+        return Counts(
+            write_count=lambda: self.write_count,
+            num_stored=lambda: len(self),
+            can_draw=lambda: len(self.storage) > 0,
+            is_shared=lambda: self.storage.shared,
+            max_size=self.storage.max_size,
+        )
 
     # Writing ----------------------------------------------------------------------------------
 
@@ -147,6 +168,7 @@ class ReplayBuffer:
             Where it lies: an int, or int64 ``[n, ndim]``.
         """
         index = self.writer.add(self.storage, self._inverted(data), self._dim)
+        self._tell_limiter()
         where = self._placed(data, index)
         return int(where[0]) if where.ndim == 1 and len(where) == 1 else where
 
@@ -158,6 +180,11 @@ class ReplayBuffer:
         if not self.storage.shared:
             with self._drawing, self.storage.ledger.reading():
                 self.sampler.follow(self.storage)
+        self._tell_limiter()
+
+    def _tell_limiter(self) -> None:
+        if self.insert_limiter is not None:
+            self.insert_limiter.inserted_more()
 
     def direct_writes(self) -> str | None:
         """Why rows cannot be written in place, as a phrase; None where they can."""
@@ -183,8 +210,9 @@ class ReplayBuffer:
             return_info: return ``(batch, info)``, where ``info`` has ``"index"`` and what else the sampler tells.
 
         Raises:
-            RuntimeError: the buffer is empty.
+            RuntimeError: the buffer is empty; with a limiter: nobody else could fill it.
             ValueError: no batch size is known, or the sampler cannot fill it.
+            TimeoutError: the limiter waited in vain.
         """
         batch, info, _ = self._next(batch_size)
         return (batch, info) if return_info else batch
@@ -194,14 +222,17 @@ class ReplayBuffer:
         size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if size is None:
             raise ValueError("batch_size: expected it in sample() or in the constructor, got it in neither.")
-        if self._ahead is None:
-            return self._sample(size, contextlib.nullcontext())
-        if size != self.batch_size:
+        if self._ahead is not None and size != self.batch_size:
             raise ValueError(
                 f"batch_size: expected {self.batch_size}, which batches are prefetched with, got {size}. "
                 "Pass it to the constructor alone."
             )
-        return self._ahead.next()
+        if self.limiter is None:
+            return self._drawn(size)
+        return self.limiter.draw(size, lambda: self._drawn(size), lambda drawn: len(drawn[1]["index"]))
+
+    def _drawn(self, size: int) -> tuple[Any, dict[str, Any], bool]:
+        return self._sample(size, contextlib.nullcontext()) if self._ahead is None else self._ahead.next()
 
     def _drawn_ahead(self, turn: Turn) -> tuple[Any, dict[str, Any], bool]:
         return self._sample(cast(int, self.batch_size), turn)
@@ -324,6 +355,8 @@ class ReplayBuffer:
         """Drop all elements; :attr:`write_count` goes on."""
         self._drop_ahead()
         self.storage.clear()
+        if self.insert_limiter is not None:
+            self.insert_limiter.begin()
 
     # Transforms -------------------------------------------------------------------------------
 
@@ -366,6 +399,8 @@ class ReplayBuffer:
         self._drop_ahead()
         with self._drawing:
             self.storage, self._dim = storage, dim
+        if self.insert_limiter is not None:
+            self.insert_limiter.begin()
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Draw random numbers from ``generator``; None: from torch's global one."""
@@ -373,7 +408,19 @@ class ReplayBuffer:
         self.generator = generator
 
     def share(self, shared: bool = True) -> ReplayBuffer:
-        """Let other processes write and sample; returns the buffer."""
+        """Let other processes write and sample; returns the buffer.
+
+        What is stored stays, at its places; who holds the buffer (a collector, say) goes on with it. A copy that is
+        handed to a process when that is started writes and reads the same rows. May be called again, at any time.
+
+        Args:
+            shared: False: do nothing.
+
+        Raises:
+            TypeError: the storage holds objects of this process.
+            ValueError: the storage is on another device than the CPU.
+            TimeoutError: somebody who writes did not come to an end.
+        """
         if shared:
             self.storage.share()
         return self
@@ -417,7 +464,7 @@ class ReplayBuffer:
         state = dict(self.__dict__)
         for name in ("_drawing", "_ahead"):
             state.pop(name)
-        return state
+        return {**state, "limiter": None, "insert_limiter": None}  # whoever samples here limits it here
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

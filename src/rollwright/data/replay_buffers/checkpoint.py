@@ -36,6 +36,8 @@ def state_of(buffer: ReplayBuffer, *, with_elements: bool) -> dict[str, Any]:
             "writer": buffer.writer.state_dict(),
             "generator": None if buffer.generator is None else buffer.generator.get_state(),
         }
+        if buffer.limiter is not None:
+            state["limiter"] = buffer.limiter.state_dict()
         return {"storage": buffer.storage.state_dict(), **state} if with_elements else state
 
 
@@ -58,6 +60,10 @@ def restore(buffer: ReplayBuffer, state: Mapping[str, Any]) -> None:
         buffer.writer.load_state_dict(state["writer"])
         if state.get("generator") is not None and buffer.generator is not None:
             buffer.generator.set_state(state["generator"])
+    if buffer.limiter is not None:
+        buffer.limiter.load_state_dict(state.get("limiter"))
+    elif buffer.insert_limiter is not None:
+        buffer.insert_limiter.begin()
 
 
 def _check_dim(buffer: ReplayBuffer, stored: Mapping[str, Any] | None) -> None:

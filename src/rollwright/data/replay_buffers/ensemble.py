@@ -11,9 +11,12 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright.data.replay_buffers.buffer import Change, ReplayBuffer
+from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
 from rollwright.data.replay_buffers.storages import positive
 
 __all__ = ["ReplayBufferEnsemble"]
+
+_LIMITER_FILE = "limiter.pt"
 
 
 class ReplayBufferEnsemble:
@@ -37,6 +40,7 @@ class ReplayBufferEnsemble:
         routing_dim: dimension of the data, as long as there are members: its n-th part goes to member n.
         generator: where random numbers come from, those of members included; default: each member's own.
         shared: see :class:`ReplayBuffer`; applied to all members.
+        limiter: see :class:`ReplayBuffer`; one for all members, which have none of their own.
 
     Raises:
         ValueError: options contradict one another.
@@ -65,6 +69,7 @@ class ReplayBufferEnsemble:
         routing_dim: int | None = None,
         generator: torch.Generator | None = None,
         shared: bool = False,
+        limiter: SampleToInsertRatio | None = None,
     ) -> None:
         strangers = [type(buffer).__name__ for buffer in buffers if not isinstance(buffer, ReplayBuffer)]
         if not buffers or strangers:
@@ -91,9 +96,30 @@ class ReplayBufferEnsemble:
             self.set_rng(generator)
         if self.batch_size is not None:
             self._row_size(self.batch_size)
-        if shared:
-            for member in self.members:
-                member.share()
+        self.limiter = self.insert_limiter = limiter
+        if limiter is not None:
+            self._limit(limiter)
+        self.share(shared)
+
+    def _limit(self, limiter: SampleToInsertRatio) -> None:
+        if not isinstance(limiter, SampleToInsertRatio):
+            raise TypeError(f"limiter: expected a SampleToInsertRatio, got {type(limiter).__name__}: {limiter!r}.")
+        members = self.members
+        if any(member.insert_limiter is not None for member in members):
+            raise ValueError("limiter: expected members without one of their own. Give it to the ensemble alone.")
+        drawn = members if self.p is None else [m for m, p in zip(members, self.p.tolist(), strict=True) if p]
+        limiter.bind(
+            Counts(
+                write_count=lambda: self.write_count,
+                num_stored=lambda: sum(len(member) for member in members),
+                can_draw=lambda: all(len(member.storage) for member in drawn),
+                is_shared=lambda: any(member.storage.shared for member in members),
+                max_size=sum(member.storage.max_size for member in members),
+            ),
+            self.batch_size,
+        )
+        for member in members:
+            member.insert_limiter = limiter
 
     def _weights(self, p: Sequence[float] | torch.Tensor) -> torch.Tensor:
         weights = torch.as_tensor(p, dtype=torch.float64)
@@ -174,6 +200,15 @@ class ReplayBufferEnsemble:
         if size is None:
             raise ValueError("batch_size: expected it in sample() or in the constructor, got it in neither.")
         row_size = self._row_size(size)
+        if self.limiter is None:
+            batch, info = self._sampled(row_size)
+        else:
+            batch, info = self.limiter.draw(
+                size, lambda: self._sampled(row_size), lambda drawn: sum(len(index) for index in drawn[1]["index"])
+            )
+        return (batch, info) if return_info else batch
+
+    def _sampled(self, row_size: int) -> tuple[Any, dict[str, Any]]:
         drawn = self._drawn()
         rows, infos = zip(*(self.members[n].sample(row_size, return_info=True) for n in drawn), strict=True)
         for n, row, info in zip(drawn, rows, infos, strict=True):
@@ -186,7 +221,7 @@ class ReplayBufferEnsemble:
         batch = _stack(list(rows)) if self.collate_fn is None else self.collate_fn(list(rows))
         for change in self.transforms:
             batch = change(batch)
-        return (batch, {"index": _stack([info["index"] for info in infos]), "members": drawn}) if return_info else batch
+        return batch, {"index": _stack([info["index"] for info in infos]), "members": drawn}
 
     def _drawn(self) -> list[int]:
         count = len(self.members)
@@ -252,31 +287,48 @@ class ReplayBufferEnsemble:
         for member in self.members:
             member.set_rng(generator)
 
+    def share(self, shared: bool = True) -> ReplayBufferEnsemble:
+        """See :meth:`ReplayBuffer.share`; shares all members."""
+        for member in self.members:
+            member.share(shared)
+        return self
+
     def empty(self) -> None:
         """Drop all elements of all members."""
         for member in self.members:
             member.empty()
 
     def state_dict(self) -> dict[str, Any]:
-        """Those of the members, by index."""
-        return {str(n): member.state_dict() for n, member in enumerate(self.members)}
+        """Those of the members, by index, and that of the limiter, where there is one."""
+        states: dict[str, Any] = {str(n): member.state_dict() for n, member in enumerate(self.members)}
+        return states if self.limiter is None else {**states, "limiter": self.limiter.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Hold what another ensemble of as many members held."""
-        if set(state_dict) != {str(n) for n in range(len(self.members))}:
+        if state_dict.keys() - {"limiter"} != {str(n) for n in range(len(self.members))}:
             raise KeyError(f"state_dict: expected {len(self.members)} members, got {sorted(state_dict)}.")
         for n, member in enumerate(self.members):
             member.load_state_dict(state_dict[str(n)])
+        if self.limiter is not None:
+            self.limiter.load_state_dict(state_dict.get("limiter"))
 
     def dumps(self, path: Any) -> None:
         """Write each member to a folder of its own inside ``path``."""
         for n, member in enumerate(self.members):
             member.dumps(Path(path) / str(n))
+        if self.limiter is not None:
+            torch.save(self.limiter.state_dict(), Path(path) / _LIMITER_FILE)
 
     def loads(self, path: Any) -> None:
         """Read what :meth:`dumps` wrote."""
         for n, member in enumerate(self.members):
             member.loads(Path(path) / str(n))
+        if self.limiter is not None:
+            file = Path(path) / _LIMITER_FILE
+            self.limiter.load_state_dict(torch.load(file, weights_only=True) if file.is_file() else None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "limiter": None, "insert_limiter": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.members)} members, batch_size={self.batch_size})"

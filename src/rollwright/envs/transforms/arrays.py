@@ -182,13 +182,13 @@ class TransformedArrays(ArrayEnv):
         NotNative: a transform works on TensorDicts, or the environment has no array form.
     """
 
-    def __init__(self, env: TransformedEnv) -> None:
+    def __init__(self, env: TransformedEnv, base: ArrayEnv | None = None) -> None:
         refuse_overrides(env, TransformedEnv)
         check_flags(env)
         if not env.cache_specs:
             raise NotNative("cache_specs=False")
         self._env = env
-        self._base = base = env.base_env._array_form()
+        self._base = base = env.base_env._array_form() if base is None else base
         self.batch, self.rewards = base.batch, base.rewards
         self.entries, self.reads = dict(base.entries), list(base.reads)
         self._rows: list[RowTransform] = []
@@ -212,7 +212,9 @@ class TransformedArrays(ArrayEnv):
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
         check_open(self._env, "step")
-        out = self._base.step(root, preset)
+        return self._transformed(root, preset, self._base.step(root, preset))
+
+    def _transformed(self, root: Values, preset: Values, out: Values) -> Values:
         for key, value in preset.items():
             out.setdefault(key, value)
         try:
@@ -221,6 +223,20 @@ class TransformedArrays(ArrayEnv):
         except KeyError as error:
             raise named_error(self._env, "step", error) from error
         return out
+
+    def groups(self, number: int) -> list[ArrayEnv]:
+        """See :meth:`ArrayEnv.groups`."""
+        return [TransformedArrays(self._env, base) for base in self._base.groups(number)]
+
+    def send(self, root: Values, preset: Values) -> None:
+        """See :meth:`ArrayEnv.send`."""
+        check_open(self._env, "step")
+        self._base.send(root, preset)
+        self._sent = root, preset
+
+    def receive(self) -> Values:
+        """See :meth:`ArrayEnv.receive`."""
+        return self._transformed(*self._sent, self._base.receive())
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""

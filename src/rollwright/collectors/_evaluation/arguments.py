@@ -1,0 +1,103 @@
+"""What an Evaluator is given, checked; and copies of weights that nobody else writes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollwright.collectors._twins import copied_policy
+from rollwright.weight_update._forms import State, flat_state
+
+__all__ = ["check_arguments", "check_options", "copy_of", "own_policy"]
+
+_BUSY = ("skip", "error", "queue")
+_OPTIONS = (  # of CollectorOptions: those that leave an evaluation what it is
+    "auto_register_policy_transforms",
+    "create_env_kwargs",
+    "device",
+    "env_device",
+    "frames_per_batch",
+    "no_cuda_sync",
+    "policy_device",
+    "post_collect_hook",
+    "pre_collect_hook",
+    "storing_device",
+    "trust_policy",
+    "use_buffers",
+)
+
+
+def check_arguments(
+    num_trajectories: Any, backend: Any, busy_policy: Any, on_result: Any, env_step_timeout: Any, seed: Any
+) -> None:
+    for name, value in (("num_trajectories", num_trajectories), ("seed", 1 if seed is None else seed)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected an integer, got {type(value).__name__}: {value!r}.")
+    if num_trajectories < 1:
+        raise ValueError(f"num_trajectories: expected at least 1, got {num_trajectories}.")
+    for name, value, known in (
+        ("backend", backend, ("thread", "process")),
+        ("busy_policy", busy_policy, _BUSY),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {known}, got {value!r}.")
+    if on_result is not None and not callable(on_result):
+        raise TypeError(f"on_result: expected a callable or None, got {type(on_result).__name__}: {on_result!r}.")
+    if isinstance(env_step_timeout, bool) or not isinstance(env_step_timeout, int | float) or env_step_timeout <= 0:
+        raise ValueError(f"env_step_timeout: expected seconds above 0, got {env_step_timeout!r}.")
+
+
+def check_options(options: dict[str, Any]) -> dict[str, Any]:
+    refused = [name for name in options if name not in _OPTIONS]
+    if refused:
+        raise TypeError(
+            f"Evaluator has no option {refused[0]!r}. Of those of collectors, it has {', '.join(_OPTIONS)}."
+        )
+    return options
+
+
+def own_policy(policy: Any, factory: Any, backend: str) -> tuple[Any, nn.Module | None, nn.Module | None]:
+    """What acts, where its weights are read when none are given, and the module in it that takes them."""
+    if factory is not None:
+        if policy is not None and not isinstance(policy, nn.Module):
+            raise TypeError(
+                f"policy: beside policy_factory it serves for weights only; expected an nn.Module, got "
+                f"{type(policy).__name__}. Leave one of them out."
+            )
+        return None, policy, None
+    if policy is None:
+        return None, None, None
+    twin = copied_policy(policy)
+    if twin.live:
+        if backend == "process":
+            raise TypeError(
+                "policy: got a function around a module, or something with modules in it that cannot be copied; in "
+                "another process it would never see new weights. Pass an nn.Module, a TensorDictModule, or "
+                "policy_factory."
+            )
+        warnings.warn(
+            "Evaluator: the policy is a function around a module, or uses one that cannot be copied with it; it acts "
+            "with weights that training may change in the middle of an evaluation. Pass an nn.Module or a "
+            "TensorDictModule.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return twin.policy, twin.source, twin.target
+
+
+def copy_of(weights: Any, name: str) -> State:
+    """Weights in any form as a flat state that nobody else writes, on the CPU.
+
+    Raises:
+        TypeError: they have none of the forms of weights.
+    """
+    with torch.no_grad():
+        return {key: _value_copy(value) for key, value in flat_state(weights, name).items()}
+
+
+def _value_copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)

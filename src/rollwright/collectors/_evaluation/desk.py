@@ -1,0 +1,251 @@
+"""Desk: a thread that carries out evaluations one at a time, and what others see of it."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rollwright.collectors._evaluation.rounds import Order, Pulse, Stopped
+from rollwright.collectors._evaluation.sides import Side
+from rollwright.collectors.background import _of_this_thread
+from rollwright.envs.utils import ExplorationType
+
+__all__ = ["Desk", "Ticket"]
+
+_NAP_S = 0.5
+_EXIT_S = 1.0  # when the interpreter exits
+
+
+class Ticket:
+    """An order, and what became of it.
+
+    Attributes:
+        order: what was asked for.
+        awaited: whether the caller waits for it, and gets result or error from here.
+        begun: whether the environments are seeded.
+        done: whether it is over.
+        result: of the evaluation, if it came to its end.
+        error: what was raised, if anything was.
+    """
+
+    def __init__(self, order: Order, *, awaited: bool) -> None:
+        self.order, self.awaited = order, awaited
+        self.begun = self.done = False
+        self.result: dict[str, Any] | None = None
+        self.error: BaseException | None = None
+
+
+class Desk:
+    """Carries out orders in a thread; all that others ask of it is asked under its lock.
+
+    Args:
+        make_side: makes what runs evaluations, in the thread.
+        pulse: of the evaluation under way.
+        on_result: called with each result, in the thread.
+        exploration_type: that of the thread, whatever other threads set meanwhile.
+        step_timeout_s: the longest silence in an evaluation.
+    """
+
+    def __init__(
+        self,
+        make_side: Callable[[], Side],
+        pulse: Pulse,
+        on_result: Callable[[dict[str, Any]], Any] | None,
+        *,
+        exploration_type: ExplorationType,
+        step_timeout_s: float,
+    ) -> None:
+        self._make_side, self.pulse, self._on_result = make_side, pulse, on_result
+        self._exploration = exploration_type
+        self._step_timeout_s = step_timeout_s
+        self.condition = threading.Condition()
+        self.current: Ticket | None = None
+        self.next: Ticket | None = None
+        self.unread: dict[str, Any] | None = None
+        self.evaluations = 0
+        self.side: Side | None = None
+        self._error: BaseException | None = None
+        self._doing = "its environment and policy"
+        self._stopping = self.finished = False
+        self._close_s = 5.0
+        self.end = "ended"
+        self._num_torch_threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, name="rollwright-evaluator", daemon=True)
+
+    # The thread -------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float) -> None:
+        """Begin; returns when the side is made.
+
+        Raises:
+            TimeoutError: that took too long.
+            Exception: what it raised.
+        """
+        self.pulse.begin()
+        _at_exit.add(self)
+        self._thread.start()
+        self.wait_until(lambda: self.side is not None or self.finished, "the Evaluator's start", timeout_s)
+        self.raise_error()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_torch_threads)  # a new thread takes as many as there are cores
+        side = None
+        try:
+            with _of_this_thread(self._exploration):
+                side = self._make_side()
+                with self.condition:
+                    self.side = side
+                    self.condition.notify_all()
+                while (ticket := self._take()) is not None:
+                    self._carry_out(side, ticket)
+        except BaseException as error:  # raised again, in the thread of the next caller
+            self._error = error
+        finally:
+            if side is not None:
+                self.end = side.close(self._close_s)
+            with self.condition:
+                self.finished = True
+                self.current = self.next = None
+                self.condition.notify_all()
+
+    def _take(self) -> Ticket | None:
+        with self.condition:
+            while not self._stopping:
+                if self.next is not None:
+                    self.current, self.next = self.next, None
+                    self.pulse.begin()
+                    self._doing = "a step of its environment"
+                    return self.current
+                self.condition.wait(_NAP_S)
+            return None
+
+    def _carry_out(self, side: Side, ticket: Ticket) -> None:
+        try:
+            ticket.result = side.run(ticket.order, lambda: self._begun(ticket))
+            self.evaluations += 1
+            if self._on_result is not None:
+                self._doing = "on_result"
+                self.pulse.beat()
+                self._on_result(dict(ticket.result))
+        except Stopped:
+            pass
+        except Exception as error:
+            ticket.error = error
+        with self.condition:
+            if not ticket.awaited:
+                self.unread = ticket.result if ticket.result is not None else self.unread
+                self._error = ticket.error or self._error
+            self.current, ticket.done = None, True
+            self.condition.notify_all()
+
+    def _begun(self, ticket: Ticket) -> None:
+        with self.condition:
+            ticket.begun = True
+            self.condition.notify_all()
+
+    # What others ask --------------------------------------------------------------------------------
+
+    @property
+    def inside(self) -> bool:
+        """Whether the caller is the thread itself: it is in ``on_result``."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def busy(self) -> bool:
+        """Whether an evaluation runs, or is to."""
+        return self.current is not None or self.next is not None
+
+    def put(self, ticket: Ticket) -> bool:
+        """Have an order carried out next; returns whether another one that waited has lost its place."""
+        with self.condition:
+            lost, self.next = self.next is not None, ticket
+            self.condition.notify_all()
+            return lost
+
+    def read(self) -> dict[str, Any] | None:
+        """The newest result that nobody has read."""
+        with self.condition:
+            unread, self.unread = self.unread, None
+            return unread
+
+    def raise_error(self) -> None:
+        """Raise what went wrong, once; and what stands against further evaluations, each time."""
+        with self.condition:
+            error, self._error = self._error, None
+        if error is None and self.side is not None and self.current is None and not self._stopping:
+            error = self.side.ended()
+        if error is not None:
+            raise error
+
+    def check_lively(self) -> None:
+        """Raise where an evaluation has been silent for too long.
+
+        Raises:
+            TimeoutError: says what it does.
+        """
+        # A process is killed when it is silent, and its error comes a little later.
+        limit = self._step_timeout_s + (0.0 if self.side is None or self.side.pid is None else 5.0)
+        if self.current is not None and self.pulse.silence_s > limit:
+            raise TimeoutError(
+                f"evaluation of step {self.current.order.step}: waited {self.pulse.silence_s:.1f} s for {self._doing}, "
+                f"after {self.pulse.frames} frames. Look there for what blocks, or raise env_step_timeout."
+            )
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float | None) -> None:
+        """Wait, as long as the evaluation under way gives signs of life.
+
+        Args:
+            condition: asked under the lock.
+            what: is waited for, for the message.
+            timeout_s: the limit; None: none but that.
+
+        Raises:
+            TimeoutError: it took too long.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        with self.condition:
+            while not condition():
+                left = _NAP_S if until is None else until - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(
+                        f"waited {timeout_s:g} s for {what}; {self.pulse.frames} frames are taken. "
+                        "It goes on; wait again, or call shutdown()."
+                    )
+                self.check_lively()
+                self.condition.wait(min(left, _NAP_S))
+
+    def stop(self, timeout_s: float) -> bool:
+        """End after the step under way; returns whether the thread has ended."""
+        with self.condition:
+            self._stopping = True
+            self._close_s = max(timeout_s / 2, timeout_s - 2.0)
+            self.pulse.stop()
+            self.condition.notify_all()
+            ended = self.inside or self.condition.wait_for(lambda: self.finished, timeout_s)
+        if ended and not self.inside:
+            self._thread.join(_EXIT_S)
+        return ended
+
+    def doing(self) -> str:
+        """What the thread is doing, for messages."""
+        return self._doing
+
+
+_at_exit: weakref.WeakSet[Desk] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all threads before the interpreter does: one that is stopped inside torch would crash it."""
+    until = time.monotonic() + _EXIT_S
+    running = [desk for desk in _at_exit if not desk.finished]
+    for desk in running:
+        desk.stop(0.0)
+    for desk in running:
+        desk.stop(max(0.0, until - time.monotonic()))

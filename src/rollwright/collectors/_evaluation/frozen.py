@@ -1,0 +1,127 @@
+"""Statistics that evaluation reads and never moves: those of an environment's transforms, and those of a policy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rollwright.envs.base import EnvBase
+from rollwright.envs.transforms import Transform, VecNorm
+from rollwright.weight_update._forms import State, prepare
+
+__all__ = ["Guard", "check_known", "freeze", "take_weights"]
+
+
+def freeze(env: EnvBase) -> EnvBase:
+    """Stop the running statistics of an environment's transforms (all that have ``freeze()``); returns it."""
+    env.eval()
+    for module in env.modules():
+        halt: Any = getattr(module, "freeze", None)
+        if isinstance(module, Transform) and callable(halt):
+            halt()
+    return env
+
+
+def check_known(env: EnvBase) -> None:
+    """Test that frozen statistics are there to normalise by.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    for module in env.modules():
+        if not isinstance(module, VecNorm):
+            continue
+        written = {*env.observation_keys, *env.reward_keys}
+        for index, (key, out_key) in enumerate(zip(module.in_keys, module.out_keys, strict=True)):
+            stats = module._stats(index)
+            unknown = out_key in written if stats is None else not bool(stats.weight.all())
+            if unknown:
+                raise RuntimeError(
+                    f"evaluation: {module} has no statistics of {key!r}, and evaluation does not gather any. Pass "
+                    "those of training, such as weights_dict={'env.transform[0]': train_env.transform[0]}, or let "
+                    "create_env_fn put a frozen_copy() of that transform on the environment."
+                )
+
+
+def take_weights(target: Any, weights: State, name: str) -> Callable[[], None]:
+    """Check weights for a model; returns the call that copies them, see :func:`prepare`.
+
+    A transform takes statistics that it has no memory for yet, too.
+    """
+    if isinstance(target, Transform):
+        for path, module in target.named_modules():
+            for held, buffer in module._buffers.items():
+                saved = weights.get(f"{path}.{held}" if path else held)
+                if isinstance(saved, torch.Tensor) and (buffer is None or buffer.shape != saved.shape):
+                    module._buffers[held] = torch.zeros_like(saved, device=None if buffer is None else buffer.device)
+    return prepare(target, weights, name)
+
+
+class _Held(NamedTuple):
+    module: nn.Module
+    name: str
+    tensor: torch.Tensor | None
+    saved: torch.Tensor | None
+
+
+class Guard:
+    """Puts buffers and extra state of a policy back, after each step in which they moved.
+
+    Args:
+        policy: anything; only modules have buffers.
+
+    Example:
+        >>> class Counts(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.register_buffer("seen", torch.zeros(()))
+        ...     def forward(self, x):
+        ...         self.seen += 1
+        ...         return x
+        >>> policy = Counts()
+        >>> guard = Guard(policy)
+        >>> _ = policy(torch.ones(1))
+        >>> guard.restore()
+        >>> policy.seen
+        tensor(0.)
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self._modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
+        self.hold()
+
+    def hold(self) -> None:
+        """What buffers hold now is what they keep."""
+        self._held = [
+            _Held(module, name, tensor, None if tensor is None else tensor.detach().clone())
+            for module in self._modules
+            for name, tensor in module._buffers.items()
+        ]
+        self._versions = [_version(held.tensor) for held in self._held]
+        self._extra = [
+            (module, copy.deepcopy(module.get_extra_state()))
+            for module in self._modules
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
+
+    def restore(self) -> None:
+        """Undo what a step did to them."""
+        for index, (module, name, tensor, saved) in enumerate(self._held):
+            if module._buffers.get(name) is tensor and _version(tensor) == self._versions[index]:
+                continue
+            module._buffers[name] = tensor
+            if tensor is not None and saved is not None:
+                with torch.no_grad():
+                    tensor.copy_(saved)
+                self._versions[index] = _version(tensor)
+        for module, extra in self._extra:
+            module.set_extra_state(copy.deepcopy(extra))
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    """A number that changes with each write; -1, as if it never did, for None."""
+    return -1 if tensor is None else tensor._version

@@ -1,0 +1,319 @@
+"""MultiCore: workers joined with a schedule at construction, and what they deliver."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._processes.segment import Segment
+from rollwright.collectors.base import BaseCollector
+from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.workers.blocks import BlockStore
+from rollwright.collectors.workers.group import WorkerGroup
+from rollwright.collectors.workers.options import WorkerOptions, factories_of, options_of_workers
+from rollwright.collectors.workers.restarts import Restarts
+from rollwright.collectors.workers.running import Runner
+from rollwright.collectors.workers.schedules import FirstCome, Gather, Schedule
+from rollwright.collectors.workers.worker import WorkerSpec
+from rollwright.data.layout import split_trajectories
+from rollwright.weight_update._publisher import Publisher
+
+__all__ = ["MultiCore"]
+
+
+class MultiCore(BaseCollector):
+    """The part of :class:`~rollwright.collectors.MultiCollector` that starts, delivers, and ends."""
+
+    _sync: bool | None = None
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        self.closed = True  # until construction succeeds
+        owner = type(self).__name__
+        if self._sync is not None:
+            if options.get("sync", self._sync) is not self._sync:
+                raise ValueError(f"sync: {owner} has sync={self._sync}, got {options['sync']!r}. Drop it.")
+            options["sync"] = self._sync
+        own, others = WorkerOptions.split(options, owner)
+        factories = factories_of(create_env_fn, own.num_workers, owner)
+        self.num_workers = len(factories)
+        self.own_options = own
+        per_worker = options_of_workers(others, self.num_workers, own)
+        self.options = replace(
+            per_worker[0],
+            **{name: others[name] for name in ("total_frames", "trajs_per_batch", "traj_format") if name in others},
+        )
+        self._same_td: TensorDictBase | None = None
+        self._returns_same = bool(others.get("return_same_td"))
+        self._splits = bool(own.sync and others.get("split_trajs"))
+        self._postproc = others.get("postproc") if self._splits else None
+        self._pre_collect_hook = per_worker[0].pre_collect_hook
+        self._post_collect_hook = per_worker[0].post_collect_hook
+        frames = others.get("frames_per_batch", self.options.frames_per_batch)
+        self.requested_frames_per_batch = sum(frames) if isinstance(frames, list | tuple) and own.sync else frames
+        self._version = 0
+        self._runner: Runner | None = None
+        self._policy = policy
+        if own.num_threads is not None:
+            torch.set_num_threads(own.num_threads)
+        buffer = self.options.replay_buffer
+        if buffer is not None and hasattr(buffer, "share"):
+            buffer.share()
+        self._publisher = Publisher(self.num_workers, own.weight_sync_schemes)
+        self._start(factories, policy, per_worker)
+        self.closed = False
+
+    # Construction -----------------------------------------------------------------------------
+
+    def _start(self, factories: Sequence[Any], policy: Any, per_worker: Sequence[CollectorOptions]) -> None:
+        own = self.own_options
+        self._words, self._segment = Segment(), Segment()
+        seed = int(torch.empty((), dtype=torch.int64).random_()) % 2**62
+        pickled = _pickled(policy) if policy is not None and self.options.policy_factory is None else None
+        specs = [
+            WorkerSpec(
+                index=i,
+                num_workers=self.num_workers,
+                create_env_fn=factories[i],
+                policy=pickled,
+                options=per_worker[i],
+                init_fn=own.init_fn,
+                seed=seed + i,
+                words=self._words,
+                blocks=self._segment,
+                parcels=(Segment(), Segment()),
+                boards=tuple(self._publisher.boards(i)),
+                max_policy_lag=own.max_policy_lag if own.policy_lag == "drop" else None,
+            )
+            for i in range(self.num_workers)
+        ]
+        threads = own.threads_of(self.num_workers)
+        self._group = WorkerGroup(
+            specs,
+            start_method=own.start_method,
+            num_threads=[threads] * self.num_workers,
+            restarts=Restarts(
+                wanted=own.on_worker_failure == "restart", most=own.max_restarts, delay_s=own.restart_delay
+            ),
+            step_timeout_s=own.env_step_timeout,
+            forget=self._publisher.forget,
+        )
+        self._group.start()
+        self._setup_counts()
+        self._schedule = self._new_schedule()
+        self._group.listener = self._schedule
+
+    def _setup_counts(self) -> None:
+        """Round counts to what can be delivered, and say so once."""
+        ready = [worker.ready for worker in self._group.workers if worker.ready is not None]
+        each = [told.frames_per_batch for told in ready]
+        asked = self.requested_frames_per_batch
+        self.frames_per_batch = sum(each) if self.own_options.sync else max(each)
+        total = self.options.total_frames
+        even = self.own_options.sync or len(set(each)) == 1
+        batches = None if total == -1 else -(-total // self.frames_per_batch)
+        self._num_batches = batches if even else None
+        self.total_frames: float = math.inf if batches is None else batches * self.frames_per_batch if even else total
+        self.init_random_frames = sum(told.random_frames for told in ready)
+        said = []
+        if asked != self.frames_per_batch and not isinstance(asked, list | tuple):
+            said.append(f"frames_per_batch={asked} becomes {self.frames_per_batch}, in {self.num_workers} workers")
+        if total not in (-1, self.total_frames):
+            said.append(
+                f"total_frames={total} becomes {self.total_frames}, {batches} batches of {self.frames_per_batch}"
+            )
+        if said:
+            warnings.warn(f"{type(self).__name__} delivers whole batches: {'; '.join(said)}.", stacklevel=4)
+
+    def _new_schedule(self) -> Schedule:
+        own, options = self.own_options, self.options
+        store = BlockStore(self._segment, own.max_batches_held)
+        shared: dict[str, Any] = {
+            "total_frames": self.total_frames,
+            "trajs_per_batch": options.trajs_per_batch,
+            "padded": options.traj_format == "padded",
+            "stored": options.replay_buffer is not None,
+        }
+        if own.sync:
+            return Gather(self._group, store, join=own.join, threshold=own.threshold, **shared)
+        return FirstCome(self._group, store, **shared)
+
+    # Delivery ---------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Yield until ``total_frames`` are stepped, from wherever the collector stands.
+
+        Batches; or, with a replay buffer, None for each rollout (``sync=True``: of all workers) that was written there.
+        """
+        while True:
+            self._check_open()
+            self._check_idle("iteration")
+            self._schedule.raise_error()
+            self._started = True
+            if self.own_options.update_at_each_batch:
+                self.update_policy_weights_()
+            self._await_room()
+            if not self._schedule.ready():
+                return
+            yield self._shaped(self._schedule.next())
+
+    def _shaped(self, batch: Any) -> TensorDictBase | None:
+        """What is done with a batch of all workers that could not be done in each."""
+        if batch is None:
+            return None
+        shaped: TensorDictBase = batch
+        if self._splits:
+            shaped = split_trajectories(shaped, prefix="collector")
+            shaped = shaped if self._postproc is None else self._postproc(shaped)
+        device = self.options.storing_device or self.options.device
+        if device is not None and torch.device(device).type != "cpu":
+            shaped = shaped.to(device)
+        if not self._returns_same:
+            return shaped
+        if self._same_td is None or self._same_td.batch_size != shaped.batch_size:
+            self._same_td = shaped.clone()
+        else:
+            self._same_td.update_(shaped)
+        return self._same_td
+
+    def __len__(self) -> int:
+        if self.options.total_frames == -1:
+            raise RuntimeError(
+                "This collector has no end (total_frames=-1), hence no length. Pass total_frames= to set one."
+            )
+        if self._num_batches is None or (
+            self.options.trajs_per_batch is not None and self.options.replay_buffer is None
+        ):
+            raise TypeError(
+                "How many batches this collector delivers is not known, so it has no length. Iterate over it."
+            )
+        return self._num_batches
+
+    @property
+    def completed(self) -> bool:
+        """Whether ``total_frames`` were stepped."""
+        return self._schedule.frames >= self.total_frames
+
+    # A thread that collects -------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Keep the workers collecting into the replay buffer, until ``total_frames`` are stepped or :meth:`async_shutdown`.
+
+        What goes wrong is raised at the next call of :meth:`pause`, :meth:`update_policy_weights_`, :meth:`reset`,
+        :meth:`state_dict`, :meth:`async_shutdown` or iteration.
+
+        Raises:
+            RuntimeError: there is no replay buffer, they collect already, or the collector was shut down.
+        """
+        self._check_open()
+        self._raise_of_runner()
+        if self.options.replay_buffer is None:
+            raise RuntimeError(
+                "start: this collector has no replay buffer, and nobody would get what the workers collect. Pass "
+                "replay_buffer= to it, or iterate over it."
+            )
+        if self._running:
+            raise RuntimeError("start: this collector runs already. Call async_shutdown() to end it.")
+        self._started = True
+        self._runner = Runner(self._deliver_one)
+        self._runner.start()
+
+    def _deliver_one(self, give_up: Callable[[], bool]) -> bool:
+        schedule = self._schedule
+        schedule.raise_error()
+        if not schedule.ready(give_up):
+            return False
+        if self.own_options.update_at_each_batch:
+            self.update_policy_weights_()
+        schedule.next(give_up)
+        return True
+
+    @property
+    def _running(self) -> bool:
+        return self._runner is not None and self._runner.running
+
+    def _raise_of_runner(self) -> None:
+        if self._runner is not None and not self._runner.inside:
+            self._runner.raise_error()
+
+    def _check_idle(self, what: str) -> None:
+        self._raise_of_runner()
+        if self._running and self._runner is not None and not self._runner.inside:
+            raise RuntimeError(
+                f"{what}: the workers collect for the replay buffer, since start(). Sample from it; call "
+                "async_shutdown() to end that."
+            )
+
+    def _await_room(self) -> None:
+        """Wait for the buffer's limiter, where the caller may be the one who samples."""
+        limiter = getattr(self.options.replay_buffer, "insert_limiter", None)
+        if limiter is not None and not any(worker.runs for worker in self._group.workers):
+            limiter.await_insert(self.frames_per_batch, whom=type(self).__name__)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Keep all workers between two steps inside the ``with`` block; they always go on after it.
+
+        Raises:
+            TimeoutError: a step under way takes longer than a minute.
+        """
+        self._check_open()
+        self._raise_of_runner()
+        try:
+            self._group.pause()
+            yield
+        finally:
+            self._group.resume()
+
+    # The end ----------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RuntimeError(f"{type(self).__name__} was shut down. Make a new one to collect more.")
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """End the workers: they are asked to, and made to if they do not. May be called again.
+
+        With a replay buffer, what they have collected is written.
+
+        Args:
+            timeout: seconds for them to end by themselves; None: ``shutdown_timeout``. After it, they are terminated
+                within two seconds.
+            close_env: let them close their environments.
+            raise_on_error: if False, what went wrong before is not raised.
+
+        Warns:
+            RuntimeWarning: workers had to be terminated; says what they were doing.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.stop(0.0)
+        forced = self._group.end(self.own_options.shutdown_timeout if timeout is None else timeout, close_env=close_env)
+        if runner is not None:
+            runner.stop(1.0)
+        if forced:
+            warnings.warn(f"shutdown: {'; '.join(forced)}.", RuntimeWarning, stacklevel=2)
+        if raise_on_error and runner is not None:
+            runner.raise_error()
+
+
+def _pickled(policy: Any) -> bytes:
+    try:
+        pickled: bytes = cloudpickle.dumps(policy, 5)
+    except (TypeError, ValueError, AttributeError, RuntimeError, pickle.PicklingError) as error:
+        raise TypeError(
+            f"policy: {type(policy).__name__} cannot be sent to a worker process: {error}. Pass policy_factory=, a "
+            "function that makes it there."
+        ) from error
+    return pickled

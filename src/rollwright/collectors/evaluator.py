@@ -1,0 +1,390 @@
+"""Evaluator: evaluation rollouts in a thread or a process, beside training."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from rollwright._keys import NestedKey
+from rollwright._processes.segment import Segment
+from rollwright._processes.starting import check_start_method
+from rollwright.collectors._evaluation.arguments import check_arguments, check_options, copy_of, own_policy
+from rollwright.collectors._evaluation.desk import Desk, Ticket
+from rollwright.collectors._evaluation.rounds import Order, Plan, Pulse
+from rollwright.collectors._evaluation.sides import Here, ProcessStart, Side, There
+from rollwright.collectors.options import CollectorOptions
+from rollwright.envs.base import EnvBase
+from rollwright.envs.utils import ExplorationType
+
+__all__ = ["Evaluator"]
+
+_START_S = 120.0
+_SHUTDOWN_S = 10.0
+
+
+class Evaluator:
+    """Runs whole episodes with a policy, while training goes on.
+
+    An evaluation is ``num_trajectories`` complete episodes, from a reset: of a batch of ``e`` environments, each gives
+    its first ``num_trajectories / e`` ones (not those that end first, which would be the short ones). The policy acts
+    in eval mode with a copy of the weights that is made when the evaluation is asked for: train on meanwhile. Running
+    statistics do not move: transforms that have ``freeze()`` are frozen, buffers and extra state of the policy are put
+    back after each step. Those of training come with ``weights_dict``, such as ``{"policy": policy,
+    "env.transform[0]": train_env.transform[0]}``.
+
+    One evaluation runs at a time. What goes wrong in one is raised by :meth:`evaluate`, or at the next call of any
+    method, once; the next evaluation begins anew. A process that has ended, or was silent for ``env_step_timeout`` and
+    was killed, ends the evaluator: every further call says so.
+
+    Args:
+        create_env_fn: a callable that makes an environment; with ``backend="thread"``, or an environment, which is
+            the evaluator's own from then on.
+        policy: as for :class:`~rollwright.collectors.Collector`. Without weights in :meth:`evaluate` and
+            :meth:`trigger_eval`, its weights of that moment are evaluated.
+        policy_factory: called once, where evaluations run, without arguments; ``policy`` then serves for weights only.
+        num_trajectories: episodes in an evaluation.
+        max_steps: truncate episodes after this many steps; None: no limit but the environment's own.
+        backend: ``"thread"``: in a thread of this process, which shares torch's generators with training (draws of a
+            policy that explores come from the same stream); ``"process"``: in a process, from the fork server.
+        seed: of each evaluation, so that all begin with the same episodes; same weights, same result. None: the
+            environment goes on with its own randomness.
+        exploration_type: how probabilistic modules pick actions.
+        busy_policy: what :meth:`trigger_eval` does while an evaluation runs: ``"skip"`` returns False, ``"error"``
+            raises, ``"queue"`` runs this one next, in the place of any that waits already.
+        on_result: called with each result, in the evaluator's thread (in this process; guard what it shares). What it
+            raises is raised at the next call. It must not wait for evaluations.
+        reward_key: the reward that counts; None: the only one that there is. Values of several agents are added up.
+        log_prefix: put before the names in a result.
+        env_step_timeout: seconds that a step, a reset, or ``on_result`` may take.
+        start_method: of the process: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.
+        init_fn: called first in the process.
+        num_threads: of torch in the process.
+        **options: of :class:`~rollwright.collectors.CollectorOptions`: devices, ``create_env_kwargs``, hooks,
+            ``frames_per_batch`` (how often an evaluation looks whether it is complete), ``trust_policy``,
+            ``use_buffers``, ``no_cuda_sync`` and ``auto_register_policy_transforms``.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, or the policy cannot be copied.
+        EnvError, PolicyError, WorkerError: the environment or the policy could not be made; the message says why.
+        TimeoutError: it took longer than two minutes.
+
+    Example:
+        >>> from tensordict.nn import TensorDictModule
+        >>> from rollwright.envs import GymEnv
+        >>> from torch import nn
+        >>> policy = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+        >>> make_env = lambda: GymEnv("Pendulum-v1")
+        >>> with Evaluator(make_env, policy, num_trajectories=3, max_steps=20, seed=0) as evaluator:
+        ...     first = evaluator.evaluate(step=1)
+        ...     evaluator.trigger_eval(step=2)  # returns at once
+        ...     second = evaluator.wait()
+        True
+        >>> first["eval/num_episodes"], second["eval/step"], first["eval/returns"] == second["eval/returns"]
+        (3, 2, True)
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvBase | Callable[..., EnvBase],
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | None = None,
+        num_trajectories: int = 10,
+        max_steps: int | None = None,
+        backend: Literal["thread", "process"] = "thread",
+        seed: int | None = None,
+        exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
+        busy_policy: Literal["skip", "error", "queue"] = "skip",
+        on_result: Callable[[dict[str, Any]], Any] | None = None,
+        reward_key: NestedKey | None = None,
+        log_prefix: str = "eval",
+        env_step_timeout: float = 60.0,
+        start_method: str | None = None,
+        init_fn: Callable[[], None] | None = None,
+        num_threads: int = 1,
+        **options: Any,
+    ) -> None:
+        self._closed = True  # until construction succeeds
+        check_arguments(num_trajectories, backend, busy_policy, on_result, env_step_timeout, seed)
+        check_start_method("start_method", start_method)
+        if backend == "process" and isinstance(create_env_fn, EnvBase):
+            raise TypeError(
+                "create_env_fn: backend='process' makes the environment there, got an environment. Pass a callable."
+            )
+        self._backend, self._seed, self._busy_policy = backend, seed, busy_policy
+        self._prefix, self._step_timeout_s = log_prefix, float(env_step_timeout)
+        named = {"exploration_type": exploration_type, "max_frames_per_traj": max_steps, **check_options(options)}
+        CollectorOptions.parse({**named, "policy_factory": policy_factory}, type(self).__name__)
+        acting, self._source, target = own_policy(policy, policy_factory, backend)
+        named["policy_factory"] = policy_factory
+        plan = Plan(create_env_fn, acting, target, num_trajectories, seed, reward_key, named)
+        self._version = self._asked = self._skipped = self._replaced = 0
+        self._on_result = on_result
+        memory = Segment()
+        memory.grow(Pulse.num_bytes)
+        pulse = Pulse(memory)
+        start_s = max(_START_S, self._step_timeout_s)
+        start = ProcessStart(init_fn, start_method, num_threads, start_s)
+        make: Callable[[], Side] = partial(Here, plan, pulse)
+        if backend == "process":
+            make = partial(There, plan, pulse, memory, start, self._step_timeout_s)
+        self._desk = Desk(
+            make,
+            pulse,
+            None if on_result is None else partial(_call_with, on_result, log_prefix),
+            exploration_type=exploration_type,
+            step_timeout_s=self._step_timeout_s,
+        )
+        try:
+            self._desk.start(start_s)
+        except BaseException:
+            self._desk.stop(_SHUTDOWN_S if backend == "process" else 0.0)
+            raise
+        # Nobody can ask for results of an evaluator that is gone.
+        weakref.finalize(self, self._desk.stop, 0.0).atexit = False
+        self._closed = False
+
+    # Evaluations ------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        weights: Any = None,
+        step: int | None = None,
+        *,
+        weights_dict: Mapping[str, Any] | None = None,
+        policy_version: int | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """Evaluate, and wait for it; one that runs already comes to its end first.
+
+        Args:
+            weights: for the policy: a module, its ``state_dict``, a TensorDict; None: those of ``policy`` now, or
+                where there are none to read, the last that were given.
+            step: that of training, for the result; None: the number of evaluations that were asked for.
+            weights_dict: weights by model, such as ``"policy"`` and ``"env.transform[0]"``.
+            policy_version: for the result: what training calls these weights (``update_policy_weights_()`` returns
+                it). None: the number of weights that evaluations were given.
+            timeout: seconds to wait; None: as long as steps are taken.
+
+        Returns:
+            A dictionary that ``json.dumps`` takes, its names beginning with ``log_prefix``: ``"eval/reward"`` (mean
+            return; also ``_std``, ``_min``, ``_max``), ``"eval/episode_length"`` (same), ``"eval/num_episodes"``,
+            ``"eval/returns"`` and ``"eval/lengths"`` (lists: the first episode of each environment, then the second),
+            ``"eval/frames"`` (of these episodes), ``"eval/frames_stepped"``, ``"eval/seconds"``, ``"eval/fps"``,
+            ``"eval/policy_version"``, ``"eval/step"``.
+
+        Raises:
+            TimeoutError: it takes longer, or a step does.
+            RuntimeError: the evaluator was shut down.
+            ValueError, TypeError: weights do not fit.
+            Exception: what environment, policy or ``on_result`` raised.
+        """
+        self._check("evaluate")
+        self._check_outside("evaluate")
+        order = self._order(weights, step, weights_dict, policy_version)
+        desk = self._desk
+        desk.wait_until(lambda: not desk.busy or desk.finished, "the evaluation that runs", timeout)
+        ticket = Ticket(order, awaited=True)
+        desk.put(ticket)
+        desk.wait_until(lambda: ticket.done or desk.finished, f"the evaluation of step {order.step}", timeout)
+        if ticket.error is not None:
+            raise ticket.error
+        if ticket.result is None:
+            desk.raise_error()
+            raise RuntimeError("evaluate: the evaluator was shut down before the evaluation was complete.")
+        return _named(self._prefix, ticket.result)
+
+    def trigger_eval(
+        self,
+        weights: Any = None,
+        step: int | None = None,
+        *,
+        weights_dict: Mapping[str, Any] | None = None,
+        policy_version: int | None = None,
+    ) -> bool:
+        """Ask for an evaluation, and return when the weights are copied; see :meth:`evaluate`.
+
+        Returns:
+            Whether it will take place; False if another one runs and ``busy_policy="skip"``.
+
+        Raises:
+            RuntimeError: another one runs, and ``busy_policy="error"``; or the evaluator was shut down.
+            TimeoutError: the evaluation that runs has been silent for longer than ``env_step_timeout``.
+            Exception: what went wrong in an earlier one.
+        """
+        self._check("trigger_eval")
+        desk = self._desk
+        if desk.busy and self._busy_policy != "queue":
+            if self._busy_policy == "error":
+                raise RuntimeError(
+                    "trigger_eval: another evaluation runs. Call wait() first, look at pending, or pass "
+                    "busy_policy='skip' or 'queue'."
+                )
+            self._skipped += 1
+            return False
+        ticket = Ticket(self._order(weights, step, weights_dict, policy_version), awaited=False)
+        was_idle = not desk.busy
+        self._replaced += desk.put(ticket)
+        if was_idle and self._seed is not None and self._backend == "thread" and not desk.inside:
+            # Environments seed torch's generator too; it is put back before the caller draws from it again.
+            desk.wait_until(lambda: ticket.begun or ticket.done or desk.finished, "a reset", None)
+        return True
+
+    def poll(self, timeout: float = 0.0) -> dict[str, Any] | None:
+        """The newest result of :meth:`trigger_eval` that was not returned yet; None: there is none within ``timeout``.
+
+        Raises:
+            TimeoutError: the evaluation that runs has been silent for longer than ``env_step_timeout``.
+            Exception: what went wrong in one.
+        """
+        self._check("poll")
+        desk = self._desk
+        if timeout > 0 and desk.unread is None and desk.busy and not desk.inside:
+            try:
+                desk.wait_until(lambda: desk.unread is not None or not desk.busy, "a result", timeout)
+            except TimeoutError:
+                desk.check_lively()
+                return None
+            desk.raise_error()
+        result = desk.read()
+        return None if result is None else _named(self._prefix, result)
+
+    def wait(self, timeout: float | None = None) -> dict[str, Any] | None:
+        """Wait until no evaluation runs any more; the newest result that was not returned yet, or None.
+
+        Args:
+            timeout: seconds; None: as long as steps are taken.
+
+        Raises:
+            TimeoutError: it takes longer, or a step does.
+            Exception: what went wrong in one.
+        """
+        self._check("wait")
+        self._check_outside("wait")
+        desk = self._desk
+        desk.wait_until(lambda: not desk.busy or desk.finished, "the evaluation that runs", timeout)
+        desk.raise_error()
+        result = desk.read()
+        return None if result is None else _named(self._prefix, result)
+
+    @property
+    def pending(self) -> bool:
+        """Whether an evaluation runs, or is to."""
+        return self._desk.busy
+
+    def _order(self, weights: Any, step: int | None, by_model: Mapping[str, Any] | None, version: int | None) -> Order:
+        given = {} if by_model is None else dict(by_model)
+        if weights is not None:
+            if "policy" in given:
+                raise ValueError("weights: got it beside weights_dict['policy']. Pass the policy's weights once.")
+            given["policy"] = weights
+        elif "policy" not in given and self._source is not None:
+            given["policy"] = self._source
+        taken = {name: copy_of(new, name) for name, new in given.items()}
+        self._asked += 1
+        self._version += bool(taken)
+        return Order(self._asked if step is None else step, self._version if version is None else version, taken)
+
+    def _check(self, what: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{what}: this Evaluator was shut down. Make a new one.")
+        if not self._desk.inside:
+            self._desk.raise_error()
+            self._desk.check_lively()
+
+    def _check_outside(self, what: str) -> None:
+        if self._desk.inside:
+            raise RuntimeError(f"{what}: called from on_result, it would wait for itself. Call trigger_eval() there.")
+
+    # Observation ------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """What it does; ``json.dumps`` takes it.
+
+        Returns:
+            ``backend``, ``evaluations`` (complete), ``asked``, ``skipped`` and ``replaced`` (that were asked for in
+            vain, see ``busy_policy``), ``pending``, ``frames`` (of the evaluation that runs), ``policy_version``
+            (of the last weights taken), ``alive``, ``pid`` of the process, ``waiting_for``.
+        """
+        desk = self._desk
+        running = desk.current is not None
+        return {
+            "backend": self._backend,
+            "evaluations": desk.evaluations,
+            "asked": self._asked,
+            "skipped": self._skipped,
+            "replaced": self._replaced,
+            "pending": desk.busy,
+            "frames": desk.pulse.frames if running else 0,
+            "policy_version": self._version,
+            "alive": not desk.finished and desk.side is not None and desk.side.ended() is None,
+            "pid": None if desk.side is None else desk.side.pid,
+            "waiting_for": desk.doing() if running else None,
+        }
+
+    def state_dict(self) -> dict[str, int]:
+        """The counters that results show: ``asked`` and ``policy_version``."""
+        return {"asked": self._asked, "policy_version": self._version}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Count on from a saved state."""
+        self._asked, self._version = int(state_dict["asked"]), int(state_dict["policy_version"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(backend={self._backend!r}, stats={self.stats()})"
+
+    # The end ----------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float | None = None, raise_on_error: bool = True) -> None:
+        """End the evaluation that runs after its step, drop it, and close the environment. May be called again.
+
+        Args:
+            timeout: seconds that it may take; None: 10. A process that takes longer is killed, with a warning. A
+                thread that is stuck in a step is left behind; it does not keep the interpreter from exiting.
+            raise_on_error: if False, errors of earlier evaluations, and that of a thread left behind, are dropped.
+
+        Raises:
+            TimeoutError: the thread is left behind; the message says what it does.
+            Exception: what went wrong in an earlier evaluation, if no call has told yet.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        limit = _SHUTDOWN_S if timeout is None else timeout
+        desk = self._desk
+        ended = desk.stop(limit)
+        if desk.end != "ended":
+            warnings.warn(
+                f"shutdown: the Evaluator's process (pid {desk.side and desk.side.pid}) did not end within {limit:g} s "
+                f"and was {desk.end}, while it was busy with {desk.doing()}.",
+                UserWarning,
+                stacklevel=2,
+            )
+        if not raise_on_error or desk.inside:
+            return
+        desk.raise_error()
+        if not ended:
+            raise TimeoutError(
+                f"shutdown: waited {limit:g} s for {desk.doing()} to end. The Evaluator's thread is left behind, and "
+                "ends when that returns. Look there for what it waits for."
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown(raise_on_error=error is None)
+
+
+def _named(prefix: str, result: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}/{name}" if prefix else name: value for name, value in result.items()}
+
+
+def _call_with(on_result: Callable[[dict[str, Any]], Any], prefix: str, result: dict[str, Any]) -> None:
+    on_result(_named(prefix, result))

@@ -1,0 +1,1 @@
+"""Collectors in processes of their own: what a worker does, how it is watched, and how its batches arrive."""

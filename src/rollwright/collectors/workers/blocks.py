@@ -1,0 +1,305 @@
+"""Blocks: the memory of batches that workers write and the consumer reads, in one segment.
+
+The collector owns it. It gives a worker the place of a free block with each rollout, the worker writes its part, and
+the consumer is lent the whole as tensors. A block is free again when the last of them is gone; nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+from numpy.typing import NDArray
+
+from rollwright._keys import NestedKey
+from rollwright._processes.segment import Segment
+from rollwright.data.memory import MemoryPool, in_numpy
+
+__all__ = ["BatchForm", "Block", "BlockLayout", "BlockMemory", "BlockStore", "Join"]
+
+Join = Literal["stack", "first", "time", "alone"]
+_ALIGNMENT = 64
+
+
+class BatchForm(NamedTuple):
+    """What a rollout holds.
+
+    Attributes:
+        fields: key, shape of a frame's entry ``[*env, ...]``, dtype.
+        env: the environment's batch size.
+        steps: T.
+    """
+
+    fields: tuple[tuple[NestedKey, tuple[int, ...], torch.dtype], ...]
+    env: tuple[int, ...]
+    steps: int
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How the rollouts of several workers lie in one block.
+
+    Attributes:
+        form: of each rollout, but for its steps.
+        steps: T of each worker.
+        join: ``"stack"``: ``[W, *env, T]``; ``"first"``: along the first dimension; ``"time"``: along the last one;
+            ``"alone"``: one worker's ``[*env, T]``.
+
+    Example:
+        >>> form = BatchForm((("obs", (4,), torch.float32),), (), 5)
+        >>> layout = BlockLayout(form, (5, 5), "stack")
+        >>> layout.batch_size, layout.num_bytes
+        (torch.Size([2, 5]), 192)
+    """
+
+    form: BatchForm
+    steps: tuple[int, ...]
+    join: Join
+
+    @cached_property
+    def batch_size(self) -> torch.Size:
+        """Of the block."""
+        return torch.Size(self._joined(()))
+
+    def _joined(self, rest: tuple[int, ...]) -> tuple[int, ...]:
+        env, steps = self.form.env, self.steps
+        if self.join == "stack":
+            return (len(steps), *env, steps[0], *rest)
+        if self.join == "first" and env:
+            return (len(steps) * env[0], *env[1:], steps[0], *rest)
+        return (*env, sum(steps), *rest)
+
+    def _part(self, tensor: torch.Tensor, part: int) -> torch.Tensor:
+        """What one worker writes of an entry of the block."""
+        env, steps = self.form.env, self.steps
+        if self.join == "stack":
+            return tensor[part]
+        if self.join == "first" and env:
+            return tensor.narrow(0, part * env[0], env[0])
+        return tensor.narrow(len(env), sum(steps[:part]), steps[part])
+
+    @cached_property
+    def _places(self) -> list[tuple[NestedKey, tuple[int, ...], torch.dtype, int]]:
+        places, end, ndim = [], 0, len(self.form.env)
+        for key, shape, dtype in self.form.fields:
+            joined = self._joined(shape[ndim:])
+            places.append((key, joined, dtype, end))
+            end += -(-math.prod(joined) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        object.__setattr__(self, "_end", end)
+        return places
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Of a block."""
+        return (self._places and int(self._end)) or 0  # type: ignore[attr-defined]
+
+    def tensors(self, memory: memoryview) -> dict[NestedKey, torch.Tensor]:
+        """The entries of a block; they keep ``memory`` alive."""
+        found = {}
+        for key, shape, dtype, start in self._places:
+            count = math.prod(shape)
+            if count:
+                found[key] = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
+            else:
+                found[key] = torch.empty(shape, dtype=dtype)
+        return found
+
+    def part_of(self, memory: memoryview, part: int) -> dict[NestedKey, torch.Tensor]:
+        """What one worker writes of a block."""
+        return {key: self._part(tensor, part) for key, tensor in self.tensors(memory).items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"form": self.form, "steps": self.steps, "join": self.join}
+
+
+class Loan:
+    """Memory that is lent out: as long as anything made of it lives, it is lent."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._given: weakref.ref[memoryview] | None = None
+
+    def lend(self) -> memoryview:
+        """A view that stands for the loan."""
+        given = self._memory[:]
+        self._given = weakref.ref(given)
+        return given
+
+    @property
+    def lent(self) -> bool:
+        """Whether something still reads the memory."""
+        return self._given is not None and self._given() is not None
+
+
+# The collector's side -----------------------------------------------------------------------------------
+
+
+class Block:
+    """A block of the store.
+
+    Attributes:
+        layout: how it is divided.
+        offset: in the segment.
+        runs: rollouts that are written to it, or lie in it undelivered.
+        kept: whether someone in a worker goes on reading it.
+    """
+
+    def __init__(self, segment: Segment, layout: BlockLayout, offset: int) -> None:
+        self.layout, self.offset = layout, offset
+        self.runs: set[int] = set()
+        self.kept = False
+        segment.grow(offset + layout.num_bytes)
+        self._loan = Loan(segment.map(offset, max(1, layout.num_bytes)))
+
+    @property
+    def lent(self) -> bool:
+        """Whether the consumer holds tensors of it."""
+        return self._loan.lent
+
+    @property
+    def free(self) -> bool:
+        """Whether it may be written."""
+        return not (self.runs or self.kept or self._loan.lent)
+
+    def lend(self) -> dict[NestedKey, torch.Tensor]:
+        """Its entries, for the consumer."""
+        return self.layout.tensors(self._loan.lend())
+
+
+class BlockStore:
+    """Hands out blocks of a segment, and takes those back that nobody reads any more.
+
+    Args:
+        segment: the memory.
+        most: blocks of one layout that may be lent out at a time.
+    """
+
+    def __init__(self, segment: Segment, most: int) -> None:
+        self.segment, self.most = segment, most
+        self._blocks: list[Block] = []
+        self._end = 0
+        self._gaps: list[tuple[int, int]] = []
+
+    def take(self, layout: BlockLayout) -> Block:
+        """A block that nobody reads or writes."""
+        self._drop_others(layout)
+        for block in self._blocks:
+            if block.layout == layout and block.free:
+                return block
+        block = Block(self.segment, layout, self._room(layout.num_bytes))
+        self._blocks.append(block)
+        return block
+
+    def _drop_others(self, layout: BlockLayout) -> None:
+        """Let free blocks go whose form is no longer collected."""
+        for block in list(self._blocks):
+            if (
+                block.free
+                and block.layout != layout
+                and block.layout.join == layout.join
+                and self._is_alike(block, layout)
+            ):
+                self._blocks.remove(block)
+                self._gaps.append((block.offset, block.layout.num_bytes))
+
+    @staticmethod
+    def _is_alike(block: Block, layout: BlockLayout) -> bool:
+        return block.layout.form.env == layout.form.env and block.layout.steps == layout.steps
+
+    def _room(self, num_bytes: int) -> int:
+        for i, (start, size) in enumerate(self._gaps):
+            if size >= num_bytes:
+                del self._gaps[i]
+                return start
+        start = self._end
+        self._end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return start
+
+    @property
+    def num_lent(self) -> int:
+        """Blocks that the consumer holds."""
+        return sum(block.lent for block in self._blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all blocks."""
+        return self._end
+
+
+# The worker's side -------------------------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """A worker's part of one entry of a block; it stands in for a slab of a pool."""
+
+    memory: torch.Tensor
+
+    @property
+    def in_numpy(self) -> bool:
+        """See :class:`~rollwright.data.memory.Slab`."""
+        return in_numpy(self.memory.dtype)
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The memory for the collector to write."""
+        array: NDArray[Any] = self.memory.numpy()
+        return array
+
+    def lend(self) -> torch.Tensor:
+        """The memory as a tensor ``[*env, T, ...]``."""
+        return self.memory
+
+
+class BlockMemory(MemoryPool):
+    """Lends a worker's collector the block that its batch is to lie in.
+
+    Args:
+        segment: the memory.
+        ask: for a block of another form than the last one's; returns layout, offset and part.
+    """
+
+    def __init__(self, segment: Segment, ask: Callable[[BatchForm], tuple[BlockLayout, int, int]]) -> None:
+        super().__init__()
+        self._segment, self._ask = segment, ask
+        self._form: BatchForm | None = None
+        self._layout: BlockLayout | None = None
+        self._part = 0
+        self._mapped: dict[int, Loan] = {}
+        self._offset: int | None = None
+        self._loan: Loan | None = None
+        self.windows: dict[NestedKey, torch.Tensor] = {}
+
+    def begin(self, offset: int | None) -> None:
+        """Begin a rollout, for which the block at ``offset`` is free; None: there is none yet."""
+        self._offset, self.windows, self._loan = offset, {}, None
+
+    def reserve(self, fields: Mapping[NestedKey, Any], env: tuple[int, ...], steps: int) -> None:
+        """See :class:`~rollwright.data.memory.MemoryPool`."""
+        if self._loan is not None or any(field.device.type != "cpu" for field in fields.values()):
+            return  # a second block in one rollout, of another form: it travels as a whole
+        form = BatchForm(tuple((key, tuple(f.shape), f.dtype) for key, f in fields.items()), tuple(env), steps)
+        if form != self._form or self._offset is None or self._layout is None:
+            self._layout, self._offset, self._part = self._ask(form)
+            self._form = form
+            self._mapped = {}
+        offset, layout = self._offset, self._layout
+        if offset not in self._mapped:
+            self._mapped[offset] = Loan(self._segment.map(offset, max(1, layout.num_bytes)))
+        self._loan = self._mapped[offset]
+        self.windows = layout.part_of(self._loan.lend(), self._part)
+
+    def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """See :class:`~rollwright.data.memory.MemoryPool`."""
+        window = self.windows.get(place)  # type: ignore[call-overload]
+        return Window(window) if window is not None else super().take(place, shape, dtype)
+
+    def end(self) -> bool:
+        """End the rollout; whether something still reads its block."""
+        self.windows = {}
+        loan, self._loan = self._loan, None
+        return loan is not None and loan.lent

@@ -1,0 +1,125 @@
+"""From what workers have collected to the TensorDict that is delivered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+from rollwright._keys import NestedKey, place
+from rollwright.collectors.workers.blocks import Block, Join
+from rollwright.collectors.workers.messages import Collected
+from rollwright.data.compact import is_table, join_tables
+
+__all__ = ["Result", "batch_of", "joined"]
+
+
+@dataclass
+class Result:
+    """A rollout that has arrived.
+
+    Attributes:
+        worker: index.
+        found: what the worker said.
+        block: where its batch lies, if it lies in one.
+        part: which part of the block is this worker's.
+        rest: what does not lie there, opened.
+        device: of the batch; None: no common one.
+    """
+
+    worker: int
+    found: Collected
+    block: Block | None
+    part: int
+    rest: Any
+    device: torch.device | None
+
+
+def batch_of(result: Result) -> Any:
+    """What one worker has collected: a batch ``[*env, T]`` over its memory, or a list of trajectories."""
+    if not result.found.in_block:
+        return result.rest
+    block = cast(Block, result.block)
+    tensors = {key: block.layout._part(tensor, result.part) for key, tensor in block.lend().items()}
+    form = block.layout.form
+    size = torch.Size([*form.env, block.layout.steps[result.part]])
+    return _built(tensors, size, result.found, result.rest or {}, result.device)
+
+
+def joined(results: Sequence[Result], join: Join) -> TensorDictBase:
+    """What all workers have collected, in one batch: over the memory that they wrote, where they wrote to one block."""
+    blocks = {id(result.block) if result.found.in_block else id(result) for result in results}
+    extras = _joined_extras(results, join) if len(blocks) == 1 and results[0].found.in_block else None
+    if extras is None:
+        return _stacked([batch_of(result) for result in results], join)
+    block = cast(Block, results[0].block)
+    return _built(block.lend(), block.layout.batch_size, results[0].found, extras, results[0].device)
+
+
+def _built(
+    tensors: Mapping[NestedKey, torch.Tensor],
+    size: torch.Size,
+    found: Collected,
+    extras: Mapping[NestedKey, Any],
+    device: torch.device | None,
+) -> TensorDict:
+    nested: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        if key not in found.lacking:
+            place(nested, key, tensor)
+    names: Any = [*[None] * (len(size) - 1), "time"]
+    batch = TensorDict(nested, batch_size=size, device=device, names=names)
+    for key, value in extras.items():
+        batch.set(key, value)
+    for key, rest in found.nesting.items():
+        batch.get(key).batch_size = torch.Size([*size, *rest])
+    return batch
+
+
+def _joined_extras(results: Sequence[Result], join: Join) -> dict[NestedKey, Any] | None:
+    """Entries beside the block of all workers; None where they do not fit together, or blocks lack different entries."""
+    first = results[0]
+    rests = [result.rest or {} for result in results]
+    same = all(
+        rest.keys() == rests[0].keys()
+        and set(result.found.lacking) == set(first.found.lacking)
+        and result.found.nesting == first.found.nesting
+        for rest, result in zip(rests, results, strict=True)
+    )
+    if not same:
+        return None
+    if not rests[0]:
+        return {}
+    tables = [{key: value for key, value in rest.items() if is_table(key)} for rest in rests]
+    plain = [{key: value for key, value in rest.items() if not is_table(key)} for rest in rests]
+    if not all(type(value) is torch.Tensor for rest in plain for value in rest.values()):
+        return None
+    env = len(cast(Block, first.block).layout.form.env)
+    if tables[0]:
+        plain = [{**rest, **table} for rest, table in zip(plain, join_tables(plain, tables), strict=True)]
+    found: dict[NestedKey, Any] = {}
+    for key, value in plain[0].items():
+        values = [rest[key] for rest in plain]
+        if is_table(key):
+            found[key] = value
+        elif any(other.shape[:env] != value.shape[:env] or other.dtype != value.dtype for other in values):
+            return None
+        else:
+            found[key] = torch.stack(values) if join == "stack" else torch.cat(values, 0 if join == "first" else env)
+    return found
+
+
+def _stacked(batches: Sequence[TensorDictBase], join: Join) -> TensorDictBase:
+    """Join by copying; lazily where shapes differ."""
+    ndim = batches[0].ndim
+    stacked: Any
+    if join == "stack":
+        stacked = LazyStackedTensorDict.maybe_dense_stack(list(batches), 0)
+    else:
+        stacked = torch.cat(cast(Any, list(batches)), 0 if join == "first" else ndim - 1)
+        ndim -= 1
+    stacked.names = [*[None] * ndim, "time"]
+    return cast(TensorDictBase, stacked)

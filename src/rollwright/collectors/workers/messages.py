@@ -1,0 +1,202 @@
+"""What a collector and its workers say to each other.
+
+A collector asks for rollouts, one message each (:class:`Collect`), and a worker answers each with what came of it
+(:class:`Collected` or :class:`Failed`). Everything else can be said at any time, and takes no rollout away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rollwright._processes.failures import Failure
+from rollwright.collectors.workers.blocks import BatchForm, BlockLayout
+
+__all__ = [
+    "Call",
+    "Collect",
+    "Collected",
+    "Failed",
+    "Grant",
+    "Interrupt",
+    "Need",
+    "Pause",
+    "Paused",
+    "Raised",
+    "Ready",
+    "Resume",
+    "Returned",
+    "Stop",
+]
+
+
+# To a worker ----------------------------------------------------------------------------------------
+
+
+class Collect(NamedTuple):
+    """Take a rollout.
+
+    Attributes:
+        run: its number.
+        offset: of the block to write it to, laid out as the last one; None: ask for one.
+    """
+
+    run: int
+    offset: int | None
+
+
+class Grant(NamedTuple):
+    """Memory for the rollout under way, as was asked for (:class:`Need`).
+
+    Attributes:
+        run: number of the rollout.
+        layout: of the block.
+        offset: of the block in the segment.
+        part: which part of the block is the worker's.
+    """
+
+    run: int
+    layout: BlockLayout
+    offset: int
+    part: int
+
+
+class Interrupt(NamedTuple):
+    """End a rollout after the step under way, if it has not ended."""
+
+    run: int
+
+
+class Call(NamedTuple):
+    """Call what a path leads to, from the worker's collector.
+
+    Attributes:
+        serial: number of the call.
+        path: such as ``"env.set_seed"``.
+        arguments: positional and named ones, in a :class:`~rollwright._processes.channel.ByValue`; None: do not call,
+            return what the path leads to.
+        between_batches: wait for the end of the rollout under way; otherwise for the end of a step.
+        cut: end the rollout under way for it.
+    """
+
+    serial: int
+    path: str
+    arguments: Any
+    between_batches: bool
+    cut: bool
+
+
+class Pause(NamedTuple):
+    """Rest before the next step, until :class:`Resume`."""
+
+    serial: int
+
+
+class Resume(NamedTuple):
+    """Go on after :class:`Pause`."""
+
+
+class Stop(NamedTuple):
+    """End: the rollout under way is cut, and, with a replay buffer, written.
+
+    Attributes:
+        close_env: close the environment.
+    """
+
+    close_env: bool
+
+
+# From a worker --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The worker is there.
+
+    Attributes:
+        num_envs: environments that it steps together.
+        batch_size: of the environment.
+        frames_per_batch: of a rollout, rounded up.
+        random_frames: first frames with random actions, rounded up.
+        device: where its batches lie; None: no common device.
+        threads: that torch uses there.
+        description: of its collector, for ``repr``.
+        how: what runs environment and policy.
+        warnings: category and text of each that its construction gave, in a
+            :class:`~rollwright._processes.channel.ByValue`; but for those on rounding.
+    """
+
+    num_envs: int
+    batch_size: tuple[int, ...]
+    frames_per_batch: int
+    random_frames: int
+    device: str | None
+    threads: int
+    description: str
+    how: dict[str, str]
+    warnings: Any
+
+
+class Need(NamedTuple):
+    """Memory for the rollout under way is needed, in another form than that of the last block."""
+
+    run: int
+    form: BatchForm
+
+
+class Collected(NamedTuple):
+    """A rollout was taken.
+
+    Attributes:
+        run: its number.
+        frames: that were stepped.
+        steps: of each environment.
+        in_block: whether a batch lies in the block of the rollout.
+        rest: what does not lie in the block, packed (see :mod:`~rollwright.collectors.workers.parcels`): the entries
+            beside, or the whole batch, or a list of trajectories; None: nothing.
+        lacking: entries of the block that the batch does not have.
+        nesting: longer batch sizes of nested entries, by key.
+        held: whether something in the worker still reads the block.
+        oldest_version: of the weights that acted.
+        newest_version: likewise.
+        dropped_frames: thrown away because they were too stale, see ``max_policy_lag``.
+    """
+
+    run: int
+    frames: int
+    steps: int
+    in_block: bool
+    rest: Any
+    lacking: tuple[Any, ...]
+    nesting: dict[Any, tuple[int, ...]]
+    held: bool
+    oldest_version: int
+    newest_version: int
+    dropped_frames: int
+
+
+class Failed(NamedTuple):
+    """A rollout raised."""
+
+    run: int
+    failure: Failure
+
+
+class Returned(NamedTuple):
+    """What a call returned, in a :class:`~rollwright._processes.channel.ByValue`."""
+
+    serial: int
+    value: Any
+
+
+class Raised(NamedTuple):
+    """A call raised."""
+
+    serial: int
+    failure: Failure
+
+
+class Paused(NamedTuple):
+    """The worker rests."""
+
+    serial: int

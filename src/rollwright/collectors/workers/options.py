@@ -1,0 +1,265 @@
+"""The options of collectors with workers, beside those of each worker's collector: declared and checked here, once."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from inspect import Parameter
+from numbers import Integral, Real
+from typing import Any, Literal
+
+from rollwright._processes.starting import check_start_method
+from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.workers.blocks import Join
+from rollwright.envs.base import EnvBase
+
+__all__ = ["WorkerOptions", "factories_of", "options_of_workers"]
+
+_JOINS: dict[Any, Join] = {"stack": "stack", 0: "first", -1: "time"}
+_BY_WORKER = (
+    "frames_per_batch",
+    "policy_factory",
+    "device",
+    "policy_device",
+    "env_device",
+    "storing_device",
+    "create_env_kwargs",
+)
+_LISTS = (list, tuple)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """What a collector with workers is told besides the options of :class:`~rollwright.collectors.CollectorOptions`.
+
+    Attributes:
+        num_workers: how many; None: as many as there are functions in ``create_env_fn``.
+        sync: whether a batch is of all workers, each from the same version of the weights; if False, batches are of one
+            worker each, in the order in which they are finished.
+        cat_results: how a synchronous batch is put together: ``"stack"``: ``[W, *env, T]``; ``0``: along the first
+            dimension; ``-1``: along time. It lies so in memory from the beginning: nothing is copied.
+        preemptive_threshold: share of the workers, in [0, 1], that a synchronous batch waits for; the others end their
+            rollouts after the step under way (at least one is taken). 1.0 or None: all.
+        num_threads: that torch uses in this process; None: it stays as it is.
+        num_sub_threads: that torch uses in each worker; None: the cores that this process may use, shared out.
+        update_at_each_batch: call ``update_policy_weights_()`` before each batch.
+        start_method: of the processes: ``"forkserver"`` (None; a server that has imported torch, and not the program's
+            main module, forks them), ``"spawn"`` or ``"fork"``.
+        init_fn: called without arguments in each worker before anything else.
+        on_worker_failure: ``"raise"``: a worker that raises or dies is an error at the next call. ``"restart"``:
+            another takes its place, with new trajectory ids.
+        max_restarts: how often one worker is replaced before it is an error.
+        restart_delay: seconds before the first replacement of a worker; twice as long before each further one.
+        env_step_timeout: seconds that one step may take before its worker counts as failed; None: no limit.
+        max_policy_lag: versions of the weights that may be published while a rollout is taken, counted from the one
+            that its first step acted with; None: any number.
+        policy_lag: what is done where it would be more: ``"wait"``: ``update_policy_weights_()`` waits until the
+            workers are as far; ``"drop"``: the worker throws the rollout away, counts it in ``stats()``, and takes
+            another.
+        max_batches_held: batches (of one worker, where ``sync=False``) that the consumer may hold as views of shared
+            memory; beyond that it gets copies.
+        weight_sync_schemes: how weights travel, by model.
+        weight_updater: an updater of one's own.
+        shutdown_timeout: seconds that workers have to end by themselves.
+    """
+
+    num_workers: int | None = None
+    sync: bool | None = None
+    cat_results: Literal["stack"] | int | None = None
+    preemptive_threshold: float | None = None
+    num_threads: int | None = None
+    num_sub_threads: int | None = None
+    update_at_each_batch: bool = False
+    start_method: str | None = None
+    init_fn: Callable[[], Any] | None = None
+    on_worker_failure: Literal["raise", "restart"] = "raise"
+    max_restarts: int = 3
+    restart_delay: float = 0.1
+    env_step_timeout: float | None = None
+    max_policy_lag: int | None = None
+    policy_lag: Literal["wait", "drop"] = "wait"
+    max_batches_held: int = 8
+    weight_sync_schemes: Mapping[str, Any] | None = None
+    weight_updater: Any = None
+    shutdown_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_workers", 1),
+            ("num_threads", 1),
+            ("num_sub_threads", 1),
+            ("max_restarts", 0),
+            ("max_policy_lag", 0),
+            ("max_batches_held", 1),
+        ):
+            _check_count(name, getattr(self, name), least)
+        for name in ("restart_delay", "shutdown_timeout", "env_step_timeout"):
+            _check_seconds(name, getattr(self, name), optional=name == "env_step_timeout")
+        if self.sync is not None and not isinstance(self.sync, bool):
+            raise TypeError(f"sync: expected True or False, got {type(self.sync).__name__}: {self.sync!r}.")
+        if not isinstance(self.update_at_each_batch, bool):
+            raise TypeError(f"update_at_each_batch: expected True or False, got {self.update_at_each_batch!r}.")
+        for name, known in (("on_worker_failure", ("raise", "restart")), ("policy_lag", ("wait", "drop"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: expected {known[0]!r} or {known[1]!r}, got {getattr(self, name)!r}.")
+        if self.init_fn is not None and not callable(self.init_fn):
+            raise TypeError(f"init_fn: expected a callable, got {type(self.init_fn).__name__}: {self.init_fn!r}.")
+        if self.weight_sync_schemes is not None and not isinstance(self.weight_sync_schemes, Mapping):
+            raise TypeError(f"weight_sync_schemes: expected schemes by model, got {self.weight_sync_schemes!r}.")
+        check_start_method("start_method", self.start_method)
+        self._check_batches()
+
+    def _check_batches(self) -> None:
+        if self.cat_results is not None and (isinstance(self.cat_results, bool) or self.cat_results not in _JOINS):
+            raise ValueError(f"cat_results: expected 'stack', 0 or -1, got {self.cat_results!r}.")
+        threshold = self.preemptive_threshold
+        if threshold is not None and (
+            not isinstance(threshold, Real) or isinstance(threshold, bool) or not 0 <= float(threshold) <= 1
+        ):
+            raise ValueError(f"preemptive_threshold: expected a number in [0, 1], got {threshold!r}.")
+        if not self.sync:
+            for name in ("cat_results", "preemptive_threshold"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} says how a batch of all workers is made, and with sync=False "
+                        "each is of one worker. Drop it, or pass sync=True."
+                    )
+
+    @property
+    def join(self) -> Join:
+        """How batches are put together."""
+        if not self.sync:
+            return "alone"
+        return _JOINS["stack" if self.cat_results is None else self.cat_results]
+
+    @property
+    def threshold(self) -> float:
+        """Share of the workers to wait for."""
+        return 1.0 if self.preemptive_threshold is None else float(self.preemptive_threshold)
+
+    def threads_of(self, num_workers: int) -> int:
+        """Threads of each worker."""
+        if self.num_sub_threads is not None:
+            return self.num_sub_threads
+        return max(1, len(os.sched_getaffinity(0)) // num_workers)
+
+    @classmethod
+    def split(cls, options: Mapping[str, Any], owner: str) -> tuple[WorkerOptions, dict[str, Any]]:
+        """Those options that are of workers, and the others.
+
+        Raises:
+            TypeError: for an unknown name, with the nearest known one.
+        """
+        mine = [field.name for field in fields(cls)]
+        known = [*mine, *(field.name for field in fields(CollectorOptions))]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f" Did you mean {near[0]!r}?" if near else f" It has {', '.join(known)}."
+                raise TypeError(f"{owner} has no option {name!r}.{hint}")
+        own = cls(**{name: value for name, value in options.items() if name in mine})
+        return own, {name: value for name, value in options.items() if name not in mine}
+
+    @classmethod
+    def parameters(cls) -> list[Parameter]:
+        """The options as keyword-only parameters."""
+        return [
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+            for field in fields(cls)
+        ]
+
+
+def factories_of(create_env_fn: Any, num_workers: int | None, owner: str) -> list[Any]:
+    """The function that makes the environment of each worker.
+
+    Raises:
+        TypeError: one is no function.
+        ValueError: there are more or fewer than workers.
+    """
+    given = list(create_env_fn) if isinstance(create_env_fn, Sequence) else None
+    if given is None:
+        if num_workers is None:
+            raise ValueError(
+                f"num_workers: {owner} got one create_env_fn and no number of workers. Pass num_workers=, or a list "
+                "with a function for each worker."
+            )
+        given = [create_env_fn] * num_workers
+    elif not given:
+        raise ValueError("create_env_fn: expected at least one function, got an empty list.")
+    elif num_workers is not None and num_workers != len(given):
+        raise ValueError(
+            f"create_env_fn: expected one function for each of the {num_workers} workers, got {len(given)}. Change "
+            "num_workers, or pass a single function for all."
+        )
+    for maker in given:
+        if isinstance(maker, EnvBase) or not callable(maker):
+            raise TypeError(
+                f"create_env_fn: expected functions that make an environment in a worker, got {type(maker).__name__}: "
+                f"{maker!r}. Pass for example [lambda: GymEnv('CartPole-v1')] * 2."
+            )
+    return given
+
+
+def options_of_workers(given: Mapping[str, Any], num_workers: int, own: WorkerOptions) -> list[CollectorOptions]:
+    """The options of each worker's collector: lists are shared out, counts are divided.
+
+    Raises:
+        TypeError, ValueError: an option is wrong, or needs one process.
+    """
+    whole = dict(given)
+    for name in _BY_WORKER:
+        value = whole.get(name)
+        if isinstance(value, _LISTS) and len(value) != num_workers:
+            raise ValueError(
+                f"{name}: expected one for each of the {num_workers} workers, got {len(value)}. Pass a single one "
+                "for all."
+            )
+    if whole.get("interruptor") is not None:
+        raise ValueError(
+            "interruptor ends rollouts of this process, and the workers are others. Pass preemptive_threshold=."
+        )
+    if whole.get("worker_idx") is not None:
+        raise ValueError("worker_idx is given to the workers by their collector. Drop it.")
+    checked = CollectorOptions(
+        **{k: v[0] if k in _BY_WORKER and isinstance(v, _LISTS) else v for k, v in whole.items()}
+    )
+    split = own.sync and bool(whole.get("split_trajs"))
+    whole.update(total_frames=-1, return_same_td=False)
+    if checked.init_random_frames is not None and checked.init_random_frames > 0:
+        whole["init_random_frames"] = -(-checked.init_random_frames // num_workers)
+    if split:  # after rollouts are joined
+        whole.update(split_trajs=False, postproc=None)
+    if checked.trajs_per_batch is not None and checked.replay_buffer is None:
+        whole.update(trajs_per_batch=1, traj_format="cat")
+    frames = whole.get("frames_per_batch", checked.frames_per_batch)
+    if own.sync and not isinstance(frames, _LISTS):
+        whole["frames_per_batch"] = math.ceil(checked.frames_per_batch / num_workers)
+    return [
+        replace(
+            checked,
+            **{k: v[i] if k in _BY_WORKER and isinstance(v, _LISTS) else v for k, v in whole.items()},
+            worker_idx=i,
+        )
+        for i in range(num_workers)
+    ]
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if value is None and name not in ("max_restarts", "max_batches_held"):
+        return
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an integer of at least {least}, got {type(value).__name__}: {value!r}.")
+    if value < least:
+        raise ValueError(f"{name}: expected an integer of at least {least}, got {value}.")
+
+
+def _check_seconds(name: str, value: Any, *, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number of seconds, got {type(value).__name__}: {value!r}.")
+    if not 0 <= float(value) < math.inf or (optional and not value):
+        raise ValueError(f"{name}: expected {'more than ' if optional else ''}0 s or more, got {value!r}.")

@@ -1,0 +1,74 @@
+"""Restarts: whether a worker that failed is replaced, how often, and when."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+from rollwright.errors import WorkerError
+
+__all__ = ["Restarts"]
+
+_LONGEST_S = 60.0
+
+
+class Restarts:
+    """Keeps account of replacements. The k-th of one worker comes after ``delay_s * 2**(k - 1)`` seconds.
+
+    Args:
+        wanted: whether workers are replaced.
+        most: how often each.
+        delay_s: before the first.
+
+    Example:
+        >>> restarts = Restarts(wanted=False)
+        >>> restarts.plan(0, WorkerError("worker 0 was killed"))
+        False
+    """
+
+    def __init__(self, *, wanted: bool, most: int = 3, delay_s: float = 0.1) -> None:
+        self.wanted, self._most, self._delay_s = wanted, most, delay_s
+        self.counts: dict[int, int] = {}
+        self._errors: dict[int, WorkerError] = {}
+        self._at: dict[int, float] = {}
+
+    def plan(self, worker: int, error: WorkerError) -> bool:
+        """Note a failure; whether another worker will come in place of this one."""
+        self._errors[worker] = error
+        done = self.counts.get(worker, 0)
+        if not self.wanted or done >= self._most:
+            return False
+        self.counts[worker] = done + 1
+        delay = min(_LONGEST_S, self._delay_s * 2**done)
+        self._at[worker] = time.monotonic() + delay
+        warnings.warn(
+            f"{error} It is replaced in {delay:.3g} s (number {done + 1} of {self._most} at most); its unfinished "
+            "trajectories end here, and others begin under new ids.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return True
+
+    def verdict(self, worker: int, error: WorkerError) -> WorkerError:
+        """What is raised of a worker that is not replaced."""
+        if not self.wanted:
+            return error
+        told = WorkerError(f"{error} It was replaced {self._most} times before (max_restarts), and is not any more.")
+        told.worker, told.remote_type, told.__cause__ = worker, error.remote_type, error
+        return told
+
+    def last_error(self, worker: int) -> WorkerError:
+        """Why a worker was replaced last."""
+        return self._errors[worker]
+
+    def due(self) -> list[int]:
+        """Workers to start now; each is named once."""
+        now = time.monotonic()
+        found = [worker for worker, at in self._at.items() if at <= now]
+        for worker in found:
+            del self._at[worker]
+        return found
+
+    def next_in(self) -> float:
+        """Seconds until one is due."""
+        return max(0.0, min(self._at.values(), default=float("inf")) - time.monotonic())

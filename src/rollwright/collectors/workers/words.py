@@ -1,0 +1,100 @@
+"""Words: numbers about one worker that it and its collector read and write in shared memory, without a message."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+from rollwright._processes.segment import Segment
+
+__all__ = ["State", "Time", "Word", "Words"]
+
+
+class Word(IntEnum):
+    """Places of the whole numbers.
+
+    Those of the collector: ``ATTENTION`` (grows with each message that does not wait for the end of a rollout),
+    ``PUBLISHED`` (version of the newest weights). Those of the worker: the rest.
+    """
+
+    ATTENTION = 0
+    PUBLISHED = 1
+    STATE = 2
+    BEAT = 3  # steps taken, whatever becomes of them: grows as long as the worker is not stuck
+    FRAMES = 4
+    BATCHES = 5
+    EPISODES = 6
+    VERSION = 7  # of the weights that act
+    OLDEST = 8  # version that acted first in the rollout under way; -1: there is none
+    NUM_IDS = 9  # trajectory ids taken
+    FRAMES_DROPPED = 10
+
+
+class Time(IntEnum):
+    """Places of the fractional numbers."""
+
+    POLICY_S = 0
+    ENV_S = 1
+    WRITE_S = 2
+    WAIT_S = 3
+    WEIGHTS_S = 4
+    TOTAL_S = 5
+    MEAN_RETURN = 6
+    MEAN_LENGTH = 7
+    LAST_RETURN = 8
+    WINDOW = 9  # episodes that the means are taken over
+
+
+class State(IntEnum):
+    """What a worker does."""
+
+    STARTING = 0
+    WAITING = 1
+    COLLECTING = 2
+    PAUSED = 3
+    CALLED = 4
+    TAKING_WEIGHTS = 5
+    STOPPING = 6
+    ENDED = 7
+
+
+_PAGE = 512
+
+
+class Words:
+    """The numbers of one worker.
+
+    Args:
+        segment: of all workers.
+        worker: index.
+
+    Example:
+        >>> words = Words(Segment(), 0)
+        >>> words.whole[Word.FRAMES] += 20
+        >>> words.whole[Word.FRAMES]
+        20
+    """
+
+    def __init__(self, segment: Segment, worker: int) -> None:
+        start = worker * _PAGE
+        segment.grow(start + _PAGE)
+        memory = segment.map(start, _PAGE)
+        self.whole: Any = memory[: _PAGE // 2].cast("q")
+        self.parts: Any = memory[_PAGE // 2 : _PAGE].cast("d")
+
+    def call_attention(self) -> None:
+        """Make the worker read its messages after the step under way."""
+        self.whole[Word.ATTENTION] += 1
+
+    @property
+    def state(self) -> State:
+        """What the worker does."""
+        return State(self.whole[Word.STATE])
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.whole[Word.STATE] = state
+
+    def seconds(self) -> dict[str, float]:
+        """Time by stage."""
+        return {time.name[:-2].lower(): self.parts[time] for time in Time if time.name.endswith("_S")}

@@ -1,0 +1,243 @@
+"""Worker: a collector in a process of its own, which takes rollouts when it is told to."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollwright._processes.channel import ByValue, Channel
+from rollwright._processes.failures import Failure
+from rollwright._processes.segment import Segment
+from rollwright.collectors._paths import resolve
+from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.workers import messages as say
+from rollwright.collectors.workers.blocks import BatchForm, BlockLayout
+from rollwright.collectors.workers.core import WorkerCore
+from rollwright.collectors.workers.words import State, Word, Words
+from rollwright.weight_update._feed import WeightFeed
+
+__all__ = ["WorkerSpec", "serve"]
+
+_NAP_S = 1.0
+_GRANT_S = 60.0
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker is made of.
+
+    Attributes:
+        index: its number among its siblings.
+        num_workers: how many they are.
+        create_env_fn: makes the environment.
+        policy: acts, in a pickle; None: ``options.policy_factory`` makes it, or actions are random.
+        options: of its collector.
+        init_fn: called first, without arguments.
+        seed: of the global random generators.
+        words: of all workers.
+        blocks: memory of batches.
+        parcels: memory of what does not fit in there.
+        boards: where its weights are published.
+        max_policy_lag: versions that may have been published since the first of a batch acted; beyond it, the batch is
+            thrown away and taken again; None: no limit.
+    """
+
+    index: int
+    num_workers: int
+    create_env_fn: Any
+    policy: bytes | None
+    options: CollectorOptions
+    init_fn: Callable[[], Any] | None
+    seed: int
+    words: Segment
+    blocks: Segment
+    parcels: tuple[Segment, Segment]
+    boards: tuple[Any, ...]
+    max_policy_lag: int | None
+
+
+def serve(channel: Channel, spec: WorkerSpec) -> None:
+    """Be a worker until the collector says stop, or is gone."""
+    Worker(channel, spec).serve()
+
+
+class Worker:
+    """Takes rollouts one at a time, and attends to everything else between two steps."""
+
+    def __init__(self, channel: Channel, spec: WorkerSpec) -> None:
+        self._channel, self._spec = channel, spec
+        self._words = Words(spec.words, spec.index)
+        self._word = self._words.whole
+        self._seen = self._word[Word.ATTENTION]
+        self._words.state = State.STARTING
+        self._inbox: deque[Any] = deque()
+        self._run: int | None = None  # the rollout under way
+        self._cut = self._paused = False
+        self._stopping: say.Stop | None = None
+        _seed_all(spec.seed)
+        if spec.init_fn is not None:
+            spec.init_fn()
+        self._core = core = WorkerCore(spec, self._words, self._ask, lambda: self._stopping is not None)
+        self._feed = WeightFeed(spec.boards)
+        self._take_weights()
+        self._interrupted = core._interrupted
+        core._interrupted = self._checkpoint
+        channel.send(core.ready())
+
+    # The loop ---------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Do what is asked until the end."""
+        core = self._core
+        try:
+            while self._stopping is None:
+                self._words.state = State.WAITING
+                with core.spending("wait"):
+                    self._await_message()
+                self._seen = self._word[Word.ATTENTION]
+                self._handle(self._next_message(), between_batches=True)
+        finally:
+            self._words.state = State.STOPPING
+            core.end(close_env=self._stopping is None or self._stopping.close_env)
+            self._words.state = State.ENDED
+
+    def _await_message(self) -> None:
+        while not self._inbox:
+            if self._channel.poll(_NAP_S):
+                self._inbox.append(self._channel.recv(0.0))
+
+    def _next_message(self) -> Any:
+        """What was said first; rollouts come last."""
+        for message in self._inbox:
+            if not isinstance(message, say.Collect):
+                break
+        else:
+            message = self._inbox[0]
+        self._inbox.remove(message)
+        return message
+
+    def _handle(self, message: Any, *, between_batches: bool) -> bool:
+        """Do what a message asks; False if it has to wait for the end of the rollout."""
+        match message:
+            case say.Stop():
+                self._stopping, self._cut, self._paused = message, True, False
+            case say.Pause():
+                self._paused = True
+                self._words.state = State.PAUSED
+                self._channel.send(say.Paused(message.serial))
+            case say.Resume():
+                self._paused = False
+            case say.Interrupt():
+                self._cut = self._cut or message.run == self._run
+            case say.Call() if between_batches or not message.between_batches:
+                self._call(message)
+            case say.Call():
+                self._cut = self._cut or message.cut
+                return False
+            case say.Collect() if between_batches:
+                self._collect(message)
+            case _:
+                return False
+        return True
+
+    def _call(self, call: say.Call) -> None:
+        before, self._words.state = self._words.state, State.CALLED
+        try:
+            found = resolve(self._core, call.path)
+            if call.arguments is not None:
+                args, kwargs = call.arguments.value
+                found = found(*args, **kwargs)
+            answer: Any = say.Returned(call.serial, ByValue(found))
+            try:
+                self._channel.send(answer)
+            except (TypeError, AttributeError, ValueError, RuntimeError) as error:  # what pickling raises
+                raise TypeError(
+                    f"{call.path}: {type(found).__name__} cannot be sent between processes: {error}"
+                ) from error
+        except (EOFError, TimeoutError):
+            raise
+        except BaseException as error:
+            self._channel.send(say.Raised(call.serial, Failure.of(error)))
+        self._words.state = before
+
+    # A rollout --------------------------------------------------------------------------------
+
+    def _collect(self, order: say.Collect) -> None:
+        core = self._core
+        while self._paused and self._stopping is None:
+            self._attend()
+        if self._stopping is not None:
+            return
+        self._run, self._cut = order.run, False
+        self._words.state = State.COLLECTING
+        self._take_weights()
+        try:
+            try:
+                found = core.take_rollout(order)
+            finally:
+                self._run = None
+                self._word[Word.OLDEST] = -1
+        except BaseException as error:  # if it is that the collector is gone, send() says so again
+            self._channel.send(say.Failed(order.run, Failure.of(error)))
+        else:
+            self._channel.send(found)
+
+    def _checkpoint(self) -> bool:
+        """Between two steps: whether the rollout ends here."""
+        word = self._word
+        word[Word.BEAT] += 1
+        if word[Word.ATTENTION] != self._seen or self._feed.due:
+            self._attend()
+        return self._cut or self._interrupted()
+
+    def _attend(self) -> None:
+        """Take new weights, and do what can be done now; rest while that is asked."""
+        with self._core.spending("wait"):
+            self._take_weights()
+            while True:
+                self._seen = self._word[Word.ATTENTION]
+                while self._channel.poll():
+                    self._inbox.append(self._channel.recv(0.0))
+                if self._channel.partial:
+                    self._seen -= 1  # come again for the rest
+                self._inbox = deque(m for m in self._inbox if not self._handle(m, between_batches=False))
+                if not self._paused:
+                    break
+                self._channel.poll(_NAP_S)
+                self._take_weights()
+            if self._run is not None:
+                self._words.state = State.COLLECTING
+
+    def _take_weights(self) -> None:
+        if self._feed.due:
+            self._words.state, before = State.TAKING_WEIGHTS, self._words.state
+            with self._core.spending("weights"):
+                self._core.take_version(self._feed.apply(self._core))
+            self._words.state = before
+
+    def _ask(self, form: BatchForm) -> tuple[BlockLayout, int, int]:
+        """Ask for memory in the middle of a rollout."""
+        assert self._run is not None
+        self._channel.send(say.Need(self._run, form))
+        until = time.monotonic() + _GRANT_S
+        while True:
+            message = self._channel.recv(max(0.0, until - time.monotonic()), "the collector to give memory for a batch")
+            if isinstance(message, say.Grant):
+                return message.layout, message.offset, message.part
+            if isinstance(message, say.Stop):
+                self._handle(message, between_batches=False)
+            self._inbox.append(message)
+
+
+def _seed_all(seed: int) -> None:
+    """Seed the global generators: forked processes have them all in one state."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

@@ -1,0 +1,88 @@
+"""What SerialEnv and ParallelEnv have in common: the face of a batch of environments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from rollwright.envs._workers import SPECS, common_batch_size, common_device, is_ragged, placed, renamed, stacked_specs
+from rollwright.envs.base import EnvBase
+from rollwright.errors import RollwrightError
+
+__all__ = ["BatchedEnv"]
+
+
+class BatchedEnv(EnvBase):
+    """A batch of environments, ``[num_workers, *batch]``.
+
+    Args:
+        parts: the environments, or what is known of them: ``batch_size``, ``device``, ``allow_done_after_reset`` and
+            the five ``full_*_spec``.
+        device: where the batch's data is put; None: where the environments have theirs.
+
+    Attributes:
+        num_workers: number of environments.
+    """
+
+    _returns_copies = True  # stacking copies
+
+    def __init__(self, parts: Sequence[Any], device: torch.device | str | int | None) -> None:
+        batch = common_batch_size([part.batch_size for part in parts])
+        super().__init__(
+            device=common_device([part.device for part in parts]) if device is None else device,
+            batch_size=(len(parts), *batch),
+            allow_done_after_reset=any(part.allow_done_after_reset for part in parts),
+        )
+        self.num_workers = len(parts)
+        listed = {name: [getattr(part, f"full_{name}_spec") for part in parts] for name in SPECS}
+        for name, spec in stacked_specs(listed, self.device).items():
+            setattr(self, f"full_{name}_spec", spec)
+        self._ragged = any(is_ragged(getattr(self, f"full_{name}_spec")) for name in SPECS)
+
+    def _seed_for_reset(self, kwargs: dict[str, Any]) -> None:
+        """Take a seed out of the arguments of a reset, and seed each environment with its own, as ``set_seed``."""
+        seed = kwargs.pop("seed", None)
+        if seed is not None:
+            self._seed_envs(seed, False)
+
+    def _is_marked(self, row: TensorDictBase | None) -> bool:
+        """Whether a worker has anything to reset: without any mask, or with one that is not all False."""
+        masks = [] if row is None else [row.get(key, None) for key in self.reset_keys]
+        masks = [mask for mask in masks if mask is not None]
+        return not masks or any(bool(mask.any()) for mask in masks)
+
+    def _filled(self, fresh: Sequence[TensorDictBase | None], parts: Sequence[Any]) -> list[TensorDictBase]:
+        """Something of the right form for workers that were not reset; it is not read."""
+        if self._ragged:
+            return [
+                part.full_observation_spec.zero().update(part.full_done_spec.zero()) if row is None else row
+                for part, row in zip(parts, fresh, strict=True)
+            ]
+        example = next(row for row in fresh if row is not None)
+        return [example if row is None else row for row in fresh]
+
+    def _stack(self, rows: Sequence[TensorDictBase]) -> TensorDictBase:
+        rows = [placed(row, self.device) for row in rows]
+        if self._ragged:
+            return cast(TensorDictBase, LazyStackedTensorDict.lazy_stack(rows, 0))
+        return cast(TensorDictBase, torch.stack(rows, 0))  # type: ignore[arg-type]
+
+    def _renamed(self, worker: int, error: RollwrightError) -> RollwrightError:
+        return renamed(f"{type(self).__name__}[{worker}]", error)
+
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
+        """Seed all environments: the first of each worker follows the last of the worker before.
+
+        Returns:
+            The seed of the last environment.
+        """
+        last = super().set_seed(seed, static_seed)
+        if seed is not None:
+            torch.manual_seed(seed)  # the environments have left theirs
+        return last
+
+    def start(self) -> None:
+        """No effect: the environments are there from the beginning."""

@@ -1,0 +1,141 @@
+"""What is said to a process that hosts environments, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from rollwright._keys import NestedKey
+from rollwright._processes.channel import ByValue
+from rollwright._processes.failures import Failure
+from rollwright.envs._shared_rows import Field
+from rollwright.errors import EnvError
+
+__all__ = [
+    "Do",
+    "Form",
+    "Lay",
+    "Leave",
+    "Raised",
+    "Reply",
+    "ResetArrays",
+    "ResetRows",
+    "Some",
+    "StepArrays",
+    "StepRows",
+    "as_raised",
+]
+
+Some = tuple[int, ...] | None  # rows; None: all that the process hosts
+
+# Commands -------------------------------------------------------------------------------------------
+#
+# A command with a ticket is answered by one Reply with that ticket, in order.
+
+
+class Lay(NamedTuple):
+    """Where outcomes (number 0) are to be written, or where what is sent will be found. There is no answer."""
+
+    number: int
+    fields: tuple[Field, ...]
+    forget: bool = False  # all layouts but that of outcomes, before this one
+
+
+class StepRows(NamedTuple):
+    """Step on TensorDicts."""
+
+    ticket: int
+    rows: Some
+    layout: int
+    nests: dict[tuple[str, ...], tuple[int, ...]]  # batch sizes of the nested TensorDicts
+    rest: ByValue | None  # by row: a TensorDict of what has no place in the layout
+
+
+class ResetRows(NamedTuple):
+    """Reset on TensorDicts, or on nothing (``layout=None``)."""
+
+    ticket: int
+    rows: Some
+    layout: int | None
+    nests: dict[tuple[str, ...], tuple[int, ...]]
+    rest: ByValue | None
+    kwargs: ByValue | None
+
+
+class StepArrays(NamedTuple):
+    """Step on arrays; entries below ``"next"`` in the layout are the preset."""
+
+    ticket: int
+    rows: Some
+    layout: int
+
+
+class ResetArrays(NamedTuple):
+    """Reset on arrays."""
+
+    ticket: int
+    rows: Some
+    partial: bool  # whether the caller named the rows
+    masks: dict[int, Any]  # by row, where environments are batches themselves
+    kwargs: ByValue | None
+
+
+class Do(NamedTuple):
+    """Call ``function(hosted, *args)`` for each of the rows, in order; a function of a module of this package."""
+
+    ticket: int
+    rows: Some
+    function: Callable[..., Any]
+    args: ByValue | None
+
+
+class Leave(NamedTuple):
+    """Close the environments and end; what closing raised is in the answer."""
+
+    ticket: int
+
+
+Command = Lay | StepRows | ResetRows | StepArrays | ResetArrays | Do | Leave
+
+# Answers --------------------------------------------------------------------------------------------
+
+
+class Form(NamedTuple):
+    """What an outcome consists of, beside its values."""
+
+    keys: tuple[NestedKey, ...]  # entries written into shared rows
+    nests: dict[tuple[str, ...], tuple[int, ...]]
+
+
+class Raised(NamedTuple):
+    """What an environment raised."""
+
+    row: int
+    kind: type[Exception]  # to be raised; of this package, or Python's own
+    text: str
+    failure: Failure
+    is_renewed: bool = False  # whether another environment is in its place
+
+
+class Reply(NamedTuple):
+    """An answer.
+
+    Attributes:
+        ticket: of the command.
+        raised: what went wrong; other rows were served.
+        forms: by row, where it is another than that in the reply before to a command of the same class.
+        rest: by row: a TensorDict of what is not in shared rows.
+        values: of :class:`Do`, by row; pickled with :mod:`cloudpickle`.
+    """
+
+    ticket: int
+    raised: tuple[Raised, ...] = ()
+    forms: dict[int, Form] | None = None
+    rest: ByValue | None = None
+    values: bytes | None = None
+
+
+def as_raised(row: int, error: BaseException) -> Raised:
+    """An exception, in a form that another process can read."""
+    ours = type(error).__module__ in ("rollwright.errors", "builtins") and isinstance(error, Exception)
+    return Raised(row, type(error) if ours else EnvError, str(error), Failure.of(error))  # type: ignore[arg-type]

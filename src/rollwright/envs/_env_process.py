@@ -1,0 +1,341 @@
+"""A process that hosts environments: it steps and resets them on request, by rows in shared memory.
+
+The other side is :class:`~rollwright.envs._env_processes.EnvProcesses`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey, as_tuple
+from rollwright._processes.channel import ByValue, Channel
+from rollwright._processes.segment import Segment
+from rollwright.envs._env_messages import (
+    Do,
+    Form,
+    Lay,
+    Leave,
+    Raised,
+    Reply,
+    ResetArrays,
+    ResetRows,
+    Some,
+    StepArrays,
+    StepRows,
+    as_raised,
+)
+from rollwright.envs._shared_rows import SharedRows
+from rollwright.envs._td_rows import dense_leaves, row_of
+from rollwright.envs._workers import made, placed
+from rollwright.envs.arrays import FLAGS, ArrayEnv
+from rollwright.envs.base import EnvBase
+
+__all__ = ["DONE_ROWS", "MOST_FRUITLESS", "Hosted", "serve_envs"]
+
+DONE_ROWS = "finished"  # int64 [rows]: the ticket of the last command that was finished in the row
+
+MOST_FRUITLESS = 3  # renewals of an environment without a step in between
+_ALONE_S = 10.0  # what an environment may still take when nobody waits for it any more
+
+
+class Hosted:
+    """An environment and what is known of it in the process that hosts it.
+
+    Attributes:
+        row: its index in the batch.
+        env: the environment.
+        renewals: how many environments were in its place before.
+        seed: that it was given last.
+        device: that it was moved to.
+        reset_undo: what its first reset did to buffers.
+        fruitless: how often it was made anew since it last took a step.
+    """
+
+    def __init__(self, row: int, maker: Callable[[], EnvBase], seed: int | None, renewals: int) -> None:
+        self.row = row
+        self.seed = seed
+        self.renewals = renewals
+        self.device: Any = None
+        self.reset_undo: Any = None
+        self.fruitless = 0
+        self._maker = maker
+        self._arrays: ArrayEnv | None = None
+        self.env = made(row, maker)
+        self._seed_anew()
+
+    def _seed_anew(self) -> None:
+        if self.seed is not None and self.renewals:
+            with torch.random.fork_rng(devices=[]):  # its neighbours may be drawing from it
+                self.env.set_seed(int(np.random.SeedSequence([self.seed, self.renewals]).generate_state(1)[0]))
+
+    def renew(self) -> None:
+        """Make another environment in the place of this one, which has raised."""
+        with contextlib.suppress(Exception):
+            self.env.close(raise_if_closed=False)
+        self.renewals += 1
+        self._arrays = None
+        self.env = made(self.row, self._maker)
+        if self.device is not None:
+            self.env.to(self.device)
+        self._seed_anew()
+
+    def array_form(self, *, anew: bool = False) -> ArrayEnv:
+        """The environment on arrays.
+
+        Raises:
+            NotNative: it has no such form.
+        """
+        if self._arrays is None or anew:
+            self._arrays = self.env._array_form()
+        return self._arrays
+
+
+class _Host:
+    """What the process holds, and how it carries out commands."""
+
+    def __init__(self, channel: Channel, segment: Segment, envs: dict[int, Hosted], *, renews: bool) -> None:
+        self._channel = channel
+        self._segment = segment
+        self._envs = envs
+        self._renews = renews
+        self._layouts: dict[int, SharedRows] = {}
+        self._forms: dict[tuple[type, int], Form] = {}
+        self._raised: list[Raised] = []
+        self._out: SharedRows
+        self._finished: Any = None
+
+    def carry_out(self, command: Any) -> None:
+        """Do what is asked, and answer."""
+        self._raised = []
+        if isinstance(command, Lay):
+            self._lay(command)
+            return
+        if isinstance(command, StepArrays):
+            reply = self._step_arrays(command)
+        elif isinstance(command, ResetArrays):
+            reply = self._reset_arrays(command)
+        elif isinstance(command, (StepRows, ResetRows)):
+            reply = self._rows(command)
+        else:
+            reply = self._do(command)
+        self._channel.send(reply._replace(raised=tuple(self._raised)))
+
+    def _lay(self, command: Lay) -> None:
+        if command.forget:
+            self._layouts.clear()
+        rows = SharedRows(self._segment, command.fields)
+        if command.number:
+            self._layouts[command.number] = rows
+        else:
+            self._out = rows
+            self._finished = rows.arrays[DONE_ROWS]
+
+    def _hosted(self, rows: Some) -> Iterator[Hosted]:
+        return iter(self._envs.values()) if rows is None else (self._envs[row] for row in rows)
+
+    def _attempt(self, hosted: Hosted, work: Callable[[Hosted], None], *, resets: bool) -> None:
+        """Do the work for one environment. What it raises goes into the answer; where wanted, it is made anew."""
+        try:
+            work(hosted)
+        except Exception as error:
+            self._raised.append(self._renewed(hosted, work if resets else None, error))
+        else:
+            hosted.fruitless = hosted.fruitless if resets else 0
+
+    def _renewed(self, hosted: Hosted, again: Callable[[Hosted], None] | None, error: Exception) -> Raised:
+        """Make an environment anew, which has raised; do its work ``again``, where that is a reset."""
+        if not self._renews or hosted.fruitless == MOST_FRUITLESS:
+            return as_raised(hosted.row, error)
+        hosted.fruitless += 1
+        try:
+            hosted.renew()
+            if again is not None:
+                again(hosted)
+        except Exception as another:
+            return as_raised(hosted.row, another)
+        return as_raised(hosted.row, error)._replace(is_renewed=True)
+
+    # Arrays -------------------------------------------------------------------------------------
+
+    def _step_arrays(self, command: StepArrays) -> Reply:
+        given = self._layouts[command.layout].arrays.items()
+        roots = [(key, rows) for key, rows in given if as_tuple(key)[0] != "next"]
+        presets = [(_below_next(key), rows) for key, rows in given if as_tuple(key)[0] == "next"]
+
+        def step(hosted: Hosted) -> None:
+            row = hosted.row
+            root: Any = {key: rows[row, ...].copy() for key, rows in roots}  # an environment may keep it
+            preset: Any = {key: rows[row, ...].copy() for key, rows in presets}
+            self._write(hosted, hosted.array_form().step(root, preset))
+            self._finished[row] = command.ticket
+
+        for hosted in self._hosted(command.rows):
+            self._attempt(hosted, step, resets=False)
+        return Reply(command.ticket)
+
+    def _reset_arrays(self, command: ResetArrays) -> Reply:
+        kwargs = command.kwargs.value if command.kwargs is not None else {}
+        whole = np.asarray(True) if command.partial else None
+
+        def reset(hosted: Hosted) -> None:
+            mask = command.masks.get(hosted.row, whole)
+            self._write(hosted, hosted.array_form().reset(mask, **kwargs))
+            self._finished[hosted.row] = command.ticket
+
+        for hosted in self._hosted(command.rows):
+            self._attempt(hosted, reset, resets=True)
+        return Reply(command.ticket)
+
+    def _write(self, hosted: Hosted, outcome: Mapping[NestedKey, Any]) -> None:
+        form, out = hosted.array_form(), self._out.arrays
+        for key, value in outcome.items():
+            entry = form.entries.get(key) or form.rewards.get(key)
+            if entry is None and key not in FLAGS:
+                continue
+            rows = out[key]
+            if entry is None or entry.column:
+                rows = rows[..., 0]
+            rows[hosted.row] = value
+
+    # TensorDicts --------------------------------------------------------------------------------
+
+    def _rows(self, command: StepRows | ResetRows) -> Reply:
+        given = None if command.layout is None else self._layouts[command.layout].tensors
+        rest = command.rest.value if command.rest is not None else {}
+        resets = isinstance(command, ResetRows)
+        kwargs = command.kwargs.value if isinstance(command, ResetRows) and command.kwargs is not None else {}
+        forms: dict[int, Form] = {}
+        left: dict[int, TensorDictBase] = {}
+
+        def work(hosted: Hosted) -> None:
+            row, env = hosted.row, hosted.env
+            td = None if given is None else row_of(given, row, command.nests, env.batch_size, rest.get(row))
+            td = None if td is None else placed(td, env.device)
+            outcome = env._begin(td, **kwargs) if resets else env._advance(cast(TensorDictBase, td))
+            form, rest_of_row = self._put(row, outcome)
+            if self._forms.get((type(command), row)) != form:
+                forms[row] = self._forms[type(command), row] = form
+            if rest_of_row is not None:
+                left[row] = rest_of_row
+            self._finished[row] = command.ticket
+
+        for hosted in self._hosted(command.rows):
+            self._attempt(hosted, work, resets=resets)
+        return Reply(command.ticket, forms=forms or None, rest=ByValue(left) if left else None)
+
+    def _put(self, row: int, outcome: TensorDictBase) -> tuple[Form, TensorDictBase | None]:
+        """Write an outcome into its row; its form, and what has no place there."""
+        leaves, nests, complete = dense_leaves(outcome)
+        out, keys = self._out.tensors, []
+        for key, value in leaves.items():
+            rows = out.get(key)
+            if rows is not None and rows.shape[1:] == value.shape and rows.dtype == value.dtype:
+                rows[row].copy_(value.detach())
+                keys.append(key)
+        form = Form(tuple(keys), nests)
+        if complete and len(keys) == len(leaves):
+            return form, None
+        return form, outcome.detach().exclude(*keys)
+
+    # Anything else ------------------------------------------------------------------------------
+
+    def _do(self, command: Do) -> Reply:
+        args = command.args.value if command.args is not None else ()
+        values = {}
+        for hosted in self._hosted(command.rows):
+            try:
+                values[hosted.row] = command.function(hosted, *args)
+                cloudpickle.dumps(values[hosted.row], 5)
+            except Exception as error:
+                values.pop(hosted.row, None)
+                self._raised.append(as_raised(hosted.row, error))
+        return Reply(command.ticket, values=cloudpickle.dumps(values, 5))
+
+    def close(self) -> list[Raised]:
+        """Close all environments; what they raised."""
+        raised = []
+        for hosted in self._envs.values():
+            try:
+                hosted.env.close(raise_if_closed=False)
+            except Exception as error:  # the others are to be closed all the same
+                raised.append(as_raised(hosted.row, error))
+        return raised
+
+
+def serve_envs(
+    channel: Channel,
+    segment: Segment,
+    makers: dict[int, Callable[[], EnvBase]],
+    seeds: dict[int, tuple[int | None, int]],
+    describe: Callable[[Hosted], Any],
+    torch_seed: int,
+    renews: bool,
+) -> None:
+    """Make environments, and serve them until told to leave; runs in a :class:`~rollwright._processes.child.Child`.
+
+    The first message is a :class:`Reply` with ticket 0: ``describe(hosted)`` by row, or what factories raised.
+
+    Args:
+        channel: commands in, replies out.
+        segment: memory shared with the other side.
+        makers: by row.
+        seeds: by row: the seed given last, and how many environments were there before.
+        describe: what the other side wants to know of an environment.
+        torch_seed: for torch's global generator here; those of NumPy and Python are seeded by the system.
+        renews: make environments that raise anew.
+    """
+    threading.Thread(target=_leave_when_alone, args=(channel.fileno(),), daemon=True).start()
+    torch.manual_seed(torch_seed)
+    np.random.seed()
+    random.seed()
+    envs: dict[int, Hosted] = {}
+    try:
+        raised = []
+        for row, maker in makers.items():
+            try:
+                envs[row] = Hosted(row, maker, *seeds.get(row, (None, 0)))
+            except Exception as error:
+                raised.append(as_raised(row, error))
+                break
+        described = {} if raised else {row: describe(hosted) for row, hosted in envs.items()}
+        channel.send(Reply(0, tuple(raised), values=cloudpickle.dumps(described, 5)))
+        host = _Host(channel, segment, envs, renews=renews)
+        while True:
+            if not channel.poll(3600.0):
+                continue
+            command = channel.recv(10.0)
+            if isinstance(command, Leave):
+                channel.send(Reply(command.ticket, tuple(host.close())), timeout_s=1.0)
+                envs.clear()
+                return
+            host.carry_out(command)
+    finally:
+        for hosted in envs.values():  # the other side has gone without a word
+            with contextlib.suppress(Exception):
+                hosted.env.close(raise_if_closed=False)
+
+
+def _leave_when_alone(fd: int) -> None:
+    """End this process if the other side is gone and an environment does not come back."""
+    poll = select.poll()
+    poll.register(fd, 0)  # hang-ups are always told
+    poll.poll()
+    time.sleep(_ALONE_S)
+    os._exit(1)
+
+
+def _below_next(key: NestedKey) -> NestedKey:
+    below = as_tuple(key)[1:]
+    return below[0] if len(below) == 1 else below

@@ -1,0 +1,233 @@
+"""What ParallelEnv asks of an environment in the process that hosts it, beside steps and resets."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
+import torch
+
+from rollwright._keys import NestedKey
+from rollwright.data.specs import Composite
+from rollwright.envs._env_process import Hosted
+from rollwright.envs.arrays import Entry
+
+__all__ = [
+    "ITSELF",
+    "METHOD",
+    "ArrayFacts",
+    "EnvFacts",
+    "RemoteUndo",
+    "array_facts",
+    "call",
+    "check_arrays",
+    "checkpoint",
+    "describe",
+    "fetch",
+    "load_checkpoint",
+    "load_state",
+    "look_up",
+    "move",
+    "pickled",
+    "set_seed",
+    "state",
+]
+
+METHOD = "a method"  # stands for what can be called, which stays where it is
+ITSELF = "the environment itself"
+
+
+class Sign(NamedTuple):
+    """Stands for an object that is not sent."""
+
+    what: str
+
+
+class EnvFacts(NamedTuple):
+    """What a batch is made from; named as in :class:`~rollwright.envs.EnvBase`."""
+
+    batch_size: torch.Size
+    device: torch.device | None
+    allow_done_after_reset: bool
+    full_observation_spec: Composite
+    full_state_spec: Composite
+    full_action_spec: Composite
+    full_reward_spec: Composite
+    full_done_spec: Composite
+    text: str
+
+
+class ArrayFacts(NamedTuple):
+    """What an array form says of itself; see :class:`~rollwright.envs.arrays.ArrayEnv`."""
+
+    entries: dict[NestedKey, Entry]
+    rewards: dict[NestedKey, Entry]
+    reads: list[NestedKey]
+
+
+def describe(hosted: Hosted) -> EnvFacts:
+    """What is to be known of an environment."""
+    env = hosted.env
+    return EnvFacts(
+        env.batch_size,
+        env.device,
+        env.allow_done_after_reset,
+        env.full_observation_spec,
+        env.full_state_spec,
+        env.full_action_spec,
+        env.full_reward_spec,
+        env.full_done_spec,
+        repr(env),
+    )
+
+
+def array_facts(hosted: Hosted) -> ArrayFacts:
+    """Make the array form; raises ``NotNative`` where there is none."""
+    form = hosted.array_form(anew=True)
+    return ArrayFacts(form.entries, form.rewards, form.reads)
+
+
+def check_arrays(hosted: Hosted) -> None:
+    """See :meth:`~rollwright.envs.arrays.ArrayEnv.check`."""
+    hosted.array_form().check()
+
+
+def set_seed(hosted: Hosted, seed: int | None, static_seed: bool) -> int | None:
+    """See :meth:`~rollwright.envs.EnvBase.set_seed`."""
+    hosted.seed = seed
+    return hosted.env.set_seed(seed, static_seed)
+
+
+def move(hosted: Hosted, device: Any) -> EnvFacts:
+    """Move an environment to a device."""
+    hosted.device = device
+    hosted.env.to(device)
+    return describe(hosted)
+
+
+# Attributes -----------------------------------------------------------------------------------------
+
+
+def look_up(hosted: Hosted, name: str) -> Any:
+    """The value of an attribute; a :class:`Sign` for a method."""
+    value = getattr(hosted.env, name)
+    return Sign(METHOD) if callable(value) else value
+
+
+def fetch(hosted: Hosted, name: str) -> Any:
+    """The value of an attribute, whatever it is."""
+    return getattr(hosted.env, name)
+
+
+def call(hosted: Hosted, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method; a :class:`Sign` where it returns the environment."""
+    value = getattr(hosted.env, name)(*args, **kwargs)
+    return Sign(ITSELF) if value is hosted.env else value
+
+
+def pickled(hosted: Hosted) -> bytes:
+    """The environment."""
+    data: bytes = cloudpickle.dumps(hosted.env, 5)
+    return data
+
+
+# State ----------------------------------------------------------------------------------------------
+
+
+def state(hosted: Hosted) -> dict[str, Any]:
+    """What ``state_dict()`` returns."""
+    return dict(hosted.env.state_dict())
+
+
+def load_state(hosted: Hosted, states: Mapping[int, Mapping[str, Any]]) -> tuple[list[str], list[str], str]:
+    """Load a ``state_dict()``: missing keys, unexpected keys, and what went wrong."""
+    try:
+        missing, unexpected = hosted.env.load_state_dict(dict(states[hosted.row]), strict=False)
+    except RuntimeError as error:
+        return [], [], str(error)
+    return list(missing), list(unexpected), ""
+
+
+def checkpoint(hosted: Hosted) -> tuple[dict[str, Any], list[str]]:
+    """All that the environment is, and the global generators of its process; and what could not be saved."""
+    from rollwright.envs._checkpoint import save_env
+
+    saved, unsaved = save_env(hosted.env)
+    others = pickle.dumps((np.random.get_state(), random.getstate()))
+    streams = {"torch": torch.get_rng_state(), "others": torch.frombuffer(bytearray(others), dtype=torch.uint8)}
+    return {**saved, "streams": streams}, unsaved
+
+
+def load_checkpoint(hosted: Hosted, states: Mapping[int, Mapping[str, Any]]) -> None:
+    """Go on from what :func:`checkpoint` returned."""
+    from rollwright.envs._checkpoint import load_env
+
+    saved = dict(states[hosted.row])
+    streams = saved.pop("streams")
+    load_env(hosted.env, saved)
+    torch.set_rng_state(streams["torch"].cpu())
+    numbers, others = pickle.loads(streams["others"].cpu().numpy().tobytes())
+    np.random.set_state(numbers)
+    random.setstate(others)
+
+
+# What a reset did to buffers ------------------------------------------------------------------------
+
+
+def note_reset(hosted: Hosted) -> None:
+    """See :class:`~rollwright.collectors._env.ResetUndo`; to be called before the reset."""
+    from rollwright.collectors._env import ResetUndo
+
+    hosted.reset_undo = ResetUndo(hosted.env)
+
+
+def reset_seen(hosted: Hosted) -> None:
+    """The reset is over."""
+    hosted.reset_undo.seen()
+
+
+def undo_reset(hosted: Hosted) -> None:
+    """Take back what it did."""
+    hosted.reset_undo.undo()
+
+
+def reset_state(hosted: Hosted) -> Any:
+    """What it did."""
+    return hosted.reset_undo.state_dict()
+
+
+def load_reset_state(hosted: Hosted, states: list[Any]) -> None:
+    """Take another reset's place."""
+    hosted.reset_undo.load_state_dict(states[hosted.row])
+
+
+class RemoteUndo:
+    """A ``ResetUndo`` of environments in other processes.
+
+    Args:
+        ask: calls functions there, see ``ParallelEnv._ask``.
+    """
+
+    def __init__(self, ask: Callable[..., dict[int, Any]]) -> None:
+        self._ask = ask
+        ask(note_reset)
+
+    def seen(self) -> None:
+        """Note what the reset has done."""
+        self._ask(reset_seen)
+
+    def undo(self) -> None:
+        """Give buffers the values from before."""
+        self._ask(undo_reset)
+
+    def state_dict(self) -> list[Any]:
+        """Copies of the buffers before and after it, by row."""
+        return list(self._ask(reset_state).values())
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        """Take another reset's place."""
+        self._ask(load_reset_state, state)

@@ -1,0 +1,109 @@
+"""TensorDicts on their way to environments in other processes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey, unravel
+from rollwright._processes.channel import ByValue
+from rollwright.data.specs import Composite, NonTensor, StackedComposite
+from rollwright.envs._env_messages import Form, Reply
+from rollwright.envs._env_processes import EnvProcesses
+from rollwright.envs._shared_rows import SharedRows
+from rollwright.envs._td_rows import Nests, dense_leaves, nested
+
+__all__ = ["Outcomes", "Sent", "send_rows", "shareable"]
+
+Shapes = dict[NestedKey, tuple[tuple[int, ...], torch.dtype]]
+
+
+def shareable(specs: Iterable[Composite]) -> Shapes:
+    """The entries of stacked specs that have one shape and dtype in all environments."""
+    found: Shapes = {}
+
+    def walk(spec: Composite, above: tuple[str, ...]) -> None:
+        if isinstance(spec, StackedComposite):
+            return
+        for name, leaf in spec.items():
+            key = (*above, str(name))
+            if isinstance(leaf, Composite):
+                walk(leaf, key)
+            elif not isinstance(leaf, NonTensor) and leaf.dtype is not None and -1 not in leaf.shape:
+                found[unravel(key)] = tuple(leaf.shape), leaf.dtype
+
+    for spec in specs:
+        walk(spec, ())
+    return found
+
+
+class Sent(NamedTuple):
+    """What was written for environments to read; see :class:`~rollwright.envs._env_messages.StepRows`."""
+
+    layout: int
+    nests: Nests
+    rest: list[TensorDictBase] | None
+
+    def rest_of(self, rows: Iterable[int]) -> ByValue | None:
+        """What has no place in shared memory."""
+        return None if self.rest is None else ByValue({row: self.rest[row] for row in rows})
+
+
+def send_rows(processes: EnvProcesses, td: TensorDictBase) -> Sent:
+    """Write the tensors of ``td``, ``[rows, *]``, where environments find them."""
+    leaves, nests, complete = dense_leaves(td)
+    number, shared = processes.inputs(tuple((key, tuple(value.shape), value.dtype) for key, value in leaves.items()))
+    for key, value in leaves.items():
+        shared.tensors[key].copy_(value.detach())
+    rest = None if complete else [row.detach() for row in td.exclude(*leaves).unbind(0)]
+    return Sent(number, {path: size[1:] for path, size in nests.items()}, rest)
+
+
+class Outcomes:
+    """What environments return, in shared rows and beside them.
+
+    Args:
+        shared: rows that the processes write.
+        default: entries of a step, where no environment has said.
+        batch_size: of each environment.
+    """
+
+    def __init__(self, shared: SharedRows, default: Form, batch_size: torch.Size) -> None:
+        self.shared = shared
+        self._default = default
+        self._batch_size = batch_size
+        self._forms: dict[tuple[str, int], Form] = {}
+
+    def note(self, call: str, replies: Iterable[Reply]) -> dict[int, TensorDictBase]:
+        """Take down the forms that environments announce; by row: what is not in shared rows."""
+        rest: dict[int, TensorDictBase] = {}
+        for reply in replies:
+            for row, form in (reply.forms or {}).items():
+                self._forms[call, row] = form
+            if reply.rest is not None:
+                rest.update(reply.rest.value)
+        return rest
+
+    def common_form(self, call: str, rows: Iterable[int]) -> Form | None:
+        """The form of all ``rows``; None where they differ."""
+        forms = [self._forms.get((call, row)) for row in rows]
+        known = [form for form in forms if form is not None]
+        if not known:
+            return self._default
+        return known[0] if all(form == known[0] for form in known) else None
+
+    def dense(self, form: Form, num_rows: int) -> TensorDictBase:
+        """All rows as one TensorDict of new tensors."""
+        leaves = {key: self.shared.tensors[key].clone() for key in form.keys}
+        nests = {path: (num_rows, *size) for path, size in form.nests.items()}
+        return nested(leaves, nests, (num_rows, *self._batch_size))
+
+    def row(self, call: str, row: int, rest: dict[int, TensorDictBase]) -> TensorDictBase:
+        """One row as a TensorDict of new tensors."""
+        form = self._forms.get((call, row), self._default)
+        td = nested({key: self.shared.tensors[key][row].clone() for key in form.keys}, form.nests, self._batch_size)
+        beside: Any = rest.get(row)
+        return td if beside is None else td.update(beside)

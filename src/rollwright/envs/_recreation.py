@@ -1,0 +1,163 @@
+"""What becomes of steps that an environment in another process did not take: an error, or the end of its trajectory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright.data.layout import DoneGroup, complete_done
+from rollwright.envs._env_messages import Raised
+from rollwright.envs._env_process import MOST_FRUITLESS
+from rollwright.envs._env_processes import EnvProcesses, Gathered, Lost
+from rollwright.envs._workers import renamed
+from rollwright.envs.arrays import Values
+from rollwright.errors import EnvError, RollwrightError
+
+__all__ = ["Missed", "Recreation", "end_array_rows", "end_rows"]
+
+
+class Missed(NamedTuple):
+    """Rows whose trajectories end with a step, since their environments are new ones now.
+
+    Attributes:
+        failed: those that took no step: their last observation is repeated.
+        cut: those that did, before their process was lost.
+    """
+
+    failed: frozenset[int]
+    cut: frozenset[int]
+
+
+NONE = Missed(frozenset(), frozenset())
+
+
+class Recreation:
+    """Decides what follows from failures: raises them, or has environments made anew and says whose trajectories end.
+
+    Args:
+        name: of the batch, for messages.
+        processes: that host the environments.
+        enabled: whether environments are made anew.
+    """
+
+    def __init__(self, name: str, processes: EnvProcesses, *, enabled: bool) -> None:
+        self._name = name
+        self._processes = processes
+        self._enabled = enabled
+        self._orphans: set[int] = set()  # rows with new environments, whose trajectories have not ended yet
+        self._fruitless = [0] * processes.num_processes
+        self._is_told = False
+
+    def due(self, rows: range) -> frozenset[int]:
+        """Rows that cannot be stepped: new environments are in the middle of their trajectories."""
+        return frozenset(self._orphans.intersection(rows)) if self._orphans else NONE.failed
+
+    def begun(self, rows: Iterable[int]) -> None:
+        """These were reset."""
+        if self._orphans:
+            self._orphans.difference_update(rows)
+
+    def settle(self, ticket: int, gathered: Gathered, call: str) -> Missed:
+        """See to what went wrong with a command.
+
+        Returns:
+            The rows it concerns; in a reset, ``failed`` are those to be reset once more.
+
+        Raises:
+            RollwrightError: an environment has failed, and is not made anew.
+        """
+        raised = gathered.raised
+        for one in raised:
+            if one.is_renewed:
+                self._processes.renewals[one.row] += 1
+        for one in raised:
+            if not one.is_renewed:
+                raise self._error(one) from one.failure.error(f"{self._name}[{one.row}]")
+        failed = {one.row for one in raised} if call == "step" else set()
+        for one in raised:
+            self._tell(one.row, one.text)
+        cut: set[int] = set()
+        for lost in gathered.lost:
+            done = {row for row in lost.rows if self._processes.finished(ticket, row)}
+            self._replace(lost, call)
+            cut |= done
+            failed |= set(lost.rows) - done
+            self._orphans.difference_update(lost.rows)
+        if call == "step":
+            self._orphans -= failed
+            for process in gathered.replies:
+                self._fruitless[process] = 0
+        else:
+            failed, cut = failed | cut, set()
+        return Missed(frozenset(failed), frozenset(cut))
+
+    def _replace(self, lost: Lost, call: str) -> None:
+        said = f"{self._name}[{lost.row}]: its process {lost.how}, in {call}"
+        cause = None if lost.failure is None else lost.failure.error(f"process {lost.process}")
+        self._fruitless[lost.process] += 1
+        if not self._enabled:
+            raise EnvError(
+                f"{said}. It hosted the environments {list(self._processes.rows[lost.process])}. Make the batch anew, "
+                "or pass on_env_failure='recreate'."
+            ) from cause
+        if self._processes.is_there(lost.process):
+            return  # replaced with the command before
+        if self._fruitless[lost.process] > MOST_FRUITLESS:
+            raise EnvError(
+                f"{said}. {MOST_FRUITLESS} processes before it ended in the same place, without a step in between."
+            ) from cause
+        self._orphans.update(self._processes.rows[lost.process])
+        self._processes.replace(lost.process)
+        self._tell(lost.row, f"its process {lost.how}, in {call}")
+
+    def _error(self, raised: Raised) -> Exception:
+        error = raised.kind(raised.text)
+        place = f"{self._name}[{raised.row}]"
+        return renamed(place, error) if isinstance(error, RollwrightError) else EnvError(f"{place}: {raised.text}")
+
+    def _tell(self, row: int, text: str) -> None:
+        if self._is_told:
+            return
+        self._is_told = True
+        warnings.warn(
+            f"{self._name}[{row}] was made anew, and its trajectory ends as truncated: {text.rstrip('.')}. Further ones are "
+            "counted in .recreations, and not told.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def end_rows(td: TensorDictBase, groups: list[DoneGroup], rows: Iterable[int], *, failed: bool) -> None:
+    """Mark rows of what a step returned as truncated; those that were done already stay as they are.
+
+    Args:
+        td: ``[rows, *]``, completed in place.
+        groups: of flags.
+        rows: indices.
+        failed: they took no step: whatever their flags say means nothing.
+    """
+    complete_done(td, groups)
+    ends = torch.zeros(td.batch_size[0], dtype=torch.bool, device=td.device)
+    ends[sorted(rows)] = True
+    for group in groups:
+        flags = {key: td.get(key) for key in group.keys}
+        here = ends.reshape(-1, *[1] * (flags[group.done].ndim - 1))
+        if failed:
+            flags = {key: flag & ~here for key, flag in flags.items()}
+        if group.truncated is not None:
+            flags[group.truncated] = flags[group.truncated] | (here & ~flags[group.done])
+        flags[group.done] = flags[group.done] | here
+        for key, flag in flags.items():
+            td.set(key, flag)
+
+
+def end_array_rows(out: Values, rows: list[int], *, failed: bool) -> None:
+    """As :func:`end_rows`, on arrays."""
+    if failed:
+        out["done"][rows] = out["terminated"][rows] = out["truncated"][rows] = False
+    out["truncated"][rows] |= ~out["done"][rows]
+    out["done"][rows] = True

@@ -1,0 +1,400 @@
+"""ParallelEnv: several environments in other processes, stepped at the same time."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._processes.channel import ByValue
+from rollwright._processes.starting import check_start_method
+from rollwright.envs import _parallel_calls as calls
+from rollwright.envs._batched import BatchedEnv
+from rollwright.envs._env_messages import Do, Form, ResetRows, Some, StepRows
+from rollwright.envs._env_processes import EnvProcesses, default_num_processes
+from rollwright.envs._parallel_arrays import ParallelArrays
+from rollwright.envs._parallel_calls import EnvFacts, Sign
+from rollwright.envs._parallel_rows import Outcomes, Sent, send_rows, shareable
+from rollwright.envs._recreation import Missed, Recreation, end_rows
+from rollwright.envs._workers import Factories, FactoryKwargs, factories, placed
+from rollwright.envs.arrays import ArrayEnv
+from rollwright.envs.serial import SerialEnv
+from rollwright.errors import EnvError, NotNative
+
+__all__ = ["ParallelEnv"]
+
+FAILURE = ("raise", "recreate")
+
+
+class ParallelEnv(BatchedEnv):
+    """A batch of environments that live in other processes, many in each, and are stepped at the same time.
+
+    It does what :class:`~rollwright.envs.SerialEnv` does, with the same results: batch size ``[num_workers, *batch]``,
+    partial resets, seeds, lazy stacks of unlike environments, attributes and methods of the environments as lists.
+    Numbers and flags go through shared memory, with one small message to each process and back for a step; objects,
+    and entries whose shapes vary, go along in the message.
+
+    Environments are made in their process. Those that draw from global generators (torch's, NumPy's, Python's) draw
+    from those of their process, which ``set_seed`` seeds by their own seeds as far as torch is concerned.
+
+    Args:
+        num_workers: number of environments.
+        create_env_fn: makes an environment; or a list with one such function for each. Lambdas will do.
+        create_env_kwargs: arguments for it, or a list of them.
+        num_processes: how many processes share the environments; None: one for each CPU that may be used.
+        device: where the batch's data is put; None: where the environments have theirs.
+        mp_start_method: how processes start: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.
+        serial_for_single: make a ``SerialEnv`` where ``num_workers`` is 1.
+        share_individual_td: no effect; there so that programs written for it run.
+        env_step_timeout: seconds that an environment may take for a step or a reset; None: an hour. What takes
+            longer, up to twice this time, is a failure.
+        on_env_failure: what follows when an environment raises in a step, takes too long, or its process dies.
+            ``"raise"``: an error that names it. ``"recreate"``: another one is made in its place; the step that failed
+            is a frame with the last observation once more, a reward of 0 and ``truncated`` and ``done`` set, so that
+            its trajectory ends. A process that is stuck or dead is replaced; its other environments are new ones too,
+            and their trajectories end as truncated. What environments kept in buffers begins anew. The first time
+            is told by a ``RuntimeWarning``, all are counted in :attr:`recreations`; four failures in a row without
+            a step in between are raised.
+
+    Attributes:
+        recreations: how many environments were in each place before, a list.
+
+    Raises:
+        TypeError: ``create_env_fn`` is not, or does not make, what it should.
+        ValueError: lists of another length than ``num_workers``; environments that do not fit together.
+        EnvError: a factory failed; an environment raised, did not come back, or its process ended. The cause holds
+            the traceback of the other process.
+
+    Example:
+        >>> from rollwright.envs import GymEnv
+        >>> env = ParallelEnv(2, lambda: GymEnv("CartPole-v1"))
+        >>> env.set_seed(0)
+        1
+        >>> env.rollout(5).batch_size
+        torch.Size([2, 5])
+        >>> env.env_name
+        ['CartPole-v1', 'CartPole-v1']
+        >>> env.close()
+    """
+
+    _not_saved = ("_processes", "_outcomes", "_recreation", "_facts")
+
+    def __new__(cls, num_workers: int, *args: Any, serial_for_single: bool = False, **kwargs: Any) -> Any:
+        """A ``SerialEnv`` for a single environment, where that is wanted."""
+        if not serial_for_single or num_workers != 1:
+            return super().__new__(cls)
+        for name in ("num_processes", "env_step_timeout", "on_env_failure"):
+            kwargs.pop(name, None)
+        return SerialEnv(num_workers, *args, **kwargs)
+
+    def __init__(
+        self,
+        num_workers: int,
+        create_env_fn: Factories,
+        *,
+        create_env_kwargs: FactoryKwargs = None,
+        num_processes: int | None = None,
+        device: torch.device | str | int | None = None,
+        mp_start_method: str | None = None,
+        serial_for_single: bool = False,
+        share_individual_td: bool | None = None,
+        env_step_timeout: float | None = None,
+        on_env_failure: str = "raise",
+    ) -> None:
+        makers = factories(num_workers, create_env_fn, create_env_kwargs)
+        _check(num_workers, num_processes, mp_start_method, env_step_timeout, on_env_failure)
+        recreates = on_env_failure == "recreate"
+        processes = EnvProcesses(
+            makers,
+            num_processes or default_num_processes(num_workers),
+            describe=calls.describe,
+            start_method=mp_start_method,
+            timeout_s=env_step_timeout,
+            renews=recreates,
+        )
+        try:
+            super().__init__(processes.described, device)
+        except BaseException:
+            processes.end()
+            raise
+        if recreates:
+            self.add_truncated_keys()
+        self._facts: list[EnvFacts] = processes.described
+        self._options = {
+            "num_processes": processes.num_processes,
+            "device": device,
+            "mp_start_method": mp_start_method,
+            "env_step_timeout": env_step_timeout,
+            "on_env_failure": on_env_failure,
+        }
+        self._recreation = Recreation(type(self).__name__, processes, enabled=recreates)
+        self._outcomes = self._lay_out(processes)
+        self._processes = processes  # from here on, attributes are looked up in the environments
+
+    def _lay_out(self, processes: EnvProcesses) -> Outcomes:
+        full = [self.full_observation_spec, self.full_state_spec, self.full_reward_spec, self.full_done_spec]
+        entries = shareable(full)
+        returned = [*self.observation_keys, *self.reward_keys, *self.done_keys]
+        form = Form(tuple(key for key in dict.fromkeys(returned) if key in entries), {})
+        return Outcomes(processes.lay_outcomes(entries), form, self.batch_size[1:])
+
+    @property
+    def recreations(self) -> list[int]:
+        """How many environments were in each place before."""
+        return list(self._processes.renewals)
+
+    # Stepping ---------------------------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        due = self._recreation.due(range(self.num_workers))
+        rows = [row for row in range(self.num_workers) if row not in due] if due else None
+        sent = send_rows(self._processes, tensordict)
+
+        def command(ticket: int, some: Some, mine: Sequence[int]) -> StepRows:
+            return StepRows(ticket, some, sent.layout, sent.nests, sent.rest_of(mine))
+
+        ticket = self._processes.post(command, rows, sent.layout)
+        gathered = self._processes.gather(ticket)
+        missed = self._recreation.settle(ticket, gathered, "step")
+        rest = self._outcomes.note("step", gathered.replies.values())
+        missed = missed._replace(failed=missed.failed | due)
+        form = None if rest or self._ragged else self._outcomes.common_form("step", range(self.num_workers))
+        if form is None:
+            cut = missed.cut if not self._ragged and not rest else frozenset()
+            return self._unlike(tensordict, rest, Missed(missed.failed | missed.cut - cut, cut))
+        out = self._outcomes.dense(form, self.num_workers)
+        for row in missed.failed:
+            self._repeat(out, tensordict, row)
+        self._end(out, missed)
+        return placed(out, self.device)
+
+    def _repeat(self, out: TensorDictBase, root: TensorDictBase, row: int) -> None:
+        """Let a row of an outcome, which is none, say that nothing has changed."""
+        for key in self.observation_keys:
+            if (last := root.get(key, None)) is not None:
+                out.get(key)[row] = last[row].to(out.get(key).device)
+        for key in self.reward_keys:
+            out.get(key)[row] = 0
+
+    def _end(self, out: TensorDictBase, missed: Missed) -> None:
+        if missed.failed:
+            end_rows(out, self._done_groups, missed.failed, failed=True)
+        if missed.cut:
+            end_rows(out, self._done_groups, missed.cut, failed=False)
+
+    def _unlike(self, root: TensorDictBase, rest: dict[int, TensorDictBase], missed: Missed) -> TensorDictBase:
+        """The outcome where rows differ, or hold more than tensors."""
+        rows = []
+        for row, (facts, last) in enumerate(zip(self._facts, root.unbind(0), strict=True)):
+            if row in missed.failed:
+                zeros = facts.full_observation_spec.zero().update(facts.full_reward_spec.zero())
+                td = zeros.update(facts.full_done_spec.zero())
+                rows.append(td.update(last.select(*facts.full_observation_spec.keys(True, True), strict=False)))
+            else:
+                rows.append(self._outcomes.row("step", row, rest))
+        out = self._stack(rows)
+        self._end(out, missed)
+        return out
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        self._seed_for_reset(kwargs)
+        marked = range(self.num_workers)
+        sent = None
+        if tensordict is not None:
+            marked = [i for i, row in enumerate(tensordict.unbind(0)) if self._is_marked(row)]  # type: ignore[assignment]
+            sent = send_rows(self._processes, tensordict)
+        rest = self._begun(marked, sent, ByValue(kwargs) if kwargs else None)
+        form = None if rest or self._ragged else self._outcomes.common_form("reset", marked)
+        if form is not None:
+            return placed(self._outcomes.dense(form, self.num_workers), self.device)
+        fresh = [
+            self._outcomes.row("reset", row, rest) if row in set(marked) else None for row in range(self.num_workers)
+        ]
+        return self._stack(self._filled(fresh, self._facts))
+
+    def _begun(self, rows: Sequence[int], sent: Sent | None, kwargs: ByValue | None) -> dict[int, TensorDictBase]:
+        """Reset ``rows``; once more where their process was lost."""
+
+        def command(ticket: int, some: Some, mine: Sequence[int]) -> ResetRows:
+            if sent is None:
+                return ResetRows(ticket, some, None, {}, None, kwargs)
+            return ResetRows(ticket, some, sent.layout, sent.nests, sent.rest_of(mine), kwargs)
+
+        rest: dict[int, TensorDictBase] = {}
+        while rows:
+            ticket = self._processes.post(command, rows, None if sent is None else sent.layout)
+            gathered = self._processes.gather(ticket)
+            again = self._recreation.settle(ticket, gathered, "reset").failed
+            rest.update(self._outcomes.note("reset", gathered.replies.values()))
+            self._recreation.begun(set(rows) - again)
+            rows = sorted(again)
+        return rest
+
+    def _array_form(self) -> ArrayEnv:
+        return ParallelArrays(self, ParallelEnv)
+
+    # The environments together ------------------------------------------------------------------
+
+    def _ask(self, function: Callable[..., Any], *args: Any, rows: Iterable[int] | None = None) -> dict[int, Any]:
+        """Call a function of :mod:`._parallel_calls` where the environments are; what it returns, by row.
+
+        Raises:
+            Exception: what the first environment has raised.
+        """
+        packed = ByValue(args) if args else None
+        listed = None if rows is None else list(rows)
+        ticket = self._processes.post(lambda ticket, some, _: Do(ticket, some, function, packed), listed)
+        gathered = self._processes.gather(ticket)
+        for raised in gathered.raised:
+            remote = raised.failure.error(f"{type(self).__name__}[{raised.row}]")
+            if raised.kind in (AttributeError, NotNative):
+                raise raised.kind(raised.text) from remote
+            raise remote
+        self._recreation.settle(ticket, gathered, function.__name__)
+        if gathered.lost:
+            raise EnvError(
+                f"{type(self).__name__}[{gathered.lost[0].row}]: its process {gathered.lost[0].how}, in "
+                f"{function.__name__}, and was replaced. Try again."
+            )
+        values: dict[int, Any] = {}
+        for reply in gathered.replies.values():
+            values.update(pickle.loads(reply.values or b""))
+        return {row: values[row] for row in sorted(values)}
+
+    def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
+        last = None
+        for row in range(self.num_workers):
+            last = self._ask(calls.set_seed, seed, static_seed, rows=[row])[row]
+            self._processes.seeds[row] = seed
+            if seed is not None and last is not None and not static_seed:
+                seed = last + 1
+        return last
+
+    def to(self, device: torch.device | str | int | None) -> ParallelEnv:  # type: ignore[override]
+        """Move the environments and the batch; returns the environment."""
+        if device is not None:
+            self._facts = list(self._ask(calls.move, device).values())
+        super().to(device)
+        return self
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Close all environments and end their processes, within seconds. A second call raises by default.
+
+        Warns:
+            RuntimeWarning: a process did not end by itself.
+        """
+        was_closed = self.is_closed
+        super().close(raise_if_closed=raise_if_closed)
+        if was_closed:
+            return
+        raised, forced = self._processes.end()
+        if forced:
+            warnings.warn(f"{type(self).__name__}: {'; '.join(forced)}.", RuntimeWarning, stacklevel=2)
+        for one in raised:
+            raise one.failure.error(f"{type(self).__name__}[{one.row}]")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_processes" not in self.__dict__ or name.startswith("_") or self.is_closed:
+                raise
+        values = list(self._ask(calls.look_up, name).values())
+        methods = [isinstance(value, Sign) for value in values]
+        if all(methods):
+            return partial(self._call, name)
+        return list(self._ask(calls.fetch, name).values()) if any(methods) else values
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        values = self._ask(calls.call, name, args, kwargs).values()
+        return [self if isinstance(value, Sign) else value for value in values]
+
+    # State ------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for row, state in self._ask(calls.state).items():
+            destination.update({f"{prefix}worker{row}.{key}": value for key, value in state.items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        places = [f"{prefix}worker{row}." for row in range(self.num_workers)]
+        mine: dict[int, dict[str, Any]] = {row: {} for row in range(self.num_workers)}
+        others = {}
+        for key, value in state_dict.items():
+            row = next((row for row, place in enumerate(places) if key.startswith(place)), None)
+            if row is None:
+                others[key] = value
+            else:
+                mine[row][key[len(places[row]) :]] = value
+        for row, (missing, unexpected, error) in self._ask(calls.load_state, mine).items():
+            missing_keys += [places[row] + key for key in missing]
+            unexpected_keys += [places[row] + key for key in unexpected] if strict else []
+            error_msgs += [f"{places[row]}: {error}"] if error else []
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _checkpoint(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """All that the environments are, one state each; and what of them could not be saved."""
+        saved = self._ask(calls.checkpoint)
+        unsaved = [
+            f"{type(self).__name__} [worker {row}] {line}" for row, (_, lines) in saved.items() for line in lines
+        ]
+        return [state for state, _ in saved.values()], unsaved
+
+    def _load_checkpoint(self, states: Sequence[dict[str, Any]]) -> None:
+        self._ask(calls.load_checkpoint, dict(enumerate(states)))
+
+    def _undo_of_reset(self) -> calls.RemoteUndo:
+        return calls.RemoteUndo(self._ask)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies have copies of the environments, in processes of their own."""
+        if self.is_closed:
+            raise EnvError(f"{self} is closed, and has no environments to copy. Copy it before close().")
+        makers = [partial(pickle.loads, data) for data in self._ask(calls.pickled).values()]
+        state = {name: value for name, value in vars(self).items() if name not in self._not_saved}
+        return _again, (type(self), makers, self._options), state
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(num_workers={self.num_workers}, env={self._facts[0].text}, "
+            f"batch_size={list(self.batch_size)}, device={self.device})"
+        )
+
+
+def _again(cls: type[ParallelEnv], makers: list[Any], options: dict[str, Any]) -> ParallelEnv:
+    return cls(len(makers), makers, **options)
+
+
+def _check(
+    num_workers: int,
+    num_processes: int | None,
+    mp_start_method: str | None,
+    env_step_timeout: float | None,
+    on_env_failure: str,
+) -> None:
+    """Test the arguments of a :class:`ParallelEnv` that ``SerialEnv`` does not have."""
+    is_number = isinstance(num_processes, int) and not isinstance(num_processes, bool)
+    if num_processes is not None and not (is_number and 1 <= num_processes <= num_workers):
+        raise ValueError(
+            f"num_processes: expected a number from 1 to num_workers={num_workers}, got {num_processes!r}. Pass None "
+            "for one on each CPU."
+        )
+    check_start_method("mp_start_method", mp_start_method)
+    if env_step_timeout is not None and not env_step_timeout > 0:
+        raise ValueError(f"env_step_timeout: expected seconds above 0, or None, got {env_step_timeout!r}.")
+    if on_env_failure not in FAILURE:
+        raise ValueError(f"on_env_failure: expected one of {FAILURE}, got {on_env_failure!r}.")

@@ -1,0 +1,31 @@
+"""Weights on their way from a learner to the processes that act."""
+
+from __future__ import annotations
+
+from rollwright.weight_update._scheme import WeightSyncScheme
+from rollwright.weight_update.schemes import (
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+)
+from rollwright.weight_update.updaters import (
+    LocalWeightsUpdaterBase,
+    MultiProcessedWeightUpdater,
+    RemoteModuleWeightUpdater,
+    RemoteWeightsUpdaterBase,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
+
+__all__ = [
+    "LocalWeightsUpdaterBase",
+    "MultiProcessWeightSyncScheme",
+    "MultiProcessedWeightUpdater",
+    "NoWeightSyncScheme",
+    "RemoteModuleWeightUpdater",
+    "RemoteWeightsUpdaterBase",
+    "SharedMemWeightSyncScheme",
+    "VanillaWeightUpdater",
+    "WeightSyncScheme",
+    "WeightUpdaterBase",
+]

@@ -1,0 +1,325 @@
+"""Board: weights that one process publishes and others take, each publication whole or not at all."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rollwright._processes.segment import Segment
+from rollwright.weight_update._forms import State, is_extra
+from rollwright.weight_update._slot import Place, Slot, Torn, dump_extras, load_extras
+from rollwright.weight_update._tables import EntrySpec, Table, aligned, spec_of
+
+__all__ = ["Board", "ModelWeights", "Publication"]
+
+_PAGE = 4096
+_GRAIN = max(_PAGE, mmap.ALLOCATIONGRANULARITY)
+# Words (int64) of the head, which is two pages long.
+_CURRENT = 0
+_SLOTS = (8, 16)  # of each slot: word of its publication (0: none that is whole), version, place
+_WISHES, _TAKEN, _NUM_READERS = 32, 512, 480
+_TRIES_BEFORE_WISH = 3
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
+
+
+class ModelWeights(NamedTuple):
+    """A model's weights in a publication.
+
+    Attributes:
+        stamp: of the publication that they are from.
+        specs: name, shape and dtype of each tensor; equal objects at each take, mostly the same.
+        tensors: by name; views of memory that is whole only until :meth:`Board.take` returns, on the CPU.
+        extras: extra state by name.
+    """
+
+    stamp: int
+    specs: tuple[EntrySpec, ...]
+    tensors: dict[str, torch.Tensor]
+    extras: dict[str, Any]
+
+
+class Publication(NamedTuple):
+    """What :meth:`Board.take` finds.
+
+    Attributes:
+        stamp: names the publication; later ones have greater stamps, on all boards of a machine.
+        version: as published.
+        models: those that are newer than what the reader has, by id.
+    """
+
+    stamp: int
+    version: int
+    models: dict[str, ModelWeights]
+
+
+class Board:
+    """Two slots in a segment, one of them current.
+
+    A publication is written to the slot that is not current, and one store of an int64 makes it current. A reader
+    copies from the current slot, and looks afterwards whether the slot was written meanwhile: if so, it copies again.
+    So a publisher waits for no reader, a reader waits for no publisher, and a publisher that is killed leaves the last
+    publication whole. A reader that failed three times raises a word, for which the publisher waits before it writes
+    again (at most ``timeout_s``, and once for a reader that is dead).
+
+    Publications are cumulative: the models that one leaves out are carried on from the last.
+
+    One thread publishes at a time. Any number of processes may read, each with a number of its own. A board is handed
+    to a process while it starts.
+
+    Args:
+        segment: memory to use; None: new memory.
+        reader: number of this reader.
+
+    Example:
+        >>> board = Board()
+        >>> stamp = board.publish(1, {"policy": {"weight": torch.ones(2)}})
+        >>> copies = []
+        >>> taken = board.take({}, lambda found: copies.append(found.models["policy"].tensors["weight"].clone()))
+        >>> board.version, taken.stamp == stamp, copies
+        (1, True, [tensor([1., 1.])])
+    """
+
+    def __init__(self, segment: Segment | None = None, *, reader: int = 0) -> None:
+        self._segment = Segment() if segment is None else segment
+        self._segment.grow(2 * _PAGE)
+        head = self._segment.map(0, 2 * _PAGE)
+        self.words = head.cast("q")
+        words = np.frombuffer(head, np.int64)
+        self._wishes, self._taken = (words[begin : begin + _NUM_READERS] for begin in (_WISHES, _TAKEN))
+        self._reader, self._wished = reader % _NUM_READERS, False
+        self._publishing, self._fencing = threading.Lock(), threading.Lock()
+        self._fencing.acquire()
+        self._slots: list[Slot | None] = [None, None]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _board, (self._segment, self._reader)
+
+    def as_reader(self, reader: int) -> Board:
+        """This board, for the reader of that number."""
+        return Board(self._segment, reader=reader)
+
+    @property
+    def stamp(self) -> int:
+        """Of the last publication; 0 before the first."""
+        return self.words[_CURRENT] >> 1
+
+    @property
+    def version(self) -> int:
+        """Of the last publication, as published; -1 before the first."""
+        while True:
+            word = self.words[_CURRENT]
+            if not word:
+                return -1
+            version = self.words[_SLOTS[word & 1] + 1]
+            self._fence()
+            if self.words[_SLOTS[word & 1]] == word:
+                return version
+
+    # Publishing -------------------------------------------------------------------------------
+
+    def publish(self, version: int, updates: Mapping[str, State], *, timeout_s: float = 1.0) -> int:
+        """Make weights current, together with the last ones of all models that are left out.
+
+        Args:
+            version: names the publication for users.
+            updates: flat states of tensors and extra state, by model. They are copied.
+            timeout_s: how long to wait for readers that have failed to take a publication, because they were followed
+                by others too fast. What they read is lost for them after that, and they try again.
+
+        Returns:
+            The publication's stamp.
+        """
+        packed = {model_id: _packed(state) for model_id, state in updates.items()}
+        needed = {model_id: (spec_of(tensors), len(extras)) for model_id, (tensors, extras) in packed.items()}
+        with self._publishing:
+            self._await_wishes(timeout_s)
+            word = self.words[_CURRENT]
+            stamp = max((word >> 1) + 1, time.monotonic_ns())
+            current = self._slot(word & 1, lambda: True) if word else None
+            table = (Table({}, 0) if current is None else current.table).changed(needed)
+            spare = 1 - (word & 1)
+            base = _SLOTS[spare]
+            was_whole = self.words[base] != 0
+            self.words[base] = 0
+            self._fence()
+            slot, is_new = self._room_for(spare, table, stamp, was_whole)
+            for model_id in table.models:
+                if model_id in packed:
+                    slot.write(model_id, stamp, *packed[model_id])
+                elif is_new or not was_whole or slot.stamp(model_id) != _stamp_in(current, model_id):
+                    assert current is not None  # where the model is from
+                    slot.carry_on(model_id, current)
+            self.words[base + 1] = version
+            self._fence()
+            self.words[base] = stamp << 1 | spare
+            self._fence()
+            self.words[_CURRENT] = stamp << 1 | spare
+            return stamp
+
+    def _room_for(self, number: int, table: Table, stamp: int, was_whole: bool) -> tuple[Slot, bool]:
+        """The slot of that number, with room for a table, and whether the table is new to it."""
+        base = _SLOTS[number]
+        place = Place(*self.words[base + 2 : base + 6])
+        slot = self._slot(number, lambda: True) if was_whole else self._slots[number]
+        if slot is not None and slot.place != place:
+            slot = None  # a publisher was killed while it changed the place
+        if slot is not None and slot.table == table:
+            return slot, False
+        dumped = len(table.dumps())
+        if slot is None or not place.holds(table, dumped):
+            if slot is not None:
+                slot.release()
+            start = -(-self._segment.num_bytes // _GRAIN) * _GRAIN
+            capacity = -(-(aligned(dumped) + table.num_bytes) // _GRAIN) * _GRAIN
+            self._segment.grow(start + capacity)
+            place = place._replace(start=start, capacity=capacity)
+        place = place._replace(table_id=stamp, table_bytes=dumped)
+        self._slots[number] = None
+        for offset, value in enumerate(place):
+            self.words[base + 2 + offset] = value
+        slot = self._slots[number] = Slot(self._segment, place, table=table)
+        return slot, True
+
+    def _await_wishes(self, timeout_s: float) -> None:
+        if not self._wishes.any():
+            return
+        until, nap = time.monotonic() + timeout_s, _SHORTEST_NAP_S
+        while self._wishes.any():
+            if time.monotonic() > until:
+                self._wishes[:] = 0  # a reader that lives raises its own again
+                return
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_S)
+
+    def forget(self, reader: int) -> None:
+        """Wait no more for a reader, which is dead."""
+        self._wishes[reader % _NUM_READERS] = 0
+
+    def stamp_taken(self, reader: int) -> int:
+        """Stamp of the publication that a reader took last; 0 before its first."""
+        return int(self._taken[reader % _NUM_READERS])
+
+    # Reading ----------------------------------------------------------------------------------
+
+    def take(
+        self,
+        since: Mapping[str, int],
+        apply: Callable[[Publication], None],
+        *,
+        floor: int = 0,
+        timeout_s: float = 30.0,
+    ) -> Publication | None:
+        """Copy what was published last.
+
+        Args:
+            since: the stamps of the models that the reader has.
+            apply: copies the weights; is called again, with a later publication, where what it copied was written
+                meanwhile. Until this method returns, what it has copied may be a mixture.
+            floor: a stamp for all models that ``since`` leaves out, or has a lower one for.
+            timeout_s: how long to try.
+
+        Returns:
+            The publication whose weights were copied last; None before the first.
+
+        Raises:
+            TimeoutError: publications followed too fast all the time.
+        """
+        if not self.words[_CURRENT]:
+            return None
+        until, tries = time.monotonic() + timeout_s, 0
+        try:
+            while True:
+                tries += 1
+                if tries > _TRIES_BEFORE_WISH:
+                    self._wishes[self._reader] = 1
+                    self._fence()
+                publication = self._try_taking(since, floor, apply)
+                if publication is not None:
+                    self._taken[self._reader] = publication.stamp
+                    return publication
+                if time.monotonic() > until:
+                    raise TimeoutError(
+                        f"weights: tried {tries} times in {timeout_s:g} s to take a publication, and each was "
+                        "overwritten meanwhile. Publish less often."
+                    )
+        finally:
+            self._wishes[self._reader] = self._wished
+
+    def wish(self, wished: bool) -> None:
+        """Ask the publisher to wait, or no more: for a reader that takes from several boards."""
+        self._wished = wished
+        self._wishes[self._reader] = wished
+
+    def _try_taking(
+        self, since: Mapping[str, int], floor: int, apply: Callable[[Publication], None]
+    ) -> Publication | None:
+        word = self.words[_CURRENT]
+        base = _SLOTS[word & 1]
+
+        def valid() -> bool:
+            self._fence()
+            return bool(self.words[base] == word)
+
+        try:
+            slot = self._slot(word & 1, valid)
+        except Torn:
+            return None
+        version, newer = self.words[base + 1], {}
+        for model_id in slot.table.models:
+            stamp = slot.stamp(model_id)
+            if stamp > max(since.get(model_id, 0), floor):
+                newer[model_id] = stamp, slot.extras(model_id)
+        if not valid():
+            return None
+        found = Publication(
+            word >> 1,
+            version,
+            {
+                model_id: ModelWeights(
+                    stamp, slot.table.models[model_id].specs, slot.tensors(model_id), load_extras(extras)
+                )
+                for model_id, (stamp, extras) in newer.items()
+            },
+        )
+        apply(found)
+        return found if valid() else None
+
+    def _slot(self, number: int, valid: Callable[[], bool]) -> Slot:
+        base = _SLOTS[number]
+        place = Place(*self.words[base + 2 : base + 6])
+        slot = self._slots[number]
+        if slot is None or slot.place != place:
+            if not valid():  # the place may be half of one and half of another
+                raise Torn
+            slot = self._slots[number] = Slot(self._segment, place, valid=valid)
+        return slot
+
+    def _fence(self) -> None:
+        # Stores and loads on one side of a release and an acquire stay on that side, also where the processor orders
+        # them more loosely than x86 does.
+        self._fencing.release()
+        self._fencing.acquire()
+
+
+def _board(segment: Segment, reader: int) -> Board:
+    return Board(segment, reader=reader)
+
+
+def _packed(state: State) -> tuple[dict[str, torch.Tensor], bytes]:
+    tensors = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and not is_extra(name):
+            tensors[name] = value.detach()
+        elif not is_extra(name):
+            raise TypeError(f"weights: expected a tensor at {name!r}, got {type(value).__name__}. Pass a flat state.")
+    return tensors, dump_extras({name: value for name, value in state.items() if is_extra(name)})
+
+
+def _stamp_in(slot: Slot | None, model_id: str) -> int:
+    return 0 if slot is None else slot.stamp(model_id)

@@ -1,0 +1,187 @@
+"""Weights in every form that users pass them, as flat states by name, and whether a model can take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from rollwright._keys import key_str
+
+__all__ = [
+    "Signature",
+    "State",
+    "check_state",
+    "describe",
+    "flat_state",
+    "is_extra",
+    "prepare",
+    "signature_of",
+    "unsaved_buffers",
+]
+
+State = dict[str, Any]
+"""Weights by name, as in a ``state_dict``: tensors, and extra state (any object) where :func:`is_extra`."""
+
+Signature = dict[str, "tuple[torch.Size, torch.dtype] | None"]
+"""What a model takes: shape and dtype by name; None for extra state. See :func:`signature_of`."""
+
+_EXTRA = "_extra_state"
+
+
+def is_extra(name: str) -> bool:
+    """Whether a name in a ``state_dict`` is that of a ``get_extra_state``, which may be any object.
+
+    >>> is_extra("norm._extra_state"), is_extra("norm.weight")
+    (True, False)
+    """
+    return name.rpartition(".")[2] == _EXTRA
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """Names of buffers that a ``state_dict`` leaves out (``persistent=False``)."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+        if part._buffers.get(name) is not None
+    }
+
+
+def flat_state(weights: Any, name: str, *, strategy: str = "state_dict") -> State:
+    """Weights in any form as a flat state; nothing is copied.
+
+    Args:
+        weights: a module, its ``state_dict``, or a (nested) TensorDict or dictionary.
+        name: what takes them, for messages.
+        strategy: ``"state_dict"``: of a module, what ``state_dict()`` gives, extra state included; ``"tensordict"``:
+            its parameters and buffers, those too that a ``state_dict`` leaves out, and no extra state.
+
+    Raises:
+        TypeError: ``weights`` is none of these.
+    """
+    if isinstance(weights, nn.Module):
+        state = weights.state_dict() if strategy == "state_dict" else dict(_tensors_of(weights))
+    elif isinstance(weights, TensorDictBase):
+        state = _flat(weights)
+    elif isinstance(weights, Mapping):
+        nested = any(
+            isinstance(value, Mapping | TensorDictBase) and not is_extra(str(k)) for k, value in weights.items()
+        )
+        state = _flat(TensorDict(dict(weights))) if nested else dict(weights)
+    else:
+        raise TypeError(
+            f"weights for {name}: expected a module, a TensorDict or a state_dict, got {type(weights).__name__}."
+        )
+    if strategy != "state_dict":
+        state = {key: value for key, value in state.items() if not is_extra(key)}
+    return state
+
+
+def signature_of(module: nn.Module) -> Signature:
+    """What a module takes, to be checked where the module is not.
+
+    >>> signature_of(nn.Linear(3, 1))
+    {'weight': (torch.Size([1, 3]), torch.float32), 'bias': (torch.Size([1]), torch.float32)}
+    """
+    return {
+        key: (value.shape, value.dtype) if isinstance(value, torch.Tensor) and not is_extra(key) else None
+        for key, value in module.state_dict().items()
+    }
+
+
+def describe(target: Any, name: str) -> tuple[str, Signature, set[str]]:
+    """What :func:`check_state` needs of a model: its class, its signature, and what else it takes.
+
+    Args:
+        target: the model.
+        name: what it is, for messages.
+
+    Raises:
+        TypeError: it has no weights.
+    """
+    if not isinstance(target, nn.Module):
+        raise TypeError(
+            f"{name}: {type(target).__name__} is no nn.Module and takes no weights. "
+            "Pass a module as policy, or do not update its weights."
+        )
+    return type(target).__name__, signature_of(target), unsaved_buffers(target)
+
+
+def check_state(state: State, signature: Signature, name: str, *, kind: str, optional: set[str] | None = None) -> None:
+    """Check that a model takes a state. Dtypes may differ: a copy casts.
+
+    Args:
+        state: of :func:`flat_state`.
+        signature: of the model.
+        name: what the model is, for messages.
+        kind: the model's class, for messages.
+        optional: names that the state may hold beside those of the signature.
+
+    Raises:
+        TypeError: no tensor where one is expected.
+        ValueError: names or shapes differ.
+    """
+    missing = {key for key, expected in signature.items() if expected is not None} - state.keys()
+    unknown = state.keys() - signature.keys() - (optional or set())
+    if missing or unknown:
+        raise ValueError(
+            f"weights for {name}: names differ from those of {kind}. "
+            f"Missing: {key_str(missing) or 'none'}; unknown: {key_str(unknown) or 'none'}."
+        )
+    for key, expected in signature.items():
+        if expected is None:
+            continue
+        value = state[key]
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"weights for {name}: expected a tensor at {key!r}, got {type(value).__name__}. "
+                "Pass a module, its state_dict, or TensorDict.from_module(module)."
+            )
+        if value.shape != expected[0]:
+            raise ValueError(
+                f"weights for {name}: {key!r} has shape {list(value.shape)}, expected {list(expected[0])}."
+            )
+
+
+def prepare(target: Any, weights: Any, name: str) -> Callable[[], None]:
+    """Check weights against the module that takes them; returns the call that copies them.
+
+    Args:
+        target: the module.
+        weights: a module of the same structure, its ``state_dict``, or a (nested) TensorDict or dictionary.
+        name: what the target is, for messages.
+
+    Raises:
+        TypeError: the target has no weights, or ``weights`` is none of these.
+        ValueError: names or shapes differ.
+    """
+    kind, signature, beside = describe(target, name)
+    state = flat_state(weights, name)
+    check_state(state, signature, name, kind=kind, optional=beside)
+    buffers = [(target.get_buffer(key), state.pop(key)) for key in sorted(beside & state.keys())]
+    for buffer, value in buffers:
+        if not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
+            got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"weights for {name}: a buffer has shape {got}, expected {list(buffer.shape)}.")
+    full = {**target.state_dict(), **state}
+
+    def copy() -> None:
+        with torch.no_grad():
+            target.load_state_dict(full)
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+    return copy
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _flat(weights: TensorDictBase) -> State:
+    return {key if isinstance(key, str) else ".".join(key): value for key, value in weights.items(True, True)}

@@ -1,0 +1,91 @@
+"""Publisher: on which boards an update of a group of workers travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from rollwright.weight_update._board import Board
+from rollwright.weight_update._forms import State
+from rollwright.weight_update._scheme import WeightSyncScheme
+from rollwright.weight_update.schemes import SharedMemWeightSyncScheme
+
+__all__ = ["Publisher", "Update"]
+
+
+class Update(NamedTuple):
+    """Weights for some workers.
+
+    Attributes:
+        workers: their indices; None: all.
+        models: flat states by model.
+    """
+
+    workers: Sequence[int] | None
+    models: Mapping[str, State]
+
+
+class Publisher:
+    """The boards of a group of workers: one that all of them follow, and one for each.
+
+    What is for all workers goes to the common board, and is copied once. What is for some, or belongs to a scheme that
+    keeps workers apart, goes to their own. All models of an update go the same way, so that a worker gets them in one
+    publication.
+
+    Args:
+        num_workers: how many there are.
+        schemes: by model.
+        default: for models without one; None: :class:`SharedMemWeightSyncScheme` with ``strategy="state_dict"``.
+
+    Example:
+        >>> import torch
+        >>> publisher = Publisher(2)
+        >>> publisher.publish([Update([1], {"policy": {"weight": torch.zeros(3)}})], version=1)
+        >>> [[board.version for board in publisher.boards(worker)] for worker in range(2)]
+        [[-1, -1], [-1, 1]]
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        schemes: Mapping[str, WeightSyncScheme] | None = None,
+        *,
+        default: WeightSyncScheme | None = None,
+    ) -> None:
+        self._schemes = dict(schemes or {})
+        self._default = SharedMemWeightSyncScheme(strategy="state_dict") if default is None else default
+        self._common = Board()
+        self._own = [Board() for _ in range(num_workers)]
+
+    def scheme(self, model_id: str) -> WeightSyncScheme:
+        """How a model's weights travel."""
+        return self._schemes.get(model_id, self._default)
+
+    def boards(self, worker: int) -> list[Board]:
+        """What a worker follows, with a :class:`WeightFeed`; hand it over while its process starts."""
+        return [self._common.as_reader(worker), self._own[worker].as_reader(worker)]
+
+    def publish(self, updates: Iterable[Update], version: int, *, timeout_s: float = 1.0) -> None:
+        """Publish updates that belong to one version; each reaches its workers whole.
+
+        Args:
+            updates: no worker may be in two of them.
+            version: of all of them.
+            timeout_s: how long to wait for workers that cannot keep up, for each board.
+        """
+        for update in updates:
+            models = {model_id: state for model_id, state in update.models.items() if self.scheme(model_id).sends}
+            if update.workers is None and all(self.scheme(model_id).shares for model_id in models):
+                self._common.publish(version, models, timeout_s=timeout_s)
+                continue
+            for worker in range(len(self._own)) if update.workers is None else update.workers:
+                self._own[worker].publish(version, models, timeout_s=timeout_s)
+
+    def forget(self, worker: int) -> None:
+        """Wait no more for a worker that is dead."""
+        for board in (self._common, self._own[worker]):
+            board.forget(worker)
+
+    def stamp_taken(self, worker: int) -> int:
+        """Stamp of the publication that a worker took last; 0 before its first."""
+        return max(self._common.stamp_taken(worker), self._own[worker].stamp_taken(worker))

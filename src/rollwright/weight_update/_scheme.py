@@ -1,0 +1,335 @@
+"""WeightSyncScheme: what every way for the weights of one model has in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+
+from rollwright.weight_update._board import Board
+from rollwright.weight_update._feed import WeightFeed
+from rollwright.weight_update._forms import State, check_state, describe, flat_state
+
+__all__ = ["WeightSyncScheme"]
+
+STRATEGIES = ("tensordict", "state_dict")
+_NAP_S = 1e-3
+
+
+class WeightSyncScheme:
+    """How the weights of one model travel.
+
+    A collector takes schemes by model (``weight_sync_schemes={"policy": scheme}``) and does the rest. By itself, a
+    scheme connects processes: one calls :meth:`init_on_sender`, hands the scheme to those that it starts, and sends;
+    they call :meth:`init_on_receiver` on what they were handed, and receive. All may call :meth:`connect` first.
+
+    Sending publishes: it copies the weights and returns. A receiver takes the last publication when it calls
+    :meth:`receive`, whole; it never changes in the middle of a step.
+
+    Args:
+        strategy: ``"tensordict"``: parameters and buffers; ``"state_dict"``: what ``state_dict()`` holds, extra state
+            included.
+
+    Raises:
+        ValueError: a strategy of another name.
+    """
+
+    sends: ClassVar[bool] = True
+    """Whether weights travel at all."""
+
+    _by_backend: ClassVar[dict[str, type[WeightSyncScheme]]] = {}
+
+    def __init__(self, strategy: str = "tensordict") -> None:
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy: expected {' or '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
+        self.strategy = strategy
+        self.model_id: str | None = None
+        self.worker_idx: int | None = None
+        self.context: Any = None
+        self.version = 0
+        self._model: Any = None
+        self._initial: Any = None
+        self._common: Board | None = None
+        self._own: list[Board] = []
+        self._feed: WeightFeed | None = None
+        self._role: str | None = None
+        self._synchronized = False
+
+    @classmethod
+    def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
+        """The scheme for a kind of worker.
+
+        Args:
+            backend: ``"none"`` or ``"direct"``: :class:`NoWeightSyncScheme`; ``"shared"`` or ``"thread"``:
+                :class:`SharedMemWeightSyncScheme`; ``"process"`` or ``"multiprocessing"``:
+                :class:`MultiProcessWeightSyncScheme`.
+            **kwargs: for it.
+
+        Raises:
+            ValueError: a backend of another name.
+
+        Example:
+            >>> WeightSyncScheme.from_backend("process", strategy="state_dict")
+            MultiProcessWeightSyncScheme(strategy='state_dict')
+        """
+        kinds = cls._by_backend
+        if backend not in kinds:
+            raise ValueError(f"backend: expected one of {', '.join(map(repr, sorted(kinds)))}, got {backend!r}.")
+        return kinds[backend](**kwargs)
+
+    def __init_subclass__(cls, backends: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        WeightSyncScheme._by_backend.update(dict.fromkeys(backends, cls))
+
+    @property
+    def shares(self) -> bool:
+        """Whether workers that get the same weights read them from the same memory."""
+        return True
+
+    def state_of(self, weights: Any, name: str = "policy") -> State:
+        """Weights in any form as what travels: a flat state, nothing is copied.
+
+        Raises:
+            TypeError: ``weights`` is no module, TensorDict or dictionary.
+        """
+        return flat_state(weights, name, strategy=self.strategy)
+
+    # The sender -------------------------------------------------------------------------------
+
+    def init_on_sender(
+        self,
+        model_id: str | None = None,
+        context: Any = None,
+        *,
+        model: nn.Module | None = None,
+        weights: Any = None,
+        num_workers: int | None = None,
+    ) -> None:
+        """Become the side that sends. Hand the scheme to other processes after this, while they start.
+
+        Args:
+            model_id: of the model, ``"policy"`` by default.
+            context: has ``get_model(model_id)``, where the weights are read when none are given.
+            model: is read instead.
+            weights: are published by :meth:`connect` instead of the model's.
+            num_workers: how many receivers there are; 1 where the context has no ``num_workers``.
+
+        Raises:
+            RuntimeError: it was initialised before.
+            ValueError: ``num_workers`` is less than 1.
+        """
+        self._become("sender", model_id or "policy", context, model)
+        count = getattr(context, "num_workers", 1) if num_workers is None else num_workers
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"num_workers: expected a count of at least 1, got {count!r}.")
+        self._initial = weights
+        self._common, self._own = Board(), [Board() for _ in range(count)]
+
+    def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> int:
+        """Publish weights.
+
+        Args:
+            weights: a module, TensorDict, ``state_dict``, or a dictionary of these by worker; None: the model's.
+            worker_ids: who gets them; None: all.
+
+        Returns:
+            The version of the publication; 1 is the first.
+
+        Raises:
+            RuntimeError: this is not the sender.
+            ValueError: a worker that is not there, or weights that do not fit the model of the sender.
+            TypeError: weights of no known form.
+        """
+        self._check_role("sender", "send")
+        by_worker: dict[int, Any] | None = None
+        if isinstance(weights, dict) and weights and all(type(key) is int for key in weights):
+            if worker_ids is not None:
+                raise ValueError("worker_ids: got it beside weights by worker. Drop one of them.")
+            by_worker = weights
+        elif worker_ids is not None:
+            by_worker = dict.fromkeys([worker_ids] if isinstance(worker_ids, int) else worker_ids, weights)
+        elif not self.shares:
+            by_worker = dict.fromkeys(range(len(self._own)), weights)
+        unknown = sorted((by_worker or {}).keys() - set(range(len(self._own))))
+        if unknown:
+            raise ValueError(f"worker_ids: expected some of 0 to {len(self._own) - 1}, got {unknown}.")
+        states: dict[int | None, State] = (
+            {None: self._checked(weights)}
+            if by_worker is None
+            else {worker: self._checked(given) for worker, given in by_worker.items()}
+        )
+        self.version += 1
+        for worker, state in states.items():
+            board = self._common if worker is None else self._own[worker]
+            if self.sends and board is not None:
+                board.publish(self.version, {self.model_id or "policy": state})
+        return self.version
+
+    def wait_until_taken(self, timeout_s: float, worker_ids: Sequence[int] | None = None) -> None:
+        """Wait until receivers have what was sent last.
+
+        Raises:
+            TimeoutError: some have not; the message names them.
+        """
+        self._check_role("sender", "wait_until_taken")
+        until = time.monotonic() + timeout_s
+        while True:
+            late = [worker for worker in worker_ids or range(len(self._own)) if not self._has_taken(worker)]
+            if not late or not self.sends:
+                return
+            if time.monotonic() > until:
+                raise TimeoutError(
+                    f"waited {timeout_s:g} s for workers {late} to receive the weights of {self.model_id!r}"
+                )
+            time.sleep(_NAP_S)
+
+    def _has_taken(self, worker: int) -> bool:
+        boards = [self._own[worker], *([] if self._common is None else [self._common])]
+        return all(board.stamp_taken(worker) >= board.stamp for board in boards)
+
+    def _checked(self, weights: Any) -> State:
+        model, name = self.model, self.model_id or "policy"
+        state = self.state_of(model if weights is None else weights, name)
+        if isinstance(model, nn.Module):
+            kind, signature, optional = describe(model, name)
+            check_state(state, signature, name, kind=kind, optional=optional)
+        return state
+
+    # The receiver -----------------------------------------------------------------------------
+
+    def init_on_receiver(
+        self, model_id: str | None = None, context: Any = None, *, model: Any = None, worker_idx: int | None = None
+    ) -> None:
+        """Become the side that receives, with a scheme that came from the sender.
+
+        Args:
+            model_id: of the model; None: as the sender has named it.
+            context: has ``get_model(model_id)``, and perhaps ``worker_idx``.
+            model: takes the weights instead.
+            worker_idx: which of the receivers this is; 0 where the context does not say.
+
+        Raises:
+            RuntimeError: it was initialised before, or does not come from a sender.
+            ValueError: there is no receiver of that index, or nothing to receive for.
+        """
+        if not self._own:
+            raise RuntimeError(
+                "init_on_receiver: this scheme comes from no sender. Call init_on_sender() on it, and hand it to the "
+                "process of the receiver."
+            )
+        if context is None and model is None:
+            raise ValueError("init_on_receiver: expected context= or model=, got neither. Pass what takes the weights.")
+        worker = getattr(context, "_worker_idx", None) if worker_idx is None else worker_idx
+        worker = 0 if worker is None else worker
+        if not 0 <= worker < len(self._own):
+            raise ValueError(f"worker_idx: expected 0 to {len(self._own) - 1}, got {worker}.")
+        self._become("receiver", model_id or self.model_id or "policy", context, model)
+        self.worker_idx = worker
+        boards = [*([] if self._common is None else [self._common]), self._own[worker]]
+        self._feed = WeightFeed([board.as_reader(worker) for board in boards])
+
+    def receive(self, timeout: float | None = None) -> int | None:
+        """Copy what was sent last into the model.
+
+        Args:
+            timeout: seconds to wait for something new; None: do not wait.
+
+        Returns:
+            Its version; None if nothing is new.
+
+        Raises:
+            RuntimeError: this is not the receiver.
+        """
+        self._check_role("receiver", "receive")
+        assert self._feed is not None  # of a receiver
+        until = time.monotonic() + (timeout or 0.0)
+        while not self._feed.due:
+            if not self.sends or time.monotonic() >= until:
+                return None
+            time.sleep(_NAP_S)
+        self.version = self._feed.apply(self)
+        return self.version
+
+    def get_model(self, model_id: str) -> Any:
+        """The model that takes the weights."""
+        return self._model if self._model is not None else self.context.get_model(self.model_id)
+
+    # Both -------------------------------------------------------------------------------------
+
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None, timeout: float = 30.0) -> None:
+        """The sender publishes the first weights; a receiver waits for them and takes them.
+
+        Args:
+            worker_idx: of a receiver, if it was not known before.
+            weights: of a sender, instead of the model's.
+            timeout: of a receiver, in seconds.
+
+        Raises:
+            RuntimeError: it was not initialised.
+            TimeoutError: nothing was sent in time.
+        """
+        if self._role == "sender":
+            given = self._initial if weights is None else weights
+            if given is not None or self.model is not None:
+                self.send(given)
+        elif self._role == "receiver":
+            if worker_idx is not None and worker_idx != self.worker_idx:
+                raise ValueError(f"worker_idx: this is receiver {self.worker_idx}, got {worker_idx}.")
+            if self.sends and self.receive(timeout) is None:
+                raise TimeoutError(
+                    f"waited {timeout:g} s for the first weights of {self.model_id!r}. Call connect() or send() on the "
+                    "sender."
+                )
+        else:
+            raise RuntimeError("connect: call init_on_sender() or init_on_receiver() first.")
+        self._synchronized = True
+
+    @property
+    def model(self) -> Any:
+        """The model of this side; None where there is none."""
+        if self._model is not None or not hasattr(self.context, "get_model"):
+            return self._model
+        return self.context.get_model(self.model_id)
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether this is the sender."""
+        return self._role == "sender"
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        """Whether this is a receiver."""
+        return self._role == "receiver"
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        """Whether this is the sender, and has connected."""
+        return self.initialized_on_sender and self._synchronized
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        """Whether this is a receiver, and has connected."""
+        return self.initialized_on_receiver and self._synchronized
+
+    def shutdown(self) -> None:
+        """Let go of memory and models. May be called again."""
+        self._common, self._own, self._feed, self._model, self.context, self._role = None, [], None, None, None, None
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        # What a receiver needs: the models of the sender stay there.
+        kept = {"context": None, "_model": None, "_feed": None, "_role": None, "_synchronized": False, "_initial": None}
+        return {**self.__dict__, **kept}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(strategy={self.strategy!r})"
+
+    def _become(self, role: str, model_id: str, context: Any, model: Any) -> None:
+        if self._role is not None:
+            raise RuntimeError(f"init_on_{role}: this scheme is a {self._role} already. Make one for each model.")
+        self._role, self.model_id, self.context, self._model = role, model_id, context, model
+
+    def _check_role(self, role: str, what: str) -> None:
+        if self._role != role:
+            raise RuntimeError(f"{what}: this scheme is no {role}. Call init_on_{role}() first.")

@@ -1,0 +1,56 @@
+"""Schemes: which memory the weights of one model travel through."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rollwright.weight_update._scheme import WeightSyncScheme
+
+__all__ = ["MultiProcessWeightSyncScheme", "NoWeightSyncScheme", "SharedMemWeightSyncScheme"]
+
+
+class SharedMemWeightSyncScheme(WeightSyncScheme, backends=("shared", "thread")):
+    """Workers that get the same weights read them from the same memory: a publication is copied once, for all.
+
+    Args:
+        strategy: see :class:`WeightSyncScheme`.
+        per_worker_weights: publish to each worker by itself even what is for all.
+
+    Example:
+        >>> import copy
+        >>> import torch
+        >>> from torch import nn
+        >>> learner, actor = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> sender = SharedMemWeightSyncScheme()
+        >>> sender.init_on_sender(model=learner)
+        >>> receiver = copy.copy(sender)  # or what a process gets that is started with it
+        >>> receiver.init_on_receiver(model=actor)
+        >>> sender.send(), receiver.receive(), receiver.receive()
+        (1, 1, None)
+        >>> torch.equal(learner.weight, actor.weight)
+        True
+    """
+
+    def __init__(self, strategy: str = "tensordict", *, per_worker_weights: bool = False) -> None:
+        super().__init__(strategy)
+        self.per_worker_weights = per_worker_weights
+
+    @property
+    def shares(self) -> bool:
+        """See :class:`WeightSyncScheme`."""
+        return not self.per_worker_weights
+
+
+class MultiProcessWeightSyncScheme(WeightSyncScheme, backends=("process", "multiprocessing")):
+    """Each worker has memory of its own: a publication is copied once for each."""
+
+    @property
+    def shares(self) -> bool:
+        """See :class:`WeightSyncScheme`."""
+        return False
+
+
+class NoWeightSyncScheme(WeightSyncScheme, backends=("none", "direct")):
+    """Nothing travels: workers act with the weights that they began with, or get them elsewhere."""
+
+    sends: ClassVar[bool] = False
