@@ -22,6 +22,7 @@ __all__ = ["Child"]
 
 _EXIT_S = 1.0  # for all children together, when the interpreter exits
 _TERMINATE_S = 1.0
+_LAST_BREATH_S = 2.0
 
 
 class Child:
@@ -104,7 +105,13 @@ class Child:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the process has ended; whether it has."""
-        wait([self.sentinel], max(0.0, timeout_s))
+        if not self.alive:
+            return True
+        if not wait([self.sentinel], max(0.0, timeout_s)):
+            return False
+        until = time.monotonic() + _LAST_BREATH_S
+        while self.alive and time.monotonic() < until:  # its files are closed a moment before it has ended
+            time.sleep(1e-3)
         return not self.alive
 
     def kill(self) -> None:

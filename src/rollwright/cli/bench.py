@@ -149,9 +149,10 @@ def _policy(net: nn.Sequential, done: spaces.Discrete | spaces.Box) -> TensorDic
 def _collector(
     env: GymEnv, net: nn.Sequential, done: spaces.Discrete | spaces.Box, steps: int, *, compiled: bool
 ) -> Collector:
-    return Collector(
+    collector: Collector = Collector(
         env, _policy(net, done), frames_per_batch=steps * env.numel(), total_frames=-1, compile_policy=compiled
     )
+    return collector
 
 
 def _batches(collector: Collector) -> Side:

@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tensordict import TensorDictBase
 
 from rollwright._keys import key_str
-from rollwright.cli import minari
+from rollwright.cli import minari, workers
 from rollwright.cli.console import Console, count
 from rollwright.cli.errors import Failure, brief, plain
 from rollwright.cli.interrupts import Interrupts
 from rollwright.cli.policies import load_policy
-from rollwright.collectors import Collector
+from rollwright.collectors import Collector, MultiCollector
 from rollwright.data.datasets import DatasetWriter, describe_dataset
 from rollwright.data.datasets.description import check_target
 from rollwright.data.layout import TRAJ_IDS
@@ -28,7 +28,7 @@ from rollwright.errors import RollwrightError
 
 __all__ = ["run"]
 
-_MOST_FRAMES_PER_BATCH = 500  # small enough to see progress, large enough that writing costs little
+_MOST_FRAMES_PER_BATCH = 500  # of a process: small enough to see progress, large enough that writing costs little
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(arguments.quiet)
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(2**31)
+    if arguments.sync is not None and not arguments.workers:
+        raise Failure(f"--{'sync' if arguments.sync else 'async'}: says how workers collect. Add --workers N.")
     with console.warnings_as_lines(), ExitStack() as stack:
         export = _export_plan(arguments)
         folder = _folder(arguments) if export is None else export.frames
@@ -47,23 +49,19 @@ def run(arguments: argparse.Namespace) -> int:
         interrupts = Interrupts()
         collector = _make_collector(arguments, env, interrupts)
         stack.enter_context(interrupts)
-        stack.callback(collector.shutdown, raise_on_error=False)
+        stack.callback(_shut_down, collector, interrupts)
+        size = _size(arguments, env, collector)
+        source = _source(arguments, collector)
         writer = _or_failure(
-            lambda: DatasetWriter(
-                folder,
-                steps=int(collector.total_frames) // env.numel(),
-                source=_source(arguments, collector),
-                overwrite=arguments.overwrite,
-            )
+            lambda: DatasetWriter(folder, steps=size.steps, source=source, overwrite=arguments.overwrite)
         )
         place = f"{folder}" if export is None else f"the Minari dataset {export.dataset_id} in {export.root}"
         console.line(
-            f"collecting {int(collector.total_frames):,} frames of {arguments.env_id} in "
-            f"{count(arguments.num_envs, 'environment')} (policy {arguments.policy}, seed {arguments.seed}) "
-            f"into {place}"
+            f"collecting {size.frames:,} frames of {arguments.env_id} in {_where(arguments)} "
+            f"(policy {arguments.policy}, seed {arguments.seed}) into {place}"
         )
-        seconds, error = _collect(collector, writer, interrupts, console)
-        saved = _outcome(writer, int(collector.total_frames), None if export is not None else folder)
+        seconds, error = _collect(collector, writer, size, interrupts, console)
+        saved = _outcome(writer, size.frames, None if export is not None else folder)
         status = _report(saved, seconds, error, interrupts, console)
         if writer.left_out:
             console.line(f"note: left out, since they are no tensors: {key_str(writer.left_out)}")
@@ -84,6 +82,8 @@ def _or_failure(call: Callable[[], Any]) -> Any:
     except FileExistsError as error:
         text = plain(error).removeprefix("path: ").replace("overwrite=True", "--overwrite")
         raise Failure(f"--output: {text}") from error
+    except TimeoutError as error:
+        raise Failure(plain(error), status=1) from error
     except OSError as error:
         raise Failure(f"--output: {plain(error)}") from error
     except (RollwrightError, TypeError, ValueError) as error:
@@ -119,10 +119,12 @@ def _make_env(arguments: argparse.Namespace) -> GymEnv:
     return GymEnv(arguments.env_id, **options, **arguments.env_kwargs)
 
 
-def _make_collector(arguments: argparse.Namespace, env: GymEnv, interrupts: Interrupts) -> Collector:
-    def make() -> Collector:
-        policy = load_policy(arguments.policy, env)
-        collector = Collector(
+def _make_collector(arguments: argparse.Namespace, env: GymEnv, interrupts: Interrupts) -> Collector | MultiCollector:
+    def make() -> Collector | MultiCollector:
+        policy = load_policy(arguments.policy, env)  # with workers only to see that it is one
+        if arguments.workers:
+            return workers.make_collector(arguments, _make_env, _frames_of_workers(arguments, env.numel()))
+        collector: Collector = Collector(
             env,
             policy,
             frames_per_batch=arguments.frames_per_batch or _frames_per_batch(arguments.frames, env.numel()),
@@ -134,23 +136,57 @@ def _make_collector(arguments: argparse.Namespace, env: GymEnv, interrupts: Inte
         collector.set_seed(arguments.seed)
         return collector
 
-    collector: Collector = _or_failure(make)
+    collector: Collector | MultiCollector = _or_failure(make)
     return collector
 
 
-def _frames_per_batch(frames: int, num_envs: int) -> int:
+class _Size(NamedTuple):
+    """What the dataset will hold: ``steps`` of each row, ``frames`` in all."""
+
+    steps: int
+    frames: int
+
+
+def _size(arguments: argparse.Namespace, env: GymEnv, collector: Collector | MultiCollector) -> _Size:
+    if arguments.sync is False:  # one row of complete episodes, of which the last is cut
+        return _Size(arguments.frames, arguments.frames)
+    frames = int(collector.total_frames)
+    return _Size(frames // (env.numel() * (arguments.workers or 1)), frames)
+
+
+def _where(arguments: argparse.Namespace) -> str:
+    envs = count(arguments.num_envs, "environment")
+    if not arguments.workers:
+        return envs
+    return f"{count(arguments.workers, 'worker')} of {envs}, {_pace(arguments)}"
+
+
+def _pace(arguments: argparse.Namespace) -> str:
+    return "async" if arguments.sync is False else "sync"
+
+
+def _frames_of_workers(arguments: argparse.Namespace, num_envs: int) -> int:
+    if arguments.frames_per_batch:
+        return int(arguments.frames_per_batch)
+    if arguments.sync is False:  # of each worker
+        return max(1, _MOST_FRAMES_PER_BATCH // num_envs) * num_envs
+    return _frames_per_batch(arguments.frames, arguments.workers * num_envs, arguments.workers)
+
+
+def _frames_per_batch(frames: int, num_envs: int, processes: int = 1) -> int:
     """A batch of moderate size of which whole ones make up ``frames``, where there is such a size.
 
     >>> _frames_per_batch(10_000, 8), _frames_per_batch(300, 1), _frames_per_batch(10_007, 1)
     (400, 300, 477)
     """
     steps = -(-frames // num_envs)
-    most = max(1, min(steps, _MOST_FRAMES_PER_BATCH // num_envs))
+    most = max(1, min(steps, processes * _MOST_FRAMES_PER_BATCH // num_envs))
     batches = -(-steps // most)
     return num_envs * next((size for size in range(most, most // 2, -1) if steps % size == 0), -(-steps // batches))
 
 
-def _source(arguments: argparse.Namespace, collector: Collector) -> dict[str, Any]:
+def _source(arguments: argparse.Namespace, collector: Collector | MultiCollector) -> dict[str, Any]:
+    told = {"workers": arguments.workers, "pace": _pace(arguments)} if arguments.workers else {}
     return {
         "env": arguments.env_id,
         "env_kwargs": arguments.env_kwargs,
@@ -162,6 +198,7 @@ def _source(arguments: argparse.Namespace, collector: Collector) -> dict[str, An
         "frames": arguments.frames,
         "frames_per_batch": collector.frames_per_batch,
         "device": arguments.device,
+        **told,
     }
 
 
@@ -169,22 +206,23 @@ def _source(arguments: argparse.Namespace, collector: Collector) -> dict[str, An
 
 
 def _collect(
-    collector: Collector, writer: DatasetWriter, interrupts: Interrupts, console: Console
+    collector: Collector | MultiCollector, writer: DatasetWriter, size: _Size, interrupts: Interrupts, console: Console
 ) -> tuple[float, Exception | None]:
     """Write batches until all are there, a signal comes or something fails; then finish the dataset.
 
     Returns:
         Seconds that it took, and the error that ended it.
     """
+    below = None if isinstance(collector, Collector) else lambda: workers.table(collector.stats())
     failed: Exception | None = None
     start = time.perf_counter()
     try:
-        with console.progress(int(collector.total_frames)):
-            for batch in cast(Iterator[TensorDictBase], iter(collector)):
+        with console.progress(size.frames, below):
+            for batch in map(workers.rows_of, cast(Iterator[TensorDictBase], iter(collector))):
                 with interrupts.saving():
-                    writer.write(batch, steps=_steps_taken(batch))
+                    writer.write(batch, steps=min(_steps_taken(batch), size.steps - writer.steps))
                 console.update({**collector.stats(), "frames": writer.frames})
-                if interrupts.collection_stopped():
+                if interrupts.collection_stopped() or writer.steps == size.steps:
                     break
     except KeyboardInterrupt:  # the second signal: the step under way is lost, what was written is not
         pass
@@ -196,6 +234,10 @@ def _collect(
         except OSError as error:
             failed = failed or error
     return time.perf_counter() - start, failed
+
+
+def _shut_down(collector: Collector | MultiCollector, interrupts: Interrupts) -> None:
+    collector.shutdown(timeout=1.0 if interrupts.hurried else None, raise_on_error=False)
 
 
 def _steps_taken(batch: TensorDictBase) -> int:

@@ -6,11 +6,13 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
 from rich.text import Text
 
@@ -67,14 +69,22 @@ class Console:
         print(text, file=sys.stderr, flush=True)
 
     @contextmanager
-    def progress(self, total: int) -> Iterator[None]:
-        """Show progress towards ``total`` frames in the ``with`` block, fed by :meth:`update`."""
+    def progress(self, total: int, below: Callable[[], RenderableType] | None = None) -> Iterator[None]:
+        """Show progress towards ``total`` frames in the ``with`` block, fed by :meth:`update`.
+
+        Args:
+            total: number of frames.
+            below: what to show below the bar on a terminal; called some times a second, in another thread.
+        """
         self._total = total
         bar: AbstractContextManager[Any] = nullcontext()
         if self._rich.is_terminal and not self.quiet:
             columns = (BarColumn(bar_width=12), _State(), TimeRemainingColumn())
-            self._progress = bar = Progress(*columns, console=self._rich)
-            self._progress.add_task("", total=total, state="starting")
+            progress = self._progress = Progress(*columns, console=self._rich)
+            progress.add_task("", total=total, state="starting")
+            bar = (
+                progress if below is None else Live(console=self._rich, get_renderable=lambda: Group(progress, below()))
+            )
         try:
             with bar:
                 yield

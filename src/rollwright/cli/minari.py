@@ -118,7 +118,8 @@ class Export:
         if self.target.exists():  # only now that there is something to replace it with
             shutil.rmtree(self.target)
         try:
-            episodes = _episodes(frames, env, arguments.categorical_actions, arguments.seed, interrupted)
+            seed = None if arguments.workers else arguments.seed  # each worker's environments have seeds of their own
+            episodes = _episodes(frames, env, arguments.categorical_actions, seed, interrupted)
             self._create(episodes, env, arguments, console)
         except _Interrupted:
             shutil.rmtree(self.target, ignore_errors=True)
@@ -207,7 +208,7 @@ def _frames_kept(ended: np.ndarray[Any, Any]) -> int:
 
 
 def _episodes(
-    frames: TensorDictBase, env: GymEnv, categorical: bool, seed: int, interrupted: Callable[[], bool]
+    frames: TensorDictBase, env: GymEnv, categorical: bool, seed: int | None, interrupted: Callable[[], bool]
 ) -> Iterator[Any]:
     """The complete episodes of ``[env, T]``, environment by environment, as Minari's buffers."""
     buffer = _minari().data_collector.EpisodeBuffer
@@ -222,7 +223,9 @@ def _episodes(
             seen = {leaf.path: _with_last(episode, leaf) for leaf in observations}
             done = {leaf.path: _raw(leaf, episode.get(leaf.key)) for leaf in actions}
             yield buffer(
-                seed=seed + row if start == 0 else None,  # later episodes go on from the first one's generator
+                seed=seed + row
+                if start == 0 and seed is not None
+                else None,  # later episodes go on from the first one's generator
                 observations=_assembled(_space(env, "observation"), seen),
                 actions=_assembled(_space(env, "action"), done),
                 rewards=episode["next", "reward"].squeeze(-1).numpy(),

@@ -17,6 +17,11 @@ Collect frames from a gymnasium environment into a dataset.
 The dataset is a memory-mapped TensorDict [environments, time] with a description in dataset.json;
 rollwright.data.datasets.load_dataset(DIR) reads it. Ctrl-C ends the collection after the current step
 and keeps what was collected.
+
+With --workers N, N processes collect, each in --num-envs environments of its own. With --sync (the
+default), the dataset has a row for each environment, all of one length, and depends on the seed alone.
+With --async, no worker waits for another: the dataset is one row of complete episodes, in the order in
+which they ended. Ctrl-C ends the collection after the current batch.
 """
 
 _POLICIES = """\
@@ -84,9 +89,13 @@ def _add_collect(commands: Any) -> None:
         "--frames-per-batch",
         type=_count,
         metavar="N",
-        help="frames collected between two writes to disk (default: at most 500)",
+        help="frames collected between two writes to disk (default: at most 500 of a process)",
     )
     add("--num-envs", type=_count, default=1, metavar="N", help="environments stepped together (default 1)")
+    add("--workers", type=_count, metavar="N", help="collect in N processes (default: in this one)")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--sync", action="store_true", default=None, help="workers: in step (the default)")
+    either.add_argument("--async", action="store_false", dest="sync", help="workers: each by itself, whole episodes")
     add("--policy", default="random", metavar="POLICY", help="random, MODULE:FACTORY or FILE.pt2, see below")
     add("--seed", type=_seed, metavar="S", help="of environments and policy (default: drawn, and written down)")
     add("--output", type=Path, metavar="DIR", help="folder of the dataset (default: rollwright-data/ENV_ID)")

@@ -16,6 +16,7 @@ from rollwright.collectors import policy as policies
 from rollwright.collectors._choice import choose_path, plain_path
 from rollwright.collectors._delivery_checks import ledger_of
 from rollwright.collectors._env import EnvMaker, ResetUndo, make_env
+from rollwright.collectors._front_door import here
 from rollwright.collectors._path import Path, UnfitOutputs
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.counts import FrameCounts
@@ -56,7 +57,7 @@ class RolloutCore(BaseCollector):
 
     def __init__(self, create_env_fn: EnvMaker, policy: Any = None, **options: Any) -> None:
         self.closed = True  # until construction succeeds
-        self.options = CollectorOptions.parse(options, type(self).__name__)
+        self.options = CollectorOptions.parse(here(options), type(self).__name__)
         self.env = make_env(create_env_fn, self.options)
         self._setup_policy(policy)
         self._setup_devices()

@@ -11,6 +11,7 @@ from typing import Any
 from rollwright.collectors import _resume
 from rollwright.collectors import weights as weight_forms
 from rollwright.collectors._backgrounding import BackgroundCore
+from rollwright.collectors._front_door import collector_elsewhere, is_elsewhere
 from rollwright.collectors._paths import resolve
 from rollwright.collectors.options import CollectorOptions
 
@@ -20,11 +21,15 @@ __all__ = ["Collector"]
 class Collector(BackgroundCore):
     """Collects experience in this process.
 
+    With ``num_collectors=N`` or ``backend="process"``, in N other processes: the call returns a
+    :class:`~rollwright.collectors.MultiCollector` then (``sync=False`` by default).
+
     Args:
         create_env_fn: an environment, or a callable that makes one.
         policy: a callable on TensorDicts, a ``TensorDictModule``, an ``nn.Module`` whose ``forward`` takes entries of
             the environment by name, or None for random actions.
-        **options: those of :class:`~rollwright.collectors.CollectorOptions`.
+        **options: those of :class:`~rollwright.collectors.CollectorOptions`; ``num_collectors``, ``backend`` and
+            ``sync``; with them, those of :class:`~rollwright.collectors.MultiCollector`.
 
     Yields:
         TensorDicts ``[*env, T]``, ``T = ceil(frames_per_batch / number of environments)``, the last dimension named
@@ -46,6 +51,12 @@ class Collector(BackgroundCore):
     """
 
     _has_warned_of_unsaved = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Choose by ``backend`` and ``num_collectors``; a collector in other processes is of another class."""
+        if cls is Collector and is_elsewhere(kwargs):
+            return collector_elsewhere(args, kwargs)
+        return super().__new__(cls)
 
     # State ------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from rollwright.envs._shared_rows import Field
 from rollwright.errors import EnvError
 
 __all__ = [
+    "AHEAD",
     "Do",
     "Form",
     "Lay",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 Some = tuple[int, ...] | None  # rows; None: all that the process hosts
+
+AHEAD = "ahead"  # nest of first values, in shared rows
 
 # Commands -------------------------------------------------------------------------------------------
 #
@@ -68,6 +71,7 @@ class StepArrays(NamedTuple):
     ticket: int
     rows: Some
     layout: int
+    ahead: bool = False  # reset what has ended at once; first values go below AHEAD
 
 
 class ResetArrays(NamedTuple):
@@ -114,6 +118,7 @@ class Raised(NamedTuple):
     kind: type[Exception]  # to be raised; of this package, or Python's own
     text: str
     failure: Failure
+    in_reset: bool = False
     is_renewed: bool = False  # whether another environment is in its place
 
 
@@ -135,7 +140,7 @@ class Reply(NamedTuple):
     values: bytes | None = None
 
 
-def as_raised(row: int, error: BaseException) -> Raised:
+def as_raised(row: int, error: BaseException, *, in_reset: bool = False) -> Raised:
     """An exception, in a form that another process can read."""
     ours = type(error).__module__ in ("rollwright.errors", "builtins") and isinstance(error, Exception)
-    return Raised(row, type(error) if ours else EnvError, str(error), Failure.of(error))  # type: ignore[arg-type]
+    return Raised(row, type(error) if ours else EnvError, str(error), Failure.of(error), in_reset)  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from rollwright._keys import NestedKey, as_tuple
 from rollwright._processes.channel import ByValue, Channel
 from rollwright._processes.segment import Segment
 from rollwright.envs._env_messages import (
+    AHEAD,
     Do,
     Form,
     Lay,
@@ -157,7 +158,7 @@ class _Host:
     def _renewed(self, hosted: Hosted, again: Callable[[Hosted], None] | None, error: Exception) -> Raised:
         """Make an environment anew, which has raised; do its work ``again``, where that is a reset."""
         if not self._renews or hosted.fruitless == MOST_FRUITLESS:
-            return as_raised(hosted.row, error)
+            return as_raised(hosted.row, error, in_reset=again is not None)
         hosted.fruitless += 1
         try:
             hosted.renew()
@@ -165,7 +166,7 @@ class _Host:
                 again(hosted)
         except Exception as another:
             return as_raised(hosted.row, another)
-        return as_raised(hosted.row, error)._replace(is_renewed=True)
+        return as_raised(hosted.row, error, in_reset=again is not None)._replace(is_renewed=True)
 
     # Arrays -------------------------------------------------------------------------------------
 
@@ -178,11 +179,20 @@ class _Host:
             row = hosted.row
             root: Any = {key: rows[row, ...].copy() for key, rows in roots}  # an environment may keep it
             preset: Any = {key: rows[row, ...].copy() for key, rows in presets}
-            self._write(hosted, hosted.array_form().step(root, preset))
+            outcome = hosted.array_form().step(root, preset)
+            self._write(hosted, outcome)
             self._finished[row] = command.ticket
+            if command.ahead and np.any(outcome["done"]):
+                ended[row] = np.asarray(outcome["done"])
 
+        def reset(hosted: Hosted) -> None:
+            self._write(hosted, hosted.array_form().reset(ended.pop(hosted.row, None)), ahead=True)
+
+        ended: dict[int, Any] = {}
         for hosted in self._hosted(command.rows):
             self._attempt(hosted, step, resets=False)
+            if ended:
+                self._attempt(hosted, reset, resets=True)
         return Reply(command.ticket)
 
     def _reset_arrays(self, command: ResetArrays) -> Reply:
@@ -198,13 +208,13 @@ class _Host:
             self._attempt(hosted, reset, resets=True)
         return Reply(command.ticket)
 
-    def _write(self, hosted: Hosted, outcome: Mapping[NestedKey, Any]) -> None:
+    def _write(self, hosted: Hosted, outcome: Mapping[NestedKey, Any], *, ahead: bool = False) -> None:
         form, out = hosted.array_form(), self._out.arrays
         for key, value in outcome.items():
             entry = form.entries.get(key) or form.rewards.get(key)
             if entry is None and key not in FLAGS:
                 continue
-            rows = out[key]
+            rows = out[(AHEAD, *as_tuple(key)) if ahead else key]
             if entry is None or entry.column:
                 rows = rows[..., 0]
             rows[hosted.row] = value

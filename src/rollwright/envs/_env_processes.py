@@ -195,6 +195,7 @@ class EnvProcesses:
 
     def inputs(self, signature: Signature) -> tuple[int, SharedRows]:
         """The number of a layout for what is sent, and its memory; the same ones for the same entries."""
+        self._settle()  # an interrupted command may not have been read yet
         found = self._layouts.get(signature)
         if found is None:
             if len(self._layouts) == MOST_LAYOUTS:
@@ -228,8 +229,7 @@ class EnvProcesses:
         Returns:
             The ticket, for :meth:`gather`.
         """
-        for ticket in list(self._given_up):
-            self.gather(ticket)
+        self._settle()
         self._ticket += 1
         ticket = self._ticket
         due = self._due[ticket] = self._share_out(rows)
@@ -239,6 +239,11 @@ class EnvProcesses:
                 self._lay(process, layout)
             self._send(process, command(ticket, None if mine is self.rows[process] else mine, mine))
         return ticket
+
+    def _settle(self) -> None:
+        """Wait for what was interrupted."""
+        while self._given_up:
+            self.gather(next(iter(self._given_up)))
 
     def _share_out(self, rows: Sequence[int] | None) -> dict[int, tuple[int, ...]]:
         if rows is None:
@@ -394,8 +399,9 @@ class EnvProcesses:
         for _, child in left:
             child.channel.close()
         for process, child in left:
-            how = child.end(1.0 if process not in self._due[ticket] else 0.0)
-            if how != "ended" and limit_s:
+            answered = process not in self._due[ticket]  # and has only to end
+            how = child.end(max(1.0, until - time.monotonic()) if answered else 0.0)
+            if limit_s and not answered:
                 forced.append(f"the process of environments {list(self.rows[process])} was {how}")
         self._children = [None] * self.num_processes
         self._watched.clear()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._processes.channel import ByValue
 from rollwright.envs import _parallel_calls as calls
-from rollwright.envs._env_messages import ResetArrays, Some, StepArrays
+from rollwright.envs._env_messages import AHEAD, ResetArrays, Some, StepArrays
 from rollwright.envs._parallel_calls import ArrayFacts
 from rollwright.envs._recreation import end_array_rows
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values, check_flags, check_open, refuse_overrides
@@ -57,7 +57,13 @@ class ParallelArrays(ArrayEnv):
             key: shared[key][here, ..., 0] if entry.column else shared[key][here] for key, entry in outcome.items()
         }
         self._signatures: dict[Any, Any] = {}
+        self._first = {
+            key: shared[AHEAD, *as_tuple(key)][here, ..., 0] if entry.column else shared[AHEAD, *as_tuple(key)][here]
+            for key, entry in self.entries.items()
+        }
+        self._ended: Rows | None = None  # what was reset ahead
         self._ticket: int | None = None
+        self._num_seedings = 0
         self._due: frozenset[int] = frozenset()
         self._root: Values = {}
 
@@ -93,8 +99,7 @@ class ParallelArrays(ArrayEnv):
         """See :meth:`ArrayEnv.send`."""
         env = self._env
         check_open(env, "step")
-        if self._ticket is not None:
-            raise EnvError(f"{env}: send before receive. Call receive() for the step that is under way.")
+        env._check_free(self._rows)
         given = {key: root[key] for key in self.reads}
         for key, value in preset.items():
             given["next", *as_tuple(key)] = value
@@ -105,9 +110,11 @@ class ParallelArrays(ArrayEnv):
             rows = [row for row in self._rows if row not in self._due]
 
         def command(ticket: int, some: Some, mine: Sequence[int]) -> StepArrays:
-            return StepArrays(ticket, some, layout)
+            return StepArrays(ticket, some, layout, self.resets_ahead)
 
         self._ticket = env._processes.post(command, rows, layout)
+        env._under_way[self._ticket] = self._rows
+        self._num_seedings = env._num_seedings
 
     def _write(self, given: Values) -> int:
         """Write what environments read; the number of its layout."""
@@ -120,18 +127,24 @@ class ParallelArrays(ArrayEnv):
 
     def receive(self) -> Values:
         """See :meth:`ArrayEnv.receive`."""
-        env, ticket = self._env, self._ticket
-        if ticket is None:
-            raise EnvError(f"{env}: receive before send. Call send() first.")
-        self._ticket = None
+        env, ticket, self._ticket = self._env, self._ticket, None
+        if ticket is None or env._under_way.pop(ticket, None) is None:
+            raise EnvError(f"{env}: receive() before send(). Call send() first.")
         gathered = env._processes.gather(ticket)
         missed = env._recreation.settle(ticket, gathered, "step")
         out = {key: value.copy() for key, value in self._outcome.items()}
+        self._ended = out["done"].copy() if self.resets_ahead and out["done"].any() else None
         if missed.failed or missed.cut or self._due:
+            self._forget([row - self._rows.start for row in missed.failed | missed.cut | self._due])
             self._repeat(out, [row - self._rows.start for row in missed.failed | self._due])
             end_array_rows(out, [row - self._rows.start for row in missed.cut], failed=False)
         self._root = {}
         return out
+
+    def _forget(self, rows: list[int]) -> None:
+        """These have new environments, which were not reset ahead."""
+        if self._ended is not None:
+            self._ended[rows] = False
 
     def _repeat(self, out: Values, rows: list[int]) -> None:
         """Let rows of an outcome, which are none, say that nothing has changed, and end."""
@@ -148,8 +161,22 @@ class ParallelArrays(ArrayEnv):
         """See :meth:`ArrayEnv.reset`."""
         env = self._env
         check_open(env, "reset")
+        env._drop(self._rows)
         env._seed_for_reset(kwargs)
-        start = self._rows.start
+        ended, self._ended = self._ended, None
+        if ended is None or kwargs or env._num_seedings != self._num_seedings:
+            self._reset_now(rows, kwargs)
+            return {key: self._outcome[key].copy() for key in self.entries}
+        rest = ~ended if rows is None else rows & ~ended
+        if rest.any():
+            self._reset_now(rest, kwargs)
+        fresh = {key: self._outcome[key].copy() for key in self.entries}
+        for key, value in self._first.items():
+            fresh[key][ended] = value[ended]
+        return fresh
+
+    def _reset_now(self, rows: Rows | None, kwargs: dict[str, Any]) -> None:
+        env, start = self._env, self._rows.start
         masks: dict[int, Any] = {}
         marked: Sequence[int] = self._rows
         if rows is not None:
@@ -167,4 +194,3 @@ class ParallelArrays(ArrayEnv):
             again = env._recreation.settle(ticket, gathered, "reset").failed
             env._recreation.begun(set(marked) - again)
             marked = sorted(again)
-        return {key: self._outcome[key].copy() for key in self.entries}

@@ -77,7 +77,7 @@ class Recreation:
         for one in raised:
             if not one.is_renewed:
                 raise self._error(one) from one.failure.error(f"{self._name}[{one.row}]")
-        failed = {one.row for one in raised} if call == "step" else set()
+        failed = {one.row for one in raised if not one.in_reset}
         for one in raised:
             self._tell(one.row, one.text)
         cut: set[int] = set()
@@ -124,8 +124,8 @@ class Recreation:
             return
         self._is_told = True
         warnings.warn(
-            f"{self._name}[{row}] was made anew, and its trajectory ends as truncated: {text.rstrip('.')}. Further ones are "
-            "counted in .recreations, and not told.",
+            f"{self._name}[{row}] was made anew, and its trajectory ends as truncated: {text.rstrip('.')}. Further "
+            "ones are counted in .recreations, and not told.",
             RuntimeWarning,
             stacklevel=2,
         )

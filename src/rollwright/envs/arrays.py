@@ -62,8 +62,11 @@ class ArrayEnv(ABC):
         entries: what a reset returns and a step returns below ``"next"``, but for rewards and flags.
         rewards: what a step returns beside them and the flags ``done``, ``terminated`` and ``truncated``.
         reads: entries of the root that :meth:`step` reads.
+        resets_ahead: whoever sets it promises to reset, right after each step and without arguments, at least those
+            that ended. Environments elsewhere may then begin anew before they are asked to.
     """
 
+    resets_ahead: bool = False
     batch: tuple[int, ...]
     entries: dict[NestedKey, Entry]
     rewards: dict[NestedKey, Entry]

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._keys import as_tuple
 from rollwright._processes.channel import ByValue
 from rollwright._processes.starting import check_start_method
 from rollwright.envs import _parallel_calls as calls
 from rollwright.envs._batched import BatchedEnv
-from rollwright.envs._env_messages import Do, Form, ResetRows, Some, StepRows
+from rollwright.envs._env_messages import AHEAD, Do, Form, ResetRows, Some, StepRows
 from rollwright.envs._env_processes import EnvProcesses, default_num_processes
 from rollwright.envs._parallel_arrays import ParallelArrays
 from rollwright.envs._parallel_calls import EnvFacts, Sign
@@ -132,6 +133,8 @@ class ParallelEnv(BatchedEnv):
             "env_step_timeout": env_step_timeout,
             "on_env_failure": on_env_failure,
         }
+        self._num_seedings = 0
+        self._under_way: dict[int, range] = {}  # rows of steps between send and receive, by ticket
         self._recreation = Recreation(type(self).__name__, processes, enabled=recreates)
         self._outcomes = self._lay_out(processes)
         self._processes = processes  # from here on, attributes are looked up in the environments
@@ -141,6 +144,8 @@ class ParallelEnv(BatchedEnv):
         entries = shareable(full)
         returned = [*self.observation_keys, *self.reward_keys, *self.done_keys]
         form = Form(tuple(key for key in dict.fromkeys(returned) if key in entries), {})
+        for key in [key for key in self.observation_keys if key in entries]:
+            entries[AHEAD, *as_tuple(key)] = entries[key]
         return Outcomes(processes.lay_outcomes(entries), form, self.batch_size[1:])
 
     @property
@@ -150,7 +155,20 @@ class ParallelEnv(BatchedEnv):
 
     # Stepping ---------------------------------------------------------------------------------
 
+    def _check_free(self, rows: range) -> None:
+        """Test that no step of these rows is between its halves."""
+        if any(rows.start < other.stop and other.start < rows.stop for other in self._under_way.values()):
+            raise EnvError(f"{self}: step before receive(). Receive the steps that are under way, or reset.")
+
+    def _drop(self, rows: range) -> None:
+        """Wait for steps of these rows that are under way, and drop what comes of them."""
+        for ticket, other in list(self._under_way.items()):
+            if rows.start < other.stop and other.start < rows.stop:
+                del self._under_way[ticket]
+                self._recreation.settle(ticket, self._processes.gather(ticket), "step")
+
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._check_free(range(self.num_workers))
         due = self._recreation.due(range(self.num_workers))
         rows = [row for row in range(self.num_workers) if row not in due] if due else None
         sent = send_rows(self._processes, tensordict)
@@ -202,6 +220,7 @@ class ParallelEnv(BatchedEnv):
         return out
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        self._drop(range(self.num_workers))
         self._seed_for_reset(kwargs)
         marked = range(self.num_workers)
         sent = None
@@ -268,6 +287,7 @@ class ParallelEnv(BatchedEnv):
 
     def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
         last = None
+        self._num_seedings += 1
         for row in range(self.num_workers):
             last = self._ask(calls.set_seed, seed, static_seed, rows=[row])[row]
             self._processes.seeds[row] = seed

@@ -69,8 +69,8 @@ class Board:
 
     Publications are cumulative: the models that one leaves out are carried on from the last.
 
-    One thread publishes at a time. Any number of processes may read, each with a number of its own. A board is handed
-    to a process while it starts.
+    One process publishes at a time. Any number of processes and threads may read, each with a board and a number of its
+    own: see :meth:`as_reader`. A board is handed to a process while it starts.
 
     Args:
         segment: memory to use; None: new memory.
@@ -93,8 +93,7 @@ class Board:
         words = np.frombuffer(head, np.int64)
         self._wishes, self._taken = (words[begin : begin + _NUM_READERS] for begin in (_WISHES, _TAKEN))
         self._reader, self._wished = reader % _NUM_READERS, False
-        self._publishing, self._fencing = threading.Lock(), threading.Lock()
-        self._fencing.acquire()
+        self._publishing = threading.Lock()
         self._slots: list[Slot | None] = [None, None]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -117,7 +116,7 @@ class Board:
             if not word:
                 return -1
             version = self.words[_SLOTS[word & 1] + 1]
-            self._fence()
+            _fence()
             if self.words[_SLOTS[word & 1]] == word:
                 return version
 
@@ -147,7 +146,7 @@ class Board:
             base = _SLOTS[spare]
             was_whole = self.words[base] != 0
             self.words[base] = 0
-            self._fence()
+            _fence()
             slot, is_new = self._room_for(spare, table, stamp, was_whole)
             for model_id in table.models:
                 if model_id in packed:
@@ -156,9 +155,9 @@ class Board:
                     assert current is not None  # where the model is from
                     slot.carry_on(model_id, current)
             self.words[base + 1] = version
-            self._fence()
+            _fence()
             self.words[base] = stamp << 1 | spare
-            self._fence()
+            _fence()
             self.words[_CURRENT] = stamp << 1 | spare
             return stamp
 
@@ -238,7 +237,7 @@ class Board:
                 tries += 1
                 if tries > _TRIES_BEFORE_WISH:
                     self._wishes[self._reader] = 1
-                    self._fence()
+                    _fence()
                 publication = self._try_taking(since, floor, apply)
                 if publication is not None:
                     self._taken[self._reader] = publication.stamp
@@ -263,7 +262,7 @@ class Board:
         base = _SLOTS[word & 1]
 
         def valid() -> bool:
-            self._fence()
+            _fence()
             return bool(self.words[base] == word)
 
         try:
@@ -300,11 +299,14 @@ class Board:
             slot = self._slots[number] = Slot(self._segment, place, valid=valid)
         return slot
 
-    def _fence(self) -> None:
-        # Stores and loads on one side of a release and an acquire stay on that side, also where the processor orders
-        # them more loosely than x86 does.
-        self._fencing.release()
-        self._fencing.acquire()
+
+def _fence() -> None:
+    # Stores and loads before a release stay before it, those after an acquire stay after it, and these two keep their
+    # order; x86 needs no such thing, other processors do. A new lock each time: no interrupt can leave it half way.
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()
 
 
 def _board(segment: Segment, reader: int) -> Board:

@@ -260,10 +260,11 @@ class BlockMemory(MemoryPool):
 
     Args:
         segment: the memory.
-        ask: for a block of another form than the last one's; returns layout, offset and part.
+        ask: for a block of another form than the last one's; returns layout, offset and part; or
+            None, and the batch lies in memory of its own.
     """
 
-    def __init__(self, segment: Segment, ask: Callable[[BatchForm], tuple[BlockLayout, int, int]]) -> None:
+    def __init__(self, segment: Segment, ask: Callable[[BatchForm], tuple[BlockLayout, int, int] | None]) -> None:
         super().__init__()
         self._segment, self._ask = segment, ask
         self._form: BatchForm | None = None
@@ -284,7 +285,10 @@ class BlockMemory(MemoryPool):
             return  # a second block in one rollout, of another form: it travels as a whole
         form = BatchForm(tuple((key, tuple(f.shape), f.dtype) for key, f in fields.items()), tuple(env), steps)
         if form != self._form or self._offset is None or self._layout is None:
-            self._layout, self._offset, self._part = self._ask(form)
+            granted = self._ask(form)
+            if granted is None:
+                return
+            self._layout, self._offset, self._part = granted
             self._form = form
             self._mapped = {}
         offset, layout = self._offset, self._layout

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StridedPool", "WorkerCore"]
 
-Ask = Callable[[BatchForm], tuple[BlockLayout, int, int]]
+Ask = Callable[[BatchForm], tuple[BlockLayout, int, int] | None]
 
 
 class StridedPool(TrajectoryPool):

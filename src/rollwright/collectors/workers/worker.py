@@ -222,18 +222,20 @@ class Worker:
                 self._core.take_version(self._feed.apply(self._core))
             self._words.state = before
 
-    def _ask(self, form: BatchForm) -> tuple[BlockLayout, int, int]:
-        """Ask for memory in the middle of a rollout."""
+    def _ask(self, form: BatchForm) -> tuple[BlockLayout, int, int] | None:
+        """Ask for memory in the middle of a rollout; None if the collector ends."""
         assert self._run is not None
         self._channel.send(say.Need(self._run, form))
         until = time.monotonic() + _GRANT_S
-        while True:
+        while self._stopping is None:
             message = self._channel.recv(max(0.0, until - time.monotonic()), "the collector to give memory for a batch")
             if isinstance(message, say.Grant):
                 return message.layout, message.offset, message.part
             if isinstance(message, say.Stop):
                 self._handle(message, between_batches=False)
-            self._inbox.append(message)
+            else:
+                self._inbox.append(message)
+        return None
 
 
 def _seed_all(seed: int) -> None:

@@ -125,7 +125,7 @@ class ReplayBuffer:
         return Counts(
             write_count=lambda: self.write_count,
             num_stored=lambda: len(self),
-            can_draw=lambda: len(self.storage) > 0,
+            can_draw=lambda: True,
             is_shared=lambda: self.storage.shared,
             max_size=self.storage.max_size,
         )

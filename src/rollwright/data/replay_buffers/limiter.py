@@ -26,7 +26,7 @@ class Counts(NamedTuple):
     Attributes:
         write_count: elements written so far, by whatever process.
         num_stored: elements that are there.
-        can_draw: whether nothing that may be drawn from is empty.
+        can_draw: whether, once something was written, nothing that may be drawn from is empty.
         is_shared: whether other processes may write.
         max_size: elements that it has room for.
     """
@@ -166,22 +166,28 @@ class SampleToInsertRatio:
     @property
     def balance(self) -> float:
         """See the class; below ``-margin`` nothing is drawn, above ``margin`` nothing is inserted."""
-        return self.samples_per_insert * (self.inserted - self._base) - (self._sampled - self._at_base)
+        return self._balance_at(self.inserted)
+
+    def _balance_at(self, inserted: int) -> float:
+        return self.samples_per_insert * (inserted - self._base) - (self._sampled - self._at_base)
 
     @property
     def _active(self) -> bool:
         """Whether there is something to limit here; what a fork inserts is limited in the process it comes from."""
         return self._counts is not None and self._process == os.getpid()
 
-    def _is_warm(self) -> bool:
-        counts = self._counts
-        return counts is None or (counts.write_count() >= self._base and counts.can_draw())
+    def _is_warm(self, inserted: int) -> bool:
+        return self._counts is None or (inserted >= self._base and self._counts.can_draw())
 
     # Inserting ----------------------------------------------------------------------------------
 
     def may_insert(self, frames: int) -> bool:
         """Whether so many may be inserted now, those included that are under way."""
-        return not self._active or not self._is_warm() or self.balance + self.samples_per_insert * frames <= self.margin
+        if not self._active:
+            return True
+        inserted = self.inserted
+        ahead = self._balance_at(inserted) + self.samples_per_insert * frames
+        return ahead <= self.margin or not self._is_warm(inserted)
 
     def await_insert(self, frames: int, *, stop: Callable[[], bool] = _never, whom: str = "the collector") -> bool:
         """Wait until so many may be inserted; not to be called where a lock is held.
@@ -227,7 +233,7 @@ class SampleToInsertRatio:
 
     def inserted_more(self) -> None:
         """Wake who waits for inserts of this process; those of others are noticed within 10 ms."""
-        if self._active:  # a fork may have come while a thread held the lock
+        if self._waiting and self._active:  # a fork may have come while a thread held the lock
             with self._changed:
                 self._changed.notify_all()
 
@@ -274,14 +280,16 @@ class SampleToInsertRatio:
     def _taken(self, size: int) -> bool:
         """Count ``size`` items as drawn, if they may be."""
         with self._changed:
-            if not self._is_warm() or self.balance - size < -self.margin:
+            inserted = self.inserted
+            if self._balance_at(inserted) - size < -self.margin or not self._is_warm(inserted):
                 return False
             self._sampled += size
         return True
 
     def _count(self, more: int) -> None:
-        with self._changed:
-            self._sampled += more
+        if more:
+            with self._changed:
+                self._sampled += more
         self._tell()
 
     def _await_inserts(self, size: int) -> None:
@@ -293,7 +301,7 @@ class SampleToInsertRatio:
         def why() -> str:
             counts = self._counts
             lacking = max(0, self._base - self.inserted)
-            if not lacking and self._is_warm():
+            if not lacking and self._is_warm(self.inserted):
                 lacking = math.ceil((size - self.margin - self.balance) / self.samples_per_insert)
             elif not lacking and counts is not None:
                 return f"sample() waits to draw {size} items until every member holds some ({self._numbers()})"

@@ -203,6 +203,15 @@ class TransformedArrays(ArrayEnv):
         if self.entries.keys() != {unravel(key) for key in env.observation_keys}:
             raise NotNative("its specs are not those of its transforms")
 
+    @property
+    def resets_ahead(self) -> bool:
+        """See :class:`ArrayEnv`."""
+        return self._base.resets_ahead
+
+    @resets_ahead.setter
+    def resets_ahead(self, value: bool) -> None:
+        self._base.resets_ahead = value
+
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
         self._base.check()
