@@ -85,7 +85,10 @@ class RolloutCore(BaseCollector):
             self._compile_policy()
         if not self.options.trust_policy:
             policies.check_inputs(self.policy, cast(TensorDictBase, self._path.carrier), self.env)
+        self._take_updater(self.options.weight_updater)
         self.closed = False
+        if self.options.weight_recv_schemes:
+            self.register_scheme_receiver(dict(self.options.weight_recv_schemes))
 
     # Construction -----------------------------------------------------------------------------
 

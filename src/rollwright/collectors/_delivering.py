@@ -17,7 +17,12 @@ from rollwright.collectors.profiling import RolloutProfiler
 from rollwright.collectors.storing import choose_delivery
 from rollwright.data.layout import split_trajectories
 
-__all__ = ["DeliveringCore"]
+__all__ = ["SPLITS", "DeliveringCore"]
+
+SPLITS = (
+    "{}: split_trajs=True pads trajectories, and cuts them where batches end. Take batches as they are (the default), "
+    "which tell trajectories apart by ('collector', 'traj_ids'), or pass trajs_per_batch= for whole ones."
+)
 
 
 class DeliveringCore(RolloutCore):
@@ -31,9 +36,7 @@ class DeliveringCore(RolloutCore):
         self._delivery = choose_delivery(self)
         if self.options.split_trajs:
             warnings.warn(
-                f"{type(self).__name__}: split_trajs=True pads trajectories, and cuts them where batches end. Take "
-                "batches as they are (the default), which tell trajectories apart by ('collector', 'traj_ids'), or "
-                "pass trajs_per_batch= for whole ones.",
+                SPLITS.format(type(self).__name__),
                 UserWarning,
                 stacklevel=2 if type(self).__init__ is DeliveringCore.__init__ else 3,
             )

@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._processes.segment import Segment
+from rollwright.collectors._delivering import SPLITS
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.blocks import BlockStore
@@ -34,6 +35,7 @@ class MultiCore(BaseCollector):
     """The part of :class:`~rollwright.collectors.MultiCollector` that starts, delivers, and ends."""
 
     _sync: bool | None = None
+    _leave_limiter: tuple[Callable[[], None], ...] = ()
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         self.closed = True  # until construction succeeds
@@ -55,6 +57,8 @@ class MultiCore(BaseCollector):
         self._returns_same = bool(others.get("return_same_td"))
         self._splits = bool(own.sync and others.get("split_trajs"))
         self._postproc = others.get("postproc") if self._splits else None
+        if self._splits:
+            warnings.warn(SPLITS.format(owner), UserWarning, stacklevel=3)
         self._pre_collect_hook = per_worker[0].pre_collect_hook
         self._post_collect_hook = per_worker[0].post_collect_hook
         frames = others.get("frames_per_batch", self.options.frames_per_batch)
@@ -67,9 +71,12 @@ class MultiCore(BaseCollector):
         buffer = self.options.replay_buffer
         if buffer is not None and hasattr(buffer, "share"):
             buffer.share()
-        self._publisher = Publisher(self.num_workers, own.weight_sync_schemes)
+        self._publisher = Publisher(self.num_workers, others.get("weight_sync_schemes"))
         self._start(factories, policy, per_worker)
         self.closed = False
+        self._take_updater(others.get("weight_updater"))
+        if others.get("weight_recv_schemes"):
+            self.register_scheme_receiver(others["weight_recv_schemes"])
 
     # Construction -----------------------------------------------------------------------------
 
@@ -110,6 +117,11 @@ class MultiCore(BaseCollector):
         self._setup_counts()
         self._schedule = self._new_schedule()
         self._group.listener = self._schedule
+        self._limiter = getattr(self.options.replay_buffer, "insert_limiter", None)
+        if self._limiter is not None:
+            self._limiter.check(frames=self.frames_per_batch)
+            self._schedule.may_begin = self._limiter.may_insert
+            self._leave_limiter = (self._limiter.on_change(self._group.wake), self._limiter.add_inserter(self._inserts))
 
     def _setup_counts(self) -> None:
         """Round counts to what can be delivered, and say so once."""
@@ -205,7 +217,7 @@ class MultiCore(BaseCollector):
     # A thread that collects -------------------------------------------------------------------
 
     def start(self) -> None:
-        """Keep the workers collecting into the replay buffer, until ``total_frames`` are stepped or :meth:`async_shutdown`.
+        """Keep the workers collecting into the replay buffer, until the end, or :meth:`async_shutdown`.
 
         What goes wrong is raised at the next call of :meth:`pause`, :meth:`update_policy_weights_`, :meth:`reset`,
         :meth:`state_dict`, :meth:`async_shutdown` or iteration.
@@ -254,9 +266,15 @@ class MultiCore(BaseCollector):
 
     def _await_room(self) -> None:
         """Wait for the buffer's limiter, where the caller may be the one who samples."""
-        limiter = getattr(self.options.replay_buffer, "insert_limiter", None)
-        if limiter is not None and not any(worker.runs for worker in self._group.workers):
-            limiter.await_insert(self.frames_per_batch, whom=type(self).__name__)
+        if self._limiter is not None and not any(worker.runs for worker in self._group.workers):
+            self._limiter.await_insert(self.frames_per_batch, whom=type(self).__name__)
+
+    def _inserts(self) -> str:
+        """For who samples and waits: what the workers do."""
+        self._raise_of_runner()
+        if not self._running:
+            return f"{type(self).__name__} is not running; it has collected {self._schedule.frames:,} frames"
+        return f"the workers of {type(self).__name__}: {self._group.doing()}"
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -297,8 +315,11 @@ class MultiCore(BaseCollector):
             return
         self.closed = True
         runner, self._runner = self._runner, None
+        for leave in self._leave_limiter:
+            leave()
         if runner is not None:
             runner.stop(0.0)
+            self._group.wake()
         forced = self._group.end(self.own_options.shutdown_timeout if timeout is None else timeout, close_env=close_env)
         if runner is not None:
             runner.stop(1.0)

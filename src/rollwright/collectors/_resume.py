@@ -25,7 +25,7 @@ from rollwright.modules import RandomPolicy
 if TYPE_CHECKING:
     from rollwright.collectors._delivering import DeliveringCore
 
-__all__ = ["load", "save"]
+__all__ = ["load", "save", "td_from", "td_state"]
 
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
@@ -132,7 +132,7 @@ def _load_env(core: DeliveringCore, state: Mapping[str, Any]) -> bool:
 def _trajectories(core: DeliveringCore) -> tuple[dict[str, Any] | None, list[str]]:
     """The carrier and what belongs to it; or None, and why it cannot be saved."""
     try:
-        carrier = _carrier_state(core._path.carrier)
+        carrier = td_state(core._path.carrier)
     except Exception as error:
         return None, [f"objects in the carrier: cannot be pickled: {type(error).__name__}: {error}"]
     fresh = core._fresh_ids
@@ -147,7 +147,7 @@ def _trajectories(core: DeliveringCore) -> tuple[dict[str, Any] | None, list[str
 def _load_trajectories(core: DeliveringCore, saved: Mapping[str, Any], ids_are_free: bool) -> None:
     core._anew[:] = saved["anew"].cpu().numpy()
     fresh, tracks = _placed(saved["fresh_ids"]), core.options.track_traj_ids
-    carrier = _carrier(saved["carrier"])
+    carrier = td_from(saved["carrier"])
     if carrier is None:
         core._fresh_ids = fresh.clone() if fresh is not None and ids_are_free else None
         return
@@ -171,7 +171,7 @@ def _held(core: DeliveringCore) -> tuple[dict[str, Any] | None, list[str]]:
         return None, []
     held = assembler.state_dict()
     try:
-        saved = {name: [_carrier_state(td) for td in held[name]] for name in ("open", "complete")}
+        saved = {name: [td_state(td) for td in held[name]] for name in ("open", "complete")}
     except Exception as error:
         return None, [f"objects in held trajectories: cannot be pickled: {type(error).__name__}: {error}"]
     return {**held, **saved}, []
@@ -185,16 +185,17 @@ def _load_held(core: DeliveringCore, state: Mapping[str, Any], goes_on: bool, id
         assembler.drop()
         core._delivery.missed()  # trajectories that go on have begun elsewhere
         return
-    loaded = {name: [_carrier(td) for td in _placed(held[name])] for name in ("open", "complete")}
+    loaded = {name: [td_from(td) for td in _placed(held[name])] for name in ("open", "complete")}
     carrier = core._path.carrier if goes_on else None
     ids = None if carrier is None else carrier.get(IDS).reshape(-1).cpu().numpy()
-    saved = _carrier(state["trajectories"]["carrier"]) if ids is not None else None
+    saved = td_from(state["trajectories"]["carrier"]) if ids is not None else None
     saved_ids = None if saved is None else saved.get(IDS).reshape(-1).cpu().numpy()
     fresh = () if ids_are_free else core._traj_pool.take(len(loaded["complete"])).tolist()
     assembler.load_state_dict({**held, **loaded}, ids, fresh, saved_ids)
 
 
-def _carrier_state(carrier: TensorDictBase | None) -> dict[str, Any] | None:
+def td_state(carrier: TensorDictBase | None) -> dict[str, Any] | None:
+    """A TensorDict as ``torch.load(..., weights_only=True)`` reads it; its tensors are copied."""
     if carrier is None:
         return None
     if _is_plain(carrier):
@@ -219,7 +220,8 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _carrier(saved: Mapping[str, Any] | None) -> TensorDictBase | None:
+def td_from(saved: Mapping[str, Any] | None) -> TensorDictBase | None:
+    """The TensorDict that :func:`td_state` saved."""
     if saved is None:
         return None
     if "pickled" in saved:

@@ -13,6 +13,7 @@ from typing import Any, Self
 from tensordict import TensorDictBase
 
 from rollwright.collectors._paths import resolve
+from rollwright.collectors._weight_door import WeightDoor
 from rollwright.collectors.profiling import ProfileConfig
 
 __all__ = ["BaseCollector"]
@@ -21,7 +22,7 @@ PreHook = Callable[[], None]
 PostHook = Callable[[TensorDictBase], None]
 
 
-class BaseCollector(ABC):
+class BaseCollector(WeightDoor, ABC):
     """Iterates over batches of experience.
 
     A collector is an iterable (each ``iter()`` goes on where the last one stopped), an iterator through
@@ -101,41 +102,6 @@ class BaseCollector(ABC):
     @abstractmethod
     def stats(self) -> dict[str, Any]:
         """A snapshot of counts, rates and episodes that ``json.dumps`` takes."""
-
-    @abstractmethod
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        /,
-        *,
-        weights: Any = None,
-        policy: Any = None,
-        weights_dict: Mapping[str, Any] | None = None,
-        model_id: str | None = None,
-        worker_ids: Any = None,
-    ) -> int:
-        """Give the policy new weights.
-
-        Args:
-            policy_or_weights: a module, a ``state_dict``, a TensorDict or a nested dictionary of weights; or a
-                dictionary from worker indices to any of these. Without any weights, the policy that was given at
-                construction is read again (which matters when a copy of it acts elsewhere).
-            weights: same, by name.
-            policy: same, by name.
-            weights_dict: weights by the model that they are for: all are applied, or none.
-            model_id: ``"policy"``, or a path from the collector such as ``"env.transform[0]"``.
-            worker_ids: the workers (indices, or devices) to update; None for all.
-
-        Returns:
-            The version of the weights, one more than before.
-
-        Raises:
-            ValueError: arguments contradict one another, or weights do not fit; nothing was changed.
-            TypeError: weights of an unknown form, or for something that has none.
-        """
-
-    def init_updater(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - meant to be called, not overridden
-        """Initialise the weight updater, if the collector has one; this one has none and does nothing."""
 
     # Hooks ------------------------------------------------------------------------------------
 

@@ -128,18 +128,10 @@ class Collector(BackgroundCore):
 
     # Weights ----------------------------------------------------------------------------------
 
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        /,
-        *,
-        weights: Any = None,
-        policy: Any = None,
-        weights_dict: Mapping[str, Any] | None = None,
-        model_id: str | None = None,
-        worker_ids: Any = None,
+    def _update_weights(
+        self, given: Any, *, weights_dict: Mapping[str, Any] | None, model_id: str | None, worker_ids: Any
     ) -> int:
-        """See :meth:`BaseCollector.update_policy_weights_`; the next batch acts with the new weights.
+        """Apply an update from the next batch on.
 
         While a thread collects (:meth:`start`), the weights are copied here, and act from the thread's next step on
         (from its next batch on where the policy is compiled).
@@ -149,7 +141,7 @@ class Collector(BackgroundCore):
         """
         self._raise_of_background()
         update = weight_forms.parse_update(
-            weight_forms.pick_weights(policy_or_weights, weights, policy),
+            given,
             weights_dict=weights_dict,
             model_id=model_id,
             worker_ids=worker_ids,
@@ -174,9 +166,11 @@ class Collector(BackgroundCore):
         self._policy_version += 1
         return self._policy_version
 
-    def receive_weights(self, policy_or_weights: Any = None, /, *, weights: Any = None, policy: Any = None) -> None:
-        """Same as :meth:`update_policy_weights_`, for the receiving end; returns nothing."""
-        self.update_policy_weights_(weight_forms.pick_weights(policy_or_weights, weights, policy))
+    def _version_now(self) -> int:
+        return self.policy_version
+
+    def _received(self) -> None:
+        self.increment_version()
 
     def get_model(self, model_id: str) -> Any:
         """The model that an id names: ``"policy"``, a path from the collector, or a part of the policy (``"actor"``).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -45,8 +44,9 @@ class MultiCollector(MultiCore):
 
     Example:
         >>> from rollwright.envs import GymEnv
-        >>> with MultiCollector([lambda: GymEnv("CartPole-v1")] * 2, frames_per_batch=64, total_frames=128, sync=True) as c:
-        ...     for batch in c:
+        >>> make_env = lambda: GymEnv("CartPole-v1")
+        >>> with MultiCollector([make_env] * 2, frames_per_batch=64, total_frames=128, sync=True) as collector:
+        ...     for batch in collector:
         ...         print(batch.shape, batch.names)
         torch.Size([2, 32]) [None, 'time']
         torch.Size([2, 32]) [None, 'time']
@@ -66,27 +66,18 @@ class MultiCollector(MultiCore):
 
     # Weights ----------------------------------------------------------------------------------
 
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        /,
-        *,
-        weights: Any = None,
-        policy: Any = None,
-        weights_dict: Mapping[str, Any] | None = None,
-        model_id: str | None = None,
-        worker_ids: Any = None,
+    def _update_weights(
+        self, given: Any, *, weights_dict: Mapping[str, Any] | None, model_id: str | None, worker_ids: Any
     ) -> int:
-        """See :meth:`BaseCollector.update_policy_weights_`; weights are copied here, and act from the next step on.
+        """Publish an update; the weights are copied here.
 
-        They are published to all workers at once. A worker takes them between two steps: it acts with one version or
-        with the next, never with a mixture. With ``max_policy_lag`` and ``policy_lag="wait"``, waits for workers whose
-        rollout would be too stale.
+        A worker takes them between two steps: it acts with one version or with the next, never with a mixture. With
+        ``max_policy_lag`` and ``policy_lag="wait"``, waits for workers whose rollout would be too stale.
         """
         self._check_open()
         self._raise_of_runner()
         updates = weight_forms.parse_update_for_workers(
-            weight_forms.pick_weights(policy_or_weights, weights, policy),
+            given,
             weights_dict=weights_dict,
             model_id=model_id,
             worker_ids=worker_ids,
@@ -94,9 +85,15 @@ class MultiCollector(MultiCore):
             devices=self._devices(),
             fallback=self._policy if isinstance(self._policy, nn.Module) else None,
             signature=self._signature,
-            state_of=lambda name, given: self._publisher.scheme(name).state_of(given, name),
+            state_of=lambda name, weights: self._publisher.scheme(name).state_of(weights, name),
         )
         return self._publish(updates)
+
+    def _version_now(self) -> int:
+        return self._version
+
+    def _received(self) -> None:
+        self._update_weights(None, weights_dict=None, model_id=None, worker_ids=None)
 
     def _publish(self, updates: Sequence[Any]) -> int:
         self._await_lag()
@@ -130,10 +127,6 @@ class MultiCollector(MultiCore):
 
     def _devices(self) -> list[Any]:
         return [worker.spec.options.policy_device or worker.spec.options.device for worker in self._group.workers]
-
-    def receive_weights(self, policy_or_weights: Any = None, /, *, weights: Any = None, policy: Any = None) -> None:
-        """Same as :meth:`update_policy_weights_`, for the receiving end; returns nothing."""
-        self.update_policy_weights_(weight_forms.pick_weights(policy_or_weights, weights, policy))
 
     def get_model(self, model_id: str) -> Any:
         """The model that an id names, as far as it is known in this process: the policy that was passed.
@@ -200,10 +193,11 @@ class MultiCollector(MultiCore):
         """
         states = self._call_between("saved_state", [((), {})] * self.num_workers)
         state: OrderedDict[str, Any] = OrderedDict((f"worker{i}", saved) for i, saved in enumerate(states))
-        state["frames"], state["iter"] = self._schedule.frames, self._schedule.batches
+        schedule = self._schedule.state_dict({worker.index: worker.num_told for worker in self._group.workers})
+        state["frames"], state["iter"] = schedule["frames"], self._schedule.batches
         state["policy_version"] = self._version
         state["traj_pool"] = {"traj_id": max(int(saved["traj_pool"]["traj_id"]) for saved in states)}
-        state["schedule"] = self._schedule.state_dict()
+        state["undelivered"] = schedule
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
@@ -221,8 +215,9 @@ class MultiCollector(MultiCore):
         ids = {"traj_pool": state_dict["traj_pool"]} if "traj_pool" in state_dict else {}
         self._schedule.forget()
         self._call_between("load_state_dict", [(({**state_dict[name], **ids},), kwargs) for name in names])
-        self._schedule.load_state_dict(state_dict.get("schedule", {}))
-        self._schedule.frames, self._schedule.batches = int(state_dict["frames"]), int(state_dict.get("iter", 0))
+        nothing = {"frames": state_dict["frames"], "waiting": [], "trajectories": []}
+        self._schedule.load_state_dict(state_dict.get("undelivered", nothing))
+        self._schedule.batches = int(state_dict.get("iter", 0))
         self._version = int(state_dict.get("policy_version", 0))
         for worker in self._group.workers:
             worker.words.whole[Word.PUBLISHED] = self._version
@@ -355,5 +350,3 @@ _own = [p for p in inspect.signature(MultiCollector.__init__).parameters.values(
 MultiCollector.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [*_own[:2], *WorkerOptions.parameters(), *CollectorOptions.parameters()]
 )
-
-_ = time

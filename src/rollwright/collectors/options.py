@@ -81,6 +81,9 @@ class CollectorOptions:
             one after another ``[sum of lengths]``.
         replay_buffer: where frames go; the collector then yields None for each rollout. Frames are written flat into
             a storage of one dimension, as they are into one of more.
+        weight_sync_schemes: how weights travel, by model.
+        weight_recv_schemes: schemes to receive weights through, by model; see ``register_scheme_receiver()``.
+        weight_updater: an updater of one's own, or a function that makes it.
         extend_buffer: write whole rollouts, after ``postproc``. If False, every step is written when it was taken,
             and ``postproc`` is not called.
 
@@ -124,6 +127,9 @@ class CollectorOptions:
     trajs_per_batch: int | None = None
     traj_format: Literal["padded", "cat"] = "padded"
     replay_buffer: Any = None
+    weight_sync_schemes: Mapping[str, Any] | None = None
+    weight_recv_schemes: Mapping[str, Any] | None = None
+    weight_updater: Any = None
     extend_buffer: bool = True
 
     def __post_init__(self) -> None:
@@ -158,6 +164,10 @@ class CollectorOptions:
                 f"exploration_type: expected a member of ExplorationType, got {self.exploration_type!r}. "
                 "Import it from rollwright.envs."
             )
+        for name in ("weight_sync_schemes", "weight_recv_schemes"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise TypeError(f"{name}: expected schemes by model, got {type(value).__name__}: {value!r}.")
         self._check_pairs()
 
     def _set(self, name: str, value: object) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import os
 import select
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -56,6 +59,8 @@ class Worker:
         ready: what it told of itself; None while it starts.
         runs: rollouts that it was asked for and has not answered, in order, with their blocks.
         error: why it is gone for good.
+        num_collected: rollouts of it that have arrived.
+        num_told: likewise, when it answered a call last.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -66,7 +71,7 @@ class Worker:
         self.runs: dict[int, Block | None] = {}
         self.error: WorkerError | None = None
         self.sending = threading.Lock()
-        self.begun = 0.0
+        self.num_collected = self.num_told = 0
         self.beat, self.beat_at = 0, 0.0
 
     @property
@@ -139,6 +144,11 @@ class WorkerGroup:
         self._reading = False
         self._poll = select.poll()
         self._by_fd: dict[int, Worker] = {}
+        self._waking, self._waker = os.pipe()
+        for fd in (self._waking, self._waker):
+            os.set_blocking(fd, False)
+            weakref.finalize(self, os.close, fd).atexit = False
+        self._poll.register(self._waking, select.POLLIN)
         self._serial = itertools.count()
         self._answers: dict[tuple[int, int], Any] = {}
         self.closed = False
@@ -168,7 +178,7 @@ class WorkerGroup:
 
     def _launch(self, worker: Worker) -> None:
         worker.words.state = State.STARTING
-        worker.begun = worker.beat_at = time.monotonic()
+        worker.beat_at = time.monotonic()
         child = Child(
             serve,
             worker.spec,
@@ -218,7 +228,19 @@ class WorkerGroup:
                     self._changed.wait(left)
                 else:
                     self._read(left)
+                    self._tell()
         return True
+
+    def _tell(self) -> None:
+        """Warn of what has happened."""
+        notes = self.restarts.notes
+        while notes:
+            warnings.warn(notes.pop(0), RuntimeWarning, stacklevel=3)
+
+    def wake(self) -> None:
+        """Let whoever waits look again: something has changed that workers do not tell of."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._waker, b"1")
 
     def _read(self, timeout_s: float) -> None:
         """Read what workers say, once; others may go on meanwhile."""
@@ -234,6 +256,9 @@ class WorkerGroup:
             self._reading = False
             self._changed.notify_all()
         with uninterrupted:
+            if any(fd == self._waking for fd, _ in ready):
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._waking, 1 << 12)
             for worker in {id(w): w for fd, _ in ready if (w := self._by_fd.get(fd)) is not None}.values():
                 self._hear(worker)
             self._watch()
@@ -258,6 +283,7 @@ class WorkerGroup:
         listener = self.listener
         match message:
             case say.Collected():
+                worker.num_collected += 1
                 block = worker.runs.pop(message.run, None)
                 if block is not None:
                     block.kept = block.kept or message.held
@@ -274,6 +300,7 @@ class WorkerGroup:
                     listener.failed(worker, error)
             case say.Returned() | say.Raised() | say.Paused():
                 self._answers[worker.index, message.serial] = message
+                worker.num_told = worker.num_collected
             case say.Ready():
                 worker.ready = message
             case Failure():
@@ -461,6 +488,10 @@ class WorkerGroup:
 
     # Looking ----------------------------------------------------------------------------------
 
+    def doing(self) -> str:
+        """What the workers do, as a phrase."""
+        return self._doing(self.workers)
+
     def _doing(self, workers: Iterable[Worker]) -> str:
         return ", ".join(worker.doing() for worker in workers)
 
@@ -500,6 +531,7 @@ class WorkerGroup:
             worker.words.state = State.ENDED
         with self._changed:
             self._changed.notify_all()
+        self.wake()
         return forced
 
 

@@ -14,7 +14,7 @@ from rollwright.collectors.workers.blocks import Block, Join
 from rollwright.collectors.workers.messages import Collected
 from rollwright.data.compact import is_table, join_tables
 
-__all__ = ["Result", "batch_of", "joined"]
+__all__ = ["Result", "batch_of", "joined", "restored"]
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Result:
 
     Attributes:
         worker: index.
+        number: how many this worker has collected, with this one.
         found: what the worker said.
         block: where its batch lies, if it lies in one.
         part: which part of the block is this worker's.
@@ -31,11 +32,18 @@ class Result:
     """
 
     worker: int
+    number: int
     found: Collected
     block: Block | None
     part: int
     rest: Any
     device: torch.device | None
+
+
+def restored(worker: int, held: Any, device: torch.device | None) -> Result:
+    """A rollout that was saved before it was delivered."""
+    found = Collected(-1, 0, 0, False, None, (), {}, False, 0, 0, 0)
+    return Result(worker, 0, found, None, 0, held, device)
 
 
 def batch_of(result: Result) -> Any:
@@ -80,7 +88,7 @@ def _built(
 
 
 def _joined_extras(results: Sequence[Result], join: Join) -> dict[NestedKey, Any] | None:
-    """Entries beside the block of all workers; None where they do not fit together, or blocks lack different entries."""
+    """Entries beside the block of all workers; None where they do not fit together."""
     first = results[0]
     rests = [result.rest or {} for result in results]
     same = all(

@@ -61,8 +61,6 @@ class WorkerOptions:
             another.
         max_batches_held: batches (of one worker, where ``sync=False``) that the consumer may hold as views of shared
             memory; beyond that it gets copies.
-        weight_sync_schemes: how weights travel, by model.
-        weight_updater: an updater of one's own.
         shutdown_timeout: seconds that workers have to end by themselves.
     """
 
@@ -82,8 +80,6 @@ class WorkerOptions:
     max_policy_lag: int | None = None
     policy_lag: Literal["wait", "drop"] = "wait"
     max_batches_held: int = 8
-    weight_sync_schemes: Mapping[str, Any] | None = None
-    weight_updater: Any = None
     shutdown_timeout: float = 10.0
 
     def __post_init__(self) -> None:
@@ -107,8 +103,6 @@ class WorkerOptions:
                 raise ValueError(f"{name}: expected {known[0]!r} or {known[1]!r}, got {getattr(self, name)!r}.")
         if self.init_fn is not None and not callable(self.init_fn):
             raise TypeError(f"init_fn: expected a callable, got {type(self.init_fn).__name__}: {self.init_fn!r}.")
-        if self.weight_sync_schemes is not None and not isinstance(self.weight_sync_schemes, Mapping):
-            raise TypeError(f"weight_sync_schemes: expected schemes by model, got {self.weight_sync_schemes!r}.")
         check_start_method("start_method", self.start_method)
         self._check_batches()
 
@@ -228,6 +222,7 @@ def options_of_workers(given: Mapping[str, Any], num_workers: int, own: WorkerOp
     )
     split = own.sync and bool(whole.get("split_trajs"))
     whole.update(total_frames=-1, return_same_td=False)
+    whole.update(weight_sync_schemes=None, weight_recv_schemes=None, weight_updater=None)
     if checked.init_random_frames is not None and checked.init_random_frames > 0:
         whole["init_random_frames"] = -(-checked.init_random_frames // num_workers)
     if split:  # after rollouts are joined

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 
 from rollwright.errors import WorkerError
 
@@ -20,6 +19,10 @@ class Restarts:
         most: how often each.
         delay_s: before the first.
 
+    Attributes:
+        counts: how often each was replaced.
+        notes: what users are to be told.
+
     Example:
         >>> restarts = Restarts(wanted=False)
         >>> restarts.plan(0, WorkerError("worker 0 was killed"))
@@ -29,6 +32,7 @@ class Restarts:
     def __init__(self, *, wanted: bool, most: int = 3, delay_s: float = 0.1) -> None:
         self.wanted, self._most, self._delay_s = wanted, most, delay_s
         self.counts: dict[int, int] = {}
+        self.notes: list[str] = []
         self._errors: dict[int, WorkerError] = {}
         self._at: dict[int, float] = {}
 
@@ -41,11 +45,9 @@ class Restarts:
         self.counts[worker] = done + 1
         delay = min(_LONGEST_S, self._delay_s * 2**done)
         self._at[worker] = time.monotonic() + delay
-        warnings.warn(
+        self.notes.append(
             f"{error} It is replaced in {delay:.3g} s (number {done + 1} of {self._most} at most); its unfinished "
-            "trajectories end here, and others begin under new ids.",
-            RuntimeWarning,
-            stacklevel=2,
+            "trajectories end here, and others begin under new ids."
         )
         return True
 

@@ -11,16 +11,17 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
 
 from rollwright.collectors._pieces import Frames, Piece, concatenate, pad
+from rollwright.collectors._resume import td_from, td_state
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.blocks import BatchForm, Block, BlockLayout, BlockStore, Join
 from rollwright.collectors.workers.group import Worker, WorkerGroup
-from rollwright.collectors.workers.joining import Result, batch_of, joined
+from rollwright.collectors.workers.joining import Result, batch_of, joined, restored
 from rollwright.collectors.workers.parcels import open_parcel
 from rollwright.errors import WorkerError
 
@@ -176,7 +177,8 @@ class Schedule(ABC):
         self.frames += found.frames
         self.frames_stale += found.dropped_frames
         rest = None if found.rest is None else open_parcel(found.rest, worker.spec.parcels)
-        self._arrived(Result(worker.index, found, block, self._part(worker, block), rest, self._devices[worker.index]))
+        part, device = self._part(worker, block), self._devices[worker.index]
+        self._arrived(Result(worker.index, worker.num_collected, found, block, part, rest, device))
 
     @abstractmethod
     def _arrived(self, result: Result) -> None:
@@ -222,12 +224,31 @@ class Schedule(ABC):
     def _undelivered(self) -> list[Result]:
         """Give up the rollouts that were not delivered."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What has arrived and was not delivered."""
-        return {}
+    def state_dict(self, shares: Mapping[int, int]) -> dict[str, Any]:
+        """What has arrived and was not delivered.
+
+        Args:
+            shares: how many rollouts of each worker belong to the state.
+        """
+        late = [result for result in self._waiting() if result.number > shares[result.worker]]
+        waiting = [] if self.stored else [result for result in self._waiting() if result not in late]
+        return {
+            "frames": self.frames - sum(result.found.frames for result in late),
+            "waiting": [{"worker": result.worker, "held": _saved(batch_of(result))} for result in waiting],
+            "trajectories": [td_state(td) for td in self._trajectories],
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
+        self.forget()
+        self.frames = int(state_dict["frames"])
+        for saved in state_dict["waiting"]:
+            self._arrived(restored(saved["worker"], _loaded(saved["held"]), self._devices[saved["worker"]]))
+        self._trajectories.extend(cast(Any, td_from(td)) for td in state_dict["trajectories"])
+
+    @abstractmethod
+    def _waiting(self) -> list[Result]:
+        """Rollouts that have arrived, and were not delivered yet."""
 
     @property
     @abstractmethod
@@ -329,8 +350,11 @@ class Gather(Schedule):
         """See :class:`~rollwright.collectors.workers.group.Listener`."""
         self._fitting.discard(worker.index)
 
+    def _waiting(self) -> list[Result]:
+        return list(self._results.values())
+
     def _undelivered(self) -> list[Result]:
-        found, self._results, self._block = list(self._results.values()), {}, None
+        found, self._results, self._block = self._waiting(), {}, None
         return found
 
     @property
@@ -403,8 +427,11 @@ class FirstCome(Schedule):
         """See :class:`~rollwright.collectors.workers.group.Listener`."""
         self._layouts.pop(worker.index, None)
 
+    def _waiting(self) -> list[Result]:
+        return list(self._arrivals)
+
     def _undelivered(self) -> list[Result]:
-        found = list(self._arrivals)
+        found = self._waiting()
         self._arrivals.clear()
         return found
 
@@ -412,6 +439,14 @@ class FirstCome(Schedule):
     def num_undelivered(self) -> int:
         """See :class:`Schedule`."""
         return len(self._arrivals)
+
+
+def _saved(held: Any) -> Any:
+    return [td_state(td) for td in held] if isinstance(held, list) else td_state(held)
+
+
+def _loaded(saved: Any) -> Any:
+    return [td_from(td) for td in saved] if isinstance(saved, list) else td_from(saved)
 
 
 def _steps(worker: Worker) -> int:
