@@ -126,8 +126,8 @@ class WeightDoor:
             self.update_policy_weights_(given)
         elif given is not None:
             raise ValueError(
-                f"receive_weights: got weights, and schemes bring those of {', '.join(self._receiver_schemes)}. Call it "
-                "without arguments."
+                f"receive_weights: got weights, and schemes bring those of {', '.join(self._receiver_schemes)}. Call "
+                "it without arguments."
             )
         elif receive_all(self._receiver_schemes) is not None:
             self._received()

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from rollwright.data import LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
-from rollwright.data.replay_buffers._interrupts import uninterrupted
+from rollwright._interrupts import uninterrupted
 
 FRAMES = TensorDict({"episode": torch.zeros(10)}, [10])
 

@@ -315,7 +315,7 @@ class WorkerGroup:
             error = failure.error(worker.name, worker.index)
         else:
             during = worker.words.state.name.lower().replace("_", " ")
-            error = WorkerError(f"{worker.name} {child.how_it_ended()} while {during}. {_ADVICE}")
+            error = WorkerError(f"{worker.name} {child.how_it_ended()} while {during}.")
             error.worker = worker.index
         self._replace(worker, error)
 
@@ -534,8 +534,3 @@ class WorkerGroup:
         self.wake()
         return forced
 
-
-_ADVICE = (
-    "Look for what ends it in its environment or policy (memory, a signal, a crash of native code), or pass "
-    "on_worker_failure='restart' to go on with another in its place."
-)

@@ -9,6 +9,10 @@ from rollwright.errors import WorkerError
 __all__ = ["Restarts"]
 
 _LONGEST_S = 60.0
+_ADVICE = (
+    "Look for what ends it in its environment or policy (memory, a signal, a crash of native code, a step without an "
+    "end), or pass on_worker_failure='restart' to go on with another in its place."
+)
 
 
 class Restarts:
@@ -53,7 +57,10 @@ class Restarts:
 
     def verdict(self, worker: int, error: WorkerError) -> WorkerError:
         """What is raised of a worker that is not replaced."""
+        if not self.wanted and error.remote_type:
+            return error
         if not self.wanted:
+            error.args = (f"{error} {_ADVICE}",)
             return error
         told = WorkerError(f"{error} It was replaced {self._most} times before (max_restarts), and is not any more.")
         told.worker, told.remote_type, told.__cause__ = worker, error.remote_type, error

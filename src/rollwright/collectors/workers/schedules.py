@@ -161,6 +161,7 @@ class Schedule(ABC):
             raise self.errors.popleft()
 
     def _is_short(self) -> bool:
+        """Whether waiting is in vain: a worker is gone for good."""
         return any(worker.error is not None for worker in self._group.workers)
 
     def raise_if_short(self) -> None:
@@ -400,9 +401,12 @@ class FirstCome(Schedule):
         self._release([result])
         return batch if self._trajs_per_batch is not None else self._lent(batch)
 
+    def _is_short(self) -> bool:
+        return super()._is_short() and not any(worker.runs for worker in self._group.workers)
+
     def _ask(self) -> None:
         """Ask all workers for as much as they may be ahead."""
-        if self._is_short():
+        if super()._is_short():
             return
         waiting = [result.worker for result in self._arrivals]
         for ahead in range(1, self._ahead + 1):

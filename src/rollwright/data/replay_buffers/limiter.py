@@ -77,7 +77,7 @@ class SampleToInsertRatio:
 
     Example:
         >>> import torch
-        >>> from rollwright.data import LazyTensorStorage, ReplayBuffer
+        >>> from rollwright.data import LazyTensorStorage, ReplayBuffer, SampleToInsertRatio
         >>> limiter = SampleToInsertRatio(2.0, margin=8, min_size=4)
         >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4, limiter=limiter)
         >>> _ = buffer.extend(torch.arange(6))
