@@ -24,6 +24,7 @@ from rollwright.collectors.workers.options import WorkerOptions, factories_of, o
 from rollwright.collectors.workers.restarts import Restarts
 from rollwright.collectors.workers.running import Runner
 from rollwright.collectors.workers.schedules import FirstCome, Gather, Schedule
+from rollwright.collectors.workers.staleness import Staleness
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.data.layout import split_trajectories
 from rollwright.weight_update._publisher import Publisher
@@ -98,7 +99,7 @@ class MultiCore(BaseCollector):
                 blocks=self._segment,
                 parcels=(Segment(), Segment()),
                 boards=tuple(self._publisher.boards(i)),
-                max_policy_lag=own.max_policy_lag if own.policy_lag == "drop" else None,
+                max_policy_lag=own.max_policy_lag if self.options.replay_buffer is not None else None,
             )
             for i in range(self.num_workers)
         ]
@@ -120,7 +121,7 @@ class MultiCore(BaseCollector):
         self._limiter = getattr(self.options.replay_buffer, "insert_limiter", None)
         if self._limiter is not None:
             self._limiter.check(frames=self.frames_per_batch)
-            self._schedule.may_begin = self._limiter.may_insert
+            self._schedule.limiter = self._limiter
             self._leave_limiter = (self._limiter.on_change(self._group.wake), self._limiter.add_inserter(self._inserts))
 
     def _setup_counts(self) -> None:
@@ -153,6 +154,11 @@ class MultiCore(BaseCollector):
             "trajs_per_batch": options.trajs_per_batch,
             "padded": options.traj_format == "padded",
             "stored": options.replay_buffer is not None,
+            "staleness": Staleness(
+                None if options.replay_buffer is not None else own.max_policy_lag,
+                waits=own.policy_lag == "wait",
+                version=lambda: self._version,
+            ),
         }
         if own.sync:
             return Gather(self._group, store, join=own.join, threshold=own.threshold, **shared)

@@ -123,15 +123,9 @@ class Evaluator:
         named["policy_factory"] = policy_factory
         plan = Plan(create_env_fn, acting, target, num_trajectories, seed, reward_key, named)
         self._version = self._asked = self._skipped = self._replaced = 0
-        self._on_result = on_result
-        memory = Segment()
-        memory.grow(Pulse.num_bytes)
-        pulse = Pulse(memory)
         start_s = max(_START_S, self._step_timeout_s)
         start = ProcessStart(init_fn, start_method, num_threads, start_s)
-        make: Callable[[], Side] = partial(Here, plan, pulse)
-        if backend == "process":
-            make = partial(There, plan, pulse, memory, start, self._step_timeout_s)
+        make, pulse = _side(backend, plan, start, self._step_timeout_s)
         self._desk = Desk(
             make,
             pulse,
@@ -380,6 +374,16 @@ class Evaluator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown(raise_on_error=error is None)
+
+
+def _side(backend: str, plan: Plan, start: ProcessStart, step_timeout_s: float) -> tuple[Callable[[], Side], Pulse]:
+    """What makes the place where evaluations run, and what is shared with it."""
+    memory = Segment()
+    memory.grow(Pulse.num_bytes)
+    pulse = Pulse(memory)
+    if backend == "thread":
+        return partial(Here, plan, pulse), pulse
+    return partial(There, plan, pulse, memory, start, step_timeout_s), pulse
 
 
 def _named(prefix: str, result: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import nn
 
 from rollwright.collectors import weights as weight_forms
@@ -105,18 +106,23 @@ class MultiCollector(MultiCore):
         return version
 
     def _await_lag(self) -> None:
-        """Wait until no rollout under way would be staler than it may be."""
+        """Wait until no rollout that another thread waits for would be staler than it may be."""
         own = self.own_options
         limit = own.max_policy_lag
         if limit is None or own.policy_lag != "wait":
             return
-        words = [worker.words.whole for worker in self._group.workers]
+        words, schedule = [worker.words.whole for worker in self._group.workers], self._schedule
 
         def fresh() -> bool:
-            oldest = [word[Word.OLDEST] for word in words]
-            return all(first < 0 or self._version + 1 - first <= limit for first in oldest)
+            oldest = [first for word in words if (first := word[Word.OLDEST]) >= 0] + schedule.oldest_versions()
+            return not schedule.is_awaited() or all(self._version + 1 - first <= limit for first in oldest)
 
-        self._group.wait(fresh, _LAG_S, lambda: f"rollouts to end that are max_policy_lag={limit} versions old")
+        schedule.held += 1
+        try:
+            self._group.wait(fresh, _LAG_S, lambda: f"rollouts to end that are max_policy_lag={limit} versions old")
+        finally:
+            schedule.held -= 1
+            self._group.wake()
 
     def _signature(self, worker: int, model_id: str) -> Any:
         """What a model takes, in a worker; asked once."""
@@ -126,7 +132,8 @@ class MultiCollector(MultiCore):
         return self._signatures[key]
 
     def _devices(self) -> list[Any]:
-        return [worker.spec.options.policy_device or worker.spec.options.device for worker in self._group.workers]
+        told = [worker.ready for worker in self._group.workers]
+        return [None if ready is None else torch.device(ready.policy_device or "cpu") for ready in told]
 
     def get_model(self, model_id: str) -> Any:
         """The model that an id names, as far as it is known in this process: the policy that was passed.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 
 from rollwright._keys import NestedKey, unravel
 from rollwright._processes.channel import ByValue
@@ -16,7 +16,7 @@ from rollwright.envs._env_processes import EnvProcesses
 from rollwright.envs._shared_rows import SharedRows
 from rollwright.envs._td_rows import Nests, dense_leaves, nested
 
-__all__ = ["Outcomes", "Sent", "send_rows", "shareable"]
+__all__ = ["Outcomes", "Sent", "overwritten", "send_rows", "shareable"]
 
 Shapes = dict[NestedKey, tuple[tuple[int, ...], torch.dtype]]
 
@@ -38,6 +38,20 @@ def shareable(specs: Iterable[Composite]) -> Shapes:
     for spec in specs:
         walk(spec, ())
     return found
+
+
+def overwritten(td: TensorDictBase, other: TensorDictBase) -> TensorDictBase:
+    """``td`` with the values that ``other`` has of its entries."""
+    if isinstance(td, LazyStackedTensorDict) and not is_non_tensor(td):
+        for one, another in zip(td.tensordicts, other.unbind(td.stack_dim), strict=True):
+            overwritten(one, another)
+        return td
+    for key in list(td.keys()):
+        value, new = td.get(key), other.get(key, None)
+        if new is None:
+            continue
+        td.set(key, overwritten(value, new) if is_tensor_collection(value) and not is_non_tensor(value) else new)
+    return td
 
 
 class Sent(NamedTuple):

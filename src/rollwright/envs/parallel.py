@@ -20,7 +20,7 @@ from rollwright.envs._env_messages import AHEAD, Do, Form, ResetRows, Some, Step
 from rollwright.envs._env_processes import EnvProcesses, default_num_processes
 from rollwright.envs._parallel_arrays import ParallelArrays
 from rollwright.envs._parallel_calls import EnvFacts, Sign
-from rollwright.envs._parallel_rows import Outcomes, Sent, send_rows, shareable
+from rollwright.envs._parallel_rows import Outcomes, Sent, overwritten, send_rows, shareable
 from rollwright.envs._recreation import Missed, Recreation, end_rows
 from rollwright.envs._workers import Factories, FactoryKwargs, factories, placed
 from rollwright.envs.arrays import ArrayEnv
@@ -210,9 +210,8 @@ class ParallelEnv(BatchedEnv):
         rows = []
         for row, (facts, last) in enumerate(zip(self._facts, root.unbind(0), strict=True)):
             if row in missed.failed:
-                zeros = facts.full_observation_spec.zero().update(facts.full_reward_spec.zero())
-                td = zeros.update(facts.full_done_spec.zero())
-                rows.append(td.update(last.select(*facts.full_observation_spec.keys(True, True), strict=False)))
+                td = overwritten(facts.full_observation_spec.zero(), last)
+                rows.append(td.update(facts.full_reward_spec.zero()).update(facts.full_done_spec.zero()))
             else:
                 rows.append(self._outcomes.row("step", row, rest))
         out = self._stack(rows)

@@ -164,9 +164,12 @@ class Desk:
     def put(self, ticket: Ticket) -> bool:
         """Have an order carried out next; returns whether another one that waited has lost its place."""
         with self.condition:
-            lost, self.next = self.next is not None, ticket
+            lost, self.next = self.next, ticket
+            if lost is not None:
+                lost.done = True
+                lost.error = RuntimeError("the evaluation was replaced by a newer one before it began")
             self.condition.notify_all()
-            return lost
+            return lost is not None
 
     def read(self) -> dict[str, Any] | None:
         """The newest result that nobody has read."""

@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from rollwright.envs._async_processes import ProcessSlots
+from rollwright.envs._env_process import Hosted
+from rollwright.envs.async_pool import AsyncEnvPool
 from rollwright.envs.base import EnvBase
+from rollwright.envs.parallel import ParallelEnv
 from rollwright.envs.transforms import Transform, VecNorm
 from rollwright.weight_update._forms import State, prepare
 
@@ -20,9 +24,12 @@ def freeze(env: EnvBase) -> EnvBase:
     """Stop the running statistics of an environment's transforms (all that have ``freeze()``); returns it."""
     env.eval()
     for module in env.modules():
-        halt: Any = getattr(module, "freeze", None)
-        if isinstance(module, Transform) and callable(halt):
+        halt: Any = getattr(module, "freeze", None) if isinstance(module, Transform) else None
+        if callable(halt):
             halt()
+        elsewhere = _ask_of(module)
+        if elsewhere is not None:
+            elsewhere(_freeze_hosted)
     return env
 
 
@@ -33,6 +40,9 @@ def check_known(env: EnvBase) -> None:
         RuntimeError: they are not.
     """
     for module in env.modules():
+        elsewhere = _ask_of(module)
+        if elsewhere is not None:
+            elsewhere(_check_hosted)
         if not isinstance(module, VecNorm):
             continue
         written = {*env.observation_keys, *env.reward_keys}
@@ -45,6 +55,22 @@ def check_known(env: EnvBase) -> None:
                     "those of training, such as weights_dict={'env.transform[0]': train_env.transform[0]}, or let "
                     "create_env_fn put a frozen_copy() of that transform on the environment."
                 )
+
+
+def _ask_of(module: nn.Module) -> Callable[..., Any] | None:
+    """What calls a function where environments in other processes are."""
+    if isinstance(module, ParallelEnv):
+        return module._ask
+    slots = module._slots if isinstance(module, AsyncEnvPool) else None
+    return slots._ask if isinstance(slots, ProcessSlots) else None
+
+
+def _freeze_hosted(hosted: Hosted) -> None:
+    freeze(hosted.env)
+
+
+def _check_hosted(hosted: Hosted) -> None:
+    check_known(hosted.env)
 
 
 def take_weights(target: Any, weights: State, name: str) -> Callable[[], None]:

@@ -20,6 +20,7 @@ from rollwright._processes.channel import ByValue
 from rollwright.collectors._delivery_checks import ledger_of
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.delivery import TrajectoryBatches, copied
+from rollwright.collectors.devices import module_device
 from rollwright.collectors.profiling import ProfileConfig
 from rollwright.collectors.trajectories import TrajectoryPool
 from rollwright.collectors.workers import messages as say
@@ -101,6 +102,7 @@ class WorkerCore(Collector):
             frames_per_batch=self.frames_per_batch,
             random_frames=self.init_random_frames,
             device=None if device is None else str(device),
+            policy_device=str(module_device(self.policy) or self.policy_device or "cpu"),
             threads=torch.get_num_threads(),
             description=f"env={self.env}, policy={type(self.policy).__name__}",
             how={**self._path.how, **self._delivery.how},
@@ -121,6 +123,9 @@ class WorkerCore(Collector):
         word[Word.OLDEST] = self._policy_version
         self._oldest = self._policy_version
         self._blocks.begin(order.offset)
+        if order.anew:
+            self._path.carrier = None
+            self._delivery.forget()
         found: Any = None
         try:
             with self.spending(None):

@@ -178,6 +178,7 @@ class WorkerGroup:
 
     def _launch(self, worker: Worker) -> None:
         worker.words.state = State.STARTING
+        worker.words.whole[Word.OLDEST] = -1
         worker.beat_at = time.monotonic()
         child = Child(
             serve,
@@ -278,6 +279,16 @@ class WorkerGroup:
             except TimeoutError:
                 return
             self._take(worker, message)
+
+    def _hear_out(self, worker: Worker, child: Child, until: float) -> None:
+        """Listen to a worker that is to end, until it has."""
+        with contextlib.suppress(EOFError):
+            while child.channel.poll(until - time.monotonic()):
+                message = child.channel.recv(0.0)
+                if isinstance(message, say.Collected):
+                    with self._changed:
+                        self._take(worker, message)
+        child.wait(until - time.monotonic())
 
     def _take(self, worker: Worker, message: Any) -> None:
         listener = self.listener
@@ -380,14 +391,14 @@ class WorkerGroup:
 
     # Telling ----------------------------------------------------------------------------------
 
-    def order(self, worker: Worker, run: int, block: Block | None) -> None:
+    def order(self, worker: Worker, run: int, block: Block | None, *, anew: bool = False) -> None:
         """Ask a worker for a rollout."""
         with self._changed, uninterrupted:
             worker.runs[run] = block
             if block is not None:
                 block.runs.add(run)
             worker.beat_at = time.monotonic()
-            worker.send(say.Collect(run, None if block is None else block.offset))
+            worker.send(say.Collect(run, None if block is None else block.offset, anew))
 
     def interrupt(self, worker: Worker) -> None:
         """End the rollouts that a worker was asked for after the step under way."""
@@ -519,8 +530,8 @@ class WorkerGroup:
         until = time.monotonic() + timeout_s
         asleep = [(worker, child) for worker, child in children if child is not None]
         forced = []
-        for _, child in asleep:
-            child.wait(until - time.monotonic())
+        for worker, child in asleep:
+            self._hear_out(worker, child, until)
         for worker, child in asleep:
             doing = worker.doing()
             self._forget(child)
@@ -533,4 +544,3 @@ class WorkerGroup:
             self._changed.notify_all()
         self.wake()
         return forced
-

@@ -39,10 +39,12 @@ class Collect(NamedTuple):
     Attributes:
         run: its number.
         offset: of the block to write it to, laid out as the last one; None: ask for one.
+        anew: begin new trajectories: what those under way have done before is lost.
     """
 
     run: int
     offset: int | None
+    anew: bool
 
 
 class Grant(NamedTuple):
@@ -119,6 +121,7 @@ class Ready:
         frames_per_batch: of a rollout, rounded up.
         random_frames: first frames with random actions, rounded up.
         device: where its batches lie; None: no common device.
+        policy_device: where its policy acts; None: unknown.
         threads: that torch uses there.
         description: of its collector, for ``repr``.
         how: what runs environment and policy.
@@ -131,6 +134,7 @@ class Ready:
     frames_per_batch: int
     random_frames: int
     device: str | None
+    policy_device: str | None
     threads: int
     description: str
     how: dict[str, str]

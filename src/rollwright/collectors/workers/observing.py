@@ -45,7 +45,7 @@ def merged_stats(core: MultiCore) -> dict[str, Any]:
         "last_return": latest[-1] if latest else None,
         "policy_version": core._version,
         "policy_lag": max(core._version - worker["policy_version"] for worker in workers),
-        "frames_stale": sum(word.whole[Word.FRAMES_DROPPED] for word in words),
+        "frames_stale": schedule.frames_stale,
         "workers": workers,
         "workers_alive": group.num_alive,
         "restarts": sum(worker["restarts"] for worker in workers),

@@ -54,11 +54,13 @@ class WorkerOptions:
         max_restarts: how often one worker is replaced before it is an error.
         restart_delay: seconds before the first replacement of a worker; twice as long before each further one.
         env_step_timeout: seconds that one step may take before its worker counts as failed; None: no limit.
-        max_policy_lag: versions of the weights that may be published while a rollout is taken, counted from the one
-            that its first step acted with; None: any number.
-        policy_lag: what is done where it would be more: ``"wait"``: ``update_policy_weights_()`` waits until the
-            workers are as far; ``"drop"``: the worker throws the rollout away, counts it in ``stats()``, and takes
-            another.
+        max_policy_lag: versions of the weights that may have been published, when a batch is delivered (with a replay
+            buffer: written), since the one that acted first in it; None: any number.
+        policy_lag: how that is kept: ``"wait"``: workers are asked for no more rollouts ahead than the consumer takes
+            in time at its pace (the most versions it has published from one batch to the next), and another thread's
+            ``update_policy_weights_()`` waits for rollouts under way. ``"drop"``: they go on, and what is too stale is
+            thrown away, counted (``stats()["frames_stale"]``), and taken again in new trajectories. A pace that rises
+            makes ``"wait"`` drop too.
         max_batches_held: batches (of one worker, where ``sync=False``) that the consumer may hold as views of shared
             memory; beyond that it gets copies.
         shutdown_timeout: seconds that workers have to end by themselves.
@@ -217,9 +219,8 @@ def options_of_workers(given: Mapping[str, Any], num_workers: int, own: WorkerOp
         )
     if whole.get("worker_idx") is not None:
         raise ValueError("worker_idx is given to the workers by their collector. Drop it.")
-    checked = CollectorOptions(
-        **{k: v[0] if k in _BY_WORKER and isinstance(v, _LISTS) else v for k, v in whole.items()}
-    )
+    whole["worker_idx"] = 0
+    checked = CollectorOptions(**_of(whole, 0))
     split = own.sync and bool(whole.get("split_trajs"))
     whole.update(total_frames=-1, return_same_td=False)
     whole.update(weight_sync_schemes=None, weight_recv_schemes=None, weight_updater=None)
@@ -232,14 +233,12 @@ def options_of_workers(given: Mapping[str, Any], num_workers: int, own: WorkerOp
     frames = whole.get("frames_per_batch", checked.frames_per_batch)
     if own.sync and not isinstance(frames, _LISTS):
         whole["frames_per_batch"] = math.ceil(checked.frames_per_batch / num_workers)
-    return [
-        replace(
-            checked,
-            **{k: v[i] if k in _BY_WORKER and isinstance(v, _LISTS) else v for k, v in whole.items()},
-            worker_idx=i,
-        )
-        for i in range(num_workers)
-    ]
+    return [replace(checked, **{**_of(whole, i), "worker_idx": i}) for i in range(num_workers)]
+
+
+def _of(options: Mapping[str, Any], worker: int) -> dict[str, Any]:
+    """The options of one worker."""
+    return {k: v[worker] if k in _BY_WORKER and isinstance(v, _LISTS) else v for k, v in options.items()}
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

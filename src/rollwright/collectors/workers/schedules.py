@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +25,14 @@ from rollwright.collectors.workers.blocks import BatchForm, Block, BlockLayout, 
 from rollwright.collectors.workers.group import Worker, WorkerGroup
 from rollwright.collectors.workers.joining import Result, batch_of, joined, restored
 from rollwright.collectors.workers.parcels import open_parcel
+from rollwright.collectors.workers.staleness import Staleness
+from rollwright.data.replay_buffers import SampleToInsertRatio
 from rollwright.errors import WorkerError
 
 __all__ = ["FirstCome", "Gather", "Schedule"]
+
+
+_BREAK_S = 0.5  # after which a consumer is taken to have stopped
 
 
 def _never() -> bool:
@@ -42,10 +49,12 @@ class Schedule(ABC):
         trajs_per_batch: how many complete trajectories are delivered at a time; None: batches are.
         padded: whether trajectories are delivered padded.
         stored: whether workers write into a replay buffer, and nothing but counts arrives.
+        staleness: how old batches may be.
 
     Attributes:
         frames: collected so far, as far as they have arrived here.
-        may_begin: asked with a number of frames before rollouts of so many begin.
+        limiter: of the replay buffer: asked before rollouts begin.
+        held: how many keep rollouts from beginning.
         errors: what went wrong in workers, and was not raised yet.
     """
 
@@ -58,8 +67,14 @@ class Schedule(ABC):
         trajs_per_batch: int | None,
         padded: bool,
         stored: bool,
+        staleness: Staleness,
     ) -> None:
         self._group, self.store = group, store
+        self._staleness = staleness
+        self._anew: set[int] = set()  # workers whose trajectories have lost a rollout
+        self._taker: int | None = None  # thread that has asked for a batch last
+        self._taken_at: float | None = None
+        self.held = 0
         self.total_frames = total_frames
         self._trajs_per_batch, self._padded, self.stored = trajs_per_batch, padded, stored
         self._devices = [_device(worker) for worker in group.workers]
@@ -67,7 +82,7 @@ class Schedule(ABC):
         self._trajectories: deque[TensorDictBase] = deque()
         self.frames = 0
         self.frames_stale = self.num_copied = self.num_messages = self.batches = 0
-        self.may_begin: Callable[[int], bool] = lambda frames: True
+        self.limiter: SampleToInsertRatio | None = None
         self.errors: deque[WorkerError] = deque()
         self.waiting_for: str | None = None
 
@@ -134,7 +149,8 @@ class Schedule(ABC):
     def _order(self, worker: Worker, block: Block | None) -> int:
         """Ask for a rollout; returns its number."""
         run = next(self._runs)
-        self._group.order(worker, run, block)
+        self._group.order(worker, run, block, anew=worker.index in self._anew)
+        self._anew.discard(worker.index)
         self.num_messages += 1
         return run
 
@@ -146,14 +162,41 @@ class Schedule(ABC):
     def _frames_of(self, worker: Worker) -> int:
         return worker.ready.frames_per_batch if worker.ready is not None else 0
 
+    def _may_begin(self, frames: int) -> bool:
+        """Whether the replay buffer may take so many more frames."""
+        if self.limiter is None or self.limiter.may_insert(frames):
+            return True
+        self.waiting_for = self.limiter.wants(frames)
+        return False
+
     def _wait(self, until: Callable[[], bool], what: str, give_up: Callable[[], bool]) -> bool:
-        self.waiting_for = what
+        def done() -> bool:
+            self.waiting_for = what
+            return until() or bool(self.errors) or self._is_short()
+
+        self._taker, self._taken_at = threading.get_ident(), None
         try:
-            return self._group.wait(
-                lambda: until() or bool(self.errors) or self._is_short(), None, lambda: what, give_up=give_up
-            )
+            return self._group.wait(done, None, lambda: what, give_up=give_up)
         finally:
-            self.waiting_for = None
+            self._taken_at, self.waiting_for = time.monotonic(), None
+
+    def is_awaited(self) -> bool:
+        """Whether another thread takes batches: one that waits, or has just got one."""
+        if self._taker in (None, threading.get_ident()):
+            return False
+        return self._taken_at is None or time.monotonic() - self._taken_at < _BREAK_S
+
+    def _drop(self, results: Sequence[Result]) -> None:
+        """Throw rollouts away that are too stale."""
+        self._release(results)
+        for result in results:
+            self._anew.add(result.worker)
+            self.frames -= result.found.frames
+            self.frames_stale += result.found.frames
+
+    def oldest_versions(self) -> list[int]:
+        """Of rollouts that have arrived, and were not delivered."""
+        return [result.found.oldest_version for result in self._waiting()]
 
     def raise_error(self) -> None:
         """Raise what went wrong in a worker: each error once, but that of a worker that is gone again and again."""
@@ -293,13 +336,18 @@ class Gather(Schedule):
                     self._group.interrupt(worker)
             return len(self._results) == len(workers)
 
-        if not self._wait(complete, "rollouts of all workers", give_up):
-            return None
-        self.raise_error()
-        if len(self._results) < len(workers):
-            self.raise_if_short()
-        results = [self._results[worker.index] for worker in workers]
-        self._results, self._interrupted, self._block = {}, False, None
+        while True:
+            if not self._wait(complete, "rollouts of all workers", give_up):
+                return None
+            self.raise_error()
+            if len(self._results) < len(workers):
+                self.raise_if_short()
+            results = [self._results[worker.index] for worker in workers]
+            self._results, self._interrupted, self._block = {}, False, None
+            if not self._staleness.too_stale(results):
+                break
+            self._drop(results)
+        self._staleness.delivered()
         if self.stored:
             return None
         if self._trajs_per_batch is not None:
@@ -311,7 +359,9 @@ class Gather(Schedule):
     def _ask(self) -> None:
         """Ask every worker that has no part in this round yet."""
         begins = not self._results and not any(worker.runs for worker in self._group.workers)
-        if begins and not self.may_begin(sum(map(self._frames_of, self._group.workers))):
+        if begins and self.held:
+            return
+        if begins and not self._may_begin(sum(map(self._frames_of, self._group.workers))):
             return
         for worker in self._group.workers:
             if worker.index not in self._results and worker.there and not worker.runs:
@@ -384,37 +434,51 @@ class FirstCome(Schedule):
         return bool(self._arrivals) or self.frames < self.total_frames
 
     def _take(self, give_up: Callable[[], bool]) -> Any:
-        def arrived() -> bool:
-            self._ask()
-            return bool(self._arrivals)
-
-        if not self._wait(arrived, "a rollout of any worker", give_up):
-            return None
-        self.raise_error()
-        if not self._arrivals:
-            self.raise_if_short()
-        result = self._arrivals.popleft()
-        self._ask()  # the worker goes on while the consumer has the batch
+        while True:
+            if not self._wait(self._next_is_there, "a rollout of any worker", give_up):
+                return None
+            self.raise_error()
+            if not self._arrivals:
+                self.raise_if_short()
+            result = self._arrivals.popleft()
+            if not self._staleness.too_stale([result]):
+                break
+            self._drop([result])
+        self._staleness.delivered()
+        if not self._staleness.waits:
+            self._ask()  # the worker goes on while the consumer has the batch
         if self.stored:
             return None
         batch = batch_of(result)
         self._release([result])
         return batch if self._trajs_per_batch is not None else self._lent(batch)
 
+    def _next_is_there(self) -> bool:
+        self._ask()
+        if self._arrivals and self._staleness.waits:  # the one that began first is the next
+            first = min(self._arrivals, key=lambda result: result.found.run)
+            if any(run < first.found.run for worker in self._group.workers for run in worker.runs):
+                return False
+            self._arrivals.remove(first)
+            self._arrivals.appendleft(first)
+        return bool(self._arrivals)
+
     def _is_short(self) -> bool:
         return super()._is_short() and not any(worker.runs for worker in self._group.workers)
 
     def _ask(self) -> None:
         """Ask all workers for as much as they may be ahead."""
-        if super()._is_short():
+        if super()._is_short() or self.held:
             return
         waiting = [result.worker for result in self._arrivals]
-        for ahead in range(1, self._ahead + 1):
+        for ahead in range(1, 2 if self._staleness.drops else self._ahead + 1):
             for worker in self._group.workers:
                 under_way = len(worker.runs) + waiting.count(worker.index)
                 if under_way >= ahead or not worker.there or self.frames_asked >= self.total_frames:
                     continue
-                if self.may_begin(self._frames_of(worker) * (1 + sum(len(w.runs) for w in self._group.workers))):
+                if len(waiting) + sum(len(w.runs) for w in self._group.workers) >= self._staleness.most_ahead:
+                    return
+                if self._may_begin(self._frames_of(worker) * (1 + sum(len(w.runs) for w in self._group.workers))):
                     layout = self._layouts.get(worker.index)
                     self._order(worker, None if layout is None else self.store.take(layout))
 
