@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 
@@ -97,29 +98,31 @@ class MultiCollector(MultiCore):
         self._update_weights(None, weights_dict=None, model_id=None, worker_ids=None)
 
     def _publish(self, updates: Sequence[Any]) -> int:
-        self._await_lag()
-        version = self._version + 1
-        self._publisher.publish(updates, version)
-        self._version = version
-        for worker in self._group.workers:
-            worker.words.whole[Word.PUBLISHED] = version
+        with self._none_too_stale():
+            version = self._version + 1
+            self._publisher.publish(updates, version)
+            self._version = version
+            for worker in self._group.workers:
+                worker.words.whole[Word.PUBLISHED] = version
         return version
 
-    def _await_lag(self) -> None:
-        """Wait until no rollout that another thread waits for would be staler than it may be."""
-        own = self.own_options
-        limit = own.max_policy_lag
-        if limit is None or own.policy_lag != "wait":
+    @contextmanager
+    def _none_too_stale(self) -> Iterator[None]:
+        """Publish when no rollout that another thread waits for will be staler than it may be."""
+        limit, schedule = self.own_options.max_policy_lag, self._schedule
+        if limit is None or self.own_options.policy_lag != "wait":
+            yield
             return
-        words, schedule = [worker.words.whole for worker in self._group.workers], self._schedule
 
         def fresh() -> bool:
-            oldest = [first for word in words if (first := word[Word.OLDEST]) >= 0] + schedule.oldest_versions()
+            oldest = self._group.oldest_versions() + schedule.oldest_versions()
+            oldest += [self._version for worker in self._group.workers if worker.runs]  # those that have not begun
             return not schedule.is_awaited() or all(self._version + 1 - first <= limit for first in oldest)
 
         schedule.held += 1
         try:
             self._group.wait(fresh, _LAG_S, lambda: f"rollouts to end that are max_policy_lag={limit} versions old")
+            yield
         finally:
             schedule.held -= 1
             self._group.wake()

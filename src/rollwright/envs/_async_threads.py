@@ -52,6 +52,7 @@ class ThreadSlots(Slots):
         self._since: dict[int, tuple[int, float]] = {}  # by row: serial and time of the call under way
         self._lost: set[int] = set()  # rows whose thread did not come back
         self._serial = 0
+        self._failed = False  # whether a factory has
         self._num_torch_threads = torch.get_num_threads()
         self.facts: list[EnvBase] = []
         self._threads = [
@@ -79,10 +80,8 @@ class ThreadSlots(Slots):
                 break
             (errors if isinstance(result, Exception) else envs)[row] = result
         if errors:
+            self._failed = True
             self._leave()
-            for env in envs.values():
-                with contextlib.suppress(Exception):  # an earlier error tells more
-                    env.close(raise_if_closed=False)
             raise errors[min(errors)]
         self._since.clear()
         self.facts = [envs[row] for row in range(len(self._makers))]
@@ -104,6 +103,9 @@ class ThreadSlots(Slots):
             except Exception as error:
                 result = error
             self._outbox.put((row, work.serial, result))
+        if self._failed:  # an environment may have been made after another's factory had failed
+            with contextlib.suppress(Exception):  # the earlier error tells more
+                env.close(raise_if_closed=False)
 
     def post(self, row: int, td: TensorDictBase | None, *, resets: bool, kwargs: dict[str, Any]) -> None:
         """See :class:`Slots`."""

@@ -64,19 +64,21 @@ class Hosted:
         fruitless: how often it was made anew since it last took a step.
     """
 
-    def __init__(self, row: int, maker: Callable[[], EnvBase], seed: int | None, renewals: int) -> None:
+    def __init__(self, row: int, maker: Callable[[], EnvBase], seed: int | None, renewals: int, device: Any) -> None:
         self.row = row
         self.seed = seed
         self.renewals = renewals
-        self.device: Any = None
+        self.device = device
         self.reset_undo: Any = None
         self.fruitless = 0
         self._maker = maker
         self._arrays: ArrayEnv | None = None
         self.env = made(row, maker)
-        self._seed_anew()
+        self._settle_in()
 
-    def _seed_anew(self) -> None:
+    def _settle_in(self) -> None:
+        if self.device is not None:
+            self.env.to(self.device)
         if self.seed is not None and self.renewals:
             with torch.random.fork_rng(devices=[]):  # its neighbours may be drawing from it
                 self.env.set_seed(int(np.random.SeedSequence([self.seed, self.renewals]).generate_state(1)[0]))
@@ -88,9 +90,7 @@ class Hosted:
         self.renewals += 1
         self._arrays = None
         self.env = made(self.row, self._maker)
-        if self.device is not None:
-            self.env.to(self.device)
-        self._seed_anew()
+        self._settle_in()
 
     def array_form(self, *, anew: bool = False) -> ArrayEnv:
         """The environment on arrays.
@@ -288,7 +288,7 @@ def serve_envs(
     channel: Channel,
     segment: Segment,
     makers: dict[int, Callable[[], EnvBase]],
-    seeds: dict[int, tuple[int | None, int]],
+    pasts: dict[int, tuple[int | None, int, Any]],
     describe: Callable[[Hosted], Any],
     torch_seed: int,
     renews: bool,
@@ -301,7 +301,7 @@ def serve_envs(
         channel: commands in, replies out.
         segment: memory shared with the other side.
         makers: by row.
-        seeds: by row: the seed given last, and how many environments were there before.
+        pasts: by row: the seed given last, how many environments were there before, the device they were moved to.
         describe: what the other side wants to know of an environment.
         torch_seed: for torch's global generator here; those of NumPy and Python are seeded by the system.
         renews: make environments that raise anew.
@@ -315,7 +315,7 @@ def serve_envs(
         raised = []
         for row, maker in makers.items():
             try:
-                envs[row] = Hosted(row, maker, *seeds.get(row, (None, 0)))
+                envs[row] = Hosted(row, maker, *pasts.get(row, (None, 0, None)))
             except Exception as error:
                 raised.append(as_raised(row, error))
                 break

@@ -90,6 +90,7 @@ class EnvProcesses:
         described: what ``describe`` said of each row.
         seeds: that each row was given last.
         renewals: how many environments were in each row's place before.
+        device: that environments were moved to.
         num_messages: sent and received so far.
 
     Raises:
@@ -115,6 +116,7 @@ class EnvProcesses:
         self.rows = [tuple(range(process, len(makers), num_processes)) for process in range(num_processes)]
         self.seeds: list[int | None] = [None] * len(makers)
         self.renewals = [0] * len(makers)
+        self.device: Any = None
         self.num_messages = 0
         self._segment = Segment()
         self._children: list[Child | None] = [None] * num_processes
@@ -152,7 +154,7 @@ class EnvProcesses:
                 serve_envs,
                 self._segment,
                 {row: self._makers[row] for row in rows},
-                {row: (self.seeds[row], self.renewals[row]) for row in rows},
+                {row: (self.seeds[row], self.renewals[row], self.device) for row in rows},
                 self._describe,
                 (torch.initial_seed() + 1 + process) % 2**63,
                 self._renews,
@@ -377,12 +379,16 @@ class EnvProcesses:
             self.renewals[row] += 1
         self.start([process])
 
-    def end(self, limit_s: float = CLOSE_S) -> tuple[list[Raised], list[str]]:
+    def end(self, limit_s: float | None = None) -> tuple[list[Raised], list[str]]:
         """Close all environments and end all processes, whatever they are doing.
+
+        Args:
+            limit_s: for environments to close; None: ten seconds; 0: do not wait.
 
         Returns:
             What closing raised; and which processes had to be made to end.
         """
+        limit_s = CLOSE_S if limit_s is None else limit_s
         self._ticket += 1
         ticket = self._ticket
         living = [process for process, child in enumerate(self._children) if child is not None]

@@ -86,7 +86,8 @@ class Recreation:
             self._replace(lost, call)
             cut |= done
             failed |= set(lost.rows) - done
-            self._orphans.difference_update(lost.rows)
+            if call == "step":
+                self._orphans.difference_update(lost.rows)
         if call == "step":
             self._orphans -= failed
             for process in gathered.replies:

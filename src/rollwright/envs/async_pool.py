@@ -141,6 +141,15 @@ class AsyncEnvPool(AsyncHalves):
         self._check_idle("reset")
         return super().reset(tensordict, **kwargs)
 
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Write random actions, for the environments that ``"env_index"`` names where that is there."""
+        if tensordict is None or tensordict.get(INDEX, None) is None:
+            return super().rand_action(tensordict)
+        actions = self.full_action_spec.rand()
+        if tensordict.batch_size == self.batch_size[1:]:
+            return tensordict.update(actions[first_index(tensordict[INDEX])])
+        return tensordict.update(actions[[first_index(row[INDEX]) for row in tensordict.unbind(0)]])
+
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = dict(enumerate(tensordict.unbind(0)))
         return self._stack(list(self._together(cast(Any, rows), resets=False).values()))

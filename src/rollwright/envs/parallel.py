@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,24 +12,24 @@ from rollwright._keys import as_tuple
 from rollwright._processes.channel import ByValue
 from rollwright._processes.starting import check_start_method
 from rollwright.envs import _parallel_calls as calls
-from rollwright.envs._batched import BatchedEnv
-from rollwright.envs._env_messages import AHEAD, Do, Form, ResetRows, Some, StepRows
+from rollwright.envs._env_messages import AHEAD, Form, ResetRows, Some, StepRows
 from rollwright.envs._env_processes import EnvProcesses, default_num_processes
 from rollwright.envs._parallel_arrays import ParallelArrays
-from rollwright.envs._parallel_calls import EnvFacts, Sign
+from rollwright.envs._parallel_calls import EnvFacts
 from rollwright.envs._parallel_rows import Outcomes, Sent, overwritten, send_rows, shareable
 from rollwright.envs._recreation import Missed, Recreation, end_rows
+from rollwright.envs._remote import RemoteEnvs
 from rollwright.envs._workers import Factories, FactoryKwargs, factories, placed
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.serial import SerialEnv
-from rollwright.errors import EnvError, NotNative
+from rollwright.errors import EnvError
 
 __all__ = ["ParallelEnv"]
 
 FAILURE = ("raise", "recreate")
 
 
-class ParallelEnv(BatchedEnv):
+class ParallelEnv(RemoteEnvs):
     """A batch of environments that live in other processes, many in each, and are stepped at the same time.
 
     It does what :class:`~rollwright.envs.SerialEnv` does, with the same results: batch size ``[num_workers, *batch]``,
@@ -82,8 +79,6 @@ class ParallelEnv(BatchedEnv):
         ['CartPole-v1', 'CartPole-v1']
         >>> env.close()
     """
-
-    _not_saved = ("_processes", "_outcomes", "_recreation", "_facts")
 
     def __new__(cls, num_workers: int, *args: Any, serial_for_single: bool = False, **kwargs: Any) -> Any:
         """A ``SerialEnv`` for a single environment, where that is wanted."""
@@ -147,11 +142,6 @@ class ParallelEnv(BatchedEnv):
         for key in [key for key in self.observation_keys if key in entries]:
             entries[AHEAD, *as_tuple(key)] = entries[key]
         return Outcomes(processes.lay_outcomes(entries), form, self.batch_size[1:])
-
-    @property
-    def recreations(self) -> list[int]:
-        """How many environments were in each place before."""
-        return list(self._processes.renewals)
 
     # Stepping ---------------------------------------------------------------------------------
 
@@ -255,147 +245,6 @@ class ParallelEnv(BatchedEnv):
 
     def _array_form(self) -> ArrayEnv:
         return ParallelArrays(self, ParallelEnv)
-
-    # The environments together ------------------------------------------------------------------
-
-    def _ask(self, function: Callable[..., Any], *args: Any, rows: Iterable[int] | None = None) -> dict[int, Any]:
-        """Call a function of :mod:`._parallel_calls` where the environments are; what it returns, by row.
-
-        Raises:
-            Exception: what the first environment has raised.
-        """
-        packed = ByValue(args) if args else None
-        listed = None if rows is None else list(rows)
-        ticket = self._processes.post(lambda ticket, some, _: Do(ticket, some, function, packed), listed)
-        gathered = self._processes.gather(ticket)
-        for raised in gathered.raised:
-            remote = raised.failure.error(f"{type(self).__name__}[{raised.row}]")
-            if raised.kind in (AttributeError, NotNative):
-                raise raised.kind(raised.text) from remote
-            raise remote
-        self._recreation.settle(ticket, gathered, function.__name__)
-        if gathered.lost:
-            raise EnvError(
-                f"{type(self).__name__}[{gathered.lost[0].row}]: its process {gathered.lost[0].how}, in "
-                f"{function.__name__}, and was replaced. Try again."
-            )
-        values: dict[int, Any] = {}
-        for reply in gathered.replies.values():
-            values.update(pickle.loads(reply.values or b""))
-        return {row: values[row] for row in sorted(values)}
-
-    def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
-        last = None
-        self._num_seedings += 1
-        for row in range(self.num_workers):
-            last = self._ask(calls.set_seed, seed, static_seed, rows=[row])[row]
-            self._processes.seeds[row] = seed
-            if seed is not None and last is not None and not static_seed:
-                seed = last + 1
-        return last
-
-    def to(self, device: torch.device | str | int | None) -> ParallelEnv:  # type: ignore[override]
-        """Move the environments and the batch; returns the environment."""
-        if device is not None:
-            self._facts = list(self._ask(calls.move, device).values())
-        super().to(device)
-        return self
-
-    def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close all environments and end their processes, within seconds. A second call raises by default.
-
-        Warns:
-            RuntimeWarning: a process did not end by itself.
-        """
-        was_closed = self.is_closed
-        super().close(raise_if_closed=raise_if_closed)
-        if was_closed:
-            return
-        raised, forced = self._processes.end()
-        if forced:
-            warnings.warn(f"{type(self).__name__}: {'; '.join(forced)}.", RuntimeWarning, stacklevel=2)
-        for one in raised:
-            raise one.failure.error(f"{type(self).__name__}[{one.row}]")
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_processes" not in self.__dict__ or name.startswith("_") or self.is_closed:
-                raise
-        values = list(self._ask(calls.look_up, name).values())
-        methods = [isinstance(value, Sign) for value in values]
-        if all(methods):
-            return partial(self._call, name)
-        return list(self._ask(calls.fetch, name).values()) if any(methods) else values
-
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        values = self._ask(calls.call, name, args, kwargs).values()
-        return [self if isinstance(value, Sign) else value for value in values]
-
-    # State ------------------------------------------------------------------------------------
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for row, state in self._ask(calls.state).items():
-            destination.update({f"{prefix}worker{row}.{key}": value for key, value in state.items()})
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        places = [f"{prefix}worker{row}." for row in range(self.num_workers)]
-        mine: dict[int, dict[str, Any]] = {row: {} for row in range(self.num_workers)}
-        others = {}
-        for key, value in state_dict.items():
-            row = next((row for row, place in enumerate(places) if key.startswith(place)), None)
-            if row is None:
-                others[key] = value
-            else:
-                mine[row][key[len(places[row]) :]] = value
-        for row, (missing, unexpected, error) in self._ask(calls.load_state, mine).items():
-            missing_keys += [places[row] + key for key in missing]
-            unexpected_keys += [places[row] + key for key in unexpected] if strict else []
-            error_msgs += [f"{places[row]}: {error}"] if error else []
-        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-
-    def _checkpoint(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """All that the environments are, one state each; and what of them could not be saved."""
-        saved = self._ask(calls.checkpoint)
-        unsaved = [
-            f"{type(self).__name__} [worker {row}] {line}" for row, (_, lines) in saved.items() for line in lines
-        ]
-        return [state for state, _ in saved.values()], unsaved
-
-    def _load_checkpoint(self, states: Sequence[dict[str, Any]]) -> None:
-        self._ask(calls.load_checkpoint, dict(enumerate(states)))
-
-    def _undo_of_reset(self) -> calls.RemoteUndo:
-        return calls.RemoteUndo(self._ask)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies have copies of the environments, in processes of their own."""
-        if self.is_closed:
-            raise EnvError(f"{self} is closed, and has no environments to copy. Copy it before close().")
-        makers = [partial(pickle.loads, data) for data in self._ask(calls.pickled).values()]
-        state = {name: value for name, value in vars(self).items() if name not in self._not_saved}
-        return _again, (type(self), makers, self._options), state
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(num_workers={self.num_workers}, env={self._facts[0].text}, "
-            f"batch_size={list(self.batch_size)}, device={self.device})"
-        )
-
-
-def _again(cls: type[ParallelEnv], makers: list[Any], options: dict[str, Any]) -> ParallelEnv:
-    return cls(len(makers), makers, **options)
 
 
 def _check(

@@ -389,6 +389,16 @@ class WorkerGroup:
                 error.worker = worker.index
                 self._replace(worker, error)
 
+    def oldest_versions(self) -> list[int]:
+        """Versions that acted first in the rollouts under way, for use in a condition of :meth:`wait`.
+
+        What workers have told before is taken in; a rollout that has not begun counts as one of the newest version.
+        """
+        firsts = [worker.words.whole[Word.OLDEST] for worker in self.workers]
+        for worker in self.workers:
+            self._hear(worker)
+        return [first for first, worker in zip(firsts, self.workers, strict=True) if first >= 0 and worker.runs]
+
     # Telling ----------------------------------------------------------------------------------
 
     def order(self, worker: Worker, run: int, block: Block | None, *, anew: bool = False) -> None:

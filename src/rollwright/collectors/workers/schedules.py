@@ -342,9 +342,10 @@ class Gather(Schedule):
             self.raise_error()
             if len(self._results) < len(workers):
                 self.raise_if_short()
+            version = self._staleness.version()  # while they are here, whoever publishes waits for them
             results = [self._results[worker.index] for worker in workers]
             self._results, self._interrupted, self._block = {}, False, None
-            if not self._staleness.too_stale(results):
+            if not self._staleness.too_stale(results, version):
                 break
             self._drop(results)
         self._staleness.delivered()
@@ -440,8 +441,9 @@ class FirstCome(Schedule):
             self.raise_error()
             if not self._arrivals:
                 self.raise_if_short()
+            version = self._staleness.version()  # while it is here, whoever publishes waits for it
             result = self._arrivals.popleft()
-            if not self._staleness.too_stale([result]):
+            if not self._staleness.too_stale([result], version):
                 break
             self._drop([result])
         self._staleness.delivered()

@@ -30,7 +30,7 @@ class Staleness:
     """
 
     def __init__(self, limit: int | None, *, waits: bool, version: Callable[[], int]) -> None:
-        self.limit, self._version = limit, version
+        self.limit, self.version = limit, version
         self.waits = waits and limit is not None
         self.drops = not waits and limit is not None
         self._pace: int | None = None
@@ -43,16 +43,15 @@ class Staleness:
             return math.inf
         return 1 if self._pace is None else (self.limit or 0) // max(1, self._pace) + 1
 
-    def too_stale(self, results: Iterable[Result]) -> bool:
-        """Whether rollouts must not be delivered any more; the consumer is asking for them."""
+    def too_stale(self, results: Iterable[Result], version: int) -> bool:
+        """Whether rollouts must not be delivered any more, when ``version`` is published."""
         if self.limit is None:
             return False
-        version = self._version()
         return version - min(result.found.oldest_version for result in results) > self.limit
 
     def delivered(self) -> None:
         """Note that a batch is delivered."""
-        version = self._version()
+        version = self.version()
         if self._last is not None:
             self._pace = max(self._pace or 0, version - self._last)
         self._last = version

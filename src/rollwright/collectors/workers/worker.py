@@ -180,14 +180,13 @@ class Worker:
         self._take_weights()
         try:
             try:
-                found = core.take_rollout(order)
+                found: Any = core.take_rollout(order)
             finally:
                 self._run = None
-                self._word[Word.OLDEST] = -1
         except BaseException as error:  # if it is that the collector is gone, send() says so again
-            self._channel.send(say.Failed(order.run, Failure.of(error)))
-        else:
-            self._channel.send(found)
+            found = say.Failed(order.run, Failure.of(error))
+        self._channel.send(found)
+        self._word[Word.OLDEST] = -1  # not before: who reads it may rely on having been told
 
     def _checkpoint(self) -> bool:
         """Between two steps: whether the rollout ends here."""
