@@ -75,6 +75,8 @@ class Child:
             raise
         finally:
             theirs.close()
+        self._unwatch = weakref.finalize(self, _orphans.append, self._process)
+        self._unwatch.atexit = False
 
     @property
     def pid(self) -> int:
@@ -137,7 +139,9 @@ class Child:
                 self._signal(signal.SIGKILL)
                 self.wait(_TERMINATE_S)
         self.channel.close()
-        _living.discard(self)
+        if not self.alive:
+            self._unwatch.detach()
+            _living.discard(self)
         return how
 
     def _signal(self, number: int) -> None:
@@ -172,6 +176,7 @@ def echo(channel: Channel) -> None:
 
 
 _living: weakref.WeakSet[Child] = weakref.WeakSet()
+_orphans: list[Any] = []  # processes whose Child is gone: they have heard EOFError, and end, unless they are stuck
 
 
 def _forget_all() -> None:
@@ -179,6 +184,7 @@ def _forget_all() -> None:
     for child in list(_living):
         child.channel.close()
     _living.clear()
+    _orphans.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)
@@ -190,13 +196,13 @@ def _end_all() -> None:
     children = [child for child in list(_living) if child.alive]
     for child in children:
         child.channel.close()
-    until = time.monotonic() + _EXIT_S
-    for child in children:
-        child.wait(until - time.monotonic())
-    for child in children:
-        child._signal(signal.SIGTERM)
-    until = time.monotonic() + _EXIT_S
-    for child in children:
-        if not child.wait(until - time.monotonic()):
-            child.kill()
-            child.wait(_EXIT_S)
+    processes = [child._process for child in children] + [process for process in _orphans if process.is_alive()]
+    for give_up in (None, signal.SIGTERM, signal.SIGKILL):
+        processes = [process for process in processes if process.is_alive()]
+        for process in processes:
+            if give_up is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, give_up)
+        until = time.monotonic() + _EXIT_S
+        for process in processes:
+            process.join(max(1e-3, until - time.monotonic()))

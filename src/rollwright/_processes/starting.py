@@ -6,6 +6,8 @@ import io
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver, popen_forkserver, process, util
 from multiprocessing.context import reduction, set_spawning_popen  # type: ignore[attr-defined]
 from typing import Any
@@ -43,9 +45,16 @@ def new_process(start_method: str | None, target: Any, args: tuple[Any, ...], na
 def _in_fork(environ: dict[str, str], target: Any, args: tuple[Any, ...]) -> None:
     global _inside
     _inside = True
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_address:  # it would start another, for all that it says
+        server.ensure_running = _is_running
     os.environ.clear()  # the server has those of the time when it started
     os.environ.update(environ)
     target(*args)
+
+
+def _is_running() -> None:
+    """For a process that the server has forked: the server lives as long as any of them."""
 
 
 def _running_server() -> Any:
@@ -57,6 +66,20 @@ def _running_server() -> Any:
         _server = forkserver.ForkServer()
         _server.set_forkserver_preload(["rollwright._processes.preload"])
     return _server
+
+
+@contextmanager
+def _importing_from(path: Sequence[str]) -> Iterator[None]:
+    """Let a program that is started in the ``with`` block import from the places that this one imports from."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in path)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 class _Popen(popen_forkserver.Popen):
@@ -81,7 +104,10 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, buffer)
         finally:
             set_spawning_popen(None)
-        self.sentinel, writer = _running_server().connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        server = _running_server()
+        with _importing_from(sys.path):
+            server.ensure_running()
+        self.sentinel, writer = server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
         mine = os.dup(writer)  # as long as it is open, the process knows that this one lives
         self.finalizer = util.Finalize(self, util.close_fds, (mine, self.sentinel))  # type: ignore[attr-defined]
         with open(writer, "wb", closefd=True) as pipe:

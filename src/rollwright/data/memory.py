@@ -103,7 +103,7 @@ class MemoryPool:
         self._slabs: dict[Hashable, list[Slab]] = {}
 
     def reserve(self, fields: Mapping[Any, Any], env: tuple[int, ...], steps: int) -> None:
-        """Told, before the first :meth:`take` of a batch, what it will hold; nothing to do where memory is made by entry.
+        """Told, before the first :meth:`take` of a batch, what it will hold; nothing to do where entries are apart.
 
         Args:
             fields: shape, dtype and device of each entry of a frame ``[*env]``.

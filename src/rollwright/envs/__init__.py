@@ -1,5 +1,6 @@
 """Environments: the base class, gymnasium and EnvPool, batches of them, transforms."""
 
+from rollwright.envs.async_pool import AsyncEnvPool
 from rollwright.envs.base import EnvBase
 from rollwright.envs.creator import EnvCreator, env_creator
 from rollwright.envs.libs import (
@@ -10,6 +11,7 @@ from rollwright.envs.libs import (
     gym_backend,
     set_gym_backend,
 )
+from rollwright.envs.parallel import ParallelEnv
 from rollwright.envs.serial import SerialEnv
 from rollwright.envs.transforms import (
     ActionMask,
@@ -36,6 +38,7 @@ from rollwright.envs.utils import (
 
 __all__ = [
     "ActionMask",
+    "AsyncEnvPool",
     "CatFrames",
     "Compose",
     "DoubleToFloat",
@@ -47,6 +50,7 @@ __all__ = [
     "GymWrapper",
     "InitTracker",
     "ObservationNorm",
+    "ParallelEnv",
     "RewardScaling",
     "RewardSum",
     "SerialEnv",

@@ -235,9 +235,15 @@ class BlockStore:
 
 
 class Window(NamedTuple):
-    """A worker's part of one entry of a block; it stands in for a slab of a pool."""
+    """A worker's part of one entry of a block; it stands in for a slab of a pool.
+
+    Attributes:
+        memory: to be lent.
+        base: the same memory, which does not count as a loan.
+    """
 
     memory: torch.Tensor
+    base: torch.Tensor
 
     @property
     def in_numpy(self) -> bool:
@@ -247,7 +253,7 @@ class Window(NamedTuple):
     @property
     def array(self) -> NDArray[Any]:
         """The memory for the collector to write."""
-        array: NDArray[Any] = self.memory.numpy()
+        array: NDArray[Any] = self.base.numpy()
         return array
 
     def lend(self) -> torch.Tensor:
@@ -270,7 +276,8 @@ class BlockMemory(MemoryPool):
         self._form: BatchForm | None = None
         self._layout: BlockLayout | None = None
         self._part = 0
-        self._mapped: dict[int, Loan] = {}
+        self._mapped: dict[int, tuple[Loan, dict[NestedKey, torch.Tensor]]] = {}
+        self._bases: dict[NestedKey, torch.Tensor] = {}
         self._offset: int | None = None
         self._loan: Loan | None = None
         self.windows: dict[NestedKey, torch.Tensor] = {}
@@ -293,14 +300,17 @@ class BlockMemory(MemoryPool):
             self._mapped = {}
         offset, layout = self._offset, self._layout
         if offset not in self._mapped:
-            self._mapped[offset] = Loan(self._segment.map(offset, max(1, layout.num_bytes)))
-        self._loan = self._mapped[offset]
+            memory = self._segment.map(offset, max(1, layout.num_bytes))
+            self._mapped[offset] = Loan(memory), layout.part_of(memory, self._part)
+        self._loan, self._bases = self._mapped[offset]
         self.windows = layout.part_of(self._loan.lend(), self._part)
 
     def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """See :class:`~rollwright.data.memory.MemoryPool`."""
         window = self.windows.get(place)  # type: ignore[call-overload]
-        return Window(window) if window is not None else super().take(place, shape, dtype)
+        if window is None:
+            return super().take(place, shape, dtype)
+        return Window(window, self._bases[place])  # type: ignore[index]
 
     def end(self) -> bool:
         """End the rollout; whether something still reads its block."""
