@@ -45,7 +45,7 @@ def new_process(start_method: str | None, target: Any, args: tuple[Any, ...], na
 def _in_fork(environ: dict[str, str], target: Any, args: tuple[Any, ...]) -> None:
     global _inside
     _inside = True
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_address:  # it would start another, for all that it says
         server.ensure_running = _is_running
     os.environ.clear()  # the server has those of the time when it started

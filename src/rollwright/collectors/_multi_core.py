@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import warnings
@@ -30,6 +31,9 @@ from rollwright.data.layout import split_trajectories
 from rollwright.weight_update._publisher import Publisher
 
 __all__ = ["MultiCore"]
+
+
+_log = logging.getLogger("rollwright")
 
 
 class MultiCore(BaseCollector):
@@ -84,6 +88,7 @@ class MultiCore(BaseCollector):
     def _start(self, factories: Sequence[Any], policy: Any, per_worker: Sequence[CollectorOptions]) -> None:
         own = self.own_options
         self._words, self._segment = Segment(), Segment()
+        self._segments = [self._words, self._segment]
         seed = int(torch.empty((), dtype=torch.int64).random_()) % 2**62
         pickled = _pickled(policy) if policy is not None and self.options.policy_factory is None else None
         specs = [
@@ -97,7 +102,7 @@ class MultiCore(BaseCollector):
                 seed=seed + i,
                 words=self._words,
                 blocks=self._segment,
-                parcels=(Segment(), Segment()),
+                parcels=self._new_parcels(),
                 boards=tuple(self._publisher.boards(i)),
                 max_policy_lag=own.max_policy_lag if self.options.replay_buffer is not None else None,
             )
@@ -115,6 +120,7 @@ class MultiCore(BaseCollector):
             forget=self._publisher.forget,
         )
         self._group.start()
+        self.closed = False
         self._setup_counts()
         self._schedule = self._new_schedule()
         self._group.listener = self._schedule
@@ -124,9 +130,21 @@ class MultiCore(BaseCollector):
             self._schedule.limiter = self._limiter
             self._leave_limiter = (self._limiter.on_change(self._group.wake), self._limiter.add_inserter(self._inserts))
 
+    def _new_parcels(self) -> tuple[Segment, Segment]:
+        pair = Segment(), Segment()
+        self._segments += pair
+        return pair
+
     def _setup_counts(self) -> None:
         """Round counts to what can be delivered, and say so once."""
         ready = [worker.ready for worker in self._group.workers if worker.ready is not None]
+        sizes = {told.batch_size for told in ready}
+        if self.own_options.sync and len(sizes) > 1:
+            self.shutdown(raise_on_error=False)
+            raise ValueError(
+                f"create_env_fn: a batch of all workers needs environments of one batch size, got {sorted(sizes)}. "
+                "Batch environments of one size together in each worker, or pass sync=False."
+            )
         each = [told.frames_per_batch for told in ready]
         asked = self.requested_frames_per_batch
         self.frames_per_batch = sum(each) if self.own_options.sync else max(each)
@@ -314,8 +332,10 @@ class MultiCore(BaseCollector):
             close_env: let them close their environments.
             raise_on_error: if False, what went wrong before is not raised.
 
-        Warns:
-            RuntimeWarning: workers had to be terminated; says what they were doing.
+        Raises:
+            WorkerError: closing an environment raised.
+
+        Who had to be terminated is logged, and in ``stats()["forced"]``.
         """
         if self.closed:
             return
@@ -326,13 +346,18 @@ class MultiCore(BaseCollector):
         if runner is not None:
             runner.stop(0.0)
             self._group.wake()
-        forced = self._group.end(self.own_options.shutdown_timeout if timeout is None else timeout, close_env=close_env)
+        limit = self.own_options.shutdown_timeout if timeout is None else timeout
+        error = self._group.end(limit, close_env=close_env)
         if runner is not None:
             runner.stop(1.0)
-        if forced:
-            warnings.warn(f"shutdown: {'; '.join(forced)}.", RuntimeWarning, stacklevel=2)
+        for line in self._group.forced:
+            _log.warning("shutdown: %s.", line)
+        for segment in (*self._segments, *self._publisher.segments()):
+            segment.close()  # what is mapped stays, for those who hold it
         if raise_on_error and runner is not None:
             runner.raise_error()
+        if raise_on_error and error is not None:
+            raise error
 
 
 def _pickled(policy: Any) -> bytes:

@@ -222,9 +222,8 @@ class MultiCollector(MultiCore):
             raise KeyError(
                 f"state_dict: expected the states of {self.num_workers} workers, got {sorted(map(str, state_dict))}."
             )
-        ids = {"traj_pool": state_dict["traj_pool"]} if "traj_pool" in state_dict else {}
         self._schedule.forget()
-        self._call_between("load_state_dict", [(({**state_dict[name], **ids},), kwargs) for name in names])
+        self._call_between("load_state_dict", [((state_dict[name],), kwargs) for name in names])
         nothing = {"frames": state_dict["frames"], "waiting": [], "trajectories": []}
         self._schedule.load_state_dict(state_dict.get("undelivered", nothing))
         self._schedule.batches = int(state_dict.get("iter", 0))

@@ -86,9 +86,9 @@ class Board:
     """
 
     def __init__(self, segment: Segment | None = None, *, reader: int = 0) -> None:
-        self._segment = Segment() if segment is None else segment
-        self._segment.grow(2 * _PAGE)
-        head = self._segment.map(0, 2 * _PAGE)
+        self.segment = Segment() if segment is None else segment
+        self.segment.grow(2 * _PAGE)
+        head = self.segment.map(0, 2 * _PAGE)
         self.words = head.cast("q")
         words = np.frombuffer(head, np.int64)
         self._wishes, self._taken = (words[begin : begin + _NUM_READERS] for begin in (_WISHES, _TAKEN))
@@ -97,11 +97,11 @@ class Board:
         self._slots: list[Slot | None] = [None, None]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _board, (self._segment, self._reader)
+        return _board, (self.segment, self._reader)
 
     def as_reader(self, reader: int) -> Board:
         """This board, for the reader of that number."""
-        return Board(self._segment, reader=reader)
+        return Board(self.segment, reader=reader)
 
     @property
     def stamp(self) -> int:
@@ -174,15 +174,15 @@ class Board:
         if slot is None or not place.holds(table, dumped):
             if slot is not None:
                 slot.release()
-            start = -(-self._segment.num_bytes // _GRAIN) * _GRAIN
+            start = -(-self.segment.num_bytes // _GRAIN) * _GRAIN
             capacity = -(-(aligned(dumped) + table.num_bytes) // _GRAIN) * _GRAIN
-            self._segment.grow(start + capacity)
+            self.segment.grow(start + capacity)
             place = place._replace(start=start, capacity=capacity)
         place = place._replace(table_id=stamp, table_bytes=dumped)
         self._slots[number] = None
         for offset, value in enumerate(place):
             self.words[base + 2 + offset] = value
-        slot = self._slots[number] = Slot(self._segment, place, table=table)
+        slot = self._slots[number] = Slot(self.segment, place, table=table)
         return slot, True
 
     def _await_wishes(self, timeout_s: float) -> None:
@@ -296,7 +296,7 @@ class Board:
         if slot is None or slot.place != place:
             if not valid():  # the place may be half of one and half of another
                 raise Torn
-            slot = self._slots[number] = Slot(self._segment, place, valid=valid)
+            slot = self._slots[number] = Slot(self.segment, place, valid=valid)
         return slot
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from rollwright._processes.segment import Segment
 from rollwright.weight_update._board import Board
 from rollwright.weight_update._forms import State
 from rollwright.weight_update._scheme import WeightSyncScheme
@@ -80,6 +81,10 @@ class Publisher:
                 continue
             for worker in range(len(self._own)) if update.workers is None else update.workers:
                 self._own[worker].publish(version, models, timeout_s=timeout_s)
+
+    def segments(self) -> list[Segment]:
+        """The memory of all boards."""
+        return [board.segment for board in (self._common, *self._own)]
 
     def forget(self, worker: int) -> None:
         """Wait no more for a worker that is dead."""

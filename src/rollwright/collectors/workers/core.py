@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import time
 import warnings
@@ -229,11 +228,6 @@ class WorkerCore(Collector):
             whole[Word.EPISODES] = summary["episodes"]
             parts[Time.MEAN_RETURN], parts[Time.MEAN_LENGTH] = summary["mean_return"], summary["mean_length"]
             parts[Time.LAST_RETURN], parts[Time.WINDOW] = summary["last_return"], float(episodes.num_in_window)
-
-    def end(self, *, close_env: bool) -> None:
-        """Close what there is to close."""
-        with contextlib.suppress(Exception):
-            self.shutdown(close_env=close_env, raise_on_error=False)
 
     # For calls from the other process ---------------------------------------------------------
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import pickle
 import select
 import threading
 import time
@@ -152,6 +153,7 @@ class WorkerGroup:
         self._serial = itertools.count()
         self._answers: dict[tuple[int, int], Any] = {}
         self.closed = False
+        self.forced: list[str] = []
 
     # Starting ---------------------------------------------------------------------------------
 
@@ -177,6 +179,12 @@ class WorkerGroup:
             warnings.warn(text, kind, stacklevel=5)
 
     def _launch(self, worker: Worker) -> None:
+        try:
+            self._start_child(worker)
+        except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
+            raise _unsendable(worker.spec, error) from error
+
+    def _start_child(self, worker: Worker) -> None:
         worker.words.state = State.STARTING
         worker.words.whole[Word.OLDEST] = -1
         worker.beat_at = time.monotonic()
@@ -222,6 +230,8 @@ class WorkerGroup:
             while not until():
                 if give_up is not None and give_up():
                     return False
+                if self.closed:
+                    raise RuntimeError(f"the collector was shut down by another thread, which waited for {what()}")
                 left = _NAP_S if end is None else min(_NAP_S, end - time.monotonic())
                 if left <= 0:
                     raise TimeoutError(f"waited {timeout_s:g} s for {what()}")
@@ -237,6 +247,12 @@ class WorkerGroup:
         notes = self.restarts.notes
         while notes:
             warnings.warn(notes.pop(0), RuntimeWarning, stacklevel=3)
+
+    def look(self) -> None:
+        """Take in what workers have said, without waiting."""
+        with self._changed:
+            if not self._reading and not self.closed:
+                self._read(0.0)
 
     def wake(self) -> None:
         """Let whoever waits look again: something has changed that workers do not tell of."""
@@ -280,15 +296,19 @@ class WorkerGroup:
                 return
             self._take(worker, message)
 
-    def _hear_out(self, worker: Worker, child: Child, until: float) -> None:
-        """Listen to a worker that is to end, until it has."""
+    def _hear_out(self, worker: Worker, child: Child, until: float) -> WorkerError | None:
+        """Listen to a worker that is to end, until it has; what it raised, if it did."""
+        error = None
         with contextlib.suppress(EOFError):
             while child.channel.poll(until - time.monotonic()):
                 message = child.channel.recv(0.0)
                 if isinstance(message, say.Collected):
                     with self._changed:
                         self._take(worker, message)
+                elif isinstance(message, Failure):
+                    error = message.error(worker.name, worker.index)
         child.wait(until - time.monotonic())
+        return error
 
     def _take(self, worker: Worker, message: Any) -> None:
         listener = self.listener
@@ -523,15 +543,15 @@ class WorkerGroup:
 
     # The end ----------------------------------------------------------------------------------
 
-    def end(self, timeout_s: float, *, close_env: bool = True) -> list[str]:
-        """Ask all workers to end; make those that do not.
+    def end(self, timeout_s: float, *, close_env: bool = True) -> WorkerError | None:
+        """Ask all workers to end; make those that do not. What was done to them is in :attr:`forced`.
 
         Args:
             timeout_s: for all of them together to end by themselves.
             close_env: whether they close their environments.
 
         Returns:
-            What had to be done to whom, one line each.
+            What one of them raised at its end, if one did.
         """
         self.closed = True
         children = [(worker, worker.child) for worker in self.workers if worker.child is not None]
@@ -539,18 +559,29 @@ class WorkerGroup:
             worker.send(say.Stop(close_env), attention=True)
         until = time.monotonic() + timeout_s
         asleep = [(worker, child) for worker, child in children if child is not None]
-        forced = []
-        for worker, child in asleep:
-            self._hear_out(worker, child, until)
+        errors = [self._hear_out(worker, child, until) for worker, child in asleep]
         for worker, child in asleep:
             doing = worker.doing()
             self._forget(child)
             how = child.end(0.0)
             if how != "ended":
-                forced.append(f"{doing}, and was {how} after {timeout_s:g} s")
+                self.forced.append(f"{doing}, and was {how} after {timeout_s:g} s")
             worker.child = None
             worker.words.state = State.ENDED
         with self._changed:
             self._changed.notify_all()
         self.wake()
-        return forced
+        return next((error for error in errors if error is not None), None)
+
+
+def _unsendable(spec: WorkerSpec, error: Exception) -> Exception:
+    """Why a worker could not be started: the part of its making that cannot be pickled, if that is it."""
+    parts = {"create_env_fn": spec.create_env_fn, "init_fn": spec.init_fn}
+    parts |= {field.name: getattr(spec.options, field.name) for field in dataclasses.fields(spec.options)}
+    del parts["replay_buffer"]  # which can be sent only while a process starts
+    for name, part in parts.items():
+        try:
+            pickle.dumps(ByValue(part))
+        except Exception as why:  # an object may refuse in any way it likes
+            return TypeError(f"{name}: cannot be sent to a worker process: {type(why).__name__}: {why}.")
+    return error

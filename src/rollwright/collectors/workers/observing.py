@@ -21,6 +21,7 @@ _WAITING = {
 
 def merged_stats(core: MultiCore) -> dict[str, Any]:
     """See :meth:`MultiCollector.stats`."""
+    core._group.look()
     workers = [_of_worker(core, index) for index in range(core.num_workers)]
     schedule, group = core._schedule, core._group
     words = [worker.words for worker in group.workers]
@@ -59,6 +60,7 @@ def merged_stats(core: MultiCore) -> dict[str, Any]:
             if held > schedule.store.most
             else None,
         },
+        "forced": list(group.forced),
         "messages": schedule.num_messages,
         "undelivered": schedule.num_undelivered,
         "paths": next((worker.ready.how for worker in group.workers if worker.ready is not None), {}),

@@ -105,7 +105,7 @@ class Worker:
                 self._handle(self._next_message(), between_batches=True)
         finally:
             self._words.state = State.STOPPING
-            core.end(close_env=self._stopping is None or self._stopping.close_env)
+            core.shutdown(close_env=self._stopping is None or self._stopping.close_env)
             self._words.state = State.ENDED
 
     def _await_message(self) -> None:
