@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.collectors import _plan
 from rollwright.collectors import policy as policies
 from rollwright.collectors._actors import Actor, FlatActor, TensorDictActor
+from rollwright.collectors._alternating import AlternatingPath
 from rollwright.collectors._path import Path
 from rollwright.collectors._plain import PlainPath
 from rollwright.collectors._rows import ArrayPath
@@ -37,9 +39,7 @@ def choose_path(core: RolloutCore) -> Path:
     random = None if arrays is None else _tried(against, "env", lambda: _random(core, arrays))
     if arrays is None or random is None:
         return plain_path(core, against)
-    entries = dict(arrays.entries)
-    for flag in FLAGS:
-        entries[flag] = Entry((*arrays.batch, 1), np.dtype(np.bool_), True)
+    entries = _roots(arrays)
     flat = _tried(against, "policy", lambda: _flat(core, arrays, core._policy_call))
     actor: Actor | None
     if flat is not None:
@@ -48,17 +48,51 @@ def choose_path(core: RolloutCore) -> Path:
         actor = _tried(against, "env", lambda: _on_tensordicts(core, entries, against["policy"]))
     if actor is None:
         return plain_path(core, against)
-    return ArrayPath(
-        core.env,
-        arrays,
-        actor,
-        FlatActor(random, entries),
-        device=core.storing_device,
-        acts_device=_acts_device(core),
-        give_up=core._give_up,
-        carrier_device=None if core._carrier_has_no_device else core.env.device,
-        how={"env": "native: NumPy arrays", "policy": actor.how},
+    common = {
+        "env": core.env,
+        "arrays": arrays,
+        "random": FlatActor(random, entries),
+        "device": core.storing_device,
+        "acts_device": _acts_device(core),
+        "give_up": core._give_up,
+        "carrier_device": None if core._carrier_has_no_device else core.env.device,
         **_shared(core),
+    }
+    how = {"env": "native: NumPy arrays", "policy": actor.how}
+    number = core.options.env_groups
+    if number > 1 and flat is not None:
+        groups = _tried(against, "env", lambda: arrays.groups(number))
+        if groups is not None:
+            how["env"] += f", in {number} groups that take turns"
+            acting = [FlatActor(_flat(core, group, core._policy_call), _roots(group)) for group in groups]
+            return AlternatingPath(groups=groups, policies=acting, timer=core._timer, how=how, **common)
+    _note_one_group(core, against)
+    return ArrayPath(policy=actor, how=how, **common)
+
+
+def _roots(arrays: ArrayEnv) -> dict[NestedKey, Entry]:
+    """What a carrier holds before the policy has acted."""
+    flag = Entry((*arrays.batch, 1), np.dtype(np.bool_), True)
+    return {**arrays.entries, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
+
+
+def _note_one_group(core: RolloutCore, against: dict[str, str]) -> None:
+    """Say why there are no groups of environments, where the user has asked for some.
+
+    Raises:
+        ValueError: at construction.
+    """
+    number = core.options.env_groups
+    if number == 1:
+        return
+    why = "; ".join(f"{'policy' if part == 'policy' else 'environment'}: {reason}" for part, reason in against.items())
+    if core.closed:
+        raise ValueError(
+            f"env_groups: {number} groups cannot take turns ({why}). Use a ParallelEnv of at least {number} "
+            "environments on arrays, and a policy that runs on arrays, or leave env_groups out."
+        )
+    warnings.warn(
+        f"env_groups: environments are stepped in one group from now on ({why}).", RuntimeWarning, stacklevel=2
     )
 
 
@@ -69,6 +103,7 @@ def plain_path(core: RolloutCore, against: dict[str, str]) -> PlainPath:
         core: the collector.
         against: why environment and policy do not run on arrays, as far as known.
     """
+    _note_one_group(core, against)
     how = {
         part: f"plain: {against[part]}" if part in against else f"plain, because the {other} is"
         for part, other in (("env", "policy"), ("policy", "environment"))
@@ -149,7 +184,7 @@ def _flat(core: RolloutCore, arrays: ArrayEnv, policy: Any) -> FlatPolicy:
     flat = flatten(
         policy,
         exploration_type=core.options.exploration_type,
-        batch_shape=tuple(env.batch_size),
+        batch_shape=arrays.batch,
         available=available,
     )
     written = {unravel(key) for key in flat.out_keys}

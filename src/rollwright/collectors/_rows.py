@@ -25,7 +25,7 @@ from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values
 from rollwright.envs.base import EnvBase
 from rollwright.errors import NotNative, PolicyError
 
-__all__ = ["ArrayPath"]
+__all__ = ["ArrayPath", "begun_anew"]
 
 _FLAG = np.dtype(np.bool_)
 NEXT_VERSION = below_next(VERSION)
@@ -82,6 +82,7 @@ class ArrayPath(Path):
     ) -> None:
         self.how = dict(how)
         self._env, self._arrays, self._steps, self._device = env, arrays, steps, device
+        arrays.resets_ahead = True  # what ends begins anew with the same step
         self._acts_device, self._carrier_device = acts_device, carrier_device
         self._give_up = give_up
         self._pool, self._memory, self._version = pool, memory, version
@@ -155,7 +156,8 @@ class ArrayPath(Path):
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
         """See :meth:`Path.reset_some`."""
         if bool(marked.any()):
-            self._root = self._anew(cast(Values, self._root), marked.numpy(), **kwargs)
+            root = cast(Values, self._root)
+            self._root = begun_anew(self._arrays, root, self._no_flags, marked.numpy(), **kwargs)
 
     def set_ids(self, ids: torch.Tensor) -> None:
         """See :meth:`Path.set_ids`."""
@@ -181,12 +183,18 @@ class ArrayPath(Path):
         self._acting = self._random if random else self._policy
         self.check()
         actor = self._acting
-        actor.start(self._steps)
+        self._start(actor)
         self.finite_keys = [key for key in actor.finite_keys if not is_private(key)]
         self._ahead = None if actor in self._layouts else self._tried(actor)
         self._version_of_batch = self._version() if actor.frozen else None
         if self._keeper is not None:
             self._keeper.begin()
+
+    def _start(self, actor: Actor) -> None:
+        actor.start(self._steps)
+
+    def _first(self, actor: Actor) -> Values:
+        return actor(cast(Values, self._root), self._ids)
 
     def _tried(self, actor: Actor) -> Values:
         """The outputs of the first step that a policy takes, which may show that it must take the plain path.
@@ -196,7 +204,7 @@ class ArrayPath(Path):
         """
         numbers = torch.get_rng_state()
         try:
-            return actor(cast(Values, self._root), self._ids)
+            return self._first(actor)
         except NotNative as reason:
             torch.set_rng_state(numbers)
             raise UnfitOutputs(str(reason)) from reason
@@ -207,13 +215,7 @@ class ArrayPath(Path):
         if self._tracks_version:  # the version that acts, whatever is published before the frame is written
             self._acted = self._version() if self._version_of_batch is None else self._version_of_batch
         if self._ahead is None:
-            try:
-                outputs = self._acting(root, self._ids)
-            except NotNative as reason:
-                raise PolicyError(
-                    f"policy: {reason}, where it has written tensors before. Let it write tensors always, or pass "
-                    "use_buffers=False, which collects frames of any content."
-                ) from reason
+            outputs = self._called(self._acting, root, self._ids)
         else:
             outputs, self._ahead = self._ahead, None
         if t == 0:
@@ -226,6 +228,15 @@ class ArrayPath(Path):
             return
         root.update(outputs)
 
+    def _called(self, actor: Actor, root: Values, ids: NDArray[Any]) -> Values:
+        try:
+            return actor(root, ids)
+        except NotNative as reason:
+            raise PolicyError(
+                f"policy: {reason}, where it has written tensors before. Let it write tensors always, or pass "
+                "use_buffers=False, which collects frames of any content."
+            ) from reason
+
     def step(self, t: int) -> None:
         """See :meth:`Path.step`."""
         root = cast(Values, self._root)
@@ -237,20 +248,9 @@ class ArrayPath(Path):
         ended = out["done"]
         if self._batch:
             if np.count_nonzero(ended):  # far cheaper than any()
-                self._following = self._anew(continued, ended)
+                self._following = begun_anew(self._arrays, continued, self._no_flags, ended)
         elif ended:
             self._following = {**continued, **self._arrays.reset(None), **self._no_flags}
-
-    def _anew(self, root: Values, rows: Rows, **kwargs: Any) -> Values:
-        """``root`` with the first values of new trajectories where ``rows`` marks."""
-        if np.count_nonzero(rows) == rows.size:
-            return {**root, **self._arrays.reset(rows, **kwargs), **self._no_flags}
-        fresh = self._arrays.reset(rows, **kwargs)
-        merged = {**root, **self._no_flags}
-        for key, value in fresh.items():
-            merged[key] = new = root[key].copy()
-            new[rows] = value[rows]
-        return merged
 
     def record(self, t: int) -> None:
         """See :meth:`Path.record`."""
@@ -272,22 +272,22 @@ class ArrayPath(Path):
         if self._tracks_ids:
             self._renew(ended)
         if self._keeper is not None:
-            self._keep(t, ended)
+            self._keep(t, ended, self._out)
 
     def _renew(self, ended: Rows) -> None:
         self._ids = ids = self._ids.copy()
         ids[ended] = self._pool.take(int(np.count_nonzero(ended)))
 
-    def _keep(self, t: int, ended: Rows) -> None:
-        """Keep aside the next observations of step ``t`` where ``ended`` says."""
+    def _keep(self, t: int, ended: Rows, out: Values, first: int = 0) -> None:
+        """Keep aside the next observations of step ``t`` where ``ended`` says; ``out`` begins with row ``first``."""
         keeper = cast(BoundaryKeeper, self._keeper)
         where = np.flatnonzero(ended)
         rows = {}
         for key in keeper.keys:
             entry = self._roots[key]
-            value = np.asarray(self._out[key], entry.dtype).reshape(-1, *entry.shape[len(self._batch) :])
+            value = np.asarray(out[key], entry.dtype).reshape(-1, *entry.shape[len(self._batch) :])
             rows[key] = torch.from_numpy(value[where])
-        keeper.keep_rows(t, torch.from_numpy(where), rows)
+        keeper.keep_rows(t, torch.from_numpy(where + first), rows)
 
     def _hand_over(self, t: int, outputs: Values, reason: str) -> None:
         """Leave the batch at step ``t``, for which the policy has acted, to the plain path."""
@@ -355,7 +355,7 @@ class ArrayPath(Path):
                     batch.set(key, batch.get(key).to(self._acts_device))
         if self._keeper is None:
             return batch
-        self._keep(steps - 1, ~np.asarray(self._out["done"]))  # the batch ends here, so no root repeats them
+        self._keep(steps - 1, ~np.asarray(self._out["done"]), self._out)  # the batch ends here, so no root repeats them
         return self._keeper.finish(batch)
 
     def frame(self, t: int) -> TensorDictBase:
@@ -372,6 +372,18 @@ class ArrayPath(Path):
             block.rows(flag)[times] = False  # what ended has begun anew before the next step
         if self._tracks_version:
             block.rows(NEXT_VERSION)[times] = block.rows(VERSION)[times]
+
+
+def begun_anew(arrays: ArrayEnv, root: Values, no_flags: Values, rows: Rows, **kwargs: Any) -> Values:
+    """``root`` with the first values of new trajectories where ``rows`` marks."""
+    fresh = arrays.reset(rows, **kwargs)
+    if np.count_nonzero(rows) == rows.size:
+        return {**root, **fresh, **no_flags}
+    merged = {**root, **no_flags}
+    for key, value in fresh.items():
+        merged[key] = new = root[key].copy()
+        new[rows] = value[rows]
+    return merged
 
 
 def _row(block: Block, at: NestedKey, column: bool) -> NDArray[Any]:

@@ -57,6 +57,12 @@ class CollectorOptions:
         interruptor: an :class:`~rollwright.collectors.Interruptor` that can end a rollout between two steps.
         set_truncated: mark the last frame of each batch as truncated and done unless it is terminated. The next
             batch begins new trajectory ids.
+        env_groups: step the environments of a batch in this many groups in turn: while those of one group take their
+            step, the policy acts for the next. Needs environments that work by themselves (``ParallelEnv`` of
+            environments on arrays) and a policy that runs on arrays; it is called once for each group. A group is a
+            range of the batch's first dimension; their sizes differ by one at most. Whatever stands against it is an
+            error at construction; what comes later (a hook on the policy, another transform) is a warning, and steps
+            are taken in one group from then on.
         use_buffers: write frames into memory allocated for the batch. False: stack them at its end. None: True
             unless the environment's specs are dynamic or hold objects.
         compact_obs: leave observations out below ``"next"``, where they repeat the root of the next frame; those that
@@ -114,6 +120,7 @@ class CollectorOptions:
     return_same_td: bool = False
     interruptor: Any = None
     set_truncated: bool = False
+    env_groups: int = 1
     use_buffers: bool | None = None
     compact_obs: bool = False
     trust_policy: bool | None = None
@@ -137,7 +144,7 @@ class CollectorOptions:
             self._set("total_frames", -1)
         for name, least in _COUNTS.items():
             value = getattr(self, name)
-            if value is not None or name in ("frames_per_batch", "total_frames"):
+            if value is not None or name in _NEVER_NONE:
                 self._set(name, _integer(name, value, least))
         if self.total_frames == 0 or self.total_frames < -1:
             raise ValueError(
@@ -228,7 +235,9 @@ _COUNTS = {
     "init_random_frames": None,
     "worker_idx": 0,
     "trajs_per_batch": 1,
+    "env_groups": 1,
 }
+_NEVER_NONE = ("frames_per_batch", "total_frames", "env_groups")
 _OPTIONAL_FLAGS = ("split_trajs", "use_buffers", "trust_policy")
 _FLAGS = (
     "reset_at_each_iter",

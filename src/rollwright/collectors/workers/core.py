@@ -80,7 +80,16 @@ class WorkerCore(Collector):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             super().__init__(spec.create_env_fn, policy, **vars(spec.options))
+        self._go_on_counting()
         self._said = [(entry.category, str(entry.message)) for entry in said]
+
+    def _go_on_counting(self) -> None:
+        """Count from where the worker was whose place this one takes."""
+        whole, parts, timer = self._words.whole, self._words.parts, self._timer
+        self._frames, self._iter = whole[Word.FRAMES], whole[Word.BATCHES]
+        self._episodes.episodes, self._frames_dropped = whole[Word.EPISODES], whole[Word.FRAMES_DROPPED]
+        timer.total = parts[Time.TOTAL_S]
+        timer.seconds = {"policy": parts[Time.POLICY_S], "env": parts[Time.ENV_S], "write": parts[Time.WRITE_S]}
 
     def _new_traj_pool(self) -> TrajectoryPool:
         ledger = ledger_of(self.options.replay_buffer)
@@ -223,7 +232,7 @@ class WorkerCore(Collector):
         parts[Time.POLICY_S], parts[Time.ENV_S] = seconds["policy"], seconds["env"]
         parts[Time.WRITE_S], parts[Time.TOTAL_S] = seconds["write"], self._timer.total
         episodes = self._episodes
-        if whole[Word.EPISODES] != episodes.episodes:
+        if whole[Word.EPISODES] != episodes.episodes and episodes.num_in_window:
             summary = episodes.summary()
             whole[Word.EPISODES] = summary["episodes"]
             parts[Time.MEAN_RETURN], parts[Time.MEAN_LENGTH] = summary["mean_return"], summary["mean_length"]

@@ -554,6 +554,10 @@ class WorkerGroup:
             What one of them raised at its end, if one did.
         """
         self.closed = True
+        self.wake()
+        with self._changed:  # whoever reads what workers say stops
+            self._changed.wait_for(lambda: not self._reading, _NAP_S)
+            self._reading = True
         children = [(worker, worker.child) for worker in self.workers if worker.child is not None]
         for worker, _ in children:
             worker.send(say.Stop(close_env), attention=True)
