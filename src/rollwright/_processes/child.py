@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -23,6 +25,7 @@ __all__ = ["Child"]
 _EXIT_S = 1.0  # for all children together, when the interpreter exits
 _TERMINATE_S = 1.0
 _LAST_BREATH_S = 2.0
+_ORPHANED_S = 5.0
 
 
 class Child:
@@ -155,6 +158,7 @@ def _main(channel: Channel, serve: Callable[..., None], payload: Any, num_thread
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(num_threads)
+    threading.Thread(target=_end_with_parent, name="rollwright-parent-watch", daemon=True).start()
     try:
         serve(channel, *(payload.value if isinstance(payload, ByValue) else payload))
     except EOFError:
@@ -165,6 +169,15 @@ def _main(channel: Channel, serve: Callable[..., None], payload: Any, num_thread
         raise SystemExit(1) from None
     finally:
         channel.close()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has, even if it is stuck: nobody else would."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        time.sleep(_ORPHANED_S)  # to end by itself, with EOFError
+        os._exit(1)
 
 
 def echo(channel: Channel) -> None:

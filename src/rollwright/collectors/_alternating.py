@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
@@ -127,43 +128,45 @@ class AlternatingPath(ArrayPath):
             group.policy.start(1)
 
     def _first(self, actor: Actor) -> Values:
-        outputs = self._outputs(self._groups[0])
+        outputs = self._outputs(self._groups[0], lambda actor, root, ids: actor(root, ids))
         if actor.varies and (against := unfit(outputs, self._roots)):
             raise UnfitOutputs(against)
         return outputs
 
-    def _outputs(self, group: Group) -> Values:
+    def _outputs(self, group: Group, call: Callable[[Actor, Values, NDArray[Any]], Values]) -> Values:
         """What is to be done in a group; random actions are drawn for all at once, as without groups."""
         if self._acting is not self._random:
-            return self._called(group.policy, group.root, self._ids[group.rows])
+            return call(group.policy, group.root, self._ids[group.rows])
         if group.first == 0:
-            self._drawn = self._called(self._random, group.root, self._ids)
+            self._drawn = call(self._random, group.root, self._ids)
         return group.part(self._drawn)
 
     def act(self, t: int) -> None:
         """See :meth:`Path.act`; environments begin their steps."""
         if self._tracks_version:
-            acted = self._version() if self._version_of_batch is None else self._version_of_batch
+            version = self._version() if self._version_of_batch is None else self._version_of_batch
         wrote = self._waited = 0.0
         for group in self._groups:
             before = group.time
             out = self._received(group) if before is not None else None
-            outputs, self._ahead = self._outputs(group) if self._ahead is None else self._ahead, None
+            outputs, self._ahead = self._outputs(group, self._called) if self._ahead is None else self._ahead, None
             if t == 0 and group.first == 0:
                 self._open_for(group, outputs)
             elif group.policy.varies and (other := difference(outputs, group.acts)):
                 raise _refusal(other)
             group.root.update(outputs)
             group.preset = {key: group.root[full] for full, key in self._presets}
+            acted = time.perf_counter()
             group.arrays.send(group.root, group.preset)
             group.time = t
             sent = time.perf_counter()
+            self._waited += sent - acted
             if before is not None:
                 self._write_outcome(group, before, cast(Values, out))
             self._write_root(group, t)
             wrote += time.perf_counter() - sent
         if self._tracks_version:
-            self._version_row[t] = acted
+            self._version_row[t] = version
         self._account("policy", wrote)
 
     def _open_for(self, group: Group, outputs: Values) -> None:

@@ -61,7 +61,7 @@ def choose_path(core: RolloutCore) -> Path:
     how = {"env": "native: NumPy arrays", "policy": actor.how}
     number = core.options.env_groups
     if number > 1 and flat is not None:
-        groups = _tried(against, "env", lambda: arrays.groups(number))
+        groups = _tried(against, "env", lambda: _groups(arrays, number))
         if groups is not None:
             how["env"] += f", in {number} groups that take turns"
             acting = [FlatActor(_flat(core, group, core._policy_call), _roots(group)) for group in groups]
@@ -74,6 +74,21 @@ def _roots(arrays: ArrayEnv) -> dict[NestedKey, Entry]:
     """What a carrier holds before the policy has acted."""
     flag = Entry((*arrays.batch, 1), np.dtype(np.bool_), True)
     return {**arrays.entries, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
+
+
+def _groups(arrays: ArrayEnv, number: int) -> list[ArrayEnv]:
+    """Parts of a batch that hold what the whole does, in fewer rows."""
+    try:
+        groups = arrays.groups(number)
+    except ValueError as error:  # of a transform that is bound to the size of the batch
+        raise NotNative(str(error)) from error
+    for group in groups:
+        for key, entry in group.entries.items():
+            if (whole := arrays.entries[key]).shape[1:] != entry.shape[1:]:
+                raise NotNative(
+                    f"{key!r} of shape {list(whole.shape)} would be {list(entry.shape)} in a group of {group.batch[0]}"
+                )
+    return groups
 
 
 def _note_one_group(core: RolloutCore, against: dict[str, str]) -> None:
