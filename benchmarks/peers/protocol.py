@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 180.0  # imports of a cold installation take long
@@ -22,21 +23,50 @@ class PeerError(Exception):
     """A peer could not be started, or stopped answering; the message says why, in a line."""
 
 
-def serve(make: Callable[[str, str], Callable[[], int]]) -> None:
+def serve(make: Callable[[str, str], Callable[[], int]], unmeasured: int = 0) -> None:
     """Answer the benchmarks until they hang up.
 
     Args:
         make: from the names of a case and a side to a function that collects a batch and returns its number of frames.
+        unmeasured: batches to collect before each measurement: what was collected in the meantime is not counted.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what packages print is not an answer
     collect = make(*sys.argv[1:3])
     collect()  # what happens once, happens here
     for seconds in _requests(answers):
+        for _ in range(unmeasured):
+            collect()
         frames, start = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - start) < seconds:
             frames += collect()
         print(json.dumps({"frames": frames, "seconds": elapsed}), file=answers, flush=True)
+
+
+def run_once(python: Path, module: str, *arguments: str, limit_s: float = START_LIMIT_S) -> dict[str, Any]:
+    """What a module prints in its last line, as JSON, when it is run in a process of its own.
+
+    Raises:
+        PeerError: it fails, or does not end within ``limit_s`` seconds.
+    """
+    if not python.exists():
+        raise PeerError(f"there is no {python.name} at {_shown(python)}")
+    command = [str(python), "-m", module, *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise PeerError(f"did not end within {limit_s:.0f} s") from None
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise PeerError(lines[-1] if lines else f"ended with status {done.returncode}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": ""}
 
 
 def _requests(answers):
@@ -61,11 +91,10 @@ class Peer:
     def __init__(self, python: Path, module: str, case: str, side: str) -> None:
         if not python.exists():
             raise PeerError(f"there is no {python.name} at {_shown(python)}")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": ""}
         self._process = subprocess.Popen(
             [str(python), "-m", module, case, side],
             cwd=ROOT,
-            env=environment,
+            env=_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,0 +1,172 @@
+"""Programs with many workers exit within seconds, however they end, and leave no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.collectors.workers.processes import alive, burn, descendants, gone, wait_until
+
+import rollwright
+
+# Every program says when its last statement is over; from there to its end only seconds may pass.
+PROGRAM = """
+import os, sys, threading, time
+from rollwright.collectors import MultiAsyncCollector, MultiSyncCollector
+from rollwright.data import LazyTensorStorage, ReplayBuffer
+from tests.collectors.workers.envs import Trouble, gain, makers, one_bad
+
+def main():
+    cls = MultiSyncCollector if sys.argv[1] == "sync" else MultiAsyncCollector
+    state = sys.argv[2]
+    options = {"frames_per_batch": 20}
+    envs = makers()
+    if state in ("background", "stuck", "background, Ctrl-C", "orphans"):
+        options["replay_buffer"] = ReplayBuffer(storage=LazyTensorStorage(100_000), shared=True)
+    if state == "stuck":
+        envs = one_bad(troubles={"trouble": Trouble("sleep", 30)})
+    if state == "failing":
+        envs = one_bad(troubles={"trouble": Trouble("raise", 30)})
+    collector = cls(envs, gain(), **options)
+    print("pids", *[worker["pid"] for worker in collector.stats()["workers"]], flush=True)
+    try:
+        if state == "in the middle":
+            next(iter(collector))
+        elif state == "after shutdown":
+            next(iter(collector))
+            collector.shutdown()
+        elif state in ("failing", "error"):
+            for _ in collector:
+                if state == "error":
+                    raise ValueError("no idea")
+        elif state == "sys.exit":
+            for _ in collector:
+                sys.exit(0)
+        elif state in ("background", "stuck"):
+            collector.start()
+            time.sleep(0.3)
+        elif state in ("background, Ctrl-C", "orphans"):
+            collector.start()
+            print("collecting", flush=True)
+            time.sleep(1000)
+        elif state == "loop, Ctrl-C":
+            for number, _ in enumerate(collector):
+                if number == 3:
+                    print("collecting", flush=True)
+        elif state == "caught Ctrl-C":
+            try:
+                for number, _ in enumerate(collector):
+                    if number == 3:
+                        print("collecting", flush=True)
+            except KeyboardInterrupt:
+                collector.shutdown()
+                print("saved", collector.stats()["frames"], flush=True)
+        elif state == "thread":
+            thread = threading.Thread(target=lambda: [collector.next() for _ in range(5)])
+            thread.start()
+            thread.join()
+    finally:
+        print("over", time.monotonic(), flush=True)
+
+if __name__ == "__main__":
+    main()
+"""
+BOUND_S = 8.0
+ROOT = Path(__file__).parents[3]
+
+
+def start(tmp_path, kind, state):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    source = str(Path(rollwright.__file__).parents[1])
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", str(script), kind, state],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([source, str(ROOT)]), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def pids_of(process):
+    line = process.stdout.readline().split()
+    assert line, process.stderr.read()
+    assert line[0] == "pids"
+    return [int(pid) for pid in line[1:]]
+
+
+def finish(process):
+    """Output, errors, and seconds from the last statement to the end of the process."""
+    try:
+        out, err = process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    ended = time.monotonic()
+    over = [line for line in out.splitlines() if line.startswith("over")]
+    assert over, err
+    return out, err, ended - float(over[-1].split()[1])
+
+
+ENDS = {
+    "in the middle": (0, ""),
+    "after shutdown": (0, ""),
+    "failing": (1, "WorkerError"),
+    "error": (1, "ValueError: no idea"),
+    "sys.exit": (0, ""),
+    "background": (0, ""),
+    "stuck": (0, ""),
+    "thread": (0, ""),
+}
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("state", ENDS)
+def test_programs_exit_within_seconds(tmp_path, kind, state):
+    process = start(tmp_path, kind, state)
+    workers = pids_of(process)
+    before = descendants(process.pid)
+    _, err, seconds = finish(process)
+    code, text = ENDS[state]
+    assert process.returncode == code, err
+    assert text in err if text else err == ""
+    assert seconds < BOUND_S
+    assert gone(workers + [child.pid for child in before], 2.0)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("state", ["loop, Ctrl-C", "caught Ctrl-C", "background, Ctrl-C"])
+def test_control_c_reaches_all_processes_and_one_of_them_decides(tmp_path, kind, state):
+    process = start(tmp_path, kind, state)
+    workers = pids_of(process)
+    assert process.stdout.readline() == "collecting\n"
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, err, seconds = finish(process)
+    assert seconds < BOUND_S
+    assert gone(workers, 2.0)
+    if state == "caught Ctrl-C":
+        assert process.returncode == 0, err
+        assert err == ""
+        assert "saved" in out
+    else:
+        assert process.returncode != 0
+        assert err.count("KeyboardInterrupt") == 1, err
+        assert "WorkerError" not in err
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_workers_whose_parent_is_killed_end(tmp_path, kind):
+    process = start(tmp_path, kind, "orphans")
+    workers = pids_of(process)
+    assert process.stdout.readline() == "collecting\n"
+    others = [child.pid for child in descendants(process.pid)]
+    burn(process.pid)
+    process.communicate(timeout=30)
+    assert gone(workers, BOUND_S)
+    assert wait_until(lambda: not any(alive(pid) for pid in others), BOUND_S)

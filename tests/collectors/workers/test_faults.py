@@ -1,0 +1,448 @@
+"""What goes wrong in a worker reaches the caller, whole and soon, or is mended when that was asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from tests.collectors.workers.envs import (
+    IDENT,
+    IDS,
+    INSTANCE,
+    Boom,
+    Trouble,
+    broken,
+    failing,
+    gain,
+    makers,
+    one_bad,
+    tallies,
+    tally,
+)
+from tests.collectors.workers.frames import check
+from tests.collectors.workers.processes import burn, gone, wait_until
+
+from rollwright.errors import EnvError, PolicyError, WorkerError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*It is replaced:RuntimeWarning")
+KINDS = ["sync", "async"]
+SECONDS = 8.0  # within which a failure must be known
+
+
+def run(collector, limit=2000):
+    """Iterate until something is raised, or the limit."""
+    batches = []
+    for _ in range(limit):
+        batch = collector.next()
+        if batch is None:
+            break
+        batches.append(batch)
+    return batches
+
+
+def pids(collector):
+    return [worker["pid"] for worker in collector.stats()["workers"]]
+
+
+# Errors in a worker ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_environment_that_raises(make, kind):
+    collector = make(kind, one_bad(3, troubles={"trouble": Trouble("raise", 37)}), gain(), frames_per_batch=30)
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker 1.*boom at call 37") as caught:
+        run(collector)
+    assert time.monotonic() - begun < SECONDS
+    error = caught.value
+    assert isinstance(error, EnvError)
+    assert error.worker == 1
+    assert error.remote_type
+    remote = str(error.__cause__)
+    assert "Traceback" in remote
+    assert "ValueError: boom at call 37" in remote
+    assert "in strike" in remote
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_index_of_the_environment_is_named(make, kind):
+    envs = one_bad(make=tallies, troubles={"trouble": Trouble("raise", 20)})
+    with pytest.raises(WorkerError, match=r"worker 1.*SerialEnv\[2\].*boom") as caught:
+        run(make(kind, envs, gain(), frames_per_batch=24))
+    assert caught.value.worker == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_that_raises_an_error_of_the_users(make, kind):
+    collector = make(kind, makers(), failing(Trouble("raise own", 25)), frames_per_batch=20)
+    with pytest.raises(WorkerError, match=r"worker [01].*boom 25 because") as caught:
+        run(collector)
+    assert isinstance(caught.value, Boom | PolicyError)
+    assert "boom 25 because" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", ["pre_collect_hook", "post_collect_hook", "postproc"])
+def test_hooks_that_raise(make, kind, what):
+    def hook(*args):
+        raise LookupError(f"{what} fails")
+
+    with pytest.raises(LookupError, match=rf"worker [01].*{what} fails"):
+        make(kind, makers(), gain(), frames_per_batch=20, **{what: hook}).next()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resets_that_raise(make, kind):
+    envs = one_bad(troubles={"on_reset": Trouble("raise", 6)})
+    with pytest.raises(WorkerError, match=r"worker 1.*boom at call 6"):
+        run(make(kind, envs, gain(), frames_per_batch=20))
+
+
+@pytest.mark.parametrize(("trouble", "text"), [("exit", "status 3"), ("kill", "SIGKILL"), ("sys.exit", "SystemExit|4")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_that_end(make, kind, trouble, text):
+    envs = one_bad(troubles={"trouble": Trouble(trouble, 30)})
+    collector = make(kind, envs, gain(), frames_per_batch=20)
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"worker 1.*({text})") as caught:
+        run(collector)
+    assert time.monotonic() - begun < SECONDS
+    assert caught.value.worker == 1
+
+
+@pytest.mark.parametrize("call", ["next", "pause", "update", "state_dict", "shutdown"])
+@pytest.mark.parametrize("trouble", ["raise", "kill"])
+def test_failures_in_the_background_are_raised_at_the_next_call(make, buffer, trouble, call):
+    rb = buffer()
+    envs = one_bad(troubles={"trouble": Trouble(trouble, 200)})
+    collector = make("async", envs, gain(), frames_per_batch=20, replay_buffer=rb)
+    collector.start()
+
+    def failed():
+        return bool(collector.stats()["background"]["error"]) or collector.stats()["workers_alive"] < 2
+
+    assert wait_until(failed, SECONDS)
+    calls = {
+        "next": collector.next,
+        "pause": lambda: collector.pause().__enter__(),
+        "update": lambda: collector.update_policy_weights_(gain(2.0)),
+        "state_dict": collector.state_dict,
+        "shutdown": collector.async_shutdown,
+    }
+    with pytest.raises(WorkerError, match=r"worker 1.*(boom|SIGKILL)"):
+        calls[call]()
+    found = check(rb[:], gaps=True)
+    assert found.instances.keys() == {0, 1}
+
+
+def test_siblings_go_on_and_what_they_wrote_stays(make, buffer):
+    rb = buffer()
+    collector = make("async", makers(), gain(), frames_per_batch=20, replay_buffer=rb)
+    collector.start()
+    assert wait_until(lambda: rb.write_count > 200)
+    burn(pids(collector)[1])
+    assert wait_until(lambda: collector.stats()["workers_alive"] == 1, SECONDS)
+    with pytest.raises(WorkerError, match=r"worker 1.*SIGKILL"):
+        collector.async_shutdown()
+    check(rb[:], gaps=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_outlive_a_failure(make, kind):
+    collector = make(kind, makers(), gain(), frames_per_batch=20)
+    kept = [collector.next() for _ in range(3)]
+    copies = [batch.clone() for batch in kept]
+    burn(pids(collector)[0])
+    with pytest.raises(WorkerError, match="worker 0"):
+        run(collector)
+    collector.shutdown(raise_on_error=False)
+    for batch, copy in zip(kept, copies, strict=True):
+        assert bool((batch == copy).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failed_collector_says_so_again(make, kind):
+    collector = make(kind, makers(), gain(), frames_per_batch=20)
+    collector.next()
+    burn(pids(collector)[0])
+    with pytest.raises(WorkerError):
+        run(collector)
+    with pytest.raises(RuntimeError):
+        run(collector)
+    assert collector.stats()["workers_alive"] <= 1
+
+
+# Killed from outside -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_worker_is_an_error(make, kind):
+    collector = make(kind, makers(3), gain(), frames_per_batch=30)
+    collector.next()
+    burn(pids(collector)[2])
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker 2.*SIGKILL") as caught:
+        run(collector)
+    assert caught.value.worker == 2
+    assert time.monotonic() - begun < SECONDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_worker_is_replaced(make, kind):
+    collector = make(
+        kind, makers(3), gain(), frames_per_batch=30, on_worker_failure="restart", track_policy_version=True
+    )
+    batches = [collector.next() for _ in range(4)]
+    collector.update_policy_weights_(gain(2.0))
+    before = pids(collector)
+    burn(before[1])
+    begun = time.monotonic()
+    while collector.stats()["restarts"] < 1 or not _from_new(batches[-1:], before[1]):
+        batches.append(collector.next())
+        assert time.monotonic() - begun < 20
+    for _ in range(6):
+        batches.append(collector.next())
+    found = check(batches, gaps=True)
+    assert [len(found.instances[worker]) for worker in range(3)] == [1, 2, 1]
+    after = pids(collector)
+    assert (before[0], before[2]) == (after[0], after[2])
+    assert before[1] != after[1]
+    assert gone([before[1]])
+    stats = collector.stats()
+    assert stats["restarts"] == stats["workers"][1]["restarts"] == 1
+    assert stats["workers_alive"] == 3
+    assert bool((batches[-1]["action"] == 2.0).all())  # the new one has the newest weights
+    assert bool((batches[-1]["policy_version"] == 1).all())
+
+
+def _from_new(batches, pid):
+    """Whether a frame of worker 1 is of another process."""
+    for batch in batches:
+        rows = batch["observation"].reshape(-1, 5)
+        rows = rows[rows[:, IDENT] == 1]
+        if len(rows) and bool((rows[:, 1] // 1000 != pid).any()):
+            return True
+    return False
+
+
+def wrote(rb, pid):
+    """Whether a buffer holds a frame of a process."""
+    return len(rb) > 0 and bool((rb[:]["observation"][:, INSTANCE] // 1000 == pid).any())
+
+
+def test_siblings_of_a_replaced_worker_have_no_hole(make, buffer):
+    rb = buffer()
+    collector = make(
+        "async",
+        makers(3),
+        gain(),
+        frames_per_batch=30,
+        replay_buffer=rb,
+        on_worker_failure="restart",
+        restart_delay=0.01,
+    )
+    collector.start()
+    for round_ in range(4):
+        assert wait_until(lambda: collector.stats()["workers_alive"] == 3)
+        pid = pids(collector)[1]
+        assert wait_until(lambda pid=pid: wrote(rb, pid))
+        if round_ < 3:
+            burn(pid)
+            assert wait_until(lambda round_=round_: collector.stats()["restarts"] == round_ + 1)
+    collector.async_shutdown()
+    data = rb[:]
+    found = check(data, gaps=True)
+    assert len(found.instances[1]) == 4
+    siblings = data[data["observation"][:, IDENT] != 1]
+    assert check(siblings).gaps == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_environment_that_raises_once_is_replaced(make, kind, tmp_path):
+    once = str(tmp_path / "once")
+    envs = one_bad(troubles={"trouble": Trouble("raise", 30, once)})
+    collector = make(kind, envs, gain(), frames_per_batch=20, total_frames=400, on_worker_failure="restart")
+    batches = run(collector)
+    found = check(batches, gaps=True)
+    assert found.frames == 400
+    assert os.path.exists(once)
+    assert len(found.instances[0]) == 1
+    assert collector.stats()["restarts"] == 1
+
+
+def test_a_replacement_is_announced(make):
+    collector = make("sync", makers(), gain(), frames_per_batch=20, on_worker_failure="restart")
+    collector.next()
+    burn(pids(collector)[0])
+    with pytest.warns(RuntimeWarning, match=r"worker 0 was killed by SIGKILL.*new ids"):
+        run(collector, 5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_budget_of_restarts_ends(make, kind):
+    collector = make(
+        kind,
+        one_bad(troubles={"trouble": Trouble("raise", 5)}),
+        gain(),
+        frames_per_batch=20,
+        on_worker_failure="restart",
+        max_restarts=2,
+        restart_delay=0.01,
+    )
+    with pytest.raises(WorkerError, match=r"worker 1.*boom at call 5"):
+        run(collector)
+    assert collector.stats()["workers"][1]["restarts"] == 2
+
+
+def test_whole_trajectories_stay_whole_over_restarts(make, buffer):
+    rb = buffer()
+    collector = make(
+        "async",
+        makers(),
+        gain(),
+        frames_per_batch=20,
+        replay_buffer=rb,
+        trajs_per_batch=1,
+        on_worker_failure="restart",
+        restart_delay=0.01,
+    )
+    collector.start()
+    for round_ in range(3):
+        count = rb.write_count
+        assert wait_until(lambda count=count: rb.write_count > count + 100)
+        burn(pids(collector)[round_ % 2])
+        assert wait_until(lambda round_=round_: collector.stats()["restarts"] == round_ + 1)
+        assert wait_until(lambda: collector.stats()["workers_alive"] == 2)
+    collector.async_shutdown()
+    check(rb[:], whole=True, gaps=True)
+
+
+# Stuck -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_takes_too_long(make, kind, tmp_path):
+    troubles = {"trouble": Trouble("sleep", 30)}
+    collector = make(kind, one_bad(troubles=troubles), gain(), frames_per_batch=20, env_step_timeout=0.5)
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker 1.*(0\.5|env_step_timeout)"):
+        run(collector)
+    assert time.monotonic() - begun < SECONDS
+    collector.shutdown(raise_on_error=False)
+    troubles = {"trouble": Trouble("sleep", 30, str(tmp_path / "once"))}
+    collector = make(
+        kind,
+        one_bad(troubles=troubles),
+        gain(),
+        frames_per_batch=20,
+        total_frames=400,
+        env_step_timeout=0.5,
+        on_worker_failure="restart",
+    )
+    assert check(run(collector), gaps=True).frames == 400
+    assert collector.stats()["restarts"] == 1
+
+
+# Construction ------------------------------------------------------------------------------------------------------
+
+
+class Unlike(torch.nn.Module):
+    """Reads an entry that nobody writes."""
+
+    def forward(self, nonsense):
+        return nonsense
+
+
+def no_policy():
+    raise LookupError("no policy today")
+
+
+def unpicklable():
+    lock = threading.Lock()
+    return lambda: (lock, tally())[1]
+
+
+CONSTRUCTIONS = {
+    "factory raises": (lambda: ([tally, broken], gain()), {}, LookupError, r"worker 1.*no environment for 0"),
+    "all raise": (lambda: ([broken] * 2, gain()), {}, LookupError, r"worker [01].*no environment for 0"),
+    "reset raises": (
+        lambda: (one_bad(troubles={"on_reset": Trouble("raise", 0)}), gain()),
+        {},
+        WorkerError,
+        r"worker 1.*boom at call 0",
+    ),
+    "no environment": (lambda: ([tally, dict], gain()), {}, TypeError, r"worker 1.*dict"),
+    "killed": (
+        lambda: (one_bad(troubles={"on_reset": Trouble("kill", 0)}), gain()),
+        {},
+        WorkerError,
+        "worker 1.*SIGKILL",
+    ),
+    "policy reads what is not there": (lambda: (makers(), Unlike()), {}, TypeError, "nonsense"),
+    "policy factory raises": (lambda: (makers(), None), {"policy_factory": no_policy}, LookupError, "no policy today"),
+    "init_fn raises": (lambda: (makers(), gain()), {"init_fn": no_policy}, LookupError, "worker [01].*no policy today"),
+    "arguments": (
+        lambda: (makers(), gain()),
+        {"create_env_kwargs": {"nonsense": 1}},
+        TypeError,
+        r"worker [01].*nonsense",
+    ),
+    "unpicklable": (lambda: ([unpicklable()] * 2, gain()), {}, TypeError, "create_env_fn.*lock"),
+    "frames that do not fit": (
+        lambda: ([tally, partial(tallies, 1)], gain()),
+        {"sync": True},
+        ValueError,
+        r"worker|shape|batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONSTRUCTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_of_construction_come_at_once_and_whole(make, kind, case):
+    arguments, options, error, text = CONSTRUCTIONS[case]
+    options = dict(options)
+    if options.pop("sync", False) and kind == "async":
+        pytest.skip("asynchronous batches need not fit together")
+    begun = time.monotonic()
+    with pytest.raises(error, match=text):
+        make(kind, *arguments(), frames_per_batch=20, **options)
+    assert time.monotonic() - begun < 15
+
+
+# Control commands --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_commands_in_the_middle_of_iteration_take_nothing_away(make, kind):
+    collector = make(kind, makers(), gain(), frames_per_batch=20, total_frames=800)
+    batches = []
+    for number, batch in enumerate(collector):
+        batches.append(batch)
+        if number % 4 == 0:
+            assert "worker1" in collector.state_dict()
+        elif number % 4 == 1:
+            assert len(collector.get_distant_attr("env.batch_size")) == 2
+        elif number % 4 == 2:
+            collector.update_policy_weights_()
+        else:
+            collector.stats()
+    assert check(batches).frames == 800
+
+
+def test_a_stopped_worker_is_waited_for(make):
+    collector = make("sync", makers(), gain(), frames_per_batch=20)
+    first = collector.next()
+    pid = pids(collector)[1]
+    burn(pid, signal.SIGSTOP)
+    timer = threading.Timer(0.7, burn, (pid, signal.SIGCONT))
+    timer.start()
+    batches = [collector.next() for _ in range(4)]
+    timer.join()
+    check([first, *batches])
+    assert bool((batches[0][IDS] >= 0).all())

@@ -1,0 +1,379 @@
+"""The end of many workers, from every state: bounded, more than once, and nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+
+import pytest
+from tests.collectors.workers import processes
+from tests.collectors.workers.envs import Trouble, broken, failing, gain, makers, one_bad, tally
+from tests.collectors.workers.processes import burn, gone, heard, wait_until
+
+from rollwright.data import LazyTensorStorage, ReplayBuffer
+from rollwright.errors import WorkerError
+
+BOUND_S = 6.0  # of a shutdown that has nobody to kill, on a busy machine
+pytestmark = pytest.mark.filterwarnings("ignore:.*It is replaced:RuntimeWarning")
+KINDS = ["sync", "async"]
+
+
+def pids(collector):
+    return [worker["pid"] for worker in collector.stats()["workers"]]
+
+
+def a_buffer():
+    return ReplayBuffer(storage=LazyTensorStorage(100_000), shared=True)
+
+
+def run(collector):
+    for _ in range(1000):
+        collector.next()
+
+
+def until_failure(collector):
+    with pytest.raises(WorkerError):
+        run(collector)
+
+
+# States ------------------------------------------------------------------------------------------------------------
+# Each takes ``make`` and a kind, and returns a collector in that state.
+
+
+def new(make, kind):
+    return make(kind, makers(), gain(), frames_per_batch=20)
+
+
+def in_the_middle(make, kind):
+    collector = new(make, kind)
+    for _ in collector:
+        break
+    return collector
+
+
+def iterator_held(make, kind):
+    collector = new(make, kind)
+    collector.held = iter(collector)
+    next(collector.held)
+    return collector
+
+
+def completed(make, kind):
+    collector = make(kind, makers(), gain(), frames_per_batch=20, total_frames=60)
+    list(collector)
+    return collector
+
+
+def full_queue(make, kind):
+    collector = in_the_middle(make, kind)
+    wait_until(lambda: all(worker["waiting_for"] for worker in collector.stats()["workers"]), 3.0)
+    return collector
+
+
+def batches_held(make, kind):
+    collector = new(make, kind)
+    collector.held = [collector.next() for _ in range(5)]
+    return collector
+
+
+def started(make, kind):
+    collector = make(kind, makers(), gain(), frames_per_batch=20, replay_buffer=a_buffer())
+    collector.start()
+    return collector
+
+
+def started_and_finished(make, kind):
+    collector = make(kind, makers(), gain(), frames_per_batch=20, replay_buffer=a_buffer(), total_frames=40)
+    collector.start()
+    assert wait_until(lambda: collector.stats()["completed"])
+    return collector
+
+
+def paused(make, kind):
+    collector = started(make, kind)
+    collector.held = collector.pause()
+    collector.held.__enter__()
+    return collector
+
+
+def pause_failed(make, kind):
+    collector = started(make, kind)
+    with pytest.raises(KeyError), collector.pause():
+        raise KeyError("in the body")
+    return collector
+
+
+def env_raised(make, kind):
+    collector = make(kind, one_bad(troubles={"trouble": Trouble("raise", 30)}), gain(), frames_per_batch=20)
+    until_failure(collector)
+    return collector
+
+
+def policy_raised(make, kind):
+    collector = make(kind, makers(), failing(Trouble("raise", 30)), frames_per_batch=20)
+    until_failure(collector)
+    return collector
+
+
+def hook_raised(make, kind):
+    collector = make(kind, makers(), gain(), frames_per_batch=20, pre_collect_hook=broken)
+    with pytest.raises(LookupError):
+        collector.next()
+    return collector
+
+
+def worker_killed(make, kind):
+    collector = in_the_middle(make, kind)
+    burn(pids(collector)[0])
+    until_failure(collector)
+    return collector
+
+
+def all_killed_unseen(make, kind):
+    collector = in_the_middle(make, kind)
+    for pid in pids(collector):
+        burn(pid)
+    return collector
+
+
+def killed_in_background_unseen(make, kind):
+    collector = started(make, kind)
+    burn(pids(collector)[1])
+    return collector
+
+
+def being_restarted(make, kind):
+    options = {"on_worker_failure": "restart", "restart_delay": 30.0, "replay_buffer": a_buffer()}
+    collector = make(kind, makers(), gain(), frames_per_batch=20, **options)
+    collector.start()
+    burn(pids(collector)[0])
+    wait_until(lambda: collector.stats()["workers_alive"] < 2)
+    return collector
+
+
+def after_commands(make, kind):
+    collector = in_the_middle(make, kind)
+    collector.state_dict()
+    collector.update_policy_weights_(gain(2.0))
+    collector.get_distant_attr("env.batch_size")
+    return collector
+
+
+def exception_in_the_loop(make, kind):
+    collector = new(make, kind)
+    with pytest.raises(ZeroDivisionError), collector:
+        1 / len(next(iter(collector))["action"][:0])
+    return collector
+
+
+def after_reset(make, kind):
+    collector = in_the_middle(make, kind)
+    collector.reset()
+    collector.set_seed(3)
+    return collector
+
+
+def profiling(make, kind):
+    collector = new(make, kind)
+    collector.enable_profile(num_rollouts=50, activities=["cpu"], save_path="/dev/null")
+    collector.next()
+    return collector
+
+
+STATES = [
+    new,
+    in_the_middle,
+    iterator_held,
+    completed,
+    full_queue,
+    batches_held,
+    started,
+    started_and_finished,
+    paused,
+    pause_failed,
+    env_raised,
+    policy_raised,
+    hook_raised,
+    worker_killed,
+    all_killed_unseen,
+    killed_in_background_unseen,
+    being_restarted,
+    after_commands,
+    exception_in_the_loop,
+    after_reset,
+    profiling,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+def test_shutdown_from_every_state(make, state, kind):
+    collector = state(make, kind)
+    running = [pid for pid in pids(collector) if pid]
+    begun = time.monotonic()
+    error = heard(collector.shutdown, WorkerError)
+    assert error is None or state in (all_killed_unseen, killed_in_background_unseen)  # what nobody has heard yet
+    assert time.monotonic() - begun < BOUND_S
+    assert gone(running, 1.0)
+    assert processes.left_behind(1.0) == []
+    collector.shutdown()
+    collector.async_shutdown(timeout=1.0)
+    assert collector.stats()["workers_alive"] == 0
+    with pytest.raises(RuntimeError):
+        collector.next()
+
+
+# Stuck workers -----------------------------------------------------------------------------------------------------
+
+
+def stuck(make, kind, **troubles):
+    collector = make(kind, one_bad(troubles=troubles), gain(), frames_per_batch=20, replay_buffer=a_buffer())
+    collector.start()
+    return collector
+
+
+STUCK = {
+    "in a step": lambda make, kind: stuck(make, kind, trouble=Trouble("sleep", 25)),
+    "in a reset": lambda make, kind: stuck(make, kind, on_reset=Trouble("sleep", 4)),
+    "in close": lambda make, kind: stuck(make, kind, on_close=Trouble("sleep", 0)),
+    "in the policy": lambda make, kind: _started(make, kind, failing(Trouble("sleep", 25))),
+    "stopped": lambda make, kind: stuck(make, kind, trouble=Trouble("stop", 25)),
+}
+
+
+def _started(make, kind, policy):
+    collector = make(kind, makers(), policy, frames_per_batch=20, replay_buffer=a_buffer())
+    collector.start()
+    return collector
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", STUCK)
+def test_shutdown_of_a_stuck_worker_is_bounded(make, kind, where):
+    collector = STUCK[where](make, kind)
+    time.sleep(0.3)  # it gets stuck within milliseconds
+    running = pids(collector)
+    begun = time.monotonic()
+    error = heard(lambda: collector.shutdown(timeout=1.0), TimeoutError, WorkerError)
+    assert error is None or "worker" in str(error)  # it says whom it had to kill
+    assert time.monotonic() - begun < 1.0 + BOUND_S
+    assert gone(running, 1.0)
+
+
+def test_the_timeout_given_at_construction(make):
+    envs = one_bad(troubles={"trouble": Trouble("sleep", 25)})
+    collector = make("async", envs, gain(), frames_per_batch=20, replay_buffer=a_buffer(), shutdown_timeout=0.5)
+    collector.start()
+    time.sleep(0.3)
+    begun = time.monotonic()
+    collector.shutdown(raise_on_error=False)
+    assert time.monotonic() - begun < 0.5 + BOUND_S
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_of_close_are_raised_unless_told_otherwise(make, kind):
+    for silent in (False, True):
+        collector = make(kind, one_bad(troubles={"on_close": Trouble("raise", 0)}), gain(), frames_per_batch=20)
+        collector.next()
+        if silent:
+            collector.shutdown(raise_on_error=False)
+        else:
+            with pytest.raises(WorkerError, match=r"worker 1.*boom"):
+                collector.shutdown()
+
+
+# Others ------------------------------------------------------------------------------------------------------------
+
+
+def test_shutdown_from_another_thread_wakes_who_waits(make):
+    collector = make("sync", one_bad(troubles={"trouble": Trouble("sleep", 25)}), gain(), frames_per_batch=200)
+    raised = []
+    thread = threading.Thread(target=lambda: raised.append(heard(collector.next, Exception)))
+    thread.start()
+    time.sleep(0.3)
+    begun = time.monotonic()
+    collector.shutdown(timeout=1.0, raise_on_error=False)
+    thread.join(BOUND_S)
+    assert not thread.is_alive()
+    assert time.monotonic() - begun < 1.0 + 2 * BOUND_S
+    assert isinstance(raised[0], RuntimeError)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_collector_that_nobody_holds_ends(kind):
+    from rollwright import collectors
+
+    cls = collectors.MultiSyncCollector if kind == "sync" else collectors.MultiAsyncCollector
+    collector = cls(makers(), gain(), frames_per_batch=20)
+    collector.next()
+    running = pids(collector)
+    del collector
+    gc.collect()
+    assert gone(running, BOUND_S)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_failed_constructions_leave_nothing(make, kind):
+    for _ in range(3):
+        with pytest.raises(LookupError):
+            make(kind, [tally, broken], gain(), frames_per_batch=20)
+    assert processes.left_behind(2.0) == []
+
+
+def used(kind):
+    """A collector that has done everything, shut down and gone."""
+    from rollwright import collectors
+
+    cls = collectors.MultiSyncCollector if kind == "sync" else collectors.MultiAsyncCollector
+    collector = cls(makers(), gain(), frames_per_batch=20)
+    collector.next()
+    collector.update_policy_weights_(gain(2.0))
+    collector.state_dict()
+    collector.shutdown()
+    with cls(makers(), gain(), frames_per_batch=20, replay_buffer=a_buffer()) as collector:
+        collector.start()
+        with collector.pause():
+            collector.update_policy_weights_(gain(2.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_descriptors_nor_threads_nor_mappings_nor_names_are_left(kind):
+    counts, names = [], processes.shm_entries()
+    for _ in range(5):
+        used(kind)
+        gc.collect()
+        counts.append((processes.num_fds(), threading.active_count(), processes.num_shared_mappings()))
+    assert counts[-1] == counts[1], counts
+    assert wait_until(lambda: processes.shm_entries() <= names)  # other programs come and go there, too
+
+
+def test_a_batch_can_be_read_after_shutdown(make):
+    collector = make("async", makers(), gain(), frames_per_batch=20)
+    batch = collector.next()
+    total = float(batch["observation"].sum())
+    collector.shutdown()
+    gc.collect()
+    assert float(batch["observation"].sum()) == total
+
+
+def test_statistics_and_state_can_be_read_after_shutdown(make):
+    collector = make("sync", makers(), gain(), frames_per_batch=20)
+    collector.next()
+    collector.shutdown()
+    assert collector.stats()["frames"] == 20
+    assert "Multi" in repr(collector)
+
+
+def test_a_control_c_while_it_waits_leaves_a_collector_that_shuts_down(make):
+    collector = make("sync", one_bad(troubles={"trouble": Trouble("sleep", 25)}), gain(), frames_per_batch=200)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        collector.next()
+    timer.join()
+    begun = time.monotonic()
+    collector.shutdown(timeout=0.5, raise_on_error=False)
+    assert time.monotonic() - begun < 0.5 + BOUND_S

@@ -1,0 +1,190 @@
+"""A storm of SIGKILLs at random moments: no hang, no splice, nothing half, nothing left.
+
+``ROLLWRIGHT_STORM_S`` says how many seconds each of the storms lasts; the tallies are printed (``pytest -s``).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from tests.collectors.workers.envs import IDS, gain, makers, tallies, tally
+from tests.collectors.workers.frames import check
+from tests.collectors.workers.processes import burn, heard, left_behind, strangers
+
+from rollwright.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+from rollwright.errors import WorkerError
+
+STORM_S = float(os.environ.get("ROLLWRIGHT_STORM_S", "4"))
+SEED = int(os.environ.get("ROLLWRIGHT_STORM_SEED", "0"))
+WAIT_S = 20.0  # no call may take longer
+pytestmark = [
+    pytest.mark.timeout(STORM_S * 3 + 120),
+    pytest.mark.filterwarnings("ignore:.*It is replaced:RuntimeWarning"),
+]
+
+
+class Killer:
+    """Kills a random worker now and then, whichever there is."""
+
+    def __init__(self, seed: int, mean_s: float):
+        self.random, self.mean_s, self.kills = random.Random(seed), mean_s, 0
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.run)
+
+    def run(self):
+        while not self.over.wait(self.random.expovariate(1 / self.mean_s)):
+            victims = [p.pid for p in strangers()]
+            if victims:
+                burn(self.random.choice(victims))
+                self.kills += 1
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self.over.set()
+        self.thread.join()
+
+
+class Clock:
+    """The longest that any call took."""
+
+    def __init__(self):
+        self.longest = 0.0
+
+    def __call__(self, function, *args, **kwargs):
+        begun = time.monotonic()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.longest = max(self.longest, time.monotonic() - begun)
+            assert self.longest < WAIT_S
+
+
+def buffer(kind):
+    if kind == "buffer of whole trajectories":
+        return TensorDictReplayBuffer(
+            storage=LazyTensorStorage(50_000), sampler=SliceSampler(slice_len=8), batch_size=64, shared=True
+        )
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(50_000), batch_size=64, shared=True)
+
+
+MODES = {
+    "sync": {},
+    "async": {},
+    "buffer": {},
+    "buffer by iteration": {},
+    "buffer of whole trajectories": {"trajs_per_batch": 1},
+}
+
+
+def collect(make, mode, number, **options):
+    rb = buffer(mode) if mode.startswith("buffer") else None
+    if rb is not None:
+        options["replay_buffer"] = rb
+    kind = "sync" if mode in ("sync", "buffer by iteration") or (rb is not None and number % 3 == 0) else "async"
+    maker = tallies if number % 2 else tally
+    collector = make(kind, makers(3, make=maker), gain(), frames_per_batch=36, **MODES[mode], **options)
+    return collector, rb
+
+
+def collect_into(made, clock, *arguments):
+    made.extend(clock(collect, *arguments))
+
+
+def drive(collector, rb, mode, clock, until, frames, tally_of):
+    """Use the collector as a learner does, until the time is over."""
+    if mode in ("buffer", "buffer of whole trajectories"):
+        clock(collector.start)
+    while time.monotonic() < until:
+        tally_of["calls"] += 1
+        if mode in ("sync", "async"):
+            frames.append(clock(collector.next).clone())
+        elif mode == "buffer by iteration":
+            clock(collector.next)
+        else:
+            time.sleep(0.002)
+            if tally_of["calls"] % 7 == 0:
+                with collector.pause():
+                    pass
+        if tally_of["calls"] % 5 == 0:
+            clock(collector.update_policy_weights_, gain(2.0))
+            tally_of["updates"] += 1
+        if tally_of["calls"] % 11 == 0:
+            clock(collector.stats)
+        if rb is not None and len(rb):
+            sampled(rb.sample())
+            tally_of["samples"] += 1
+
+
+def sampled(batch):
+    """No row that was never published: each is a frame of an environment, and its next follows it."""
+    seen, after = batch["observation"], batch["next", "observation"]
+    assert bool((seen[:, 1] > 0).all())
+    assert torch.equal(seen[:, :3], after[:, :3])
+    assert torch.equal(seen[:, 3] + 1, after[:, 3])
+    assert bool((batch[IDS] >= 0).all())
+
+
+def report(mode, policy, counts, clock, killer):
+    print(f"\nstorm: {mode}, {policy}: {killer.kills} kills, longest call {clock.longest:.2f} s, {dict(counts)}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_storm_with_restarts(make, mode):
+    clock, counts, frames = Clock(), Counter(), []
+    collector, rb = collect(make, mode, SEED + 1, on_worker_failure="restart", max_restarts=10**6, restart_delay=0.001)
+    with Killer(SEED, 0.1) as killer:
+        drive(collector, rb, mode, clock, time.monotonic() + STORM_S, frames, counts)
+    calm = time.monotonic() + 20.0  # after the storm all of them work again
+    while collector.stats()["workers_alive"] < 3:
+        assert time.monotonic() < calm
+        if mode in ("sync", "async", "buffer by iteration"):
+            clock(collector.next)
+    restarts = collector.stats()["restarts"]
+    clock(collector.shutdown)
+    found = check(frames if rb is None else rb[:], gaps=True, whole="whole" in mode, ring=rb is not None)
+    counts.update(frames=found.frames, trajectories=found.trajectories, gaps=found.gaps, restarts=restarts)
+    report(mode, "restart", counts, clock, killer)
+    assert killer.kills > STORM_S
+    assert restarts > 0
+    assert found.frames > 100
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_storm_with_errors(make, mode):
+    """Each round: construct, use, hear of it, shut down, all under fire."""
+    clock, counts = Clock(), Counter()
+    until, rounds = time.monotonic() + STORM_S, 0
+    killer = Killer(SEED + 1, 0.15)
+    with killer:
+        while time.monotonic() < until:
+            rounds += 1
+            frames: list = []
+            made: list = []
+            killed = heard(partial(collect_into, made, clock, make, mode, rounds), WorkerError)
+            if killed is not None:
+                assert "SIGKILL" in str(killed)
+                counts["killed at start"] += 1
+                continue
+            collector, rb = made
+            end = min(until, time.monotonic() + 2.0)
+            use = partial(drive, collector, rb, mode, clock, end, frames, counts)
+            killed = heard(use, WorkerError)
+            assert killed is None or "worker" in str(killed)
+            counts["survived" if killed is None else "killed"] += 1
+            counts["killed at the end"] += heard(partial(clock, collector.shutdown), WorkerError) is not None
+            if frames or (rb is not None and len(rb)):
+                found = check(frames if rb is None else rb[:], gaps=True, whole="whole" in mode)
+                counts["frames"] += found.frames
+    assert left_behind() == []
+    report(mode, "raise", {**counts, "rounds": rounds}, clock, killer)
+    assert counts["killed"] + counts["killed at start"] + counts["killed at the end"] > 0
