@@ -44,6 +44,10 @@ bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--q
 	$(BIN)/python -m benchmarks.scaling $(filter-out --no-peers,$(BENCH))
 	$(BIN)/python -m benchmarks.replay $(BENCH)
 	$(BIN)/python -m benchmarks.recurrent $(filter-out --no-peers,$(BENCH))
+	$(BIN)/python -m benchmarks.workers $(BENCH)
+	$(BIN)/python -m benchmarks.workers_start $(BENCH)
+	$(BIN)/python -m benchmarks.workers_publish $(BENCH)
+	$(BIN)/python -m benchmarks.workers_counts
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist docs/_build src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -14,7 +14,7 @@ import rollwright
 
 MODULES = list(pkgutil.walk_packages(rollwright.__path__, "rollwright."))
 PACKAGES = ["rollwright", *(module.name for module in MODULES if module.ispkg)]
-OPTIONAL = {"envpool", "h5py", "matplotlib", "minari", "pygame", "ray", "transformers", "vllm"}
+OPTIONAL = {"envpool", "h5py", "matplotlib", "minari", "pygame", "ray", "tensorboard", "transformers", "vllm"}
 
 
 @pytest.mark.parametrize("name", PACKAGES)

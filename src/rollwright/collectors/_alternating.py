@@ -69,7 +69,7 @@ class AlternatingPath(ArrayPath):
 
     Args:
         groups: parts of the array form, in order.
-        policies: one for each, on arrays of its size.
+        policies: one for each, on arrays of its size; or the same for all, which acts in the whole batch at once.
         timer: where the stages of a step are noted.
         **whole: of :class:`ArrayPath`; its policy is the first one.
     """
@@ -86,11 +86,14 @@ class AlternatingPath(ArrayPath):
             group.no_flags = group.part(self._no_flags)
             self._groups.append(group)
             start = group.rows.stop
+        self._at_once = {self._random, *([policies[0]] if policies[0] is policies[-1] else [])}
         self._seconds = timer.seconds
         self._waited = 0.0
 
     def compile(self, arguments: Mapping[str, Any]) -> None:
         """See :meth:`Path.compile`."""
+        if self._policy in self._at_once:
+            return
         root = cast(Values, self._root)
         compiled = [group.policy.compiled(arguments, group.part(root)) for group in self._groups]
         for group, policy in zip(self._groups, compiled, strict=True):
@@ -121,7 +124,7 @@ class AlternatingPath(ArrayPath):
         super().begin(random=random)
 
     def _start(self, actor: Actor) -> None:
-        if actor is self._random:
+        if actor in self._at_once:
             actor.start(self._steps)
             return
         for group in self._groups:  # random numbers one step at a time: the groups take theirs in turn
@@ -135,10 +138,10 @@ class AlternatingPath(ArrayPath):
 
     def _outputs(self, group: Group, call: Callable[[Actor, Values, NDArray[Any]], Values]) -> Values:
         """What is to be done in a group; random actions are drawn for all at once, as without groups."""
-        if self._acting is not self._random:
+        if self._acting not in self._at_once:
             return call(group.policy, group.root, self._ids[group.rows])
         if group.first == 0:
-            self._drawn = call(self._random, group.root, self._ids)
+            self._drawn = call(self._acting, group.root, self._ids)
         return group.part(self._drawn)
 
     def act(self, t: int) -> None:

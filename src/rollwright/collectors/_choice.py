@@ -18,6 +18,7 @@ from rollwright.collectors._path import Path
 from rollwright.collectors._plain import PlainPath
 from rollwright.collectors._rows import ArrayPath
 from rollwright.collectors.flat import FlatPolicy, flatten
+from rollwright.collectors.flat.program import RandomActions
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form
 from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms import TransformedEnv
@@ -62,9 +63,9 @@ def choose_path(core: RolloutCore) -> Path:
     number = core.options.env_groups
     if number > 1 and flat is not None:
         groups = _tried(against, "env", lambda: _groups(arrays, number))
-        if groups is not None:
+        acting = None if groups is None else _tried(against, "policy", lambda: _acting(core, groups, flat, actor))
+        if groups is not None and acting is not None:
             how["env"] += f", in {number} groups that take turns"
-            acting = [FlatActor(_flat(core, group, core._policy_call), _roots(group)) for group in groups]
             return AlternatingPath(groups=groups, policies=acting, timer=core._timer, how=how, **common)
     _note_one_group(core, against)
     return ArrayPath(policy=actor, how=how, **common)
@@ -89,6 +90,13 @@ def _groups(arrays: ArrayEnv, number: int) -> list[ArrayEnv]:
                     f"{key!r} of shape {list(whole.shape)} would be {list(entry.shape)} in a group of {group.batch[0]}"
                 )
     return groups
+
+
+def _acting(core: RolloutCore, groups: list[ArrayEnv], flat: FlatPolicy, whole: Actor) -> list[Actor]:
+    """A policy for each group; random actions are drawn for all of them at once."""
+    if isinstance(flat, RandomActions):
+        return [whole] * len(groups)
+    return [FlatActor(_flat(core, group, core._policy_call), _roots(group)) for group in groups]
 
 
 def _note_one_group(core: RolloutCore, against: dict[str, str]) -> None:

@@ -20,7 +20,6 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
-    TensorDictSequential,
 )
 from torch import nn
 
@@ -30,6 +29,7 @@ from rollwright.data import LazyTensorStorage, ReplayBuffer, Unbounded
 from rollwright.envs import GymWrapper, ParallelEnv, SerialEnv, TransformedEnv
 from rollwright.envs.transforms import Compose, InitTracker, RewardSum, StepCounter, TensorDictPrimer
 from rollwright.errors import EnvError, PolicyError
+from rollwright.modules import RandomPolicy
 
 Make = Callable[..., Any]
 
@@ -155,6 +155,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one memory": {"return_same_td": True},
     "no ids": {"track_traj_ids": False},
     "by name": {"policy": scripted},
+    "random actions": {"policy": RandomPolicy, "compile_policy": True},
     "whole": {"trajs_per_batch": 3, "traj_format": "cat"},
     "books": {"env": booked},
     "recurrent": {"env": booked, "policy": recurrent, "compact_obs": True},
@@ -443,10 +444,3 @@ def test_groups_in_workers() -> None:
         finally:
             collector.shutdown()
     assert_same(*batches)
-
-
-def test_recurrent_sequence_on_cpu_threads(collect: Make) -> None:
-    body = TensorDictSequential(
-        TensorDictModule(lambda x: x * 2, ["observation"], ["_twice"]), TensorDictModule(exact, ["_twice"], ["action"])
-    )
-    assert_same(collect(1, policy=body).next(), collect(2, policy=body).next())
