@@ -309,11 +309,8 @@ class MultiCore(BaseCollector):
         """
         self._check_open()
         self._raise_of_runner()
-        try:
-            self._group.pause()
+        with self._group.pausing():
             yield
-        finally:
-            self._group.resume()
 
     # The end ----------------------------------------------------------------------------------
 

@@ -114,6 +114,15 @@ def finish(process):
     return out, err, ended - float(over[-1].split()[1])
 
 
+def each_in_turn(states):
+    """Each state with one kind of collector; with the other one, too, where tests may be slow."""
+    kinds = ["sync", "async"]
+    for number, state in enumerate(states):
+        yield pytest.param(state, kinds[number % 2], id=f"{state}-{kinds[number % 2]}")
+        other = kinds[(number + 1) % 2]
+        yield pytest.param(state, other, id=f"{state}-{other}", marks=pytest.mark.slow)
+
+
 ENDS = {
     "in the middle": (0, ""),
     "after shutdown": (0, ""),
@@ -126,9 +135,8 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-@pytest.mark.parametrize("state", ENDS)
-def test_programs_exit_within_seconds(tmp_path, kind, state):
+@pytest.mark.parametrize(("state", "kind"), each_in_turn(ENDS))
+def test_programs_exit_within_seconds(tmp_path, state, kind):
     process = start(tmp_path, kind, state)
     workers = pids_of(process)
     before = descendants(process.pid)
@@ -140,9 +148,8 @@ def test_programs_exit_within_seconds(tmp_path, kind, state):
     assert gone(workers + [child.pid for child in before], 2.0)
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-@pytest.mark.parametrize("state", ["loop, Ctrl-C", "caught Ctrl-C", "background, Ctrl-C"])
-def test_control_c_reaches_all_processes_and_one_of_them_decides(tmp_path, kind, state):
+@pytest.mark.parametrize(("state", "kind"), each_in_turn(["loop, Ctrl-C", "caught Ctrl-C", "background, Ctrl-C"]))
+def test_control_c_reaches_all_processes_and_one_of_them_decides(tmp_path, state, kind):
     process = start(tmp_path, kind, state)
     workers = pids_of(process)
     assert process.stdout.readline() == "collecting\n"
@@ -160,7 +167,7 @@ def test_control_c_reaches_all_processes_and_one_of_them_decides(tmp_path, kind,
         assert "WorkerError" not in err
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("kind", ["async"])
 def test_workers_whose_parent_is_killed_end(tmp_path, kind):
     process = start(tmp_path, kind, "orphans")
     workers = pids_of(process)

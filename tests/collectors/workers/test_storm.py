@@ -25,7 +25,7 @@ STORM_S = float(os.environ.get("ROLLWRIGHT_STORM_S", "4"))
 SEED = int(os.environ.get("ROLLWRIGHT_STORM_SEED", "0"))
 WAIT_S = 20.0  # no call may take longer
 pytestmark = [
-    pytest.mark.timeout(STORM_S * 3 + 120),
+    pytest.mark.timeout(STORM_S * 2 + 60),
     pytest.mark.filterwarnings("ignore:.*It is replaced:RuntimeWarning"),
 ]
 

@@ -12,7 +12,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rollwright._interrupts import uninterrupted
@@ -154,6 +155,7 @@ class WorkerGroup:
         self._answers: dict[tuple[int, int], Any] = {}
         self.closed = False
         self.forced: list[str] = []
+        self.num_pauses = 0
 
     # Starting ---------------------------------------------------------------------------------
 
@@ -484,7 +486,16 @@ class WorkerGroup:
             )
             self._check_there(missing)
 
-    def _collect_answers(self, workers: Sequence[Worker], serial: int, what: str, timeout_s: float | None) -> list[Any]:
+    def _collect_answers(
+        self,
+        workers: Sequence[Worker],
+        serial: int,
+        what: str,
+        timeout_s: float | None,
+        *,
+        all_of_them: bool = True,
+    ) -> list[Any]:
+        """What workers answer; of those that others will replace, if need be."""
         patience = _STUCK_S if timeout_s is None else timeout_s
         beats: dict[int, tuple[int, float]] = {}
 
@@ -503,29 +514,38 @@ class WorkerGroup:
             late = self._doing(worker for worker in workers if not settled(worker))
             raise TimeoutError(f"waited {patience:g} s for {what}: {late}")
         gone = [worker for worker in workers if (worker.index, serial) not in self._answers]
-        if gone:
+        if gone and (all_of_them or any(worker.error is not None for worker in gone)):
             for worker in workers:
                 self._answers.pop((worker.index, serial), None)
             raise gone[0].error or self.restarts.last_error(gone[0].index)
-        return [self._answers.pop((worker.index, serial)) for worker in workers]
+        return [self._answers.pop((worker.index, serial), None) for worker in workers]
 
     def change_options(self, **changes: Any) -> None:
         """Change options of workers that will be started in place of others."""
         for worker in self.workers:
             worker.spec = dataclasses.replace(worker.spec, options=worker.spec.options.override(**changes))
 
-    def pause(self, timeout_s: float = _STUCK_S) -> None:
-        """Let all workers rest between two steps."""
-        workers = [worker for worker in self.workers if worker.there]
-        serial = next(self._serial)
-        for worker in workers:
-            worker.send(say.Pause(serial), attention=True)
-        self._collect_answers(workers, serial, "a step to end", timeout_s)
+    @contextmanager
+    def pausing(self, timeout_s: float = _STUCK_S) -> Iterator[None]:
+        """Let all workers rest between two steps inside the ``with`` block; those that come meanwhile are told nothing.
 
-    def resume(self) -> None:
-        """Let them go on."""
-        for worker in self.workers:
-            worker.send(say.Resume(), attention=True)
+        Raises:
+            TimeoutError: a step does not end in time.
+            WorkerError: a worker is gone, and is not replaced.
+        """
+        self.num_pauses += 1
+        try:
+            workers, serial = [worker for worker in self.workers if worker.there], next(self._serial)
+            for worker in workers:
+                worker.send(say.Pause(serial), attention=True)
+            self._collect_answers(workers, serial, "a step to end", timeout_s, all_of_them=False)
+            yield
+        finally:
+            self.num_pauses -= 1
+            if not self.num_pauses:
+                for worker in self.workers:
+                    worker.send(say.Resume(), attention=True)
+            self.wake()
 
     # Looking ----------------------------------------------------------------------------------
 

@@ -360,7 +360,7 @@ class Gather(Schedule):
     def _ask(self) -> None:
         """Ask every worker that has no part in this round yet."""
         begins = not self._results and not any(worker.runs for worker in self._group.workers)
-        if begins and self.held:
+        if (begins and self.held) or self._group.num_pauses:
             return
         if begins and not self._may_begin(sum(map(self._frames_of, self._group.workers))):
             return
@@ -470,7 +470,7 @@ class FirstCome(Schedule):
 
     def _ask(self) -> None:
         """Ask all workers for as much as they may be ahead."""
-        if super()._is_short() or self.held:
+        if super()._is_short() or self.held or self._group.num_pauses:
             return
         waiting = [result.worker for result in self._arrivals]
         for ahead in range(1, 2 if self._staleness.drops else self._ahead + 1):

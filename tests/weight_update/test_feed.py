@@ -1,0 +1,260 @@
+"""WeightFeed: what was published reaches the models, all of it, in order."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from rollwright.weight_update._board import Board
+from rollwright.weight_update._feed import WeightFeed
+from rollwright.weight_update._forms import flat_state
+from rollwright.weight_update._publisher import Publisher, Update
+
+
+class Worker:
+    def __init__(self, **models):
+        self.models = models
+
+    def get_model(self, model_id):
+        return self.models[model_id]
+
+
+def linear(value=0.0):
+    module = nn.Linear(2, 1)
+    nn.init.constant_(module.weight, value)
+    nn.init.constant_(module.bias, value)
+    return module
+
+
+def value_of(module):
+    values = {float(value) for parameter in module.parameters() for value in parameter.detach().flatten()}
+    assert len(values) == 1
+    return values.pop()
+
+
+@pytest.fixture
+def boards():
+    return [Board(), Board()]
+
+
+def test_due_until_applied(boards):
+    feed, worker = WeightFeed(boards), Worker(policy=linear())
+    assert not feed.due
+    assert feed.apply(worker) == 0
+    boards[1].publish(3, {"policy": linear(3).state_dict()})
+    assert feed.due
+    assert feed.apply(worker) == feed.version == 3
+    assert not feed.due
+    assert value_of(worker.models["policy"]) == 3
+
+
+def test_the_later_board_wins(boards):
+    feed, worker = WeightFeed(boards), Worker(policy=linear(), other=linear())
+    boards[0].publish(1, {"policy": linear(1).state_dict(), "other": linear(1).state_dict()})
+    boards[1].publish(2, {"policy": linear(2).state_dict()})
+    assert feed.apply(worker) == 2
+    assert [value_of(module) for module in worker.models.values()] == [2, 1]
+    boards[0].publish(3, {"other": linear(3).state_dict()})  # carries the policy of version 1 on
+    assert feed.apply(worker) == 3
+    assert [value_of(module) for module in worker.models.values()] == [2, 3]
+
+
+def test_a_new_worker_gets_the_last_of_each_model(boards):
+    boards[0].publish(1, {"policy": linear(1).state_dict(), "other": linear(1).state_dict()})
+    boards[1].publish(2, {"policy": linear(2).state_dict()})
+    boards[0].publish(3, {"other": linear(3).state_dict()})
+    worker = Worker(policy=linear(), other=linear())
+    assert WeightFeed(boards).apply(worker) == 3
+    assert [value_of(module) for module in worker.models.values()] == [2, 3]
+
+
+def test_nothing_older_is_missing(boards):
+    """What is published on the first board while the second is taken is older than what the second gets later."""
+
+    class Meddled(Worker):
+        def get_model(self, model_id):
+            if model_id == "other" and boards[0].version == 1:
+                boards[0].publish(3, {"policy": linear(3).state_dict()})
+                boards[1].publish(4, {"other": linear(4).state_dict()})
+                boards[1].publish(5, {"other": linear(5).state_dict()})  # overtakes the reader, which copies again
+            return super().get_model(model_id)
+
+    boards[0].publish(1, {"policy": linear(1).state_dict()})
+    boards[1].publish(2, {"other": linear(2).state_dict()})
+    worker = Meddled(policy=linear(), other=linear())
+    assert WeightFeed(boards).apply(worker) == 5
+    assert [value_of(module) for module in worker.models.values()] == [3, 5]
+
+
+def test_skip(boards):
+    worker = Worker(policy=linear(7), other=linear(7))
+    boards[0].publish(1, {"policy": linear(1).state_dict(), "other": linear(1).state_dict()})
+    feed = WeightFeed(boards)
+    feed.skip()
+    assert not feed.due
+    boards[0].publish(2, {"policy": linear(2).state_dict()})
+    assert feed.apply(worker) == 2
+    assert [value_of(module) for module in worker.models.values()] == [2, 7]
+
+
+class Statistics(nn.Module):
+    """Keeps what it has seen as extra state, and a buffer that it puts a new tensor in the place of."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, value):
+        self.count += 1
+        self.mean = 0.9 * self.mean + 0.1 * value
+        self.scratch = self.scratch + value
+        return value - self.mean
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+def test_extra_state_and_buffers(boards):
+    learner, worker = Statistics(), Worker(policy=Statistics())
+    feed, copy = WeightFeed(boards), worker.models["policy"]
+    for version in range(1, 4):
+        learner(torch.ones(2))
+        copy(torch.zeros(2))
+        boards[0].publish(version, {"policy": flat_state(learner, "policy")})
+        feed.apply(worker)
+        assert (copy.count, copy.mean.tolist()) == (learner.count, learner.mean.tolist())
+    boards[0].publish(9, {"policy": flat_state(learner, "policy", strategy="tensordict")})
+    copy.count = 0
+    feed.apply(worker)
+    assert (copy.count, copy.scratch.tolist()) == (0, [3, 3])
+
+
+def test_buffers_that_were_put_in_place_of_others(boards):
+    """A cached tensor would be the wrong one."""
+    module = nn.BatchNorm1d(2)
+    worker, feed = Worker(policy=module), WeightFeed(boards)
+    boards[0].publish(1, {"policy": module.state_dict()})
+    feed.apply(worker)
+    module.running_mean = torch.full((2,), 5.0)
+    module.weight = nn.Parameter(torch.full((2,), 6.0))
+    source = nn.BatchNorm1d(2)
+    source.running_mean.fill_(3.0)
+    boards[0].publish(2, {"policy": source.state_dict()})
+    feed.apply(worker)
+    assert (module.running_mean.tolist(), module.weight.tolist()) == ([3, 3], [1, 1])
+
+
+def test_modules_that_were_put_in_place_of_others(boards):
+    module = nn.Sequential(linear(1), nn.Tanh(), nn.Sequential(linear(1)))
+    worker, feed = Worker(policy=module), WeightFeed(boards)
+    for version in range(2, 5):
+        source = nn.Sequential(linear(version), nn.Tanh(), nn.Sequential(linear(version)))
+        boards[0].publish(version, {"policy": source.state_dict()})
+        feed.apply(worker)
+        assert value_of(module) == version
+        module[2][0] = linear(0)
+    worker.models["policy"] = linear(0)
+    boards[0].publish(5, {"policy": linear(5).state_dict()})
+    feed.apply(worker)
+    assert value_of(worker.models["policy"]) == 5
+
+
+def test_a_module_that_has_grown(boards):
+    module = nn.Sequential(linear(1))
+    worker, feed = Worker(policy=module), WeightFeed(boards)
+    boards[0].publish(1, {"policy": module.state_dict()})
+    feed.apply(worker)
+    module.append(linear(1))
+    boards[0].publish(2, {"policy": nn.Sequential(linear(2)).state_dict()})
+    with pytest.raises(ValueError, match=r"Missing: '1\.bias', '1\.weight'"):
+        feed.apply(worker)
+
+
+def test_a_module_that_loads_in_its_own_way(boards):
+    class Doubles(nn.Linear):
+        def _load_from_state_dict(self, state_dict, prefix, *args):
+            state_dict[prefix + "weight"] = 2 * state_dict[prefix + "weight"]
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    worker, feed = Worker(policy=nn.Sequential(Doubles(2, 1))), WeightFeed(boards)
+    for version in (1, 2):
+        boards[0].publish(version, {"policy": nn.Sequential(linear(version)).state_dict()})
+        feed.apply(worker)
+        assert worker.models["policy"][0].weight.tolist() == [[2 * version] * 2]
+
+
+def test_dtypes_are_cast(boards):
+    worker, feed = Worker(policy=linear().bfloat16()), WeightFeed(boards)
+    boards[0].publish(1, {"policy": linear(3).state_dict()})
+    feed.apply(worker)
+    assert worker.models["policy"].weight.dtype == torch.bfloat16
+    assert value_of(worker.models["policy"]) == 3
+
+
+def test_parameters_stay_those_that_they_were(boards):
+    module = linear()
+    before = module.weight
+    feed = WeightFeed(boards)
+    boards[0].publish(1, {"policy": linear(3).state_dict()})
+    feed.apply(Worker(policy=module))
+    assert module.weight is before
+    assert before.requires_grad
+    assert before.is_leaf
+
+
+def test_weights_that_do_not_fit(boards):
+    boards[0].publish(1, {"policy": nn.Linear(3, 1).state_dict()})
+    with pytest.raises(ValueError, match=r"'weight' has shape \[1, 3\], expected \[1, 2\]"):
+        WeightFeed(boards).apply(Worker(policy=linear()))
+    with pytest.raises(TypeError, match="is no nn"):
+        WeightFeed(boards).apply(Worker(policy=print))
+
+
+def test_a_small_policy_takes_little_time(boards):
+    def actor():
+        return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+
+    worker, feed, weights, times = Worker(policy=actor()), WeightFeed(boards), actor().state_dict(), []
+    for version in range(300):
+        boards[0].publish(version, {"policy": weights})
+        begun = time.perf_counter()
+        feed.apply(worker)
+        times.append(time.perf_counter() - begun)
+    assert min(times) < 100e-6
+
+
+# Publisher.
+
+
+def test_what_is_for_all_is_copied_once():
+    publisher = Publisher(3)
+    publisher.publish([Update(None, {"policy": linear(1).state_dict()})], version=1)
+    assert [[board.version for board in publisher.boards(worker)] for worker in range(3)] == [[1, -1]] * 3
+
+
+def test_what_is_for_some_reaches_no_other():
+    publisher = Publisher(3)
+    workers = [Worker(policy=linear()) for _ in range(3)]
+    feeds = [WeightFeed(publisher.boards(number)) for number in range(3)]
+    publisher.publish(
+        [Update([0], {"policy": linear(1).state_dict()}), Update([2], {"policy": linear(2).state_dict()})], version=1
+    )
+    assert [feed.due for feed in feeds] == [True, False, True]
+    for feed, worker in zip(feeds, workers, strict=True):
+        feed.apply(worker)
+    assert [value_of(worker.models["policy"]) for worker in workers] == [1, 0, 2]
+    assert [feed.version for feed in feeds] == [1, 0, 1]
+
+
+def test_a_dead_worker_is_forgotten():
+    publisher = Publisher(2)
+    for board in publisher.boards(1):
+        board.wish(True)
+    publisher.forget(1)
+    publisher.publish([Update(None, {}), Update([1], {})], version=1, timeout_s=1e9)
