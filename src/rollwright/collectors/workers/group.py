@@ -359,7 +359,6 @@ class WorkerGroup:
 
     def _replace(self, worker: Worker, error: WorkerError) -> None:
         """A worker is of no use any more: start another in its place, if that is asked for."""
-        starting = worker.ready is None
         child, worker.child, worker.ready = worker.child, None, None
         if child is not None:
             self._forget(child)
@@ -373,16 +372,15 @@ class WorkerGroup:
             del self._answers[key]
         if self.closed:
             return
-        again = self.restarts.plan(worker.index, error) if self.listener is not None else False
-        if self.listener is None and starting:
+        if self.listener is None:  # nothing is made yet that could do without it
             worker.error = error
             raise error
+        again = self.restarts.plan(worker.index, error)
         if not again:
             worker.error = self.restarts.verdict(worker.index, error)
-        if self.listener is not None:
-            self.listener.lost(worker)
-            if not again:
-                self.listener.failed(worker, worker.error or error)
+        self.listener.lost(worker)
+        if not again:
+            self.listener.failed(worker, worker.error or error)
 
     def _forget(self, child: Child) -> None:
         for fd in (child.channel.fileno(), child.sentinel):
