@@ -195,3 +195,24 @@ def test_nothing_is_left_when_the_program_ends(end, status):
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < until, "the child outlives its parent"
         time.sleep(0.01)
+
+
+STUCK = """
+import os, signal
+from rollwright._processes.child import Child, sleep
+
+child = Child(sleep, 60.0, name="stuck")
+child.channel.recv(20.0)
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_stuck_process_ends_when_its_parent_was_killed():
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    pid = int(done.stdout)
+    until = time.monotonic() + LIMIT_S
+    while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < until, "the child outlives its parent"
+        time.sleep(0.01)

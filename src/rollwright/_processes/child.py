@@ -188,6 +188,12 @@ def echo(channel: Channel) -> None:
                 channel.send(channel.recv(0.0))
 
 
+def sleep(channel: Channel, seconds: float) -> None:
+    """Say so, and be deaf for a while."""
+    channel.send("asleep")
+    time.sleep(seconds)
+
+
 _living: weakref.WeakSet[Child] = weakref.WeakSet()
 _orphans: list[Any] = []  # processes whose Child is gone: they have heard EOFError, and end, unless they are stuck
 

@@ -158,7 +158,8 @@ def test_whole_trajectories_or_nothing(make, buffer, kind, maker):
     for delivered in collector:
         assert delivered is None
         if len(rb):
-            ids, done = rb[:][IDS], rb[:][DONE].reshape(-1)
+            held = rb[:]
+            ids, done = held[IDS], held[DONE].reshape(-1)
             assert bool(done[-1])
             assert torch.equal(done[:-1], ids[1:] != ids[:-1])  # one after the other, each with its end
     collector.shutdown()
@@ -343,11 +344,11 @@ def test_a_member_for_each_worker(make, kind, run):
     assert ensemble.sample().shape[0] == 2
 
 
-def test_an_ensemble_of_another_size_is_refused(make):
-    members = [TensorDictReplayBuffer(storage=LazyTensorStorage(100)) for _ in range(3)]
+def test_an_ensemble_that_is_too_small_is_refused(make):
+    members = [TensorDictReplayBuffer(storage=LazyTensorStorage(100)) for _ in range(2)]
     ensemble = ReplayBufferEnsemble(*members, batch_size=30, shared=True)
-    with pytest.raises(ValueError, match="3"):
-        make("sync", makers(), gain(), frames_per_batch=20, replay_buffer=ensemble)
+    with pytest.raises(ValueError, match="ensemble"):
+        make("sync", makers(3), gain(), frames_per_batch=30, replay_buffer=ensemble)
 
 
 # The limiter -------------------------------------------------------------------------------------------------------

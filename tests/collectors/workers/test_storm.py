@@ -72,9 +72,9 @@ class Clock:
 def buffer(kind):
     if kind == "buffer of whole trajectories":
         return TensorDictReplayBuffer(
-            storage=LazyTensorStorage(50_000), sampler=SliceSampler(slice_len=8), batch_size=64, shared=True
+            storage=LazyTensorStorage(500_000), sampler=SliceSampler(slice_len=8), batch_size=64, shared=True
         )
-    return TensorDictReplayBuffer(storage=LazyTensorStorage(50_000), batch_size=64, shared=True)
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(500_000), batch_size=64, shared=True)
 
 
 MODES = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rollwright.data import LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
 from rollwright._interrupts import uninterrupted
+from rollwright.data import LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
 
 FRAMES = TensorDict({"episode": torch.zeros(10)}, [10])
 

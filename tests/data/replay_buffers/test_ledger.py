@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollwright._processes.segment import Segment
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.data.replay_buffers import _ledger
 from rollwright.data.replay_buffers._ledger import Ledger
 from rollwright.data.replay_buffers._locks import RowLock
-from rollwright._processes.segment import Segment
 
 SPAWN = multiprocessing.get_context("spawn")
 
