@@ -116,11 +116,12 @@ def finish(process):
 
 def each_in_turn(states):
     """Each state with one kind of collector; with the other one, too, where tests may be slow."""
-    kinds = ["sync", "async"]
+    found = []
     for number, state in enumerate(states):
-        yield pytest.param(state, kinds[number % 2], id=f"{state}-{kinds[number % 2]}")
-        other = kinds[(number + 1) % 2]
-        yield pytest.param(state, other, id=f"{state}-{other}", marks=pytest.mark.slow)
+        for kind in ("sync", "async"):
+            turn = kind == ("sync", "async")[number % 2]
+            found.append(pytest.param(state, kind, id=f"{state}-{kind}", marks=[] if turn else [pytest.mark.slow]))
+    return found
 
 
 ENDS = {

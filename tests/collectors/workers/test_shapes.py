@@ -372,7 +372,7 @@ def test_the_front_door(make):
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
     [
-        ((makers(3),), {"num_collectors": 2}, ValueError, "num_collectors"),
+        ((makers(3),), {"num_collectors": 2}, ValueError, r"create_env_fn.*2 workers, got 3"),
         ((tally,), {"num_collectors": 0}, ValueError, "num_collectors"),
         ((tally,), {"num_collectors": True}, TypeError, "num_collectors"),
         ((tally,), {"backend": "teleport"}, ValueError, "backend"),

