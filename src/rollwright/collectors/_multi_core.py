@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from rollwright._processes.segment import Segment
 from rollwright.collectors._delivering import SPLITS
 from rollwright.collectors.base import BaseCollector
+from rollwright.collectors.delivery import never
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.blocks import BlockStore
 from rollwright.collectors.workers.group import WorkerGroup
@@ -66,7 +67,7 @@ class MultiCore(BaseCollector):
             warnings.warn(SPLITS.format(owner), UserWarning, stacklevel=3)
         self._pre_collect_hook = per_worker[0].pre_collect_hook
         self._post_collect_hook = per_worker[0].post_collect_hook
-        frames = others.get("frames_per_batch", self.options.frames_per_batch)
+        frames = others.get("frames_per_batch", CollectorOptions.frames_per_batch)
         self.requested_frames_per_batch = sum(frames) if isinstance(frames, list | tuple) and own.sync else frames
         self._version = 0
         self._runner: Runner | None = None
@@ -269,8 +270,14 @@ class MultiCore(BaseCollector):
             return False
         if self.own_options.update_at_each_batch:
             self.update_policy_weights_()
+        self._await_room(lambda: self._hears_of_an_end(give_up))
         schedule.next(give_up)
         return True
+
+    def _hears_of_an_end(self, give_up: Callable[[], bool]) -> bool:
+        """While the thread waits for samples: whether there is something else to see to."""
+        self._group.look()
+        return give_up() or bool(self._schedule.errors)
 
     @property
     def _running(self) -> bool:
@@ -288,10 +295,16 @@ class MultiCore(BaseCollector):
                 "async_shutdown() to end that."
             )
 
-    def _await_room(self) -> None:
-        """Wait for the buffer's limiter, where the caller may be the one who samples."""
-        if self._limiter is not None and not any(worker.runs for worker in self._group.workers):
-            self._limiter.await_insert(self.frames_per_batch, whom=type(self).__name__)
+    def _await_room(self, stop: Callable[[], bool] = never) -> None:
+        """Wait for the buffer's limiter, where no worker is at work."""
+        limiter, frames = self._limiter, self.frames_per_batch
+        if limiter is None or any(worker.runs for worker in self._group.workers) or limiter.may_insert(frames):
+            return
+        self._schedule.waiting_for = limiter.wants(frames)
+        try:
+            limiter.await_insert(frames, stop=stop, whom=type(self).__name__)
+        finally:
+            self._schedule.waiting_for = None
 
     def _inserts(self) -> str:
         """For who samples and waits: what the workers do."""

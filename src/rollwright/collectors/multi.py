@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -258,7 +259,7 @@ class MultiCollector(MultiCore):
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
-        """Call a method of each worker's collector; in order of workers, what it returned.
+        """Call a method of each worker's collector, between two rollouts; in order of workers, what it returned.
 
         Args:
             method_name: or a path, such as ``"env.step_count"``.
@@ -270,11 +271,20 @@ class MultiCollector(MultiCore):
                 raise ValueError(f"{name}: expected an entry for each of {self.num_workers} workers, got {len(given)}.")
         args = [()] * self.num_workers if list_of_args is None else list_of_args
         kwargs = [{}] * self.num_workers if list_of_kwargs is None else list_of_kwargs
-        self._check_open()
-        return self._group.call(method_name, [(tuple(a), dict(k)) for a, k in zip(args, kwargs, strict=True)])
+        return self._call_between(method_name, [(tuple(a), dict(k)) for a, k in zip(args, kwargs, strict=True)])
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call what a path leads to, from this collector or, where it has no such part, from each worker's.
+
+        Returns:
+            The value; of workers, a list.
+        """
+        if hasattr(self, re.split(r"[.\[]", attr_path, maxsplit=1)[0]):
+            return super().cascade_execute(attr_path, *args, **kwargs)
+        return self.map_fn(attr_path, [args] * self.num_workers, [kwargs] * self.num_workers)
 
     def get_distant_attr(self, attr: str) -> list[Any]:
-        """What a path from each worker's collector leads to, in order of workers."""
+        """What a path from each worker's collector leads to, in order of workers; read between two steps."""
         self._check_open()
         return self._group.call(attr, [None] * self.num_workers)
 

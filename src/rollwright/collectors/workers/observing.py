@@ -57,7 +57,7 @@ def merged_stats(core: MultiCore) -> dict[str, Any]:
             "most": schedule.store.most,
             "batches_copied": schedule.num_copied,
             "message": f"the consumer holds {held} batches: further ones are copied"
-            if held > schedule.store.most
+            if held >= schedule.store.most
             else None,
         },
         "forced": list(group.forced),

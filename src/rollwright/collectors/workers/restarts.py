@@ -50,8 +50,8 @@ class Restarts:
         delay = min(_LONGEST_S, self._delay_s * 2**done)
         self._at[worker] = time.monotonic() + delay
         self.notes.append(
-            f"{error} It is replaced in {delay:.3g} s (number {done + 1} of {self._most} at most); its unfinished "
-            "trajectories end here, and others begin under new ids."
+            f"{_sentence(error)} It is replaced in {delay:.3g} s (number {done + 1} of {self._most} at most); its "
+            "unfinished trajectories end here, and others begin under new ids."
         )
         return True
 
@@ -60,9 +60,11 @@ class Restarts:
         if not self.wanted and error.remote_type:
             return error
         if not self.wanted:
-            error.args = (f"{error} {_ADVICE}",)
+            error.args = (f"{_sentence(error)} {_ADVICE}",)
             return error
-        told = WorkerError(f"{error} It was replaced {self._most} times before (max_restarts), and is not any more.")
+        told = WorkerError(
+            f"{_sentence(error)} It was replaced {self._most} times before (max_restarts), and is not any more."
+        )
         told.worker, told.remote_type, told.__cause__ = worker, error.remote_type, error
         return told
 
@@ -81,3 +83,8 @@ class Restarts:
     def next_in(self) -> float:
         """Seconds until one is due."""
         return max(0.0, min(self._at.values(), default=float("inf")) - time.monotonic())
+
+
+def _sentence(error: WorkerError) -> str:
+    text = str(error)
+    return text if text.endswith((".", "!", "?")) else f"{text}."

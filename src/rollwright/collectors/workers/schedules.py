@@ -20,6 +20,7 @@ from tensordict import TensorDictBase
 
 from rollwright.collectors._pieces import Frames, Piece, concatenate, pad
 from rollwright.collectors._resume import td_from, td_state
+from rollwright.collectors.delivery import never
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.blocks import BatchForm, Block, BlockLayout, BlockStore, Join
 from rollwright.collectors.workers.group import Worker, WorkerGroup
@@ -33,10 +34,6 @@ __all__ = ["FirstCome", "Gather", "Schedule"]
 
 
 _BREAK_S = 0.5  # after which a consumer is taken to have stopped
-
-
-def _never() -> bool:
-    return False
 
 
 class Schedule(ABC):
@@ -88,7 +85,7 @@ class Schedule(ABC):
 
     # What is delivered ------------------------------------------------------------------------
 
-    def ready(self, give_up: Callable[[], bool] = _never) -> bool:
+    def ready(self, give_up: Callable[[], bool] = never) -> bool:
         """Whether there is something to deliver; it may take rollouts to know."""
         if self._trajs_per_batch is None or self.stored:
             return self._more()
@@ -97,7 +94,7 @@ class Schedule(ABC):
                 return False
         return True
 
-    def next(self, give_up: Callable[[], bool] = _never) -> Any:
+    def next(self, give_up: Callable[[], bool] = never) -> Any:
         """What is delivered next (with a replay buffer: None), only after :meth:`ready`.
 
         Args:
@@ -428,7 +425,7 @@ class FirstCome(Schedule):
     def __init__(self, group: WorkerGroup, store: BlockStore, *, ahead: int = 2, **options: Any) -> None:
         super().__init__(group, store, **options)
         self._ahead = ahead
-        self._layouts: dict[int, BlockLayout] = {}
+        self._layouts: dict[int, BlockLayout | None] = {}  # None: its rollouts lie in no block
         self._arrivals: deque[Result] = deque()
 
     def _more(self) -> bool:
@@ -478,6 +475,8 @@ class FirstCome(Schedule):
                 under_way = len(worker.runs) + waiting.count(worker.index)
                 if under_way >= ahead or not worker.there or self.frames_asked >= self.total_frames:
                     continue
+                if under_way and worker.index not in self._layouts and not self.stored:
+                    continue  # it will be told of the next one with a block for it
                 if len(waiting) + sum(len(w.runs) for w in self._group.workers) >= self._staleness.most_ahead:
                     return
                 if self._may_begin(self._frames_of(worker) * (1 + sum(len(w.runs) for w in self._group.workers))):
@@ -491,6 +490,7 @@ class FirstCome(Schedule):
         return grant
 
     def _arrived(self, result: Result) -> None:
+        self._layouts.setdefault(result.worker, None)
         self._arrivals.append(result)
 
     def lost(self, worker: Worker) -> None:

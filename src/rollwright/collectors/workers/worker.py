@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from rollwright.weight_update._feed import WeightFeed
 __all__ = ["WorkerSpec", "serve"]
 
 _NAP_S = 1.0
-_GRANT_S = 60.0
+_PAUSED = "{} has to wait for the end of a rollout, and pause() keeps that from ending. Call it after the pause."
 
 
 @dataclass(frozen=True)
@@ -98,10 +97,9 @@ class Worker:
         core = self._core
         try:
             while self._stopping is None:
-                self._words.state = State.WAITING
+                self._words.state = State.PAUSED if self._paused else State.WAITING
                 with core.spending("wait"):
                     self._await_message()
-                self._seen = self._word[Word.ATTENTION]
                 self._handle(self._next_message(), between_batches=True)
         finally:
             self._words.state = State.STOPPING
@@ -109,9 +107,16 @@ class Worker:
             self._words.state = State.ENDED
 
     def _await_message(self) -> None:
+        """Wait until there is a message, and read all that are there."""
         while not self._inbox:
-            if self._channel.poll(_NAP_S):
-                self._inbox.append(self._channel.recv(0.0))
+            self._channel.poll(_NAP_S)
+            self._read()
+
+    def _read(self) -> None:
+        seen = self._word[Word.ATTENTION]  # before, so that what comes while we read is attended to later
+        while self._channel.poll():
+            self._inbox.append(self._channel.recv(0.0))
+        self._seen = seen - self._channel.partial  # come again for the rest of a message
 
     def _next_message(self) -> Any:
         """What was said first; rollouts come last."""
@@ -138,6 +143,8 @@ class Worker:
                 self._cut = self._cut or message.run == self._run
             case say.Call() if between_batches or not message.between_batches:
                 self._call(message)
+            case say.Call() if self._paused:
+                self._channel.send(say.Raised(message.serial, Failure.of(RuntimeError(_PAUSED.format(message.path)))))
             case say.Call():
                 self._cut = self._cut or message.cut
                 return False
@@ -201,11 +208,7 @@ class Worker:
         with self._core.spending("wait"):
             self._take_weights()
             while True:
-                self._seen = self._word[Word.ATTENTION]
-                while self._channel.poll():
-                    self._inbox.append(self._channel.recv(0.0))
-                if self._channel.partial:
-                    self._seen -= 1  # come again for the rest
+                self._read()
                 self._inbox = deque(m for m in self._inbox if not self._handle(m, between_batches=False))
                 if not self._paused:
                     break
@@ -222,12 +225,13 @@ class Worker:
             self._words.state = before
 
     def _ask(self, form: BatchForm) -> tuple[BlockLayout, int, int] | None:
-        """Ask for memory in the middle of a rollout; None if the collector ends."""
+        """Ask for memory in the middle of a rollout, however long the consumer is busy; None if the collector ends."""
         assert self._run is not None
         self._channel.send(say.Need(self._run, form))
-        until = time.monotonic() + _GRANT_S
         while self._stopping is None:
-            message = self._channel.recv(max(0.0, until - time.monotonic()), "the collector to give memory for a batch")
+            if not self._channel.poll(_NAP_S):
+                continue
+            message = self._channel.recv(0.0)
             if isinstance(message, say.Grant):
                 return message.layout, message.offset, message.part
             if isinstance(message, say.Stop):
