@@ -21,11 +21,13 @@ from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.delivery import never
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.blocks import BlockStore
+from rollwright.collectors.workers.first_come import FirstCome
+from rollwright.collectors.workers.gather import Gather
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.options import WorkerOptions, factories_of, options_of_workers
 from rollwright.collectors.workers.restarts import Restarts
 from rollwright.collectors.workers.running import Runner
-from rollwright.collectors.workers.schedules import FirstCome, Gather, Schedule
+from rollwright.collectors.workers.schedule import Schedule
 from rollwright.collectors.workers.staleness import Staleness
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.data.layout import split_trajectories

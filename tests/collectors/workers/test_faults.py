@@ -137,7 +137,8 @@ def test_failures_in_the_background_are_raised_at_the_next_call(make, buffer, tr
     with pytest.raises(WorkerError, match=r"worker 1.*(boom|SIGKILL)"):
         calls[call]()
     found = check(rb[:], gaps=True)
-    assert found.instances.keys() == {0, 1}
+    assert found.instances.keys() <= {0, 1}
+    assert 1 in found.instances
 
 
 def test_siblings_go_on_and_what_they_wrote_stays(make, buffer):

@@ -1,4 +1,4 @@
-"""Schedules: when workers are asked for rollouts, and in which order what they collected is delivered.
+"""Schedule: when workers are asked for rollouts, and in which order what they collected is delivered.
 
 Workers collect only what they were asked for, so nothing is collected that nobody takes: a consumer that is slow makes
 them wait.
@@ -7,7 +7,6 @@ them wait.
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -22,15 +21,16 @@ from rollwright.collectors._pieces import Frames, Piece, concatenate, pad
 from rollwright.collectors._resume import td_from, td_state
 from rollwright.collectors.delivery import never
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.blocks import BatchForm, Block, BlockLayout, BlockStore, Join
-from rollwright.collectors.workers.group import Worker, WorkerGroup
-from rollwright.collectors.workers.joining import Result, batch_of, joined, restored
+from rollwright.collectors.workers.blocks import Block, BlockLayout, BlockStore
+from rollwright.collectors.workers.group import WorkerGroup
+from rollwright.collectors.workers.joining import Result, batch_of, restored
+from rollwright.collectors.workers.member import Member
 from rollwright.collectors.workers.parcels import open_parcel
 from rollwright.collectors.workers.staleness import Staleness
 from rollwright.data.replay_buffers import SampleToInsertRatio
 from rollwright.errors import WorkerError
 
-__all__ = ["FirstCome", "Gather", "Schedule"]
+__all__ = ["Schedule"]
 
 
 _BREAK_S = 0.5  # after which a consumer is taken to have stopped
@@ -143,7 +143,7 @@ class Schedule(ABC):
 
     # What is asked ----------------------------------------------------------------------------
 
-    def _order(self, worker: Worker, block: Block | None) -> int:
+    def _order(self, worker: Member, block: Block | None) -> int:
         """Ask for a rollout; returns its number."""
         run = next(self._runs)
         self._group.order(worker, run, block, anew=worker.index in self._anew)
@@ -156,7 +156,7 @@ class Schedule(ABC):
         """Collected, or asked for."""
         return self.frames + sum(len(worker.runs) * self._frames_of(worker) for worker in self._group.workers)
 
-    def _frames_of(self, worker: Worker) -> int:
+    def _frames_of(self, worker: Member) -> int:
         return worker.ready.frames_per_batch if worker.ready is not None else 0
 
     def _may_begin(self, frames: int) -> bool:
@@ -212,8 +212,8 @@ class Schedule(ABC):
 
     # What workers say -----------------------------------------------------------------------------
 
-    def collected(self, worker: Worker, found: say.Collected, block: Block | None) -> None:
-        """See :class:`~rollwright.collectors.workers.group.Listener`."""
+    def collected(self, worker: Member, found: say.Collected, block: Block | None) -> None:
+        """See :class:`~rollwright.collectors.workers.member.Listener`."""
         self.num_messages += 1
         self.frames += found.frames
         self.frames_stale += found.dropped_frames
@@ -225,34 +225,34 @@ class Schedule(ABC):
     def _arrived(self, result: Result) -> None:
         """Keep a rollout until it is delivered."""
 
-    def _part(self, worker: Worker, block: Block | None) -> int:
+    def _part(self, worker: Member, block: Block | None) -> int:
         """Which part of a block is a worker's."""
         return 0
 
     @abstractmethod
-    def needs(self, worker: Worker, need: say.Need) -> say.Grant:
-        """See :class:`~rollwright.collectors.workers.group.Listener`."""
+    def needs(self, worker: Member, need: say.Need) -> say.Grant:
+        """See :class:`~rollwright.collectors.workers.member.Listener`."""
 
-    def _grant_alone(self, worker: Worker, need: say.Need) -> say.Grant:
+    def _grant_alone(self, worker: Member, need: say.Need) -> say.Grant:
         layout = BlockLayout(need.form, (need.form.steps,), "alone")
         block = self.store.take(layout)
         self._use(worker, need.run, block)
         return say.Grant(need.run, layout, block.offset, 0)
 
-    def _use(self, worker: Worker, run: int, block: Block) -> None:
+    def _use(self, worker: Member, run: int, block: Block) -> None:
         old = worker.runs.get(run)
         if old is not None:
             old.runs.discard(run)
         worker.runs[run] = block
         block.runs.add(run)
 
-    def failed(self, worker: Worker, error: WorkerError) -> None:
-        """See :class:`~rollwright.collectors.workers.group.Listener`."""
+    def failed(self, worker: Member, error: WorkerError) -> None:
+        """See :class:`~rollwright.collectors.workers.member.Listener`."""
         self.errors.append(error)
 
     @abstractmethod
-    def lost(self, worker: Worker) -> None:
-        """See :class:`~rollwright.collectors.workers.group.Listener`."""
+    def lost(self, worker: Member) -> None:
+        """See :class:`~rollwright.collectors.workers.member.Listener`."""
 
     # State ------------------------------------------------------------------------------------
 
@@ -297,220 +297,6 @@ class Schedule(ABC):
         """Rollouts that have arrived, and were not delivered yet."""
 
 
-class Gather(Schedule):
-    """Each batch is of one rollout of every worker.
-
-    Args:
-        group: the workers.
-        store: memory of batches.
-        join: how rollouts are put together.
-        threshold: share of the workers that may be waited for; the others are interrupted then.
-        **options: see :class:`Schedule`.
-    """
-
-    def __init__(self, group: WorkerGroup, store: BlockStore, *, join: Join, threshold: float, **options: Any) -> None:
-        super().__init__(group, store, **options)
-        self._join = join
-        self._steps = tuple(_steps(worker) for worker in group.workers)
-        self._least = math.ceil(threshold * len(group.workers))
-        self._layout: BlockLayout | None = None
-        self._block: Block | None = None  # of this round
-        self._fitting: set[int] = set()  # workers that know the layout
-        self._results: dict[int, Result] = {}
-        self._interrupted = False
-
-    def _more(self) -> bool:
-        return bool(self._results) or self.frames < self.total_frames
-
-    def _take(self, give_up: Callable[[], bool]) -> Any:
-        workers = self._group.workers
-
-        def complete() -> bool:
-            self._ask()
-            if len(self._results) >= self._least and not self._interrupted and len(self._results) < len(workers):
-                self._interrupted = True
-                for worker in workers:
-                    self._group.interrupt(worker)
-            return len(self._results) == len(workers)
-
-        while True:
-            if not self._wait(complete, "rollouts of all workers", give_up):
-                return None
-            self.raise_error()
-            if len(self._results) < len(workers):
-                self.raise_if_short()
-            version = self._staleness.version()  # while they are here, whoever publishes waits for them
-            results = [self._results[worker.index] for worker in workers]
-            self._results, self._interrupted, self._block = {}, False, None
-            if not self._staleness.too_stale(results, version):
-                break
-            self._drop(results)
-        self._staleness.delivered()
-        if self.stored:
-            return None
-        if self._trajs_per_batch is not None:
-            return [trajectory for result in results for trajectory in result.rest]
-        batch = joined(results, self._join)
-        self._release(results)
-        return self._lent(batch)
-
-    def _ask(self) -> None:
-        """Ask every worker that has no part in this round yet."""
-        begins = not self._results and not any(worker.runs for worker in self._group.workers)
-        if (begins and self.held) or self._group.num_pauses:
-            return
-        if begins and not self._may_begin(sum(map(self._frames_of, self._group.workers))):
-            return
-        for worker in self._group.workers:
-            if worker.index not in self._results and worker.there and not worker.runs:
-                if self._layout is not None and self._block is None:
-                    self._block = self.store.take(self._layout)
-                self._order(worker, self._block if worker.index in self._fitting else None)
-
-    def needs(self, worker: Worker, need: say.Need) -> say.Grant:
-        """See :class:`~rollwright.collectors.workers.group.Listener`."""
-        layout = BlockLayout(need.form._replace(steps=0), self._steps, self._join)
-        if not self._can_join(worker, need.form):
-            return self._grant_alone(worker, need)
-        if layout != self._layout:
-            if self._block is not None and self._block.runs - {need.run}:
-                return self._grant_alone(worker, need)  # others write, in another form
-            self._layout, self._block, self._fitting = layout, None, set()
-        if self._block is None:
-            self._block = self.store.take(layout)
-        self._use(worker, need.run, self._block)
-        self._fitting.add(worker.index)
-        return say.Grant(need.run, layout, self._block.offset, worker.index)
-
-    def _part(self, worker: Worker, block: Block | None) -> int:
-        return 0 if block is None or block.layout.join == "alone" else worker.index
-
-    def _can_join(self, worker: Worker, form: BatchForm) -> bool:
-        same = len(set(self._steps)) == 1
-        env = tuple(worker.ready.batch_size) if worker.ready is not None else ()
-        alike = all(other.ready is None or tuple(other.ready.batch_size) == env for other in self._group.workers)
-        by_time = self._join == "time" or (self._join == "first" and not env)
-        return alike and form.env == env and form.steps == self._steps[worker.index] and (same or by_time)
-
-    def _arrived(self, result: Result) -> None:
-        self._results[result.worker] = result
-
-    def lost(self, worker: Worker) -> None:
-        """See :class:`~rollwright.collectors.workers.group.Listener`."""
-        self._fitting.discard(worker.index)
-
-    def _waiting(self) -> list[Result]:
-        return list(self._results.values())
-
-    def _undelivered(self) -> list[Result]:
-        found, self._results, self._block = self._waiting(), {}, None
-        return found
-
-    @property
-    def num_undelivered(self) -> int:
-        """See :class:`Schedule`."""
-        return len(self._results)
-
-
-class FirstCome(Schedule):
-    """Each batch is of one rollout of one worker, in the order in which they arrive.
-
-    Args:
-        group: the workers.
-        store: memory of batches.
-        ahead: rollouts that a worker may be ahead of the consumer: under way, or finished and not taken yet.
-        **options: see :class:`Schedule`.
-    """
-
-    def __init__(self, group: WorkerGroup, store: BlockStore, *, ahead: int = 2, **options: Any) -> None:
-        super().__init__(group, store, **options)
-        self._ahead = ahead
-        self._layouts: dict[int, BlockLayout | None] = {}  # None: its rollouts lie in no block
-        self._arrivals: deque[Result] = deque()
-
-    def _more(self) -> bool:
-        return bool(self._arrivals) or self.frames < self.total_frames
-
-    def _take(self, give_up: Callable[[], bool]) -> Any:
-        while True:
-            if not self._wait(self._next_is_there, "a rollout of any worker", give_up):
-                return None
-            self.raise_error()
-            if not self._arrivals:
-                self.raise_if_short()
-            version = self._staleness.version()  # while it is here, whoever publishes waits for it
-            result = self._arrivals.popleft()
-            if not self._staleness.too_stale([result], version):
-                break
-            self._drop([result])
-        self._staleness.delivered()
-        if not self._staleness.waits:
-            self._ask()  # the worker goes on while the consumer has the batch
-        if self.stored:
-            return None
-        batch = batch_of(result)
-        self._release([result])
-        return batch if self._trajs_per_batch is not None else self._lent(batch)
-
-    def _next_is_there(self) -> bool:
-        self._ask()
-        if self._arrivals and self._staleness.waits:  # the one that began first is the next
-            first = min(self._arrivals, key=lambda result: result.found.run)
-            if any(run < first.found.run for worker in self._group.workers for run in worker.runs):
-                return False
-            self._arrivals.remove(first)
-            self._arrivals.appendleft(first)
-        return bool(self._arrivals)
-
-    def _is_short(self) -> bool:
-        return super()._is_short() and not any(worker.runs for worker in self._group.workers)
-
-    def _ask(self) -> None:
-        """Ask all workers for as much as they may be ahead."""
-        if super()._is_short() or self.held or self._group.num_pauses:
-            return
-        waiting = [result.worker for result in self._arrivals]
-        for ahead in range(1, 2 if self._staleness.drops else self._ahead + 1):
-            for worker in self._group.workers:
-                under_way = len(worker.runs) + waiting.count(worker.index)
-                if under_way >= ahead or not worker.there or self.frames_asked >= self.total_frames:
-                    continue
-                if under_way and worker.index not in self._layouts and not self.stored:
-                    continue  # it will be told of the next one with a block for it
-                if len(waiting) + sum(len(w.runs) for w in self._group.workers) >= self._staleness.most_ahead:
-                    return
-                if self._may_begin(self._frames_of(worker) * (1 + sum(len(w.runs) for w in self._group.workers))):
-                    layout = self._layouts.get(worker.index)
-                    self._order(worker, None if layout is None else self.store.take(layout))
-
-    def needs(self, worker: Worker, need: say.Need) -> say.Grant:
-        """See :class:`~rollwright.collectors.workers.group.Listener`."""
-        grant = self._grant_alone(worker, need)
-        self._layouts[worker.index] = grant.layout
-        return grant
-
-    def _arrived(self, result: Result) -> None:
-        self._layouts.setdefault(result.worker, None)
-        self._arrivals.append(result)
-
-    def lost(self, worker: Worker) -> None:
-        """See :class:`~rollwright.collectors.workers.group.Listener`."""
-        self._layouts.pop(worker.index, None)
-
-    def _waiting(self) -> list[Result]:
-        return list(self._arrivals)
-
-    def _undelivered(self) -> list[Result]:
-        found = self._waiting()
-        self._arrivals.clear()
-        return found
-
-    @property
-    def num_undelivered(self) -> int:
-        """See :class:`Schedule`."""
-        return len(self._arrivals)
-
-
 def _saved(held: Any) -> Any:
     return [td_state(td) for td in held] if isinstance(held, list) else td_state(held)
 
@@ -519,10 +305,6 @@ def _loaded(saved: Any) -> Any:
     return [td_from(td) for td in saved] if isinstance(saved, list) else td_from(saved)
 
 
-def _steps(worker: Worker) -> int:
-    return worker.ready.frames_per_batch // worker.ready.num_envs if worker.ready is not None else 0
-
-
-def _device(worker: Worker) -> torch.device | None:
+def _device(worker: Member) -> torch.device | None:
     device = worker.ready.device if worker.ready is not None else None
     return None if device is None else torch.device(device)

@@ -1,0 +1,95 @@
+"""Member: what is known of one worker on the side of its collector."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+from rollwright._processes.child import Child
+from rollwright.collectors.workers import messages as say
+from rollwright.collectors.workers.blocks import Block
+from rollwright.collectors.workers.words import Words
+from rollwright.collectors.workers.worker import WorkerSpec
+from rollwright.errors import WorkerError
+
+__all__ = ["Listener", "Member"]
+
+
+class Listener(Protocol):
+    """Who is told what workers say of their rollouts."""
+
+    def needs(self, worker: Member, need: say.Need) -> say.Grant:
+        """Give memory for a rollout."""
+
+    def collected(self, worker: Member, found: say.Collected, block: Block | None) -> None:
+        """Take in a rollout, and the block that it was asked to lie in."""
+
+    def failed(self, worker: Member, error: WorkerError) -> None:
+        """Take in an error to be raised."""
+
+    def lost(self, worker: Member) -> None:
+        """A worker is gone, and with it what it was asked for; another may come in its place."""
+
+
+class Member:
+    """What is known of one worker here.
+
+    Attributes:
+        index: its number.
+        spec: what it is made of.
+        child: its process.
+        words: numbers that it writes.
+        ready: what it told of itself; None while it starts.
+        runs: rollouts that it was asked for and has not answered, in order, with their blocks.
+        error: why it is gone for good.
+        num_collected: rollouts of it that have arrived.
+        num_told: likewise, when it answered a call last.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.index, self.spec = spec.index, spec
+        self.words = Words(spec.words, spec.index)
+        self.child: Child | None = None
+        self.ready: say.Ready | None = None
+        self.runs: dict[int, Block | None] = {}
+        self.error: WorkerError | None = None
+        self.sending = threading.Lock()
+        self.num_collected = self.num_told = 0
+        self.beat, self.beat_at = 0, 0.0
+
+    @property
+    def there(self) -> bool:
+        """Whether it can be told something."""
+        return self.ready is not None and self.child is not None
+
+    @property
+    def threads(self) -> int | None:
+        """That torch uses in it."""
+        return None if self.ready is None else self.ready.threads
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"worker {self.index}"
+
+    def send(self, message: Any, *, attention: bool = False) -> bool:
+        """Tell it something; False if it is gone, which will be heard of."""
+        child = self.child
+        if child is None:
+            return False
+        try:
+            with self.sending:
+                if attention:
+                    self.words.call_attention()
+                child.channel.send(message)
+                if attention:
+                    self.words.call_attention()
+        except (EOFError, TimeoutError):
+            return False
+        return True
+
+    def doing(self) -> str:
+        """A phrase for messages."""
+        if self.error is not None:
+            return f"{self.name} has failed"
+        return f"{self.name} is {self.words.state.name.lower().replace('_', ' ')}"
