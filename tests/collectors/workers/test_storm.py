@@ -30,6 +30,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def warm(make):
+    """The server that starts workers is there."""
+    make("sync", [tally], gain(), frames_per_batch=1).shutdown()
+
+
 class Killer:
     """Kills a random worker now and then, whichever there is."""
 
@@ -144,7 +150,7 @@ def test_storm_with_restarts(make, mode):
     begun = time.monotonic()
     collector, rb = collect(make, mode, SEED + 1, on_worker_failure="restart", max_restarts=10**6, restart_delay=0.0)
     # Workers start again between two kills, more often than not, however slow the machine is.
-    with Killer(SEED, max(0.15, time.monotonic() - begun)) as killer:
+    with Killer(SEED, min(1.0, max(0.1, time.monotonic() - begun))) as killer:
         drive(collector, rb, mode, clock, time.monotonic() + STORM_S, frames, counts)
     calm = time.monotonic() + 20.0  # after the storm all of them work again
     while collector.stats()["workers_alive"] < 3:

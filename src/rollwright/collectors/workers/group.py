@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,27 @@ _STUCK_S = 60.0  # without a step, before a call gives up
 
 class WorkerGroup(Listening):
     """Tells workers what to do, and ends them; see :class:`Listening` for what it is made of."""
+
+    def start(self) -> None:
+        """Start all workers, at once.
+
+        Raises:
+            WorkerError: one could not make its environment or its policy; the others are ended.
+        """
+        try:
+            for worker in self.workers:
+                self._launch(worker)
+            self.wait(
+                lambda: all(worker.ready is not None for worker in self.workers),
+                START_S,
+                lambda: "environments and policies to be made: " + self._doing(w for w in self.workers if not w.ready),
+            )
+        except BaseException:
+            self.end(0.0)
+            raise
+        said = {note for worker in self.workers if worker.ready for note in worker.ready.warnings.value}
+        for kind, text in sorted(said, key=str):
+            warnings.warn(text, kind, stacklevel=5)
 
     # Telling ----------------------------------------------------------------------------------
 
@@ -156,9 +178,6 @@ class WorkerGroup(Listening):
     def doing(self) -> str:
         """What the workers do, as a phrase."""
         return self._doing(self.workers)
-
-    def _doing(self, workers: Iterable[Member]) -> str:
-        return ", ".join(worker.doing() for worker in workers)
 
     @property
     def num_alive(self) -> int:

@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rollwright._interrupts import uninterrupted
@@ -76,27 +76,6 @@ class Listening:
         self.num_pauses = 0
 
     # Starting ---------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Start all workers, at once.
-
-        Raises:
-            WorkerError: one could not make its environment or its policy; the others are ended.
-        """
-        try:
-            for worker in self.workers:
-                self._launch(worker)
-            self.wait(
-                lambda: all(worker.ready is not None for worker in self.workers),
-                START_S,
-                lambda: "environments and policies to be made: " + self._doing(w for w in self.workers if not w.ready),
-            )
-        except BaseException:
-            self.end(0.0)
-            raise
-        said = {note for worker in self.workers if worker.ready for note in worker.ready.warnings.value}
-        for kind, text in sorted(said, key=str):
-            warnings.warn(text, kind, stacklevel=5)
 
     def _launch(self, worker: Member) -> None:
         try:
@@ -299,6 +278,9 @@ class Listening:
         self.listener.lost(worker)
         if not again:
             self.listener.failed(worker, worker.error or error)
+
+    def _doing(self, workers: Iterable[Member]) -> str:
+        return ", ".join(worker.doing() for worker in workers)
 
     def _forget(self, child: Child) -> None:
         for fd in (child.channel.fileno(), child.sentinel):
