@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from rollwright.collectors.workers.restarts import Restarts
 from rollwright.collectors.workers.running import Runner
 from rollwright.collectors.workers.schedule import Schedule
 from rollwright.collectors.workers.staleness import Staleness
+from rollwright.collectors.workers.words import Word
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.data.layout import split_trajectories
 from rollwright.weight_update._publisher import Publisher
@@ -72,6 +74,7 @@ class MultiCore(BaseCollector):
         frames = others.get("frames_per_batch", CollectorOptions.frames_per_batch)
         self.requested_frames_per_batch = sum(frames) if isinstance(frames, list | tuple) and own.sync else frames
         self._version = 0
+        self._publishing = threading.Lock()
         self._runner: Runner | None = None
         self._policy = policy
         if own.num_threads is not None:
@@ -178,7 +181,7 @@ class MultiCore(BaseCollector):
             "staleness": Staleness(
                 None if options.replay_buffer is not None else own.max_policy_lag,
                 waits=own.policy_lag == "wait",
-                version=lambda: self._version,
+                versions=lambda: [worker.words.whole[Word.PUBLISHED] for worker in self._group.workers],
             ),
         }
         if own.sync:

@@ -99,17 +99,20 @@ class MultiCollector(MultiCore):
         self._update_weights(None, weights_dict=None, model_id=None, worker_ids=None)
 
     def _publish(self, updates: Sequence[Any]) -> int:
-        with self._none_too_stale():
+        meant = {
+            i for update in updates for i in (range(self.num_workers) if update.workers is None else update.workers)
+        }
+        with self._publishing, self._none_too_stale(meant):
             version = self._version + 1
             self._publisher.publish(updates, version)
             self._version = version
-            for worker in self._group.workers:
-                worker.words.whole[Word.PUBLISHED] = version
+            for index in meant:
+                self._group.workers[index].words.whole[Word.PUBLISHED] = version
         return version
 
     @contextmanager
-    def _none_too_stale(self) -> Iterator[None]:
-        """Publish when no rollout that another thread waits for will be staler than it may be."""
+    def _none_too_stale(self, meant: set[int]) -> Iterator[None]:
+        """Publish to some workers when no rollout that another thread waits for will be staler than it may be."""
         limit, schedule = self.own_options.max_policy_lag, self._schedule
         if limit is None or self.own_options.policy_lag != "wait":
             yield
@@ -117,8 +120,8 @@ class MultiCollector(MultiCore):
 
         def fresh() -> bool:
             oldest = self._group.oldest_versions() + schedule.oldest_versions()
-            oldest += [self._version for worker in self._group.workers if worker.runs]  # those that have not begun
-            return not schedule.is_awaited() or all(self._version + 1 - first <= limit for first in oldest)
+            late = [first for worker, first in oldest if worker in meant and self._version + 1 - first > limit]
+            return not late or not schedule.is_awaited()
 
         schedule.held += 1
         try:
@@ -224,13 +227,16 @@ class MultiCollector(MultiCore):
                 f"state_dict: expected the states of {self.num_workers} workers, got {sorted(map(str, state_dict))}."
             )
         self._schedule.forget()
-        self._call_between("load_state_dict", [((state_dict[name],), kwargs) for name in names])
+        self._call_between("load_saved_state", [((state_dict[name],), kwargs) for name in names])
         nothing = {"frames": state_dict["frames"], "waiting": [], "trajectories": []}
         self._schedule.load_state_dict(state_dict.get("undelivered", nothing))
         self._schedule.batches = int(state_dict.get("iter", 0))
         self._version = int(state_dict.get("policy_version", 0))
-        for worker in self._group.workers:
+        for worker, name in zip(self._group.workers, names, strict=True):  # also for one that takes its place
             worker.words.whole[Word.PUBLISHED] = self._version
+            weights = state_dict[name].get("policy_state_dict")
+            if weights is not None:
+                self._publisher.publish([weight_forms.Update([worker.index], {"policy": dict(weights)})], self._version)
 
     def _call_between(self, path: str, args: Sequence[Any], workers: Sequence[int] | None = None) -> list[Any]:
         """Call something in workers, not in the middle of a rollout."""

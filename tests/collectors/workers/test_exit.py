@@ -119,8 +119,8 @@ def each_in_turn(states):
     found = []
     for number, state in enumerate(states):
         for kind in ("sync", "async"):
-            turn = kind == ("sync", "async")[number % 2]
-            found.append(pytest.param(state, kind, id=f"{state}-{kind}", marks=[] if turn else [pytest.mark.slow]))
+            quick = kind == ("sync", "async")[number % 2] and state not in ("failing", "sys.exit", "thread")
+            found.append(pytest.param(state, kind, id=f"{state}-{kind}", marks=[] if quick else [pytest.mark.slow]))
     return found
 
 

@@ -20,7 +20,7 @@ from rollwright._keys import NestedKey
 from rollwright._processes.segment import Segment
 from rollwright.data.memory import MemoryPool, in_numpy
 
-__all__ = ["BatchForm", "Block", "BlockLayout", "BlockMemory", "BlockStore", "Join"]
+__all__ = ["BatchForm", "Block", "BlockLayout", "BlockMemory", "BlockStore", "Join", "Place"]
 
 Join = Literal["stack", "first", "time", "alone"]
 _ALIGNMENT = 64
@@ -144,13 +144,14 @@ class Block:
 
     Attributes:
         layout: how it is divided.
+        number: of the layout; no two layouts of a store have one number.
         offset: in the segment.
         runs: rollouts that are written to it, or lie in it undelivered.
         kept: whether someone in a worker goes on reading it.
     """
 
-    def __init__(self, segment: Segment, layout: BlockLayout, offset: int) -> None:
-        self.layout, self.offset = layout, offset
+    def __init__(self, segment: Segment, layout: BlockLayout, number: int, offset: int) -> None:
+        self.layout, self.number, self.offset = layout, number, offset
         self.runs: set[int] = set()
         self.kept = False
         segment.grow(offset + layout.num_bytes)
@@ -182,6 +183,7 @@ class BlockStore:
     def __init__(self, segment: Segment, most: int) -> None:
         self.segment, self.most = segment, most
         self._blocks: list[Block] = []
+        self._numbers: dict[BlockLayout, int] = {}
         self._end = 0
         self._gaps: list[tuple[int, int]] = []
 
@@ -191,7 +193,8 @@ class BlockStore:
         for block in self._blocks:
             if block.layout == layout and block.free:
                 return block
-        block = Block(self.segment, layout, self._room(layout.num_bytes))
+        number = self._numbers.setdefault(layout, len(self._numbers))
+        block = Block(self.segment, layout, number, self._room(layout.num_bytes))
         self._blocks.append(block)
         return block
 
@@ -261,49 +264,55 @@ class Window(NamedTuple):
         return self.memory
 
 
+class Place(NamedTuple):
+    """Where a rollout is to lie: in a part of a block, of a layout that has a number."""
+
+    layout: BlockLayout
+    number: int
+    offset: int
+    part: int
+
+
 class BlockMemory(MemoryPool):
     """Lends a worker's collector the block that its batch is to lie in.
 
     Args:
         segment: the memory.
-        ask: for a block of another form than the last one's; returns layout, offset and part; or
-            None, and the batch lies in memory of its own.
+        ask: for a block of another form than the last one's; None: the batch lies in memory of its own.
     """
 
-    def __init__(self, segment: Segment, ask: Callable[[BatchForm], tuple[BlockLayout, int, int] | None]) -> None:
+    def __init__(self, segment: Segment, ask: Callable[[BatchForm], Place | None]) -> None:
         super().__init__()
         self._segment, self._ask = segment, ask
         self._form: BatchForm | None = None
-        self._layout: BlockLayout | None = None
-        self._part = 0
+        self._place: Place | None = None
         self._mapped: dict[int, tuple[Loan, dict[NestedKey, torch.Tensor]]] = {}
         self._bases: dict[NestedKey, torch.Tensor] = {}
         self._offset: int | None = None
         self._loan: Loan | None = None
         self.windows: dict[NestedKey, torch.Tensor] = {}
 
-    def begin(self, offset: int | None) -> None:
-        """Begin a rollout, for which the block at ``offset`` is free; None: there is none yet."""
-        self._offset, self.windows, self._loan = offset, {}, None
+    def begin(self, offset: int | None, number: int) -> None:
+        """Begin a rollout, for which the block at ``offset``, of a numbered layout, is free; None: there is none."""
+        known = self._place is not None and self._place.number == number
+        self._offset, self.windows, self._loan = offset if known else None, {}, None
 
     def reserve(self, fields: Mapping[NestedKey, Any], env: tuple[int, ...], steps: int) -> None:
         """See :class:`~rollwright.data.memory.MemoryPool`."""
         if self._loan is not None or any(field.device.type != "cpu" for field in fields.values()):
             return  # a second block in one rollout, of another form: it travels as a whole
         form = BatchForm(tuple((key, tuple(f.shape), f.dtype) for key, f in fields.items()), tuple(env), steps)
-        if form != self._form or self._offset is None or self._layout is None:
+        if form != self._form or self._offset is None or self._place is None:
             granted = self._ask(form)
             if granted is None:
                 return
-            self._layout, self._offset, self._part = granted
-            self._form = form
-            self._mapped = {}
-        offset, layout = self._offset, self._layout
+            self._place, self._offset, self._form, self._mapped = granted, granted.offset, form, {}
+        offset, (layout, _, _, part) = self._offset, self._place
         if offset not in self._mapped:
             memory = self._segment.map(offset, max(1, layout.num_bytes))
-            self._mapped[offset] = Loan(memory), layout.part_of(memory, self._part)
+            self._mapped[offset] = Loan(memory), layout.part_of(memory, part)
         self._loan, self._bases = self._mapped[offset]
-        self.windows = layout.part_of(self._loan.lend(), self._part)
+        self.windows = layout.part_of(self._loan.lend(), part)
 
     def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """See :class:`~rollwright.data.memory.MemoryPool`."""

@@ -23,7 +23,7 @@ from rollwright.collectors.devices import module_device
 from rollwright.collectors.profiling import ProfileConfig
 from rollwright.collectors.trajectories import TrajectoryPool
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.blocks import BatchForm, BlockLayout, BlockMemory
+from rollwright.collectors.workers.blocks import BatchForm, BlockMemory, Place
 from rollwright.collectors.workers.parcels import ParcelMemory
 from rollwright.collectors.workers.words import Time, Word, Words
 from rollwright.data.memory import MemoryPool
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StridedPool", "WorkerCore"]
 
-Ask = Callable[[BatchForm], tuple[BlockLayout, int, int] | None]
+Ask = Callable[[BatchForm], Place | None]
 
 
 class StridedPool(TrajectoryPool):
@@ -76,6 +76,7 @@ class WorkerCore(Collector):
         self._blocks = BlockMemory(spec.blocks, ask)
         self._frames_dropped = 0
         self._spent: list[float] = []
+        self.skip_published: Callable[[], None] = lambda: None
         policy = None if spec.policy is None else pickle.loads(spec.policy)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -130,7 +131,7 @@ class WorkerCore(Collector):
         frames, dropped = self._frames, self._frames_dropped
         word[Word.OLDEST] = self._policy_version
         self._oldest = self._policy_version
-        self._blocks.begin(order.offset)
+        self._blocks.begin(order.offset, order.layout)
         if order.anew:
             self._path.carrier = None
             self._delivery.forget()
@@ -252,6 +253,12 @@ class WorkerCore(Collector):
     def saved_state(self) -> Any:
         """:meth:`state_dict`, whose tensors nobody writes any more."""
         return self.state_dict()
+
+    def load_saved_state(self, state: Any, **kwargs: Any) -> None:
+        """:meth:`load_state_dict`, whatever was published before."""
+        self.load_state_dict(state, **kwargs)
+        self.skip_published()
+        self._words.whole[Word.VERSION] = self._policy_version
 
     def profile(self, config: ProfileConfig) -> None:
         """Trace rollouts as ``config`` says."""

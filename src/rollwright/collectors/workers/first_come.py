@@ -42,9 +42,9 @@ class FirstCome(Schedule):
             self.raise_error()
             if not self._arrivals:
                 self.raise_if_short()
-            version = self._staleness.version()  # while it is here, whoever publishes waits for it
+            versions = self._staleness.versions()  # while it is here, whoever publishes waits for it
             result = self._arrivals.popleft()
-            if not self._staleness.too_stale([result], version):
+            if not self._staleness.too_stale([result], versions):
                 break
             self._drop([result])
         self._staleness.delivered()

@@ -58,10 +58,10 @@ class Gather(Schedule):
             self.raise_error()
             if len(self._results) < len(workers):
                 self.raise_if_short()
-            version = self._staleness.version()  # while they are here, whoever publishes waits for them
+            versions = self._staleness.versions()  # while they are here, whoever publishes waits for them
             results = [self._results[worker.index] for worker in workers]
             self._results, self._interrupted, self._block = {}, False, None
-            if not self._staleness.too_stale(results, version):
+            if not self._staleness.too_stale(results, versions):
                 break
             self._drop(results)
         self._staleness.delivered()
@@ -99,7 +99,7 @@ class Gather(Schedule):
             self._block = self.store.take(layout)
         self._use(worker, need.run, self._block)
         self._fitting.add(worker.index)
-        return say.Grant(need.run, layout, self._block.offset, worker.index)
+        return say.Grant(need.run, layout, self._block.number, self._block.offset, worker.index)
 
     def _part(self, worker: Member, block: Block | None) -> int:
         return 0 if block is None or block.layout.join == "alone" else worker.index

@@ -56,7 +56,8 @@ class WorkerGroup(Listening):
             if block is not None:
                 block.runs.add(run)
             worker.beat_at = time.monotonic()
-            worker.send(say.Collect(run, None if block is None else block.offset, anew))
+            offset, number = (None, -1) if block is None else (block.offset, block.number)
+            worker.send(say.Collect(run, offset, number, anew))
 
     def interrupt(self, worker: Member) -> None:
         """End the rollouts that a worker was asked for after the step under way."""

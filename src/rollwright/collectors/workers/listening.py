@@ -309,15 +309,17 @@ class Listening:
                 error.worker = worker.index
                 self._replace(worker, error)
 
-    def oldest_versions(self) -> list[int]:
-        """Versions that acted first in the rollouts under way, for use in a condition of :meth:`wait`.
+    def oldest_versions(self) -> list[tuple[int, int]]:
+        """Workers, and versions that acted first in their rollouts under way, for use in a condition of :meth:`wait`.
 
         What workers have told before is taken in; a rollout that has not begun counts as one of the newest version.
         """
         firsts = [worker.words.whole[Word.OLDEST] for worker in self.workers]
         for worker in self.workers:
             self._hear(worker)
-        return [first for first, worker in zip(firsts, self.workers, strict=True) if first >= 0 and worker.runs]
+        under_way = [worker for worker in self.workers if worker.runs]
+        published = [(worker.index, worker.words.whole[Word.PUBLISHED]) for worker in under_way]
+        return published + [(worker.index, firsts[worker.index]) for worker in under_way if firsts[worker.index] >= 0]
 
 
 def _unsendable(spec: WorkerSpec, error: Exception) -> Exception:

@@ -38,12 +38,14 @@ class Collect(NamedTuple):
 
     Attributes:
         run: its number.
-        offset: of the block to write it to, laid out as the last one; None: ask for one.
+        offset: of the block to write it to; None: ask for one.
+        layout: number of the block's layout; a worker that has another by now asks for a block, too.
         anew: begin new trajectories: what those under way have done before is lost.
     """
 
     run: int
     offset: int | None
+    layout: int
     anew: bool
 
 
@@ -53,12 +55,14 @@ class Grant(NamedTuple):
     Attributes:
         run: number of the rollout.
         layout: of the block.
+        number: of the layout.
         offset: of the block in the segment.
         part: which part of the block is the worker's.
     """
 
     run: int
     layout: BlockLayout
+    number: int
     offset: int
     part: int
 

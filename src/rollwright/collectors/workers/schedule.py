@@ -191,9 +191,9 @@ class Schedule(ABC):
             self.frames -= result.found.frames
             self.frames_stale += result.found.frames
 
-    def oldest_versions(self) -> list[int]:
-        """Of rollouts that have arrived, and were not delivered."""
-        return [result.found.oldest_version for result in self._waiting()]
+    def oldest_versions(self) -> list[tuple[int, int]]:
+        """Worker and version of rollouts that have arrived, and were not delivered."""
+        return [(result.worker, result.found.oldest_version) for result in self._waiting()]
 
     def raise_error(self) -> None:
         """Raise what went wrong in a worker: each error once, but that of a worker that is gone again and again."""
@@ -237,7 +237,7 @@ class Schedule(ABC):
         layout = BlockLayout(need.form, (need.form.steps,), "alone")
         block = self.store.take(layout)
         self._use(worker, need.run, block)
-        return say.Grant(need.run, layout, block.offset, 0)
+        return say.Grant(need.run, layout, block.number, block.offset, 0)
 
     def _use(self, worker: Member, run: int, block: Block) -> None:
         old = worker.runs.get(run)

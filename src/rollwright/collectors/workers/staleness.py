@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from rollwright.collectors.workers.joining import Result
 
@@ -21,16 +21,16 @@ class Staleness:
     Args:
         limit: versions; None: any number.
         waits: whether workers wait; otherwise what is too stale is dropped.
-        version: tells the version that was published last.
+        versions: tells the version that was published last for each worker.
 
     Example:
-        >>> staleness = Staleness(4, waits=True, version=lambda: 0)
+        >>> staleness = Staleness(4, waits=True, versions=lambda: [0])
         >>> staleness.most_ahead
         1
     """
 
-    def __init__(self, limit: int | None, *, waits: bool, version: Callable[[], int]) -> None:
-        self.limit, self.version = limit, version
+    def __init__(self, limit: int | None, *, waits: bool, versions: Callable[[], Sequence[int]]) -> None:
+        self.limit, self.versions = limit, versions
         self.waits = waits and limit is not None
         self.drops = not waits and limit is not None
         self._pace: int | None = None
@@ -43,15 +43,14 @@ class Staleness:
             return math.inf
         return 1 if self._pace is None else (self.limit or 0) // max(1, self._pace) + 1
 
-    def too_stale(self, results: Iterable[Result], version: int) -> bool:
-        """Whether rollouts must not be delivered any more, when ``version`` is published."""
-        if self.limit is None:
-            return False
-        return version - min(result.found.oldest_version for result in results) > self.limit
+    def too_stale(self, results: Iterable[Result], versions: Sequence[int]) -> bool:
+        """Whether rollouts must not be delivered any more, when ``versions`` are published."""
+        limit = self.limit
+        return limit is not None and any(versions[r.worker] - r.found.oldest_version > limit for r in results)
 
     def delivered(self) -> None:
         """Note that a batch is delivered."""
-        version = self.version()
+        version = max(self.versions())
         if self._last is not None:
             self._pace = max(self._pace or 0, version - self._last)
         self._last = version

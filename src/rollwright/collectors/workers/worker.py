@@ -17,7 +17,7 @@ from rollwright._processes.segment import Segment
 from rollwright.collectors._paths import resolve
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.blocks import BatchForm, BlockLayout
+from rollwright.collectors.workers.blocks import BatchForm, Place
 from rollwright.collectors.workers.core import WorkerCore
 from rollwright.collectors.workers.words import State, Word, Words
 from rollwright.weight_update._feed import WeightFeed
@@ -78,6 +78,7 @@ class Worker:
         self._words.state = State.STARTING
         self._inbox: deque[Any] = deque()
         self._run: int | None = None  # the rollout under way
+        self._interrupted_run = -1  # number of the last one that was to be interrupted
         self._cut = self._paused = False
         self._stopping: say.Stop | None = None
         _seed_all(spec.seed)
@@ -85,6 +86,7 @@ class Worker:
             spec.init_fn()
         self._core = core = WorkerCore(spec, self._words, self._ask, lambda: self._stopping is not None)
         self._feed = WeightFeed(spec.boards)
+        core.skip_published = self._feed.skip
         self._take_weights()
         self._interrupted = core._interrupted
         core._interrupted = self._checkpoint
@@ -140,6 +142,7 @@ class Worker:
             case say.Resume():
                 self._paused = False
             case say.Interrupt():
+                self._interrupted_run = max(self._interrupted_run, message.run)  # it may not have begun yet
                 self._cut = self._cut or message.run == self._run
             case say.Call() if between_batches or not message.between_batches:
                 self._call(message)
@@ -157,6 +160,7 @@ class Worker:
     def _call(self, call: say.Call) -> None:
         before, self._words.state = self._words.state, State.CALLED
         try:
+            self._take_weights()  # what was published before the call counts in it
             found = resolve(self._core, call.path)
             if call.arguments is not None:
                 args, kwargs = call.arguments.value
@@ -182,7 +186,7 @@ class Worker:
             self._attend()
         if self._stopping is not None:
             return
-        self._run, self._cut = order.run, False
+        self._run, self._cut = order.run, order.run <= self._interrupted_run
         self._words.state = State.COLLECTING
         self._take_weights()
         try:
@@ -224,7 +228,7 @@ class Worker:
                 self._core.take_version(self._feed.apply(self._core))
             self._words.state = before
 
-    def _ask(self, form: BatchForm) -> tuple[BlockLayout, int, int] | None:
+    def _ask(self, form: BatchForm) -> Place | None:
         """Ask for memory in the middle of a rollout, however long the consumer is busy; None if the collector ends."""
         assert self._run is not None
         self._channel.send(say.Need(self._run, form))
@@ -233,7 +237,7 @@ class Worker:
                 continue
             message = self._channel.recv(0.0)
             if isinstance(message, say.Grant):
-                return message.layout, message.offset, message.part
+                return Place(*message[1:])
             if isinstance(message, say.Stop):
                 self._handle(message, between_batches=False)
             else:
