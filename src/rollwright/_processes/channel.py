@@ -19,6 +19,7 @@ __all__ = ["ByValue", "Channel"]
 
 _HEADER = 8
 _CHUNK = 1 << 16
+_LONGEST_WAIT_S = 1e6  # that the system takes
 
 
 class ByValue:
@@ -113,7 +114,7 @@ class Channel:
 
         Args:
             message: anything that can be pickled; see :class:`ByValue` for what users wrote.
-            timeout_s: how long the other end may let the line be full.
+            timeout_s: how long the other end may let the line be full; infinity if it may be busy for long.
 
         Raises:
             EOFError: the other end is gone.
@@ -130,7 +131,7 @@ class Channel:
                 rest = rest[self._socket.send(rest) :]
             except (BlockingIOError, InterruptedError):
                 until = until or time.monotonic() + timeout_s
-                if not _writable(self._socket, until - time.monotonic()):
+                if not _writable(self._socket, min(_LONGEST_WAIT_S, until - time.monotonic())):
                     self.close()
                     raise TimeoutError(f"waited {timeout_s:g} s for the other process to read a message") from None
             except OSError as error:

@@ -75,6 +75,7 @@ class MultiCore(BaseCollector):
         self.requested_frames_per_batch = sum(frames) if isinstance(frames, list | tuple) and own.sync else frames
         self._version = 0
         self._publishing = threading.Lock()
+        self._pauser: int | None = None
         self._runner: Runner | None = None
         self._policy = policy
         if own.num_threads is not None:
@@ -198,6 +199,8 @@ class MultiCore(BaseCollector):
         while True:
             self._check_open()
             self._check_idle("iteration")
+            if self._pauser == threading.get_ident():
+                raise RuntimeError("iteration inside pause(): the workers rest until the pause ends. Leave it first.")
             self._schedule.raise_error()
             self._started = True
             if self.own_options.update_at_each_batch:
@@ -327,8 +330,12 @@ class MultiCore(BaseCollector):
         """
         self._check_open()
         self._raise_of_runner()
-        with self._group.pausing():
-            yield
+        before, self._pauser = self._pauser, threading.get_ident()
+        try:
+            with self._group.pausing():
+                yield
+        finally:
+            self._pauser = before
 
     # The end ----------------------------------------------------------------------------------
 

@@ -186,8 +186,12 @@ class MultiCollector(MultiCore):
         for index in range(self.num_workers):
             [last] = self._call_between("set_seed", [((int(seed), static_seed), {})], workers=[index])
             seed = seed if static_seed else last + 1
-        self._schedule.forget()
+        self._forget()
         return last
+
+    def _forget(self) -> None:
+        """Drop what was collected before the workers were told something, and not delivered."""
+        self._schedule.forget({worker.index: worker.num_told for worker in self._group.workers})
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Begin new trajectories in all workers.
@@ -226,8 +230,8 @@ class MultiCollector(MultiCore):
             raise KeyError(
                 f"state_dict: expected the states of {self.num_workers} workers, got {sorted(map(str, state_dict))}."
             )
-        self._schedule.forget()
         self._call_between("load_saved_state", [((state_dict[name],), kwargs) for name in names])
+        self._forget()
         nothing = {"frames": state_dict["frames"], "waiting": [], "trajectories": []}
         self._schedule.load_state_dict(state_dict.get("undelivered", nothing))
         self._schedule.batches = int(state_dict.get("iter", 0))

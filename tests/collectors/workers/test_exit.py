@@ -29,7 +29,7 @@ def main():
     if state in ("background", "stuck", "background, Ctrl-C", "orphans"):
         options["replay_buffer"] = ReplayBuffer(storage=LazyTensorStorage(100_000), shared=True)
     if state == "stuck":
-        envs = one_bad(troubles={"trouble": Trouble("sleep", 30)})
+        envs = one_bad(troubles={"trouble": Trouble("sleep", 20)})
     if state == "failing":
         envs = one_bad(troubles={"trouble": Trouble("raise", 30)})
     collector = cls(envs, gain(), **options)
@@ -49,7 +49,8 @@ def main():
                 sys.exit(0)
         elif state in ("background", "stuck"):
             collector.start()
-            time.sleep(0.3)
+            while collector.stats()["frames"] < 60:
+                time.sleep(0.01)
         elif state in ("background, Ctrl-C", "orphans"):
             collector.start()
             print("collecting", flush=True)

@@ -125,9 +125,11 @@ class Loan:
         self._given: weakref.ref[memoryview] | None = None
 
     def lend(self) -> memoryview:
-        """A view that stands for the loan."""
-        given = self._memory[:]
-        self._given = weakref.ref(given)
+        """A view that stands for the loan; one that is open goes on."""
+        given = None if self._given is None else self._given()
+        if given is None:
+            given = self._memory[:]
+            self._given = weakref.ref(given)
         return given
 
     @property

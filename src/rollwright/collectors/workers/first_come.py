@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from rollwright._interrupts import uninterrupted
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.blocks import BlockLayout, BlockStore
 from rollwright.collectors.workers.group import WorkerGroup
@@ -35,21 +36,26 @@ class FirstCome(Schedule):
     def _more(self) -> bool:
         return bool(self._arrivals) or self.frames < self.total_frames
 
-    def _take(self, give_up: Callable[[], bool]) -> Any:
+    def _take(self, give_up: Callable[[], bool]) -> bool:
         while True:
             if not self._wait(self._next_is_there, "a rollout of any worker", give_up):
-                return None
+                return False
             self.raise_error()
             if not self._arrivals:
                 self.raise_if_short()
-            versions = self._staleness.versions()  # while it is here, whoever publishes waits for it
-            result = self._arrivals.popleft()
-            if not self._staleness.too_stale([result], versions):
-                break
-            self._drop([result])
-        self._staleness.delivered()
-        if not self._staleness.waits:
-            self._ask()  # the worker goes on while the consumer has the batch
+            with self._group.lock, uninterrupted:
+                versions = self._staleness.versions()  # while it is here, whoever publishes waits for it
+                result = self._arrivals.popleft()
+                if not self._staleness.too_stale([result], versions):
+                    self._staleness.delivered()
+                    self._pending.append(self._made_of(result))
+                    if not self._staleness.waits:
+                        self._ask()  # the worker goes on while the consumer has the batch
+                    return True
+                self._drop([result])
+
+    def _made_of(self, result: Result) -> Any:
+        """What is delivered of a rollout."""
         if self.stored:
             return None
         batch = batch_of(result)
@@ -104,10 +110,8 @@ class FirstCome(Schedule):
     def _waiting(self) -> list[Result]:
         return list(self._arrivals)
 
-    def _undelivered(self) -> list[Result]:
-        found = self._waiting()
-        self._arrivals.clear()
-        return found
+    def _give_up(self, old: Sequence[Result]) -> None:
+        self._arrivals = deque(result for result in self._arrivals if result not in old)
 
     @property
     def num_undelivered(self) -> int:

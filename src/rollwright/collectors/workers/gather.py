@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from rollwright._interrupts import uninterrupted
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.blocks import BatchForm, Block, BlockLayout, BlockStore, Join
 from rollwright.collectors.workers.group import WorkerGroup
@@ -41,7 +42,7 @@ class Gather(Schedule):
     def _more(self) -> bool:
         return bool(self._results) or self.frames < self.total_frames
 
-    def _take(self, give_up: Callable[[], bool]) -> Any:
+    def _take(self, give_up: Callable[[], bool]) -> bool:
         workers = self._group.workers
 
         def complete() -> bool:
@@ -54,17 +55,22 @@ class Gather(Schedule):
 
         while True:
             if not self._wait(complete, "rollouts of all workers", give_up):
-                return None
+                return False
             self.raise_error()
             if len(self._results) < len(workers):
                 self.raise_if_short()
-            versions = self._staleness.versions()  # while they are here, whoever publishes waits for them
-            results = [self._results[worker.index] for worker in workers]
-            self._results, self._interrupted, self._block = {}, False, None
-            if not self._staleness.too_stale(results, versions):
-                break
-            self._drop(results)
-        self._staleness.delivered()
+            with self._group.lock, uninterrupted:
+                versions = self._staleness.versions()  # while they are here, whoever publishes waits for them
+                results = [self._results[worker.index] for worker in workers]
+                self._results, self._interrupted, self._block = {}, False, None
+                if not self._staleness.too_stale(results, versions):
+                    self._staleness.delivered()
+                    self._pending.append(self._made_of(results))
+                    return True
+                self._drop(results)
+
+    def _made_of(self, results: list[Result]) -> Any:
+        """What is delivered of a round."""
         if self.stored:
             return None
         if self._trajs_per_batch is not None:
@@ -121,9 +127,10 @@ class Gather(Schedule):
     def _waiting(self) -> list[Result]:
         return list(self._results.values())
 
-    def _undelivered(self) -> list[Result]:
-        found, self._results, self._block = self._waiting(), {}, None
-        return found
+    def _give_up(self, old: Sequence[Result]) -> None:
+        self._results = {index: result for index, result in self._results.items() if result not in old}
+        if not self._results:
+            self._block = None
 
     @property
     def num_undelivered(self) -> int:

@@ -17,7 +17,7 @@ from rollwright.data.compact import is_table, join_tables
 __all__ = ["Result", "batch_of", "joined", "restored"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Result:
     """A rollout that has arrived.
 
@@ -113,7 +113,7 @@ def _joined_extras(results: Sequence[Result], join: Join) -> dict[NestedKey, Any
         values = [rest[key] for rest in plain]
         if is_table(key):
             found[key] = value
-        elif any(other.shape[:env] != value.shape[:env] or other.dtype != value.dtype for other in values):
+        elif any(other.shape != value.shape or other.dtype != value.dtype for other in values):
             return None
         else:
             found[key] = torch.stack(values) if join == "stack" else torch.cat(values, 0 if join == "first" else env)

@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rollwright._interrupts import uninterrupted
@@ -146,6 +147,11 @@ class Listening:
         notes = self.restarts.notes
         while notes:
             warnings.warn(notes.pop(0), RuntimeWarning, stacklevel=3)
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held by whoever reads what workers say, or changes what is known of them."""
+        return self._changed
 
     def look(self) -> None:
         """Take in what workers have said, without waiting."""

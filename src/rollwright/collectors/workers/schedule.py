@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._interrupts import uninterrupted
 from rollwright.collectors._pieces import Frames, Piece, concatenate, pad
 from rollwright.collectors._resume import td_from, td_state
 from rollwright.collectors.delivery import never
@@ -77,6 +78,7 @@ class Schedule(ABC):
         self._devices = [_device(worker) for worker in group.workers]
         self._runs = itertools.count()
         self._trajectories: deque[TensorDictBase] = deque()
+        self._pending: list[Any] = []  # what is about to be delivered
         self.frames = 0
         self.frames_stale = self.num_copied = self.num_messages = self.batches = 0
         self.limiter: SampleToInsertRatio | None = None
@@ -103,21 +105,27 @@ class Schedule(ABC):
         Raises:
             WorkerError: a worker has failed.
         """
-        if self._trajs_per_batch is None or self.stored:
-            batch = self._take(give_up)
-        else:
-            taken = [self._trajectories.popleft() for _ in range(self._trajs_per_batch)]
-            pieces = [[Piece(Frames.of(td, len(td)), 0, len(td))] for td in taken]
-            batch = pad(pieces) if self._padded else concatenate([piece for [piece] in pieces])
+        if not self._pending:
+            if self._trajs_per_batch is not None and not self.stored:
+                self._put_together(self._trajs_per_batch)
+            elif not self._take(give_up):
+                return None
         self.batches += 1
-        return batch
+        return self._pending.pop()
+
+    def _put_together(self, count: int) -> None:
+        """Make a batch of trajectories."""
+        with uninterrupted:
+            taken = [self._trajectories.popleft() for _ in range(count)]
+            pieces = [[Piece(Frames.of(td, len(td)), 0, len(td))] for td in taken]
+            self._pending.append(pad(pieces) if self._padded else concatenate([piece for [piece] in pieces]))
 
     def _advance(self, give_up: Callable[[], bool]) -> bool:
         """Let another rollout of trajectories come in; False if that was given up."""
-        found = self._take(give_up)
-        if found is None:
+        if not self._take(give_up):
             return False
-        self._trajectories.extend(found)
+        with uninterrupted:
+            self._trajectories.extend(self._pending.pop())
         return True
 
     @abstractmethod
@@ -125,8 +133,8 @@ class Schedule(ABC):
         """Whether anything is still to come."""
 
     @abstractmethod
-    def _take(self, give_up: Callable[[], bool]) -> Any:
-        """Wait for what comes next."""
+    def _take(self, give_up: Callable[[], bool]) -> bool:
+        """Wait for what comes next, and put it where an interrupt does not lose it; False if that was given up."""
 
     def _release(self, results: Sequence[Result]) -> None:
         """Results are delivered: what keeps their memory from now on are the consumer's tensors."""
@@ -256,14 +264,22 @@ class Schedule(ABC):
 
     # State ------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Drop what was not delivered: all begins anew."""
-        self._release(self._undelivered())
-        self._trajectories.clear()
+    def forget(self, shares: Mapping[int, int]) -> None:
+        """Drop what was not delivered: all has begun anew.
+
+        Args:
+            shares: how many rollouts each worker had collected when it began anew; later ones stay.
+        """
+        with self._group.lock, uninterrupted:
+            old = [result for result in self._waiting() if result.number <= shares[result.worker]]
+            self._give_up(old)
+            self._release(old)
+            self._trajectories.clear()
+            self._pending.clear()
 
     @abstractmethod
-    def _undelivered(self) -> list[Result]:
-        """Give up the rollouts that were not delivered."""
+    def _give_up(self, old: Sequence[Result]) -> None:
+        """Drop rollouts that were not delivered."""
 
     def state_dict(self, shares: Mapping[int, int]) -> dict[str, Any]:
         """What has arrived and was not delivered.
@@ -281,7 +297,6 @@ class Schedule(ABC):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        self.forget()
         self.frames = int(state_dict["frames"])
         for saved in state_dict["waiting"]:
             self._arrived(restored(saved["worker"], _loaded(saved["held"]), self._devices[saved["worker"]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -90,7 +91,7 @@ class Worker:
         self._take_weights()
         self._interrupted = core._interrupted
         core._interrupted = self._checkpoint
-        channel.send(core.ready())
+        self._say(core.ready())
 
     # The loop ---------------------------------------------------------------------------------
 
@@ -107,6 +108,10 @@ class Worker:
             self._words.state = State.STOPPING
             core.shutdown(close_env=self._stopping is None or self._stopping.close_env)
             self._words.state = State.ENDED
+
+    def _say(self, message: Any) -> None:
+        """Tell the collector, which may be busy for long; if it is gone, that is ``EOFError``."""
+        self._channel.send(message, timeout_s=math.inf)
 
     def _await_message(self) -> None:
         """Wait until there is a message, and read all that are there."""
@@ -138,7 +143,7 @@ class Worker:
             case say.Pause():
                 self._paused = True
                 self._words.state = State.PAUSED
-                self._channel.send(say.Paused(message.serial))
+                self._say(say.Paused(message.serial))
             case say.Resume():
                 self._paused = False
             case say.Interrupt():
@@ -147,7 +152,7 @@ class Worker:
             case say.Call() if between_batches or not message.between_batches:
                 self._call(message)
             case say.Call() if self._paused:
-                self._channel.send(say.Raised(message.serial, Failure.of(RuntimeError(_PAUSED.format(message.path)))))
+                self._say(say.Raised(message.serial, Failure.of(RuntimeError(_PAUSED.format(message.path)))))
             case say.Call():
                 self._cut = self._cut or message.cut
                 return False
@@ -167,7 +172,7 @@ class Worker:
                 found = found(*args, **kwargs)
             answer: Any = say.Returned(call.serial, ByValue(found))
             try:
-                self._channel.send(answer)
+                self._say(answer)
             except (TypeError, AttributeError, ValueError, RuntimeError) as error:  # what pickling raises
                 raise TypeError(
                     f"{call.path}: {type(found).__name__} cannot be sent between processes: {error}"
@@ -175,7 +180,7 @@ class Worker:
         except (EOFError, TimeoutError):
             raise
         except BaseException as error:
-            self._channel.send(say.Raised(call.serial, Failure.of(error)))
+            self._say(say.Raised(call.serial, Failure.of(error)))
         self._words.state = before
 
     # A rollout --------------------------------------------------------------------------------
@@ -196,7 +201,7 @@ class Worker:
                 self._run = None
         except BaseException as error:  # if it is that the collector is gone, send() says so again
             found = say.Failed(order.run, Failure.of(error))
-        self._channel.send(found)
+        self._say(found)
         self._word[Word.OLDEST] = -1  # not before: who reads it may rely on having been told
 
     def _checkpoint(self) -> bool:
@@ -231,7 +236,7 @@ class Worker:
     def _ask(self, form: BatchForm) -> Place | None:
         """Ask for memory in the middle of a rollout, however long the consumer is busy; None if the collector ends."""
         assert self._run is not None
-        self._channel.send(say.Need(self._run, form))
+        self._say(say.Need(self._run, form))
         while self._stopping is None:
             if not self._channel.poll(_NAP_S):
                 continue
