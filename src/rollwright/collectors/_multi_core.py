@@ -45,10 +45,11 @@ class MultiCore(BaseCollector):
     """The part of :class:`~rollwright.collectors.MultiCollector` that starts, delivers, and ends."""
 
     _sync: bool | None = None
+    _ended = False
     _leave_limiter: tuple[Callable[[], None], ...] = ()
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        self.closed = True  # until construction succeeds
+        self.closed = True  # until there are workers
         owner = type(self).__name__
         if self._sync is not None:
             if options.get("sync", self._sync) is not self._sync:
@@ -84,11 +85,14 @@ class MultiCore(BaseCollector):
         if buffer is not None and hasattr(buffer, "share"):
             buffer.share()
         self._publisher = Publisher(self.num_workers, others.get("weight_sync_schemes"))
-        self._start(factories, policy, per_worker)
-        self.closed = False
-        self._take_updater(others.get("weight_updater"))
-        if others.get("weight_recv_schemes"):
-            self.register_scheme_receiver(others["weight_recv_schemes"])
+        try:
+            self._start(factories, policy, per_worker)
+            self._take_updater(others.get("weight_updater"))
+            if others.get("weight_recv_schemes"):
+                self.register_scheme_receiver(others["weight_recv_schemes"])
+        except BaseException:
+            self.shutdown(raise_on_error=False)
+            raise
 
     # Construction -----------------------------------------------------------------------------
 
@@ -147,7 +151,6 @@ class MultiCore(BaseCollector):
         ready = [worker.ready for worker in self._group.workers if worker.ready is not None]
         sizes = {told.batch_size for told in ready}
         if self.own_options.sync and len(sizes) > 1:
-            self.shutdown(raise_on_error=False)
             raise ValueError(
                 f"create_env_fn: a batch of all workers needs environments of one batch size, got {sorted(sizes)}. "
                 "Batch environments of one size together in each worker, or pass sync=False."
@@ -359,10 +362,10 @@ class MultiCore(BaseCollector):
 
         Who had to be terminated is logged, and in ``stats()["forced"]``.
         """
-        if self.closed:
+        if self._ended or not hasattr(self, "_group"):
             return
         self.closed = True
-        runner, self._runner = self._runner, None
+        runner = self._runner
         for leave in self._leave_limiter:
             leave()
         if runner is not None:
@@ -376,8 +379,11 @@ class MultiCore(BaseCollector):
             _log.warning("shutdown: %s.", line)
         for segment in (*self._segments, *self._publisher.segments()):
             segment.close()  # what is mapped stays, for those who hold it
+        self._ended = True
         if raise_on_error and runner is not None:
             runner.raise_error()
+        pending = getattr(self, "_schedule", None)  # there is none if construction failed
+        error = next(iter(() if pending is None else pending.errors), error)
         if raise_on_error and error is not None:
             raise error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollwright._processes.channel import ByValue
 from rollwright.collectors import weights as weight_forms
 from rollwright.collectors._multi_core import MultiCore
 from rollwright.collectors._paths import resolve
@@ -200,7 +202,10 @@ class MultiCollector(MultiCore):
             index: of workers, one or a list; None for all.
             **kwargs: go to the environments' ``reset``.
         """
-        chosen = None if index is None else [int(i) for i in (index if isinstance(index, list | tuple) else [index])]
+        chosen = None if index is None else list(index) if isinstance(index, list | tuple) else [index]
+        strangers = [i for i in chosen or () if i not in range(self.num_workers)]
+        if strangers:
+            raise IndexError(f"reset: index: expected workers of 0 to {self.num_workers - 1}, got {strangers}.")
         count = self.num_workers if chosen is None else len(chosen)
         self._call_between("reset", [((), kwargs)] * count, workers=chosen)
 
@@ -325,9 +330,14 @@ class MultiCollector(MultiCore):
         self._set_hook("post_collect_hook", hook)
 
     def _set_hook(self, name: str, hook: Any) -> None:
-        self.options = self.options.override(**{name: hook})  # checks it
-        self._group.change_options(**{name: hook})
+        changed = self.options.override(**{name: hook})  # checks it
+        try:
+            pickle.dumps(ByValue(hook))
+        except Exception as error:  # a hook may refuse in any way it likes
+            raise TypeError(f"{name}: cannot be sent to a worker process: {type(error).__name__}: {error}.") from error
         self._call_between("set_hook", [((name, hook), {})] * self.num_workers)
+        self.options = changed
+        self._group.change_options(**{name: hook})
         setattr(self, f"_{name}", hook)
 
     def enable_profile(self, **options: Any) -> None:

@@ -54,6 +54,12 @@ class Publisher:
         default: WeightSyncScheme | None = None,
     ) -> None:
         self._schemes = dict(schemes or {})
+        for model_id, scheme in self._schemes.items():
+            if not isinstance(scheme, WeightSyncScheme):
+                raise TypeError(
+                    f"weight_sync_schemes[{model_id!r}]: expected a WeightSyncScheme, got {type(scheme).__name__}: "
+                    f"{scheme!r}."
+                )
         self._default = SharedMemWeightSyncScheme(strategy="state_dict") if default is None else default
         self._common = Board()
         self._own = [Board() for _ in range(num_workers)]

@@ -29,7 +29,7 @@ def main():
     if state in ("background", "stuck", "background, Ctrl-C", "orphans"):
         options["replay_buffer"] = ReplayBuffer(storage=LazyTensorStorage(100_000), shared=True)
     if state == "stuck":
-        envs = one_bad(troubles={"trouble": Trouble("sleep", 20)})
+        envs = one_bad(troubles={"trouble": Trouble("sleep", 50)})
     if state == "failing":
         envs = one_bad(troubles={"trouble": Trouble("raise", 30)})
     collector = cls(envs, gain(), **options)

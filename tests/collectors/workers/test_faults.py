@@ -25,7 +25,7 @@ from tests.collectors.workers.envs import (
     tally,
 )
 from tests.collectors.workers.frames import check
-from tests.collectors.workers.processes import burn, gone, wait_until
+from tests.collectors.workers.processes import burn, gone, heard, wait_until
 
 from rollwright.errors import EnvError, PolicyError, WorkerError
 
@@ -215,6 +215,8 @@ def test_a_killed_worker_is_replaced(make, kind):
     assert before[1] != after[1]
     assert gone([before[1]])
     stats = collector.stats()
+    assert stats["frames"] >= found.frames
+    assert stats["episodes"] >= found.whole
     assert stats["restarts"] == stats["workers"][1]["restarts"] == 1
     assert stats["workers_alive"] == 3
     assert bool((batches[-1]["action"] == 2.0).all())  # the new one has the newest weights
@@ -434,6 +436,34 @@ def test_commands_in_the_middle_of_iteration_take_nothing_away(make, kind):
         else:
             collector.stats()
     assert check(batches).frames == 800
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_commands_of_another_thread_take_nothing_away(make, kind):
+    collector = make(kind, makers(), gain(0.0), frames_per_batch=20, total_frames=2000, track_policy_version=True)
+    over, failures = threading.Event(), []
+
+    def command():
+        while not over.wait(0.002):
+            version = collector.policy_version
+            calls = (
+                lambda: collector.update_policy_weights_(gain(version + 1)),
+                collector.stats,
+                lambda: collector.get_distant_attr("env.batch_size"),
+            )
+            failures.extend(error for error in (heard(call, Exception) for call in calls) if error is not None)
+
+    thread = threading.Thread(target=command)
+    thread.start()
+    try:
+        batches = run(collector)
+    finally:
+        over.set()
+        thread.join()
+    assert failures == []
+    assert check(batches).frames == 2000
+    for batch in batches:
+        assert torch.equal(batch["action"][..., 0].long(), batch["policy_version"])
 
 
 def test_a_stopped_worker_is_waited_for(make):

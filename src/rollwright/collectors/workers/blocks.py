@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -149,13 +149,13 @@ class Block:
         number: of the layout; no two layouts of a store have one number.
         offset: in the segment.
         runs: rollouts that are written to it, or lie in it undelivered.
-        kept: whether someone in a worker goes on reading it.
+        readers: workers in which someone goes on reading it.
     """
 
     def __init__(self, segment: Segment, layout: BlockLayout, number: int, offset: int) -> None:
         self.layout, self.number, self.offset = layout, number, offset
         self.runs: set[int] = set()
-        self.kept = False
+        self.readers: set[int] = set()
         segment.grow(offset + layout.num_bytes)
         self._loan = Loan(segment.map(offset, max(1, layout.num_bytes)))
 
@@ -167,7 +167,7 @@ class Block:
     @property
     def free(self) -> bool:
         """Whether it may be written."""
-        return not (self.runs or self.kept or self._loan.lent)
+        return not (self.runs or self.readers or self._loan.lent)
 
     def lend(self) -> dict[NestedKey, torch.Tensor]:
         """Its entries, for the consumer."""
@@ -199,6 +199,14 @@ class BlockStore:
         block = Block(self.segment, layout, number, self._room(layout.num_bytes))
         self._blocks.append(block)
         return block
+
+    def read_by(self, worker: int, offsets: Sequence[int]) -> None:
+        """Note which blocks someone in a worker goes on reading."""
+        for block in self._blocks:
+            if block.offset in offsets:
+                block.readers.add(worker)
+            else:
+                block.readers.discard(worker)
 
     def _drop_others(self, layout: BlockLayout) -> None:
         """Let free blocks go whose form is no longer collected."""
@@ -290,6 +298,7 @@ class BlockMemory(MemoryPool):
         self._place: Place | None = None
         self._mapped: dict[int, tuple[Loan, dict[NestedKey, torch.Tensor]]] = {}
         self._bases: dict[NestedKey, torch.Tensor] = {}
+        self._loans: dict[int, Loan] = {}
         self._offset: int | None = None
         self._loan: Loan | None = None
         self.windows: dict[NestedKey, torch.Tensor] = {}
@@ -314,6 +323,7 @@ class BlockMemory(MemoryPool):
             memory = self._segment.map(offset, max(1, layout.num_bytes))
             self._mapped[offset] = Loan(memory), layout.part_of(memory, part)
         self._loan, self._bases = self._mapped[offset]
+        self._loans[offset] = self._loan
         self.windows = layout.part_of(self._loan.lend(), part)
 
     def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -323,8 +333,8 @@ class BlockMemory(MemoryPool):
             return super().take(place, shape, dtype)
         return Window(window, self._bases[place])  # type: ignore[index]
 
-    def end(self) -> bool:
-        """End the rollout; whether something still reads its block."""
-        self.windows = {}
-        loan, self._loan = self._loan, None
-        return loan is not None and loan.lent
+    def end(self) -> tuple[int, ...]:
+        """End the rollout; offsets of the blocks that something here still reads."""
+        self.windows, self._loan = {}, None
+        self._loans = {offset: loan for offset, loan in self._loans.items() if loan.lent}
+        return tuple(self._loans)

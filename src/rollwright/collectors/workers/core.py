@@ -25,7 +25,7 @@ from rollwright.collectors.trajectories import TrajectoryPool
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.blocks import BatchForm, BlockMemory, Place
 from rollwright.collectors.workers.parcels import ParcelMemory
-from rollwright.collectors.workers.words import Time, Word, Words
+from rollwright.collectors.workers.words import State, Time, Word, Words
 from rollwright.data.memory import MemoryPool
 from rollwright.weight_update._forms import describe
 
@@ -122,6 +122,14 @@ class WorkerCore(Collector):
         """Act with another version of the weights."""
         self._policy_version = version
         self._words.whole[Word.VERSION] = version
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._words.state = State.COLLECTING
+
+    def _finish(self, steps: int) -> TensorDictBase:
+        self._words.state = State.DELIVERING
+        return super()._finish(steps)
 
     # Rollouts ---------------------------------------------------------------------------------
 

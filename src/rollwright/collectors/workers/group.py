@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import warnings
@@ -202,10 +203,11 @@ class WorkerGroup(Listening):
         with self._changed:  # whoever reads what workers say stops
             self._changed.wait_for(lambda: not self._reading, NAP_S)
             self._reading = True
+        until = time.monotonic() + timeout_s
         children = [(worker, worker.child) for worker in self.workers if worker.child is not None]
         for worker, _ in children:
-            worker.send(say.Stop(close_env), attention=True)
-        until = time.monotonic() + timeout_s
+            with contextlib.suppress(TimeoutError):  # it will be made to end
+                worker.send(say.Stop(close_env), attention=True, timeout_s=until - time.monotonic())
         asleep = [(worker, child) for worker, child in children if child is not None]
         errors = [self._hear_out(worker, child, until) for worker, child in asleep]
         for worker, child in asleep:

@@ -42,7 +42,7 @@ class Result:
 
 def restored(worker: int, held: Any, device: torch.device | None) -> Result:
     """A rollout that was saved before it was delivered."""
-    found = Collected(-1, 0, 0, False, None, (), {}, False, 0, 0, 0)
+    found = Collected(-1, 0, 0, False, None, (), {}, (), 0, 0, 0)
     return Result(worker, 0, found, None, 0, held, device)
 
 

@@ -221,8 +221,6 @@ class Listening:
             case say.Collected():
                 worker.num_collected += 1
                 block = worker.runs.pop(message.run, None)
-                if block is not None:
-                    block.kept = block.kept or message.held
                 if listener is not None:
                     listener.collected(worker, message, block)
             case say.Need() if listener is not None:
@@ -298,11 +296,17 @@ class Listening:
         for index in self.restarts.due():
             worker = self.workers[index]
             worker.spec = dataclasses.replace(worker.spec, seed=worker.spec.seed + len(self.workers))
-            self._launch(worker)
+            try:
+                self._launch(worker)
+            except (OSError, EOFError, TypeError, ValueError, RuntimeError) as why:
+                self._replace(worker, _of(worker, f"could not be started again: {type(why).__name__}: {why}"))
+        now = time.monotonic()
+        for worker in self.workers:
+            if worker.child is not None and worker.ready is None and now - worker.beat_at > START_S:
+                self._replace(worker, _of(worker, f"has taken longer than {START_S:g} s to make its environment"))
         limit = self._step_timeout_s
         if limit is None:
             return
-        now = time.monotonic()
         for worker in self.workers:
             beat = worker.words.whole[Word.BEAT]
             if beat != worker.beat or worker.words.state is not State.COLLECTING or not worker.there:
@@ -326,6 +330,12 @@ class Listening:
         under_way = [worker for worker in self.workers if worker.runs]
         published = [(worker.index, worker.words.whole[Word.PUBLISHED]) for worker in under_way]
         return published + [(worker.index, firsts[worker.index]) for worker in under_way if firsts[worker.index] >= 0]
+
+
+def _of(worker: Member, what: str) -> WorkerError:
+    error = WorkerError(f"{worker.name} {what}.")
+    error.worker = worker.index
+    return error
 
 
 def _unsendable(spec: WorkerSpec, error: Exception) -> Exception:

@@ -15,6 +15,9 @@ from rollwright.errors import WorkerError
 __all__ = ["Listener", "Member"]
 
 
+_FULL_S = 60.0  # a step may take long, and the line has little room
+
+
 class Listener(Protocol):
     """Who is told what workers say of their rollouts."""
 
@@ -72,8 +75,12 @@ class Member:
         """For messages."""
         return f"worker {self.index}"
 
-    def send(self, message: Any, *, attention: bool = False) -> bool:
-        """Tell it something; False if it is gone, which will be heard of."""
+    def send(self, message: Any, *, attention: bool = False, timeout_s: float = _FULL_S) -> bool:
+        """Tell it something; False if it is gone, which will be heard of.
+
+        Raises:
+            TimeoutError: it does not read, and the line is full.
+        """
         child = self.child
         if child is None:
             return False
@@ -81,11 +88,13 @@ class Member:
             with self.sending:
                 if attention:
                     self.words.call_attention()
-                child.channel.send(message)
+                child.channel.send(message, timeout_s)
                 if attention:
                     self.words.call_attention()
-        except (EOFError, TimeoutError):
+        except EOFError:
             return False
+        except TimeoutError as error:
+            raise TimeoutError(f"waited {timeout_s:g} s for {self.doing()} to read what it was told") from error
         return True
 
     def doing(self) -> str:

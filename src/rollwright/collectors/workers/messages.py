@@ -164,7 +164,7 @@ class Collected(NamedTuple):
             beside, or the whole batch, or a list of trajectories; None: nothing.
         lacking: entries of the block that the batch does not have.
         nesting: longer batch sizes of nested entries, by key.
-        held: whether something in the worker still reads the block.
+        held: offsets of the blocks that something in the worker still reads.
         oldest_version: of the weights that acted.
         newest_version: likewise.
         dropped_frames: thrown away because they were too stale, see ``max_policy_lag``.
@@ -177,7 +177,7 @@ class Collected(NamedTuple):
     rest: Any
     lacking: tuple[Any, ...]
     nesting: dict[Any, tuple[int, ...]]
-    held: bool
+    held: tuple[int, ...]
     oldest_version: int
     newest_version: int
     dropped_frames: int

@@ -225,6 +225,7 @@ class Schedule(ABC):
         self.num_messages += 1
         self.frames += found.frames
         self.frames_stale += found.dropped_frames
+        self.store.read_by(worker.index, found.held)
         rest = None if found.rest is None else open_parcel(found.rest, worker.spec.parcels)
         part, device = self._part(worker, block), self._devices[worker.index]
         self._arrived(Result(worker.index, worker.num_collected, found, block, part, rest, device))
@@ -274,6 +275,7 @@ class Schedule(ABC):
             old = [result for result in self._waiting() if result.number <= shares[result.worker]]
             self._give_up(old)
             self._release(old)
+            self.frames -= sum(result.found.frames for result in old)
             self._trajectories.clear()
             self._pending.clear()
 

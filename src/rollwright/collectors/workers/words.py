@@ -56,6 +56,7 @@ class State(IntEnum):
     TAKING_WEIGHTS = 5
     STOPPING = 6
     ENDED = 7
+    DELIVERING = 8
 
 
 _PAGE = 512

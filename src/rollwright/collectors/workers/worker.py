@@ -151,7 +151,7 @@ class Worker:
                 self._cut = self._cut or message.run == self._run
             case say.Call() if between_batches or not message.between_batches:
                 self._call(message)
-            case say.Call() if self._paused:
+            case say.Call() if self._paused and not message.cut:
                 self._say(say.Raised(message.serial, Failure.of(RuntimeError(_PAUSED.format(message.path)))))
             case say.Call():
                 self._cut = self._cut or message.cut
@@ -192,7 +192,6 @@ class Worker:
         if self._stopping is not None:
             return
         self._run, self._cut = order.run, order.run <= self._interrupted_run
-        self._words.state = State.COLLECTING
         self._take_weights()
         try:
             try:
@@ -219,7 +218,7 @@ class Worker:
             while True:
                 self._read()
                 self._inbox = deque(m for m in self._inbox if not self._handle(m, between_batches=False))
-                if not self._paused:
+                if not self._paused or self._cut:
                     break
                 self._channel.poll(_NAP_S)
                 self._take_weights()
