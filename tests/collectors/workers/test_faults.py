@@ -445,9 +445,9 @@ def test_commands_of_another_thread_take_nothing_away(make, kind):
 
     def command():
         while not over.wait(0.002):
-            version = collector.policy_version
+            weights = gain(collector.policy_version + 1)
             calls = (
-                lambda: collector.update_policy_weights_(gain(version + 1)),
+                lambda weights=weights: collector.update_policy_weights_(weights),
                 collector.stats,
                 lambda: collector.get_distant_attr("env.batch_size"),
             )
