@@ -382,8 +382,9 @@ class MultiCore(BaseCollector):
         self._ended = True
         if raise_on_error and runner is not None:
             runner.raise_error()
-        pending = getattr(self, "_schedule", None)  # there is none if construction failed
-        error = next(iter(() if pending is None else pending.errors), error)
+        schedule = getattr(self, "_schedule", None)  # there is none if construction failed
+        if schedule is not None and not schedule.told:  # of several failures, one is enough
+            error = next(iter(schedule.errors), error)
         if raise_on_error and error is not None:
             raise error
 

@@ -23,6 +23,7 @@ from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.observing import merged_stats
 from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.collectors.workers.words import Word
+from rollwright.errors import WorkerError
 
 __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
@@ -136,8 +137,12 @@ class MultiCollector(MultiCore):
     def _signature(self, worker: int, model_id: str) -> Any:
         """What a model takes, in a worker; asked once."""
         key = (worker, model_id)
-        if key not in self._signatures:
-            self._signatures[key] = self._group.call("describe_model", [((model_id,), {})], workers=[worker])[0]
+        while key not in self._signatures:
+            try:
+                self._signatures[key] = self._group.call("describe_model", [((model_id,), {})], workers=[worker])[0]
+            except WorkerError as error:  # the worker may have been killed meanwhile: ask the one in its place
+                if error.remote_type or not self._group.is_replaced(worker):
+                    raise
         return self._signatures[key]
 
     def _devices(self) -> list[Any]:

@@ -445,13 +445,9 @@ def test_commands_of_another_thread_take_nothing_away(make, kind):
 
     def command():
         while not over.wait(0.002):
-            weights = gain(collector.policy_version + 1)
-            calls = (
-                lambda weights=weights: collector.update_policy_weights_(weights),
-                collector.stats,
-                lambda: collector.get_distant_attr("env.batch_size"),
-            )
-            failures.extend(error for error in (heard(call, Exception) for call in calls) if error is not None)
+            update = partial(collector.update_policy_weights_, gain(collector.policy_version + 1))
+            for call in (update, collector.stats, partial(collector.get_distant_attr, "env.batch_size")):
+                failures.append(heard(call, Exception))
 
     thread = threading.Thread(target=command)
     thread.start()
@@ -460,7 +456,7 @@ def test_commands_of_another_thread_take_nothing_away(make, kind):
     finally:
         over.set()
         thread.join()
-    assert failures == []
+    assert not any(failures), failures
     assert check(batches).frames == 2000
     for batch in batches:
         assert torch.equal(batch["action"][..., 0].long(), batch["policy_version"])

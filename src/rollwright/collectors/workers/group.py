@@ -181,6 +181,10 @@ class WorkerGroup(Listening):
         """What the workers do, as a phrase."""
         return self._doing(self.workers)
 
+    def is_replaced(self, worker: int) -> bool:
+        """Whether another takes a worker's place."""
+        return self.restarts.wanted and self.workers[worker].error is None
+
     @property
     def num_alive(self) -> int:
         """Workers whose process runs."""

@@ -53,6 +53,7 @@ class Schedule(ABC):
         frames: collected so far, as far as they have arrived here.
         limiter: of the replay buffer: asked before rollouts begin.
         held: how many keep rollouts from beginning.
+        told: whether an error was raised.
         errors: what went wrong in workers, and was not raised yet.
     """
 
@@ -83,6 +84,7 @@ class Schedule(ABC):
         self.frames_stale = self.num_copied = self.num_messages = self.batches = 0
         self.limiter: SampleToInsertRatio | None = None
         self.errors: deque[WorkerError] = deque()
+        self.told = False
         self.waiting_for: str | None = None
 
     # What is delivered ------------------------------------------------------------------------
@@ -206,6 +208,7 @@ class Schedule(ABC):
     def raise_error(self) -> None:
         """Raise what went wrong in a worker: each error once, but that of a worker that is gone again and again."""
         if self.errors:
+            self.told = True
             raise self.errors.popleft()
 
     def _is_short(self) -> bool:
