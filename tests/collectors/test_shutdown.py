@@ -193,7 +193,7 @@ try:
 finally:
     print("over", time.monotonic(), flush=True)
 """
-BOUND_S = 5.0
+BOUND_S = 10.0
 
 
 def start(state, tmp_path):
