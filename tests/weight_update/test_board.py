@@ -161,7 +161,7 @@ def test_memory_that_is_outgrown_is_given_back():
     board = Board()
     for size in range(1, 60):
         board.publish(size, {"policy": filled(size, size=size * 10_000)})
-    in_memory = 512 * os.fstat(board._segment.fd).st_blocks
+    in_memory = 512 * os.fstat(board.segment.fd).st_blocks
     assert in_memory < 4 * 60 * 10_000 * 4
 
 
@@ -169,11 +169,11 @@ def test_the_same_weights_take_no_new_memory():
     board = Board()
     for version in range(3):
         board.publish(version, {"policy": filled(version), "critic": filled(version)})
-    size = board._segment.num_bytes
+    size = board.segment.num_bytes
     for version in range(50):
         board.publish(version, {"policy": filled(version)})
         board.publish(version, {"critic": filled(version)})
-    assert board._segment.num_bytes == size
+    assert board.segment.num_bytes == size
 
 
 def test_a_publication_that_fails_leaves_the_last_one():
