@@ -184,7 +184,7 @@ def test_a_second_signal_ends_workers_that_are_stuck(spawn, tmp_path):
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)  # another one: two of a kind may become one on their way
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode in (130, 143), err  # the status of the one that came first
     assert "interrupted: nothing was collected" in err
 
 

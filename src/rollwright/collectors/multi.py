@@ -219,7 +219,7 @@ class MultiCollector(MultiCore):
 
         ``frames``, ``iter``, ``policy_version`` and ``traj_pool`` (the next trajectory id) are those of all.
         """
-        states = self._call_between("saved_state", [((), {})] * self.num_workers)
+        states = self._call_between("state_dict", [((), {})] * self.num_workers)
         state: OrderedDict[str, Any] = OrderedDict((f"worker{i}", saved) for i, saved in enumerate(states))
         schedule = self._schedule.state_dict({worker.index: worker.num_told for worker in self._group.workers})
         state["frames"], state["iter"] = schedule["frames"], self._schedule.batches

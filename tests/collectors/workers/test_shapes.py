@@ -202,12 +202,16 @@ def test_iteration_goes_on_where_it_stopped(make, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_frames_come_first(make, kind):
     collector = make(kind, makers(), gain(2.0), frames_per_batch=10, total_frames=80, init_random_frames=40)
-    acted = [bool((batch["action"] == 2.0).all()) for batch in collector]
-    assert acted.count(False) == 4
-    assert not any(acted[:2])
-    assert all(acted[-2:])
+    batches = list(collector)
+    acted = [bool((batch["action"] == 2.0).all()) for batch in batches]
     if kind == "sync":
-        assert not any(acted[:4])
+        assert acted == [False] * 4 + [True] * 4
+    else:  # each worker begins with its share
+        workers = [int(batch["observation"][0, IDENT]) for batch in batches]
+        for worker in (0, 1):
+            of_worker = [act for act, of in zip(acted, workers, strict=True) if of == worker]
+            assert not any(of_worker[:2])
+            assert all(of_worker[2:])
 
 
 def test_frames_per_trajectory_are_limited(make):

@@ -84,24 +84,24 @@ class BlockLayout:
         return tensor.narrow(len(env), sum(steps[:part]), steps[part])
 
     @cached_property
-    def _places(self) -> list[tuple[NestedKey, tuple[int, ...], torch.dtype, int]]:
+    def _places(self) -> tuple[list[tuple[NestedKey, tuple[int, ...], torch.dtype, int]], int]:
+        """Key, shape, dtype and first byte of each entry, and the size of all."""
         places, end, ndim = [], 0, len(self.form.env)
         for key, shape, dtype in self.form.fields:
             joined = self._joined(shape[ndim:])
             places.append((key, joined, dtype, end))
             end += -(-math.prod(joined) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        object.__setattr__(self, "_end", end)
-        return places
+        return places, end
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
         """Of a block."""
-        return (self._places and int(self._end)) or 0  # type: ignore[attr-defined]
+        return self._places[1]
 
     def tensors(self, memory: memoryview) -> dict[NestedKey, torch.Tensor]:
         """The entries of a block; they keep ``memory`` alive."""
         found = {}
-        for key, shape, dtype, start in self._places:
+        for key, shape, dtype, start in self._places[0]:
             count = math.prod(shape)
             if count:
                 found[key] = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)

@@ -258,10 +258,6 @@ class WorkerCore(Collector):
         """What a model takes; see :func:`~rollwright.weight_update._forms.describe`."""
         return describe(self.get_model(model_id), model_id)
 
-    def saved_state(self) -> Any:
-        """:meth:`state_dict`, whose tensors nobody writes any more."""
-        return self.state_dict()
-
     def load_saved_state(self, state: Any, **kwargs: Any) -> None:
         """:meth:`load_state_dict`, whatever was published before."""
         self.load_state_dict(state, **kwargs)

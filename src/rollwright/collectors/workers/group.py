@@ -91,15 +91,27 @@ class WorkerGroup(Listening):
         """
         chosen = [self.workers[i] for i in (range(len(self.workers)) if workers is None else workers)]
         self._check_there(chosen)
-        serial = next(self._serial)
-        for worker, given in zip(chosen, args, strict=True):
-            payload = None if given is None else ByValue(given)
-            worker.send(say.Call(serial, path, payload, between_batches, cut), attention=True)
-        answers = self._collect_answers(chosen, serial, path, timeout_s)
+        with self._asking() as serial:
+            for worker, given in zip(chosen, args, strict=True):
+                payload = None if given is None else ByValue(given)
+                worker.send(say.Call(serial, path, payload, between_batches, cut), attention=True)
+            answers = self._collect_answers(chosen, serial, path, timeout_s)
         for worker, answer in zip(chosen, answers, strict=True):
             if isinstance(answer, say.Raised):
                 raise answer.failure.error(worker.name, worker.index)
         return [answer.value.value for answer in answers]
+
+    @contextmanager
+    def _asking(self) -> Iterator[int]:
+        """The serial of a question whose answers are kept inside the ``with`` block, and not beyond it."""
+        serial = next(self._serial)
+        self._awaited.add(serial)
+        try:
+            yield serial
+        finally:
+            self._awaited.discard(serial)
+            for worker in self.workers:
+                self._answers.pop((worker.index, serial), None)
 
     def _check_there(self, workers: Iterable[Member]) -> None:
         for worker in workers:
@@ -143,10 +155,8 @@ class WorkerGroup(Listening):
             raise TimeoutError(f"waited {patience:g} s for {what}: {late}")
         gone = [worker for worker in workers if (worker.index, serial) not in self._answers]
         if gone and (all_of_them or any(worker.error is not None for worker in gone)):
-            for worker in workers:
-                self._answers.pop((worker.index, serial), None)
             raise gone[0].error or self.restarts.last_error(gone[0].index)
-        return [self._answers.pop((worker.index, serial), None) for worker in workers]
+        return [self._answers.get((worker.index, serial)) for worker in workers]
 
     def change_options(self, **changes: Any) -> None:
         """Change options of workers that will be started in place of others."""
@@ -163,10 +173,11 @@ class WorkerGroup(Listening):
         """
         self.num_pauses += 1
         try:
-            workers, serial = [worker for worker in self.workers if worker.there], next(self._serial)
-            for worker in workers:
-                worker.send(say.Pause(serial), attention=True)
-            self._collect_answers(workers, serial, "a step to end", timeout_s, all_of_them=False)
+            workers = [worker for worker in self.workers if worker.there]
+            with self._asking() as serial:
+                for worker in workers:
+                    worker.send(say.Pause(serial), attention=True)
+                self._collect_answers(workers, serial, "a step to end", timeout_s, all_of_them=False)
             yield
         finally:
             self.num_pauses -= 1
@@ -216,7 +227,7 @@ class WorkerGroup(Listening):
         errors = [self._hear_out(worker, child, until) for worker, child in asleep]
         for worker, child in asleep:
             doing = worker.doing()
-            self._forget(child)
+            self._forget(worker)
             how = child.end(0.0)
             if how != "ended":
                 self.forced.append(f"{doing}, and was {how} after {timeout_s:g} s")

@@ -72,6 +72,7 @@ class Listening:
         self._poll.register(self._waking, select.POLLIN)
         self._serial = itertools.count()
         self._answers: dict[tuple[int, int], Any] = {}
+        self._awaited: set[int] = set()  # serials of calls
         self.closed = False
         self.forced: list[str] = []
         self.num_pauses = 0
@@ -233,7 +234,8 @@ class Listening:
                 elif listener is not None:
                     listener.failed(worker, error)
             case say.Returned() | say.Raised() | say.Paused():
-                self._answers[worker.index, message.serial] = message
+                if message.serial in self._awaited:  # whoever asked may have given up
+                    self._answers[worker.index, message.serial] = message
                 worker.num_told = worker.num_collected
             case say.Ready():
                 worker.ready = message
@@ -262,7 +264,7 @@ class Listening:
         """A worker is of no use any more: start another in its place, if that is asked for."""
         child, worker.child, worker.ready = worker.child, None, None
         if child is not None:
-            self._forget(child)
+            self._forget(worker)
             child.kill()
             child.end(1.0)
         for run in list(worker.runs):
@@ -286,10 +288,11 @@ class Listening:
     def _doing(self, workers: Iterable[Member]) -> str:
         return ", ".join(worker.doing() for worker in workers)
 
-    def _forget(self, child: Child) -> None:
-        for fd in (child.channel.fileno(), child.sentinel):
-            if self._by_fd.pop(fd, None) is not None:
-                self._poll.unregister(fd)
+    def _forget(self, worker: Member) -> None:
+        """Listen no more to a worker, whose channel may be closed already."""
+        for fd in [fd for fd, listened_to in self._by_fd.items() if listened_to is worker]:
+            del self._by_fd[fd]
+            self._poll.unregister(fd)
 
     def _watch(self) -> None:
         """Start those whose time has come, and see whether one is stuck."""
