@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 from collections import Counter
@@ -36,20 +37,17 @@ def warm(make):
     make("sync", [tally], gain(), frames_per_batch=1).shutdown()
 
 
-class Killer:
-    """Kills a random worker now and then, whichever there is."""
+class Beside:
+    """Does something now and then, in a thread, inside a ``with`` block."""
 
     def __init__(self, seed: int, mean_s: float):
-        self.random, self.mean_s, self.kills = random.Random(seed), mean_s, 0
+        self.random, self.mean_s = random.Random(seed), mean_s
         self.over = threading.Event()
         self.thread = threading.Thread(target=self.run)
 
     def run(self):
         while not self.over.wait(self.random.expovariate(1 / self.mean_s)):
-            victims = [p.pid for p in strangers()]
-            if victims:
-                burn(self.random.choice(victims))
-                self.kills += 1
+            self.act()
 
     def __enter__(self):
         self.thread.start()
@@ -58,6 +56,42 @@ class Killer:
     def __exit__(self, *exc):
         self.over.set()
         self.thread.join()
+
+
+class Killer(Beside):
+    """Kills a random worker, whichever there is, and notes what it was doing."""
+
+    def __init__(self, seed: int, mean_s: float):
+        super().__init__(seed, mean_s)
+        self.places: Counter = Counter()
+        self.collector, self.in_shutdown = None, False
+
+    def act(self):
+        victims = [p.pid for p in strangers()]
+        if victims:
+            victim = self.random.choice(victims)
+            burn(victim, signal.SIGSTOP)  # it does the same until it dies
+            place = self.place(victim)
+            burn(victim)
+            self.places[place] += 1
+
+    def place(self, pid):
+        if self.in_shutdown:
+            return "shutdown"
+        workers = [] if self.collector is None else self.collector.stats()["workers"]
+        return {worker["pid"]: worker["state"] for worker in workers}.get(pid, "starting")
+
+
+class Updates(Beside):
+    """Publishes weights while another thread collects."""
+
+    def __init__(self, collector):
+        super().__init__(SEED, 0.02)
+        self.collector, self.count = collector, 0
+
+    def act(self):
+        if heard(partial(self.collector.update_policy_weights_, gain(2.0)), WorkerError) is None:
+            self.count += 1
 
 
 class Clock:
@@ -108,6 +142,14 @@ def collect_into(made, clock, *arguments):
 
 def drive(collector, rb, mode, clock, until, frames, tally_of):
     """Use the collector as a learner does, until the time is over."""
+    with Updates(collector) as updates:
+        try:
+            learn(collector, rb, mode, clock, until, frames, tally_of)
+        finally:
+            tally_of["updates beside"] += updates.count
+
+
+def learn(collector, rb, mode, clock, until, frames, tally_of):
     if mode in ("buffer", "buffer of whole trajectories"):
         clock(collector.start)
     while time.monotonic() < until:
@@ -141,7 +183,8 @@ def sampled(batch):
 
 
 def report(mode, policy, counts, clock, killer):
-    print(f"\nstorm: {mode}, {policy}: {killer.kills} kills, longest call {clock.longest:.2f} s, {dict(counts)}")
+    kills, places = sum(killer.places.values()), dict(killer.places)
+    print(f"\nstorm: {mode}, {policy}: {kills} kills {places}, longest call {clock.longest:.2f} s, {dict(counts)}")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -151,6 +194,7 @@ def test_storm_with_restarts(make, mode):
     collector, rb = collect(make, mode, SEED + 1, on_worker_failure="restart", max_restarts=10**6, restart_delay=0.0)
     # Workers start again between two kills, more often than not, however slow the machine is.
     with Killer(SEED, min(1.0, max(0.1, time.monotonic() - begun))) as killer:
+        killer.collector = collector
         drive(collector, rb, mode, clock, time.monotonic() + STORM_S, frames, counts)
     calm = time.monotonic() + 20.0  # after the storm all of them work again
     while collector.stats()["workers_alive"] < 3:
@@ -177,17 +221,20 @@ def test_storm_with_errors(make, mode):
             rounds += 1
             frames: list = []
             made: list = []
+            killer.collector, killer.in_shutdown = None, False
             killed = heard(partial(collect_into, made, clock, make, mode, rounds), WorkerError)
             if killed is not None:
                 assert "SIGKILL" in str(killed)
                 counts["killed at start"] += 1
                 continue
             collector, rb = made
+            killer.collector = collector
             end = min(until, time.monotonic() + 2.0)
             use = partial(drive, collector, rb, mode, clock, end, frames, counts)
             killed = heard(use, WorkerError)
             assert killed is None or "worker" in str(killed)
             counts["survived" if killed is None else "killed"] += 1
+            killer.in_shutdown = True
             counts["killed at the end"] += heard(partial(clock, collector.shutdown), WorkerError) is not None
             if frames or (rb is not None and len(rb)):
                 found = check(frames if rb is None else rb[:], gaps=True, whole="whole" in mode)
