@@ -54,7 +54,7 @@ clean: ## remove what was built; .venv stays
 	rm -rf build dist docs/_build src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests examples docs -name __pycache__ -prune -exec rm -rf {} +
 
-PEERS_torchrl := torchrl==0.14.1
+PEERS_torchrl := torchrl==0.14.1 gymnasium==1.3.0
 PEERS_sb3     := stable-baselines3==2.9.2 tianshou==2.0.1
 PEERS_cpprb   := cpprb==11.0.0
 NO_TORCH      := cpprb

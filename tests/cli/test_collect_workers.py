@@ -12,6 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from rollwright._processes.failures import Failure as Raised
+from rollwright.cli import workers
+from rollwright.cli.errors import Failure
 from rollwright.cli.workers import table
 from rollwright.collectors import MultiSyncCollector
 from rollwright.data.datasets import describe_dataset, load_dataset
@@ -40,6 +43,24 @@ def hang():
         threading.Event().wait(60)
     return act
 """
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (Failure("--policy: none"), "worker 1: Failure: --policy: none"),
+        (FileNotFoundError("no weights"), "worker 1: FileNotFoundError: no weights"),
+        (FileExistsError("weights"), "worker 1: FileExistsError: weights"),
+    ],
+)
+def test_what_a_worker_raises_at_its_start_ends_the_command(run, monkeypatch, error, told):
+    def fail(*_):
+        raise Raised.of(error).error("worker 1", 1)
+
+    monkeypatch.setattr(workers, "make_collector", fail)
+    result = run("collect", "CartPole-v1", "--workers", 2, "--frames", 10)
+    assert result.status in (1, 2)
+    assert result.err == f"rollwright collect: {told}\n"
 
 
 def read_until(process, text):

@@ -158,6 +158,7 @@ OPTIONS = [
          max_frames_per_traj=5), ValueError, ("max_frames_per_traj", "step_count", "Leave")),
     Case("misspelt option", lambda: collect(frame_per_batch=3), TypeError, ("Collector", "'frame_per_batch'",
          "'frames_per_batch'")),
+    Case("option of workers", lambda: collect(restart_delay=3.0), TypeError, ("restart_delay", "num_collectors=")),
     Case("unknown option", lambda: collect(zzz=3), TypeError, ("Collector", "'zzz'", "frames_per_batch")),
     Case("no device", lambda: collect(device="gpu"), ValueError, ("device", "'gpu'", "cuda:0")),
     Case("no storing device", lambda: collect(storing_device=[1]), ValueError, ("storing_device", "[1]", "cpu")),

@@ -163,7 +163,6 @@ def test_every_tenth_batch_of_two_hundred_stays_as_it_was(collect, path, num_env
         batch = collector.next()
         if i % 10 == 0:
             kept.append((batch, checksum(batch)))
-        assert all(checksum(old) == before for old, before in kept[-1:])
     assert all(checksum(old) == before for old, before in kept)
     seen = torch.cat([batch["observation"][..., 0].flatten() for batch, _ in kept])
     assert len(seen.unique()) == len(kept) * 10  # no two steps look alike

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -241,7 +242,9 @@ def test_statistics_come_from_training_and_do_not_move(make: Any, backend: str) 
 
 def test_missing_statistics_are_an_error(make: Any) -> None:
     evaluator = make(normed, pendulum_policy(), num_trajectories=1, max_steps=5)
-    with pytest.raises(RuntimeError, match=r"no statistics of 'observation'.*weights_dict"):
+    with pytest.raises(
+        RuntimeError, match=r"no statistics of 'observation'.*weights_dict=\{'env\.transform\[0\]': that"
+    ):
         evaluator.evaluate()
 
 
@@ -437,6 +440,25 @@ def test_evaluate_lets_the_one_before_end(make: Any) -> None:
     evaluator.trigger_eval(step=1)
     assert evaluator.evaluate(step=2)["eval/step"] == 2
     assert evaluator.poll()["eval/step"] == 1
+
+
+def test_threads_that_evaluate_at_once_take_turns(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluator, results, meeting = make(lambda: Episodes((1,)), scaled(), num_trajectories=1), [], threading.Barrier(2)
+    wait_until = evaluator._desk.wait_until
+
+    def together(condition: Any, what: str, timeout_s: float | None) -> None:
+        wait_until(condition, what, timeout_s)
+        if what == "the evaluation that runs":
+            with contextlib.suppress(threading.BrokenBarrierError):  # the other one is not let in
+                meeting.wait(0.3)
+
+    monkeypatch.setattr(evaluator._desk, "wait_until", together)
+    threads = [threading.Thread(target=lambda: results.append(evaluator.evaluate())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert len(results) == 2
 
 
 @backends

@@ -298,6 +298,32 @@ def test_shutdown_of_a_stuck_thread(make: Any) -> None:
         evaluator.shutdown(timeout=0.2)
 
 
+@backends
+def test_shutdown_that_is_interrupted_goes_on_when_called_again(make: Any, backend: str) -> None:
+    evaluator = make(lambda: Faulty(3, stick if backend == "thread" else sleep), backend=backend)
+    evaluator.trigger_eval()
+    while evaluator.stats()["frames"] < 2:
+        time.sleep(0.01)
+
+    def interrupt() -> None:
+        while not evaluator._desk.stopping:
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        evaluator.shutdown(timeout=60.0)
+    with pytest.raises(RuntimeError, match="was shut down"):
+        evaluator.evaluate()
+    if backend == "thread":
+        with pytest.raises(TimeoutError, match="is left behind"):
+            evaluator.shutdown(timeout=0.2)
+    else:
+        with pytest.warns(UserWarning, match="did not end within 1 s and was terminated"):
+            evaluator.shutdown(timeout=1.0)
+        wait_for_end(evaluator.stats()["pid"])
+
+
 def test_environment_is_closed() -> None:
     env = Faulty()
     with Evaluator(env, num_trajectories=1) as evaluator:

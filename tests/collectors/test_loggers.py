@@ -82,6 +82,20 @@ def test_as_a_hook_it_writes_means_of_batches(tmp_path):
 
 
 @needs_tensorboard
+def test_padding_and_frames_that_were_not_taken_count_for_nothing(tmp_path):
+    padded = torch.stack([batch(2.0, [False, True], version=1), batch(0.0, [True, True], version=9)], 0)
+    with TensorBoardLogger(tmp_path / "padded") as log:
+        log(padded.clone().set(("collector", "mask"), torch.tensor([[True, True], [True, False]])))
+    with TensorBoardLogger(tmp_path / "cut") as log:
+        log(padded.clone().set(("collector", "traj_ids"), torch.tensor([[0, 0], [1, -1]])))
+    for folder in ("padded", "cut"):
+        found = curves(tmp_path / folder)
+        assert found["collector/reward"] == [(3, pytest.approx(4 / 3))]
+        assert found["collector/episodes_ended"] == [(3, 2.0)]
+        assert found["collector/policy_version"] == [(3, 9.0)]
+
+
+@needs_tensorboard
 def test_batches_that_are_not_written_are_counted(tmp_path):
     with TensorBoardLogger(tmp_path, every_s=1000.0) as log:
         log(batch(1.0, [False, True], version=3))

@@ -190,13 +190,13 @@ def test_stuck_thread(make: Any) -> None:
 def test_interrupted_call(make: Any, backend: str, monkeypatch: Any) -> None:
     pool = make([lambda: Faulty()] * 2, backend=backend)
     root = acting(pool, 1.0, 1.0)
-    collect = pool._slots.collect
+    wait = pool._slots.wait
 
     def interrupted(timeout_s: float) -> Any:
-        monkeypatch.setattr(pool._slots, "collect", collect)
+        monkeypatch.setattr(pool._slots, "wait", wait)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pool._slots, "collect", interrupted)
+    monkeypatch.setattr(pool._slots, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pool.step(root.clone())
     assert pool.step(root)["next", "count"].tolist() == [[2.0], [2.0]]  # not what the lost step came to
@@ -205,13 +205,13 @@ def test_interrupted_call(make: Any, backend: str, monkeypatch: Any) -> None:
 def test_calls_wait_for_what_an_interrupted_one_has_left(make: Any, monkeypatch: Any) -> None:
     pool = make([lambda: Faulty(stick)] * 2)
     root = acting(pool, -1.0, 1.0)
-    collect = pool._slots.collect
+    wait = pool._slots.wait
 
     def interrupted(timeout_s: float) -> Any:
-        monkeypatch.setattr(pool._slots, "collect", collect)
+        monkeypatch.setattr(pool._slots, "wait", wait)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pool._slots, "collect", interrupted)
+    monkeypatch.setattr(pool._slots, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pool.step(root)
     threading.Timer(0.3, LET_GO.set).start()

@@ -215,7 +215,7 @@ def test_many_shapes_of_data_fit_into_bounded_memory(make: Make) -> None:
     for size in range(1, 60):
         out = env.step(env.rand_action(td).set("extra", torch.zeros(2, size)))
     assert out["next", "count"].squeeze(-1).tolist() == [59, 59]
-    assert len(env._processes._layouts) <= 16
+    assert len(env._processes._inputs._layouts) <= 16
 
 
 def test_transformed_environments_inside_and_outside(make: Make) -> None:

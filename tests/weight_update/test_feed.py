@@ -1,5 +1,6 @@
 """WeightFeed: what was published reaches the models, all of it, in order."""
 
+import random
 import time
 
 import pytest
@@ -58,6 +59,35 @@ def test_the_later_board_wins(boards):
     boards[0].publish(3, {"other": linear(3).state_dict()})  # carries the policy of version 1 on
     assert feed.apply(worker) == 3
     assert [value_of(module) for module in worker.models.values()] == [2, 3]
+
+
+class Parts(nn.Module):
+    """A policy that has parts which are updated by themselves."""
+
+    def __init__(self, value=0.0):
+        super().__init__()
+        self.actor, self.critic = linear(value), linear(value)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_of_a_model_and_its_parts_the_last_publication_wins(boards, seed):
+    """In whatever order they were published, on either board, however many a worker missed."""
+    draw = random.Random(seed)
+    policy = Parts()
+    worker = Worker(policy=policy, actor=policy.actor, critic=policy.critic)
+    feed, expected = WeightFeed(boards), {"actor": 0.0, "critic": 0.0}
+    for version in range(1, 60):
+        model_id = draw.choice(["policy", "actor", "critic"])
+        new = Parts(version) if model_id == "policy" else linear(version)
+        draw.choice(boards).publish(version, {model_id: new.state_dict()})
+        expected.update(dict.fromkeys(expected if model_id == "policy" else [model_id], float(version)))
+        if draw.random() < 0.3:
+            assert feed.apply(worker) == version
+            assert {name: value_of(getattr(policy, name)) for name in expected} == expected
+        if draw.random() < 0.1:
+            new_policy = Parts()
+            WeightFeed(boards).apply(Worker(policy=new_policy, actor=new_policy.actor, critic=new_policy.critic))
+            assert {name: value_of(getattr(new_policy, name)) for name in expected} == expected
 
 
 def test_a_new_worker_gets_the_last_of_each_model(boards):

@@ -6,11 +6,12 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -20,12 +21,12 @@ from rollwright._processes.channel import ByValue, Channel
 from rollwright._processes.failures import Failure
 from rollwright._processes.starting import check_start_method, new_process
 
-__all__ = ["Child"]
+__all__ = ["Child", "end_all"]
 
 _EXIT_S = 1.0  # for all children together, when the interpreter exits
 _TERMINATE_S = 1.0
 _LAST_BREATH_S = 2.0
-_ORPHANED_S = 5.0
+_ALONE_S = 10.0  # for a process to end by itself when its parent has hung up
 
 
 class Child:
@@ -33,7 +34,7 @@ class Child:
 
     ``serve`` returns when it is told to, or when its channel says ``EOFError``: its parent has hung up, or is dead.
     What it raises is sent as a :class:`~rollwright._processes.failures.Failure`, its last message. Ctrl-C does not
-    reach it: its parent decides.
+    reach it: its parent decides. One that is stuck ends ten seconds after its parent has hung up, or has ended.
 
     Args:
         serve: a function of a module.
@@ -133,19 +134,14 @@ class Child:
         Returns:
             ``"ended"``, ``"terminated"``, or ``"killed"``.
         """
-        how = "ended"
-        if not self.wait(timeout_s):
-            how = "terminated"
-            self._signal(signal.SIGTERM)
-            if not self.wait(_TERMINATE_S):
-                how = "killed"
-                self._signal(signal.SIGKILL)
-                self.wait(_TERMINATE_S)
+        [how] = end_all([self], timeout_s)
+        return how
+
+    def _close(self) -> None:
         self.channel.close()
         if not self.alive:
             self._unwatch.detach()
             _living.discard(self)
-        return how
 
     def _signal(self, number: int) -> None:
         if self.alive:
@@ -153,12 +149,34 @@ class Child:
                 os.kill(self.pid, number)
 
 
+def end_all(children: Sequence[Child], timeout_s: float) -> list[str]:
+    """:meth:`Child.end` of several, in the time of one; what each returns."""
+    hows = dict.fromkeys(children, "ended")
+    left_s = timeout_s
+    for how, number in (("terminated", signal.SIGTERM), ("killed", signal.SIGKILL)):
+        for child in _not_ended(children, left_s):
+            hows[child] = how
+            child._signal(number)
+        left_s = _TERMINATE_S
+    _not_ended(children, left_s)
+    for child in children:
+        child._close()
+    return list(hows.values())
+
+
+def _not_ended(children: Sequence[Child], timeout_s: float) -> list[Child]:
+    """Those that have not ended after a while."""
+    until = time.monotonic() + timeout_s
+    return [child for child in children if not child.wait(until - time.monotonic())]
+
+
 def _main(channel: Channel, serve: Callable[..., None], payload: Any, num_threads: int) -> None:
     """What the process runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(num_threads)
-    threading.Thread(target=_end_with_parent, name="rollwright-parent-watch", daemon=True).start()
+    watch = threading.Thread(target=_end_when_alone, args=(channel.fileno(),), name="rollwright-watch", daemon=True)
+    watch.start()
     try:
         serve(channel, *(payload.value if isinstance(payload, ByValue) else payload))
     except EOFError:
@@ -171,13 +189,16 @@ def _main(channel: Channel, serve: Callable[..., None], payload: Any, num_thread
         channel.close()
 
 
-def _end_with_parent() -> None:
-    """End this process when its parent has, even if it is stuck: nobody else would."""
+def _end_when_alone(line: int) -> None:
+    """End this process when its parent has hung up or ended, even if it is stuck: nobody else would."""
+    poll = select.poll()
+    poll.register(line, 0)  # a hang-up is always told
     parent = multiprocessing.parent_process()
     if parent is not None:
-        parent.join()
-        time.sleep(_ORPHANED_S)  # to end by itself, with EOFError
-        os._exit(1)
+        poll.register(parent.sentinel, select.POLLIN)  # somebody else may have inherited the other end of the line
+    poll.poll()
+    time.sleep(_ALONE_S)  # to end by itself, with EOFError
+    os._exit(1)
 
 
 def echo(channel: Channel) -> None:

@@ -79,6 +79,10 @@ def _or_failure(call: Callable[[], Any]) -> Any:
     """The value of ``call``; errors that tell the user what to do end the command."""
     try:
         return call()
+    except Failure:
+        raise
+    except RollwrightError as error:  # that of a worker may be an OSError, too
+        raise Failure(plain(error)) from error
     except FileExistsError as error:
         text = plain(error).removeprefix("path: ").replace("overwrite=True", "--overwrite")
         raise Failure(f"--output: {text}") from error
@@ -86,8 +90,8 @@ def _or_failure(call: Callable[[], Any]) -> Any:
         raise Failure(plain(error), status=1) from error
     except OSError as error:
         raise Failure(f"--output: {plain(error)}") from error
-    except (RollwrightError, TypeError, ValueError) as error:
-        raise error if isinstance(error, Failure) else Failure(plain(error)) from error
+    except (TypeError, ValueError) as error:
+        raise Failure(plain(error)) from error
 
 
 # What to collect, and where to ---------------------------------------------------------------------

@@ -19,6 +19,8 @@ class Failure(RollwrightError):
         status: the exit status; 2 for what was asked wrongly, 1 for what failed on the way.
     """
 
+    status = 1  # of one that was raised in a worker
+
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)
         self.status = status

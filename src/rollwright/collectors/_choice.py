@@ -19,6 +19,7 @@ from rollwright.collectors._plain import PlainPath
 from rollwright.collectors._rows import ArrayPath
 from rollwright.collectors.flat import FlatPolicy, flatten
 from rollwright.collectors.flat.program import RandomActions
+from rollwright.envs._renewable import RenewableEnv
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form
 from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms import TransformedEnv
@@ -229,7 +230,8 @@ def _lands(key: NestedKey, available: set[NestedKey]) -> bool:
 def _random(core: RolloutCore, arrays: ArrayEnv) -> FlatPolicy:
     """Random actions, as the environment would draw them."""
     env: EnvBase = core.env
-    while isinstance(env, TransformedEnv) and type(env).rand_action is TransformedEnv.rand_action:
+    passing = (TransformedEnv.rand_action, RenewableEnv.rand_action)
+    while isinstance(env, TransformedEnv | RenewableEnv) and type(env).rand_action in passing:
         env = env.base_env
     if type(env).rand_action is not EnvBase.rand_action:
         raise NotNative(f"{type(env).__name__} overrides rand_action")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -13,6 +12,7 @@ from tensordict import TensorDictBase
 
 from rollwright.collectors import _plan
 from rollwright.collectors import policy as policies
+from rollwright.collectors._arguments import checked_seed
 from rollwright.collectors._choice import choose_path, plain_path
 from rollwright.collectors._delivery_checks import ledger_of
 from rollwright.collectors._env import EnvMaker, ResetUndo, make_env
@@ -330,8 +330,7 @@ class RolloutCore(BaseCollector):
         Returns:
             The seed of the last environment.
         """
-        if not isinstance(seed, Integral) or isinstance(seed, bool):
-            raise TypeError(f"seed: expected an integer, got {type(seed).__name__}: {seed!r}.")
+        seed = checked_seed(seed)
         last = self.env.set_seed(seed, static_seed=static_seed)
         self._path.carrier = None
         if self._first_reset is not None:  # the one at construction had no seed: running statistics forget it

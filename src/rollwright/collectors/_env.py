@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
+from rollwright.envs._remote import RemoteEnvs
+from rollwright.envs._renewable import RenewableEnv
+from rollwright.envs._succession import Notice
 from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 
-__all__ = ["EnvMaker", "ResetUndo", "make_env"]
+__all__ = ["EnvMaker", "ResetUndo", "make_env", "num_recreations"]
 
 Buffers = dict[str, torch.Tensor | None]
 EnvMaker = EnvBase | Callable[..., EnvBase] | Sequence[Callable[..., EnvBase]]
@@ -36,8 +40,17 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
     if isinstance(made, EnvBase):
         if options.create_env_kwargs:
             raise ValueError("create_env_kwargs: got arguments for an environment that is made. Pass a callable.")
+        if options.on_env_failure == "recreate":
+            raise ValueError(
+                "create_env_fn: on_env_failure='recreate' expected a function that makes the environment, got "
+                f"{type(made).__name__}: {made!r}. Pass for example lambda: GymEnv('CartPole-v1')."
+            )
     elif callable(made):
-        made = made(**(options.create_env_kwargs or {}))
+        maker = partial(made, **(options.create_env_kwargs or {}))
+        made = maker()
+        if options.on_env_failure == "recreate" and isinstance(made, EnvBase):
+            notice = Notice('stats()["env_recreations"]')
+            made = RenewableEnv(made, maker, None, "create_env_fn: the environment", notice)
     if not isinstance(made, EnvBase):
         raise TypeError(
             f"create_env_fn: expected an EnvBase or a callable that returns one, got {type(made).__name__}: "
@@ -57,6 +70,12 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
                 "Name the environment's flag 'done', or leave set_truncated out."
             )
     return env
+
+
+def num_recreations(env: EnvBase) -> int:
+    """How many environments were made anew in an environment, its parts included."""
+    counts = [module.recreations for module in env.modules() if isinstance(module, RenewableEnv | RemoteEnvs)]
+    return sum(count if isinstance(count, int) else sum(count) for count in counts)
 
 
 def _check_names(env: EnvBase, options: CollectorOptions) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from numbers import Integral
 from typing import Any
+
+from rollwright.collectors.workers.options import WorkerOptions
 
 __all__ = ["collector_elsewhere", "here", "is_elsewhere"]
 
@@ -27,8 +30,11 @@ def is_elsewhere(options: Mapping[str, Any]) -> bool:
             raise TypeError(f"num_collectors: expected an integer of at least 1, got {count!r}.")
         if count < 1:
             raise ValueError(f"num_collectors: expected an integer of at least 1, got {count}.")
-        if options.get("num_workers") not in (None, count):
-            raise ValueError(f"num_workers and num_collectors={count} differ, and are the same. Drop one of the two.")
+        if options.get("num_workers") is not None:
+            raise ValueError(
+                f"num_workers={options['num_workers']!r} and num_collectors={count} say the same twice. Drop one of "
+                "the two."
+            )
         if backend == "direct":
             raise ValueError(
                 f"num_collectors={count} asks for processes, backend='direct' for none. Drop one of the two."
@@ -54,8 +60,14 @@ def here(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a collector in this process.
 
     Raises:
-        ValueError: one is of processes only.
+        ValueError, TypeError: one is of processes only.
     """
+    alien = [field.name for field in fields(WorkerOptions) if field.name in options and field.name not in _DOOR]
+    if alien:
+        raise TypeError(
+            f"{alien[0]}: expected num_collectors= beside it, which makes the workers that it is for; got it for a "
+            "collector in this process. Pass num_collectors=, or leave it out."
+        )
     if options.get("sync") not in (None, True):
         raise ValueError(
             f"sync={options['sync']!r}: in one process a batch is collected while the caller waits. Pass "

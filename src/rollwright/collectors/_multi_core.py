@@ -21,15 +21,18 @@ from rollwright.collectors._delivering import SPLITS
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.delivery import never
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.workers.blocks import BlockStore
+from rollwright.collectors.policy import check_policy
 from rollwright.collectors.workers.first_come import FirstCome
 from rollwright.collectors.workers.gather import Gather
 from rollwright.collectors.workers.group import WorkerGroup
-from rollwright.collectors.workers.options import WorkerOptions, factories_of, options_of_workers
+from rollwright.collectors.workers.joining import are_alike
+from rollwright.collectors.workers.options import WorkerOptions, check_join, factories_of, options_of_workers
 from rollwright.collectors.workers.restarts import Restarts
 from rollwright.collectors.workers.running import Runner
 from rollwright.collectors.workers.schedule import Schedule
 from rollwright.collectors.workers.staleness import Staleness
+from rollwright.collectors.workers.store import BlockStore
+from rollwright.collectors.workers.watching import Watch
 from rollwright.collectors.workers.words import Word
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.data.layout import split_trajectories
@@ -76,9 +79,12 @@ class MultiCore(BaseCollector):
         self.requested_frames_per_batch = sum(frames) if isinstance(frames, list | tuple) and own.sync else frames
         self._version = 0
         self._publishing = threading.Lock()
+        self._taking = threading.Lock()  # a batch: of threads that iterate, one at a time
         self._pauser: int | None = None
         self._runner: Runner | None = None
         self._policy = policy
+        if policy is not None and self.options.policy_factory is None:
+            check_policy(policy)
         if own.num_threads is not None:
             torch.set_num_threads(own.num_threads)
         buffer = self.options.replay_buffer
@@ -127,7 +133,7 @@ class MultiCore(BaseCollector):
             restarts=Restarts(
                 wanted=own.on_worker_failure == "restart", most=own.max_restarts, delay_s=own.restart_delay
             ),
-            step_timeout_s=own.env_step_timeout,
+            watch=Watch(own.env_step_timeout),
             forget=self._publisher.forget,
         )
         self._group.start()
@@ -159,7 +165,9 @@ class MultiCore(BaseCollector):
         asked = self.requested_frames_per_batch
         self.frames_per_batch = sum(each) if self.own_options.sync else max(each)
         total = self.options.total_frames
-        even = self.own_options.sync or len(set(each)) == 1
+        own = self.own_options
+        check_join(own, ready)
+        even = own.waits_for(self.num_workers) == self.num_workers if own.sync else len(set(each)) == 1
         batches = None if total == -1 else -(-total // self.frames_per_batch)
         self._num_batches = batches if even else None
         self.total_frames: float = math.inf if batches is None else batches * self.frames_per_batch if even else total
@@ -189,7 +197,7 @@ class MultiCore(BaseCollector):
             ),
         }
         if own.sync:
-            return Gather(self._group, store, join=own.join, threshold=own.threshold, **shared)
+            return Gather(self._group, store, join=own.join, least=own.waits_for(self.num_workers), **shared)
         return FirstCome(self._group, store, **shared)
 
     # Delivery ---------------------------------------------------------------------------------
@@ -198,6 +206,7 @@ class MultiCore(BaseCollector):
         """Yield until ``total_frames`` are stepped, from wherever the collector stands.
 
         Batches; or, with a replay buffer, None for each rollout (``sync=True``: of all workers) that was written there.
+        Several threads may iterate at once: each batch goes to one of them.
         """
         while True:
             self._check_open()
@@ -208,10 +217,12 @@ class MultiCore(BaseCollector):
             self._started = True
             if self.own_options.update_at_each_batch:
                 self.update_policy_weights_()
-            self._await_room()
-            if not self._schedule.ready():
-                return
-            yield self._shaped(self._schedule.next())
+            with self._taking:
+                self._await_room()
+                if not self._schedule.ready():
+                    return
+                batch = self._shaped(self._schedule.next())
+            yield batch
 
     def _shaped(self, batch: Any) -> TensorDictBase | None:
         """What is done with a batch of all workers that could not be done in each."""
@@ -226,7 +237,7 @@ class MultiCore(BaseCollector):
             shaped = shaped.to(device)
         if not self._returns_same:
             return shaped
-        if self._same_td is None or self._same_td.batch_size != shaped.batch_size:
+        if self._same_td is None or not are_alike(self._same_td, shaped):
             self._same_td = shaped.clone()
         else:
             self._same_td.update_(shaped)
@@ -237,11 +248,17 @@ class MultiCore(BaseCollector):
             raise RuntimeError(
                 "This collector has no end (total_frames=-1), hence no length. Pass total_frames= to set one."
             )
-        if self._num_batches is None or (
-            self.options.trajs_per_batch is not None and self.options.replay_buffer is None
-        ):
+        whole_trajectories = self.options.trajs_per_batch is not None and self.options.replay_buffer is None
+        if self._num_batches is None or whole_trajectories:
+            why = (
+                "it delivers whole trajectories (trajs_per_batch)"
+                if whole_trajectories
+                else "workers that are waited for no longer take fewer frames (preemptive_threshold)"
+                if self.own_options.sync
+                else "the workers' batches have different sizes (frames_per_batch)"
+            )
             raise TypeError(
-                "How many batches this collector delivers is not known, so it has no length. Iterate over it."
+                f"How many batches this collector delivers is not known, so it has no length: {why}. Iterate over it."
             )
         return self._num_batches
 

@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from rollwright._keys import key_str
+from rollwright.collectors._arguments import checked_state
 from rollwright.collectors._plan import IDS, VERSION
 from rollwright.collectors.devices import module_device
 from rollwright.envs._checkpoint import load_env, save_env
@@ -62,7 +63,7 @@ def load(core: DeliveringCore, state: Mapping[str, Any], **kwargs: Any) -> None:
         state: of :func:`save`; what it lacks begins anew.
         **kwargs: go to ``load_state_dict`` of policy and environment.
     """
-    if "env_state_dict" not in state:
+    if "env_state_dict" not in checked_state(state):
         raise KeyError(f"state_dict: expected 'env_state_dict' among its entries, got {sorted(state)}.")
     # Frames that this collector has delivered may have the saved ids, on other trajectories.
     ids_are_free = not core._stepped or _is_there(core, state)

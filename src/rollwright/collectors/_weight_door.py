@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 from rollwright.collectors.weights import pick_weights
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
+from rollwright.weight_update._feed import HasModels
 from rollwright.weight_update._receiving import receive_all, register_receivers
+from rollwright.weight_update.updaters import check_updater
 
 __all__ = ["WeightDoor"]
 
@@ -78,10 +81,12 @@ class WeightDoor:
         """
         if updater is None:
             return
-        made = updater if isinstance(updater, WeightUpdaterBase) else updater() if callable(updater) else updater
+        check_updater(updater)
+        made = updater if isinstance(updater, WeightUpdaterBase) else updater()
         if not isinstance(made, WeightUpdaterBase):
             raise TypeError(
-                f"weight_updater: expected a WeightUpdaterBase, or a function that makes one, got {made!r}."
+                f"weight_updater: expected a function that makes a WeightUpdaterBase, and it made {made!r}. Return an "
+                "updater, or pass one."
             )
         made.register_collector(self)
         self._updater = made
@@ -111,9 +116,12 @@ class WeightDoor:
             TypeError: one is no scheme.
             TimeoutError: a sender has sent nothing.
         """
-        self._receiver_schemes = register_receivers(self, weight_recv_schemes, synchronize_weights=synchronize_weights)
-        if synchronize_weights:
-            self._received()
+        with self._not_acting():
+            self._receiver_schemes = register_receivers(
+                self._receiving_end(), weight_recv_schemes, synchronize_weights=synchronize_weights
+            )
+            if synchronize_weights:
+                self._received(list(self._receiver_schemes))
 
     def receive_weights(self, policy_or_weights: Any = None, /, *, weights: Any = None, policy: Any = None) -> None:
         """Take weights: those that schemes have brought (:meth:`register_scheme_receiver`), or those that are passed.
@@ -129,8 +137,19 @@ class WeightDoor:
                 f"receive_weights: got weights, and schemes bring those of {', '.join(self._receiver_schemes)}. Call "
                 "it without arguments."
             )
-        elif receive_all(self._receiver_schemes) is not None:
-            self._received()
+        else:
+            with self._not_acting():
+                if new := receive_all(self._receiver_schemes):
+                    self._received(new)
 
-    def _received(self) -> None:
-        """Schemes have written new weights into the models of this collector."""
+    def _not_acting(self) -> AbstractContextManager[None]:
+        """Inside the ``with`` block, no model of this process acts in another thread."""
+        return nullcontext()
+
+    def _receiving_end(self) -> HasModels:
+        """What has the models that schemes write into."""
+        return cast(HasModels, self)
+
+    @abstractmethod
+    def _received(self, models: Sequence[str]) -> None:
+        """Schemes have brought new weights for models."""

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import sys
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
-import torch
-
+from rollwright._processes.threads import DaemonThread
 from rollwright.envs.utils import ExplorationType, set_exploration_type
 
-__all__ = ["Background"]
+__all__ = ["Background", "exploration_of_this_thread"]
 
 _WAIT_S = 60.0  # for a step to end, at most
 _STOP_S = 10.0  # for the thread to end, unless the caller says otherwise
-_EXIT_S = 1.0  # when the interpreter exits
 _NAP_S = 1.0
 
 _Apply = Callable[[], None]
 
 
-class Background:
+class Background(DaemonThread):
     """Runs ``deliver`` again and again in a thread.
 
     The thread comes by :meth:`checkpoint` once a step, between two steps. There it applies new weights, rests as long
@@ -53,47 +48,34 @@ class Background:
         version: int,
         exploration_type: ExplorationType,
     ) -> None:
+        super().__init__("rollwright-collector")
         self._deliver, self._interrupted = deliver, interrupted
         self._applied, self._ended = applied, ended
         self._exploration = exploration_type
         self.version = version  # the newest that was published
         self._updates: dict[str, _Apply] = {}
         self._new_version = False
-        self._condition = threading.Condition()
         self._calm = True  # nothing is asked of the thread
         self._pauses = self._holds = 0  # who wants it to rest between two steps, and between two batches
-        self._stopping = False
         self._resting: str | None = None  # "step" or "batch", while it rests
-        self._finished = False
         self.rest_s = 0.0  # spent at rest in the middle of batches
-        self._error: BaseException | None = None
         self._at_end: _Apply | None = None
-        self._num_torch_threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._run, name="rollwright-collector", daemon=True)
 
     # The thread -------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin."""
-        _at_exit.add(self)
-        self._thread.start()
+    def _work(self) -> None:
+        with exploration_of_this_thread(self._exploration):
+            while self.goes_on() and self._deliver():
+                pass
+
+    def _finish(self) -> None:
+        self._ended()
+        self._apply_updates()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._num_torch_threads)  # a new thread takes as many as there are cores
-        try:
-            with _of_this_thread(self._exploration):
-                while self.goes_on() and self._deliver():
-                    pass
-        except BaseException as error:  # it is raised again, in the thread of the next caller
-            self._error = error
-        self._ended()
-        with self._condition:
-            self._apply_updates()
-            self._finished = True
-            at_end = self._at_end
-            self._condition.notify_all()
-        if at_end is not None:
-            at_end()
+        super()._run()
+        if self._at_end is not None:  # nobody waits any more
+            self._at_end()
 
     def checkpoint(self) -> bool:
         """Between two steps: whether the batch ends here."""
@@ -107,19 +89,19 @@ class Background:
 
     def _attend(self, place: str) -> bool:
         """Do what is asked; returns whether the batch (or, between two of them, the thread) ends."""
-        with self._condition:
+        with self.condition:
             while True:
                 self._apply_updates()
-                if self._stopping or (self._holds and place == "step"):
+                if self.stopping or (self._holds and place == "step"):
                     self._resting = None
                     return True
                 if not self._pauses and not self._holds:
                     self._resting, self._calm = None, True
                     return False
                 self._resting = place
-                self._condition.notify_all()
+                self.condition.notify_all()
                 begun = time.perf_counter()
-                self._condition.wait(_NAP_S)
+                self.condition.wait(_NAP_S)
                 self.rest_s += (time.perf_counter() - begun) * (place == "step")
 
     def _apply_updates(self) -> None:
@@ -132,35 +114,19 @@ class Background:
 
     # What others ask --------------------------------------------------------------------------------
 
-    @property
-    def running(self) -> bool:
-        """Whether the thread has not ended."""
-        return not self._finished
-
-    @property
-    def inside(self) -> bool:
-        """Whether the caller is the thread itself."""
-        return threading.current_thread() is self._thread
-
-    def raise_error(self) -> None:
-        """Raise what ended the thread, once."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
     def publish(self, updates: Mapping[str, _Apply]) -> int | None:
         """Let new weights come into force before the next step, all at once.
 
         Returns:
             Their version; None if the thread has ended: nothing was done.
         """
-        with self._condition:
-            if self._finished:
+        with self.condition:
+            if self.finished:
                 return None
             self._updates.update(updates)  # of two updates of one model, the last counts
             self.version += 1
             self._new_version, self._calm = True, False
-            self._condition.notify_all()
+            self.condition.notify_all()
             return self.version
 
     def resting(self, *, between_batches: bool) -> AbstractContextManager[None]:
@@ -177,24 +143,21 @@ class Background:
     @contextmanager
     def _rest(self, between_batches: bool) -> Iterator[None]:
         name, places = ("_holds", ("batch",)) if between_batches else ("_pauses", ("step", "batch"))
-        with self._condition:
+        with self.condition:
             setattr(self, name, getattr(self, name) + 1)
             self._calm = False
-            self._condition.notify_all()
+            self.condition.notify_all()
         try:
-            with self._condition:
-                rests = self._wait(lambda: self._finished or self._resting in places, _WAIT_S)
+            with self.condition:
+                rests = self.condition.wait_for(lambda: self.finished or self._resting in places, _WAIT_S)
             if not rests:
                 raise TimeoutError(f"pause: waited {_WAIT_S:g} s for {self.doing()} to end. The collector goes on.")
             self.raise_error()
             yield
         finally:
-            with self._condition:
+            with self.condition:
                 setattr(self, name, getattr(self, name) - 1)
-                self._condition.notify_all()
-
-    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        return self._condition.wait_for(condition, seconds)
+                self.condition.notify_all()
 
     def stop(self, timeout_s: float | None, at_end: _Apply | None = None) -> bool:
         """End the thread between two steps; what was collected is written.
@@ -206,20 +169,18 @@ class Background:
         Returns:
             Whether it has ended.
         """
-        with self._condition:
-            self._stopping, self._calm = True, False
-            self._condition.notify_all()
-            limit = _STOP_S if timeout_s is None else timeout_s
-            ended = self._finished if self.inside else self._wait(lambda: self._finished, limit)
-            if not ended:
-                self._at_end = at_end
-        if ended and not self.inside:
-            self._thread.join(_NAP_S)  # it has nothing left to do
+        with self.condition:
+            self.stopping, self._calm = True, False
+        ended = super().stop(_STOP_S if timeout_s is None else timeout_s)
+        if not ended:
+            with self.condition:
+                ended = self.finished
+                self._at_end = None if ended else at_end
         return ended
 
     def doing(self) -> str:
         """What the thread is doing, for a message."""
-        if self._finished:
+        if self.finished:
             return "nothing any more"
         if self._resting is not None:
             return f"a rest between two {'steps' if self._resting == 'step' else 'batches'}"
@@ -238,12 +199,7 @@ class Background:
 
     def stats(self) -> dict[str, Any]:
         """What ``stats()`` of a collector says of it."""
-        error = self._error
-        return {
-            "running": self.running,
-            "paused": self._resting is not None,
-            "error": None if error is None else f"{type(error).__name__}: {error}",
-        }
+        return {"running": self.running, "paused": self._resting is not None, "error": self.told()}
 
 
 _STAGES = {"act": "a call of the policy", "step": "a step of the environment", "record": "a write of a frame"}
@@ -256,22 +212,8 @@ def _stage(frame: FrameType) -> str | None:
     return _STAGES.get(code.co_name) if of_a_path else None
 
 
-def _of_this_thread(exploration: ExplorationType) -> AbstractContextManager[Any]:
+def exploration_of_this_thread(exploration: ExplorationType) -> AbstractContextManager[Any]:
     """The exploration type of one thread, where tensordict knows that (from 0.15 on)."""
     if "thread_local" in inspect.signature(set_exploration_type.__init__).parameters:
         return set_exploration_type(exploration, thread_local=True)
     return nullcontext()
-
-
-_at_exit: weakref.WeakSet[Background] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    """End all threads before the interpreter does: one that is stopped inside torch would crash it."""
-    until = time.monotonic() + _EXIT_S
-    running = [background for background in _at_exit if background.running]
-    for background in running:
-        background.stop(0.0)
-    for background in running:
-        background.stop(max(0.0, until - time.monotonic()))

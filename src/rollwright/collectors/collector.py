@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rollwright.collectors import _resume
 from rollwright.collectors import weights as weight_forms
 from rollwright.collectors._backgrounding import BackgroundCore
+from rollwright.collectors._env import num_recreations
 from rollwright.collectors._front_door import collector_elsewhere, is_elsewhere
 from rollwright.collectors._paths import resolve
 from rollwright.collectors.options import CollectorOptions
@@ -169,7 +171,10 @@ class Collector(BackgroundCore):
     def _version_now(self) -> int:
         return self.policy_version
 
-    def _received(self) -> None:
+    def _not_acting(self) -> AbstractContextManager[None]:
+        return self.pause()
+
+    def _received(self, models: Sequence[str]) -> None:
         self.increment_version()
 
     def get_model(self, model_id: str) -> Any:
@@ -217,7 +222,8 @@ class Collector(BackgroundCore):
         Returns:
             ``frames``, ``batches`` (delivered), ``total_frames``, ``total_batches`` (None without an end),
             ``completed``, ``frames_per_batch``, ``frames_per_second``, ``seconds`` by stage, ``episodes``,
-            ``mean_return`` and ``mean_length`` (over the last 100), ``last_return``, ``policy_version``, ``devices``,
+            ``mean_return`` and ``mean_length`` (over the last 100), ``last_return``, ``policy_version``,
+            ``env_recreations`` (environments made anew by ``on_env_failure="recreate"``), ``devices``,
             ``paths`` (what runs environment and policy, how a buffer is written, and why), ``bytes_held``,
             ``waiting_for``. With ``trajs_per_batch``: ``trajectories_held`` (complete, not delivered yet),
             ``frames_held`` (of these, and of those under way) and ``frames_dropped`` (of those that a reset has cut).
@@ -236,6 +242,7 @@ class Collector(BackgroundCore):
             "seconds": {"total": elapsed, **self._timer.seconds},
             **self._episodes.summary(),
             "policy_version": self.policy_version,
+            "env_recreations": num_recreations(self.env),
             "devices": {name: None if device is None else str(device) for name, device in vars(self.devices).items()},
             "paths": {**self._path.how, **self._delivery.how},
             "bytes_held": self._memory.num_bytes,

@@ -108,7 +108,7 @@ class Evaluator:
         num_threads: int = 1,
         **options: Any,
     ) -> None:
-        self._closed = True  # until construction succeeds
+        self._closed = self._ended = True  # until construction succeeds
         check_arguments(num_trajectories, backend, busy_policy, on_result, env_step_timeout, seed)
         check_start_method("start_method", start_method)
         if backend == "process" and isinstance(create_env_fn, EnvBase):
@@ -134,13 +134,13 @@ class Evaluator:
             step_timeout_s=self._step_timeout_s,
         )
         try:
-            self._desk.start(start_s)
+            self._desk.open(start_s)
         except BaseException:
             self._desk.stop(_SHUTDOWN_S if backend == "process" else 0.0)
             raise
         # Nobody can ask for results of an evaluator that is gone.
         weakref.finalize(self, self._desk.stop, 0.0).atexit = False
-        self._closed = False
+        self._closed = self._ended = False
 
     # Evaluations ------------------------------------------------------------------------------
 
@@ -181,9 +181,10 @@ class Evaluator:
         self._check_outside("evaluate")
         order = self._order(weights, step, weights_dict, policy_version)
         desk = self._desk
-        desk.wait_until(lambda: not desk.busy or desk.finished, "the evaluation that runs", timeout)
         ticket = Ticket(order, awaited=True)
-        desk.put(ticket)
+        with desk.condition:  # no order of another thread comes between
+            desk.wait_until(lambda: not desk.busy or desk.finished, "the evaluation that runs", timeout)
+            desk.put(ticket)
         desk.wait_until(lambda: ticket.done or desk.finished, f"the evaluation of step {order.step}", timeout)
         if ticket.error is not None:
             raise ticket.error
@@ -334,7 +335,9 @@ class Evaluator:
     # The end ----------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, raise_on_error: bool = True) -> None:
-        """End the evaluation that runs after its step, drop it, and close the environment. May be called again.
+        """End the evaluation that runs after its step, drop it, and close the environment.
+
+        May be called again: a call that was interrupted, by Ctrl-C for instance, is carried on by the next one.
 
         Args:
             timeout: seconds that it may take; None: 10. A process that takes longer is killed, with a warning. A
@@ -345,12 +348,13 @@ class Evaluator:
             TimeoutError: the thread is left behind; the message says what it does.
             Exception: what went wrong in an earlier evaluation, if no call has told yet.
         """
-        if self._closed:
+        if self._ended:
             return
         self._closed = True
         limit = _SHUTDOWN_S if timeout is None else timeout
         desk = self._desk
         ended = desk.stop(limit)
+        self._ended = True  # not before: an interrupt may have come in the middle
         if desk.end != "ended":
             warnings.warn(
                 f"shutdown: the Evaluator's process (pid {desk.side and desk.side.pid}) did not end within {limit:g} s "

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDictBase
 
+from rollwright.data.layout import MASK, TRAJ_IDS
 from rollwright.errors import require
 
 __all__ = ["TensorBoardLogger"]
@@ -28,8 +29,8 @@ class TensorBoardLogger:
 
     As a ``post_collect_hook``, called with batches, it writes ``reward`` (mean), ``episodes_ended`` (number),
     ``policy_version`` (the newest, where it is tracked) and ``frames_per_second`` (between two points), at the frames
-    that it has seen. In a process that it was sent to, such as a worker, it writes into a folder of its own,
-    ``log_dir/process-PID``.
+    that it has seen, padding left out. In a process that it was sent to, such as a worker, it writes into a folder of
+    its own, ``log_dir/process-PID``.
 
     A file is made with the first point. Each call writes its points to disk; no thread is started.
 
@@ -99,6 +100,7 @@ class TensorBoardLogger:
 
     def _see_batch(self, batch: TensorDictBase) -> None:
         now = time.monotonic()
+        batch = _taken(batch)
         self._frames += batch.numel()
         done = batch.get(("next", "done"), None)
         self._episodes += 0 if done is None else int(done.sum())
@@ -161,6 +163,14 @@ class TensorBoardLogger:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
+
+
+def _taken(batch: TensorDictBase) -> TensorDictBase:
+    """What is logged of the frames that were taken: padding, and what an interrupted rollout lacks, is left out."""
+    read = batch.select(("next", "done"), ("next", "reward"), "policy_version", strict=False)
+    mask, ids = batch.get(MASK, None), batch.get(TRAJ_IDS, None)
+    taken = mask if mask is not None else None if ids is None else ids >= 0
+    return read if taken is None or bool(taken.all()) else read[taken.reshape(read.batch_size)]
 
 
 def numbers_in(found: Mapping[str, Any] | Sequence[Any], path: str = "") -> Iterator[tuple[str, float]]:

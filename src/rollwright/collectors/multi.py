@@ -6,31 +6,27 @@ import inspect
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-import torch
-from torch import nn
-
 from rollwright._processes.channel import ByValue
 from rollwright.collectors import weights as weight_forms
-from rollwright.collectors._multi_core import MultiCore
-from rollwright.collectors._paths import resolve
+from rollwright.collectors._arguments import checked_seed, checked_state
+from rollwright.collectors._workers_weights import WorkersWeights
 from rollwright.collectors.base import PostHook, PreHook
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.observing import merged_stats
 from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.collectors.workers.words import Word
-from rollwright.errors import WorkerError
 
 __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
-_LAG_S = 60.0
+
+_SAMPLES = {"list_of_args": "(3,)", "list_of_kwargs": "{'key': 3}"}
 
 
-class MultiCollector(MultiCore):
+class MultiCollector(WorkersWeights):
     """Collects experience in several processes, each with an environment and a policy of its own.
 
     ``MultiCollector(..., sync=True)`` is a :class:`MultiSyncCollector`, ``MultiCollector(..., sync=False)``, the
@@ -58,122 +54,11 @@ class MultiCollector(MultiCore):
         torch.Size([2, 32]) [None, 'time']
     """
 
-    _signatures: dict[tuple[int, str], Any]
-
     def __new__(cls, *args: Any, **kwargs: Any) -> MultiCollector:
         """Choose the class by ``sync``."""
         if cls is MultiCollector:
             cls = MultiSyncCollector if kwargs.get("sync") is True else MultiAsyncCollector
         return super().__new__(cls)
-
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        self._signatures = {}
-        super().__init__(create_env_fn, policy, **options)
-
-    # Weights ----------------------------------------------------------------------------------
-
-    def _update_weights(
-        self, given: Any, *, weights_dict: Mapping[str, Any] | None, model_id: str | None, worker_ids: Any
-    ) -> int:
-        """Publish an update; the weights are copied here.
-
-        A worker takes them between two steps: it acts with one version or with the next, never with a mixture. With
-        ``max_policy_lag`` and ``policy_lag="wait"``, waits for workers whose rollout would be too stale.
-        """
-        self._check_open()
-        self._raise_of_runner()
-        updates = weight_forms.parse_update_for_workers(
-            given,
-            weights_dict=weights_dict,
-            model_id=model_id,
-            worker_ids=worker_ids,
-            num_workers=self.num_workers,
-            devices=self._devices(),
-            fallback=self._policy if isinstance(self._policy, nn.Module) else None,
-            signature=self._signature,
-            state_of=lambda name, weights: self._publisher.scheme(name).state_of(weights, name),
-        )
-        return self._publish(updates)
-
-    def _version_now(self) -> int:
-        return self._version
-
-    def _received(self) -> None:
-        self._update_weights(None, weights_dict=None, model_id=None, worker_ids=None)
-
-    def _publish(self, updates: Sequence[Any]) -> int:
-        meant = {
-            i for update in updates for i in (range(self.num_workers) if update.workers is None else update.workers)
-        }
-        with self._publishing, self._none_too_stale(meant):
-            version = self._version + 1
-            self._publisher.publish(updates, version)
-            self._version = version
-            for index in meant:
-                self._group.workers[index].words.whole[Word.PUBLISHED] = version
-        return version
-
-    @contextmanager
-    def _none_too_stale(self, meant: set[int]) -> Iterator[None]:
-        """Publish to some workers when no rollout that another thread waits for will be staler than it may be."""
-        limit, schedule = self.own_options.max_policy_lag, self._schedule
-        if limit is None or self.own_options.policy_lag != "wait":
-            yield
-            return
-
-        def fresh() -> bool:
-            oldest = self._group.oldest_versions() + schedule.oldest_versions()
-            late = [first for worker, first in oldest if worker in meant and self._version + 1 - first > limit]
-            return not late or not schedule.is_awaited()
-
-        schedule.held += 1
-        try:
-            self._group.wait(fresh, _LAG_S, lambda: f"rollouts to end that are max_policy_lag={limit} versions old")
-            yield
-        finally:
-            schedule.held -= 1
-            self._group.wake()
-
-    def _signature(self, worker: int, model_id: str) -> Any:
-        """What a model takes, in a worker; asked once."""
-        key = (worker, model_id)
-        while key not in self._signatures:
-            try:
-                self._signatures[key] = self._group.call("describe_model", [((model_id,), {})], workers=[worker])[0]
-            except WorkerError as error:  # the worker may have been killed meanwhile: ask the one in its place
-                if error.remote_type or not self._group.is_replaced(worker):
-                    raise
-        return self._signatures[key]
-
-    def _devices(self) -> list[Any]:
-        told = [worker.ready for worker in self._group.workers]
-        return [None if ready is None else torch.device(ready.policy_device or "cpu") for ready in told]
-
-    def get_model(self, model_id: str) -> Any:
-        """The model that an id names, as far as it is known in this process: the policy that was passed.
-
-        Raises:
-            ValueError: it is another, which the workers have.
-        """
-        if model_id == "policy" and self._policy is not None:
-            return self._policy
-        try:
-            return resolve(self._policy, model_id)
-        except AttributeError as error:
-            raise ValueError(f"model_id: {model_id!r} is not known in this process, only in its workers.") from error
-
-    @property
-    def policy_version(self) -> int:
-        """Number of updates of the weights so far."""
-        return self._version
-
-    def get_policy_version(self) -> int:
-        """Same as :attr:`policy_version`."""
-        return self._version
-
-    def increment_version(self) -> int:
-        """Count an update of the weights; returns the new version."""
-        return self._publish([weight_forms.Update(None, {})])
 
     # State ------------------------------------------------------------------------------------
 
@@ -187,11 +72,9 @@ class MultiCollector(MultiCore):
         Returns:
             The seed of the last environment.
         """
-        if not isinstance(seed, Integral) or isinstance(seed, bool):
-            raise TypeError(f"seed: expected an integer, got {type(seed).__name__}: {seed!r}.")
-        last = int(seed)
+        seed = last = checked_seed(seed)
         for index in range(self.num_workers):
-            [last] = self._call_between("set_seed", [((int(seed), static_seed), {})], workers=[index])
+            [last] = self._call_between("set_seed", [((seed, static_seed), {})], workers=[index])
             seed = seed if static_seed else last + 1
         self._forget()
         return last
@@ -201,18 +84,26 @@ class MultiCollector(MultiCore):
         self._schedule.forget({worker.index: worker.num_told for worker in self._group.workers})
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
-        """Begin new trajectories in all workers.
+        """Begin new trajectories in all workers; complete ones that are held (``trajs_per_batch``) are dropped.
 
         Args:
             index: of workers, one or a list; None for all.
             **kwargs: go to the environments' ``reset``.
+
+        Raises:
+            TypeError, IndexError: there is no such worker.
         """
         chosen = None if index is None else list(index) if isinstance(index, list | tuple) else [index]
-        strangers = [i for i in chosen or () if i not in range(self.num_workers)]
-        if strangers:
-            raise IndexError(f"reset: index: expected workers of 0 to {self.num_workers - 1}, got {strangers}.")
-        count = self.num_workers if chosen is None else len(chosen)
-        self._call_between("reset", [((), kwargs)] * count, workers=chosen)
+        expected = f"reset: index: expected workers of 0 to {self.num_workers - 1}, one or a list"
+        if any(not isinstance(i, Integral) or isinstance(i, bool) for i in chosen or ()):
+            raise TypeError(f"{expected}, got {index!r}. Pass None for all.")
+        if any(i not in range(self.num_workers) for i in chosen or ()):
+            raise IndexError(f"{expected}, got {index!r}. Pass None for all.")
+        workers = None if chosen is None else sorted({int(i) for i in chosen})
+        count = self.num_workers if workers is None else len(workers)
+        self._call_between("reset", [((), kwargs)] * count, workers=workers)
+        if workers is None and self.options.trajs_per_batch is not None:
+            self._forget()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """See :meth:`Collector.state_dict`: that of each worker is at ``"worker0"``, ``"worker1"``...
@@ -232,8 +123,9 @@ class MultiCollector(MultiCore):
         """Go on from a saved state, of a collector with as many workers.
 
         Raises:
-            KeyError: it is the state of something else.
+            KeyError, TypeError: it is the state of something else, or none.
         """
+        checked_state(state_dict)
         names = [f"worker{i}" for i in range(self.num_workers)]
         missing = [name for name in (*names, "frames") if name not in state_dict]
         if missing or f"worker{self.num_workers}" in state_dict:
@@ -246,18 +138,21 @@ class MultiCollector(MultiCore):
         self._schedule.load_state_dict(state_dict.get("undelivered", nothing))
         self._schedule.batches = int(state_dict.get("iter", 0))
         self._version = int(state_dict.get("policy_version", 0))
-        for worker, name in zip(self._group.workers, names, strict=True):  # also for one that takes its place
-            worker.words.whole[Word.PUBLISHED] = self._version
-            weights = state_dict[name].get("policy_state_dict")
-            if weights is not None:
-                self._publisher.publish([weight_forms.Update([worker.index], {"policy": dict(weights)})], self._version)
+        for worker, name in zip(self._group.workers, names, strict=True):
+            saved = state_dict[name]
+            worker.words.whole[Word.PUBLISHED] = version = int(saved.get("policy_version", self._version))
+            weights = saved.get("policy_state_dict")
+            if weights is not None:  # also for one that takes its place
+                self._publisher.publish([weight_forms.Update([worker.index], {"policy": dict(weights)})], version)
 
-    def _call_between(self, path: str, args: Sequence[Any], workers: Sequence[int] | None = None) -> list[Any]:
-        """Call something in workers, not in the middle of a rollout."""
+    def _call_between(
+        self, path: str, args: Sequence[Any], workers: Sequence[int] | None = None, *, again: bool = True
+    ) -> list[Any]:
+        """Call something in workers, not in the middle of a rollout; ``again``: if one dies of it, in the next one."""
         self._check_open()
         self._raise_of_runner()
         stored = self.options.replay_buffer is not None
-        return self._group.call(path, args, workers=workers, between_batches=True, cut=stored)
+        return self._group.call(path, args, workers=workers, between_batches=True, cut=stored, again=again)
 
     # Observation ------------------------------------------------------------------------------
 
@@ -285,13 +180,26 @@ class MultiCollector(MultiCore):
             method_name: or a path, such as ``"env.step_count"``.
             list_of_args: positional arguments for each worker.
             list_of_kwargs: named ones.
+
+        Raises:
+            WorkerError: it raised, or a worker ended before it had answered, even if another takes its place: it may
+                have done what was called.
+            TimeoutError: a worker has not answered for a minute. One that takes two for a call has failed.
         """
         for name, given in (("list_of_args", list_of_args), ("list_of_kwargs", list_of_kwargs)):
+            kinds: Any = (list, tuple) if name == "list_of_args" else Mapping
+            if given is not None and not (isinstance(given, Sequence) and all(isinstance(one, kinds) for one in given)):
+                raise TypeError(
+                    f"{name}: expected a list with a {'tuple' if name == 'list_of_args' else 'dictionary'} for each of "
+                    f"{self.num_workers} workers, got {given!r}. Pass for example [{_SAMPLES[name]}] * "
+                    f"{self.num_workers}."
+                )
             if given is not None and len(given) != self.num_workers:
                 raise ValueError(f"{name}: expected an entry for each of {self.num_workers} workers, got {len(given)}.")
         args = [()] * self.num_workers if list_of_args is None else list_of_args
         kwargs = [{}] * self.num_workers if list_of_kwargs is None else list_of_kwargs
-        return self._call_between(method_name, [(tuple(a), dict(k)) for a, k in zip(args, kwargs, strict=True)])
+        calls = [(tuple(a), dict(k)) for a, k in zip(args, kwargs, strict=True)]
+        return self._call_between(method_name, calls, again=False)
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what a path leads to, from this collector or, where it has no such part, from each worker's.
@@ -306,7 +214,7 @@ class MultiCollector(MultiCore):
     def get_distant_attr(self, attr: str) -> list[Any]:
         """What a path from each worker's collector leads to, in order of workers; read between two steps."""
         self._check_open()
-        return self._group.call(attr, [None] * self.num_workers)
+        return self._group.call(attr, [None] * self.num_workers, again=True)
 
     def getattr_env(self, attr: str) -> list[Any]:
         """An attribute of each worker's environment."""
@@ -341,6 +249,7 @@ class MultiCollector(MultiCore):
         except Exception as error:  # a hook may refuse in any way it likes
             raise TypeError(f"{name}: cannot be sent to a worker process: {type(error).__name__}: {error}.") from error
         self._call_between("set_hook", [((name, hook), {})] * self.num_workers)
+        self._schedule.forgive()
         self.options = changed
         self._group.change_options(**{name: hook})
         setattr(self, f"_{name}", hook)

@@ -14,7 +14,10 @@ from tensordict import TensorDictBase
 
 from rollwright.collectors._delivery_checks import check_delivery
 from rollwright.data.specs._shape import as_device
+from rollwright.envs._succession import check_failure
 from rollwright.envs.utils import ExplorationType
+from rollwright.weight_update._receiving import check_schemes
+from rollwright.weight_update.updaters import check_updater
 
 __all__ = ["CollectorOptions", "Device"]
 
@@ -63,6 +66,15 @@ class CollectorOptions:
             range of the batch's first dimension; their sizes differ by one at most. Whatever stands against it is an
             error at construction; what comes later (a hook on the policy, another transform) is a warning, and steps
             are taken in one group from then on.
+        on_env_failure: what follows when the environment raises in a step or a reset. ``"raise"``: an error.
+            ``"recreate"``: ``create_env_fn``, which must be a function, makes another one in its place, with its
+            transforms; the step that failed is a frame with the last observation once more, a reward of 0 and
+            ``truncated`` and ``done`` set. What the environment kept in buffers begins anew, and its seed is made of
+            the old one. The first time is told by a ``RuntimeWarning``, all are counted in
+            ``stats()["env_recreations"]``; four failures without a step in between are raised. A batch of environments
+            is made anew as a whole: ``SerialEnv`` and ``ParallelEnv`` have an option of this name for the single ones.
+            An environment that does not come back from a step cannot be made anew in its own process: one of a
+            ``ParallelEnv`` with ``env_step_timeout`` can, and so can a worker, by ``on_worker_failure="restart"``.
         use_buffers: write frames into memory allocated for the batch. False: stack them at its end. None: True
             unless the environment's specs are dynamic or hold objects.
         compact_obs: leave observations out below ``"next"``, where they repeat the root of the next frame; those that
@@ -121,6 +133,7 @@ class CollectorOptions:
     interruptor: Any = None
     set_truncated: bool = False
     env_groups: int = 1
+    on_env_failure: Literal["raise", "recreate"] = "raise"
     use_buffers: bool | None = None
     compact_obs: bool = False
     trust_policy: bool | None = None
@@ -172,9 +185,8 @@ class CollectorOptions:
                 "Import it from rollwright.envs."
             )
         for name in ("weight_sync_schemes", "weight_recv_schemes"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Mapping):
-                raise TypeError(f"{name}: expected schemes by model, got {type(value).__name__}: {value!r}.")
+            check_schemes(name, getattr(self, name))
+        check_updater(self.weight_updater)
         self._check_pairs()
 
     def _set(self, name: str, value: object) -> None:
@@ -198,6 +210,17 @@ class CollectorOptions:
             raise ValueError(
                 "return_same_td overwrites a batch's memory, and use_buffers=False allocates none. Drop one of the two."
             )
+        if check_failure(self.on_env_failure):
+            if not self.reset_when_done:
+                raise ValueError(
+                    "on_env_failure='recreate' ends a trajectory where its environment is made anew, and "
+                    "reset_when_done=False goes on after the end under the same id. Drop one of the two."
+                )
+            if self.env_groups > 1:
+                raise ValueError(
+                    f"on_env_failure='recreate' makes a batch of environments anew as a whole, and env_groups="
+                    f"{self.env_groups} steps its parts in turn. Pass on_env_failure to ParallelEnv instead."
+                )
         check_delivery(self)
 
     @classmethod

@@ -20,7 +20,7 @@ from rollwright.errors import PolicyKeyError
 from rollwright.modules import RandomPolicy
 from rollwright.modules.signature import Call, speak_tensordict
 
-__all__ = ["accelerate", "check_inputs", "make_policy", "place_policy", "wrap_policy"]
+__all__ = ["accelerate", "check_inputs", "check_policy", "make_policy", "place_policy", "wrap_policy"]
 
 
 def make_policy(policy: Any, options: CollectorOptions, env: EnvBase) -> Any:
@@ -33,14 +33,23 @@ def make_policy(policy: Any, options: CollectorOptions, env: EnvBase) -> Any:
         return RandomPolicy(env.full_action_spec)
     if isinstance(policy, RandomPolicy):
         policy.set_action_spec_from_env(env)
+    check_policy(policy)
+    return policy
+
+
+def check_policy(policy: Any) -> None:
+    """Test that a policy can act, as far as that shows.
+
+    Raises:
+        TypeError: it cannot.
+    """
     if not callable(policy):
         raise TypeError(
             f"policy: expected a callable on TensorDicts, a TensorDictModule, an nn.Module or None, got "
-            f"{type(policy).__name__}: {policy!r}."
+            f"{type(policy).__name__}: {policy!r}. Pass one of these."
         )
     if isinstance(policy, type):
         raise TypeError(f"policy: got the class {policy.__name__}. Pass an instance, {policy.__name__}(...).")
-    return policy
 
 
 def place_policy(policy: Any, device: torch.device | None) -> tuple[Any, nn.Module | None]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from rollwright._interrupts import uninterrupted
 from rollwright._keys import leaf_keys
 from rollwright.data.layout import deciding_groups
 from rollwright.envs._async_slots import Came, Slots
@@ -119,15 +120,16 @@ class AsyncHalves(BatchedEnv):
                 f"async_{call}_send: environments {busy} have not been received from since they were sent something. "
                 f"Call async_*_recv() first; busy are {self.busy}."
             )
-        for row, root in zip(rows, tds, strict=True):
-            self._begin_task(row, _Task(call, root), resets=call == RESET, kwargs=kwargs)
+        with uninterrupted:  # either all are sent something, or none
+            for row, root in zip(rows, tds, strict=True):
+                self._begin_task(row, _Task(call, root), resets=call == RESET, kwargs=kwargs)
 
     def _begin_task(self, row: int, task: _Task, *, resets: bool, kwargs: dict[str, Any]) -> None:
-        self._tasks[row] = task
         given = task.root
         if given is not None and given.get(INDEX, None) is not None:
             given = given.exclude(INDEX)
         self._slots.post(row, given, resets=resets, kwargs=kwargs)
+        self._tasks[row] = task
 
     def _rows_of(
         self, td: TensorDictBase | None, env_index: Any, call: str
@@ -267,11 +269,13 @@ class AsyncHalves(BatchedEnv):
 
     def _pump(self, timeout_s: float) -> None:
         """Take in what environments have done."""
-        for came in self._slots.collect(timeout_s):
-            if came.row in self._strays:
-                self._strays.discard(came.row)
-            else:
-                self._advance_task(self._tasks.pop(came.row), came)
+        self._slots.wait(timeout_s)
+        with uninterrupted:
+            for came in self._slots.collect():
+                if came.row in self._strays:
+                    self._strays.discard(came.row)
+                else:
+                    self._advance_task(self._tasks.pop(came.row), came)
 
     def _settle(self) -> None:
         """Wait for calls whose caller was interrupted; environments that do not come back fail in time."""
@@ -332,8 +336,11 @@ class AsyncHalves(BatchedEnv):
     def _check_idle(self, what: str) -> None:
         self._settle()
         if self._tasks or any(self._ready.values()):
+            calls = {task.call for task in self._tasks.values()} | {call for call in self._ready if self._ready[call]}
+            halves = " and ".join(f"async_{call}_recv()" for call in sorted(calls))
             raise RuntimeError(
-                f"{what}: environments {self.busy} have been sent something that nobody has received. Receive it first."
+                f"{what}: environments {self.busy} have been sent something that nobody has received. Receive it "
+                f"first, by {halves}."
             )
 
     def _check_open(self, what: str) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ByValue
 from rollwright.envs import _parallel_calls as calls
 from rollwright.envs._async_slots import Came, Slots
 from rollwright.envs._env_messages import Do, Form, ResetRows, StepRows
-from rollwright.envs._env_processes import PATIENCE_S, EnvProcesses
+from rollwright.envs._env_processes import HURRY_S, PATIENCE_S, EnvProcesses
 from rollwright.envs._parallel_rows import Outcomes
 from rollwright.envs._td_rows import Nests, dense_leaves
 from rollwright.envs._workers import Factory, renamed
@@ -49,7 +50,8 @@ class ProcessSlots(Slots):
 
     def lay_out(self, entries: Any, form: Form, batch_size: torch.Size) -> None:
         """Give outcomes their places; once, before the first call."""
-        self._outcomes = Outcomes(self._processes.lay_outcomes(entries), form, batch_size)
+        rows = self._processes.lay_outcomes(entries)
+        self._outcomes = Outcomes(rows, self._processes.forms, form, batch_size)
 
     def post(self, row: int, td: TensorDictBase | None, *, resets: bool, kwargs: dict[str, Any]) -> None:
         """See :class:`Slots`."""
@@ -71,24 +73,26 @@ class ProcessSlots(Slots):
                 return ResetRows(ticket, some, layout, nests, rest, packed)
             return StepRows(ticket, some, layout or 0, nests, rest)
 
-        ticket = self._processes.post(command, [row], layout)
-        self._under_way[row] = ticket, "reset" if resets else "step", time.monotonic()
+        with uninterrupted:
+            ticket = self._processes.post(command, [row], layout, keeps=True)
+            self._under_way[row] = ticket, "reset" if resets else "step", time.monotonic()
 
-    def collect(self, timeout_s: float) -> list[Came]:
+    def wait(self, timeout_s: float) -> None:
         """See :class:`Slots`."""
         until = time.monotonic() + timeout_s
         self._processes.pump(0.0)
-        while True:
-            found = [self._came(row) for row in list(self._under_way) if self._is_over(row)]
-            left = until - time.monotonic()
-            if found or left <= 0:
-                return found
+        while not any(map(self._is_over, self._under_way)) and (left := until - time.monotonic()) > 0:
             due = min((since + self._limit_s for _, _, since in self._under_way.values()), default=until)
             self._processes.pump(max(0.0, min(left, due - time.monotonic(), _NAP_S)))
 
+    def collect(self) -> Iterator[Came]:
+        """See :class:`Slots`."""
+        for row in [row for row in self._under_way if self._is_over(row)]:
+            yield self._came(row)
+
     def _is_over(self, row: int) -> bool:
         ticket, _, since = self._under_way[row]
-        return not self._processes._due[ticket] or time.monotonic() - since > self._limit_s
+        return self._processes.is_answered(ticket) or time.monotonic() - since > self._limit_s
 
     def _came(self, row: int) -> Came:
         ticket, call, since = self._under_way.pop(row)
@@ -106,7 +110,7 @@ class ProcessSlots(Slots):
             error = EnvError(f"{self._name}[{row}]: its process {how}, in {call}. Make the pool anew to go on with it.")
             error.__cause__ = None if lost.failure is None else lost.failure.error(f"{self._name}[{row}]")
             return Came(row, None, error)
-        rest = self._outcomes.note(call, gathered.replies.values())
+        rest = self._outcomes.beside(gathered.replies.values())
         return Came(row, self._outcomes.row(call, row, rest), None)
 
     def _ask(self, function: Callable[..., Any], *args: Any, rows: list[int] | None = None) -> list[Any]:
@@ -145,7 +149,7 @@ class ProcessSlots(Slots):
         """Of the processes; None for one that has ended."""
         return self._processes.pids()
 
-    def close(self) -> tuple[list[Exception], list[str]]:
+    def close(self, *, hurries: bool = False) -> tuple[list[Exception], list[str]]:
         """See :class:`Slots`."""
-        raised, forced = self._processes.end()
+        raised, forced = self._processes.end(HURRY_S if hurries else None)
         return [one.failure.error(f"{self._name}[{one.row}]") for one in raised], forced

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +37,15 @@ class Slots(ABC):
 
     @abstractmethod
     def post(self, row: int, td: TensorDictBase | None, *, resets: bool, kwargs: dict[str, Any]) -> None:
-        """Begin a step (from ``td``), or a reset."""
+        """Begin a step (from ``td``), or a reset. If it raises, nothing has begun."""
 
     @abstractmethod
-    def collect(self, timeout_s: float) -> list[Came]:
-        """Wait until at least one call has ended, or the time is over; all that have."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait until at least one call has ended, or the time is over. An interrupt here loses nothing."""
+
+    @abstractmethod
+    def collect(self) -> Iterator[Came]:
+        """All that has ended so far. To be used up at once, in a block that nothing interrupts."""
 
     @abstractmethod
     def set_seed(self, row: int, seed: int | None, static_seed: bool) -> int | None:
@@ -56,5 +60,9 @@ class Slots(ABC):
         """An attribute of each, as a list; or a function that calls a method of each."""
 
     @abstractmethod
-    def close(self) -> tuple[list[Exception], list[str]]:
-        """Close all, within seconds: what they raised, and what had to be left behind or killed."""
+    def close(self, *, hurries: bool = False) -> tuple[list[Exception], list[str]]:
+        """Close all, within seconds: what they raised, and what had to be left behind or killed.
+
+        Args:
+            hurries: an earlier call was interrupted: end what is left of them, and wait for no more than a second.
+        """

@@ -8,14 +8,16 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._interrupts import uninterrupted
 from rollwright.envs._async_slots import Came, Slots
-from rollwright.envs._env_processes import CLOSE_S, PATIENCE_S, START_S
+from rollwright.envs._env_processes import CLOSE_S, HURRY_S, PATIENCE_S, START_S
 from rollwright.envs._workers import Factory, call_each, made, placed, renamed
 from rollwright.envs.base import EnvBase
 from rollwright.errors import EnvError, RollwrightError
@@ -23,6 +25,7 @@ from rollwright.errors import EnvError, RollwrightError
 __all__ = ["ThreadSlots"]
 
 _EXIT_S = 1.0  # when the interpreter exits
+_LAST_BREATH_S = 2.0  # of a thread that has nothing left to do
 
 
 class _Work(NamedTuple):
@@ -48,7 +51,9 @@ class ThreadSlots(Slots):
         self._name, self._limit_s = name, PATIENCE_S if timeout_s is None else timeout_s
         self._makers = list(makers)
         self._inboxes: list[queue.SimpleQueue[_Work | None]] = [queue.SimpleQueue() for _ in makers]
-        self._outbox: queue.SimpleQueue[tuple[int, int, Any]] = queue.SimpleQueue()
+        self._outbox: deque[tuple[int, int, Any]] = deque()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # rung after something was put into the outbox
+        self._gone: set[int] = set()  # rows whose thread has told that it ends
         self._since: dict[int, tuple[int, float]] = {}  # by row: serial and time of the call under way
         self._lost: set[int] = set()  # rows whose thread did not come back
         self._serial = 0
@@ -63,25 +68,44 @@ class ThreadSlots(Slots):
         for row, thread in enumerate(self._threads):
             self._since[row] = 0, time.monotonic()
             thread.start()
-        self._await_envs()
+        try:
+            self._await_envs()
+        except BaseException:
+            self._failed = True
+            self._leave()
+            raise
+
+    def _tell(self, row: int, serial: int, result: Any) -> None:
+        self._outbox.append((row, serial, result))
+        self._bell.put(None)
+
+    def _listen(self, timeout_s: float) -> bool:
+        """Wait until the outbox has something, or the time is over; whether it has.
+
+        The bell may have rung for what was taken already, or an interrupt may have swallowed it: the outbox counts.
+        """
+        until = time.monotonic() + timeout_s
+        while not self._outbox:
+            try:
+                self._bell.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return bool(self._outbox)
+        return True
 
     def _await_envs(self) -> None:
         envs: dict[int, EnvBase] = {}
         errors: dict[int, Exception] = {}
         until = time.monotonic() + START_S
         while len(envs) + len(errors) < len(self._makers) and not errors:
-            try:
-                row, _, result = self._outbox.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
+            if not self._listen(until - time.monotonic()):
                 missing = sorted(set(range(len(self._makers))) - set(envs))
                 errors[missing[0]] = EnvError(
                     f"create_env_fn of workers {missing} did not come back within {START_S:g} s."
                 )
                 break
+            row, _, result = self._outbox.popleft()
             (errors if isinstance(result, Exception) else envs)[row] = result
         if errors:
-            self._failed = True
-            self._leave()
             raise errors[min(errors)]
         self._since.clear()
         self.facts = [envs[row] for row in range(len(self._makers))]
@@ -92,9 +116,9 @@ class ThreadSlots(Slots):
         try:
             env = made(row, self._makers[row])
         except Exception as error:
-            self._outbox.put((row, 0, error))
+            self._tell(row, 0, error)
             return
-        self._outbox.put((row, 0, env))
+        self._tell(row, 0, env)
         while (work := self._inboxes[row].get()) is not None:
             result: Any
             try:
@@ -102,61 +126,54 @@ class ThreadSlots(Slots):
                 result = env._begin(td, **work.kwargs) if work.resets else env._advance(td)  # type: ignore[arg-type]
             except Exception as error:
                 result = error
-            self._outbox.put((row, work.serial, result))
+            self._tell(row, work.serial, result)
         if self._failed:  # an environment may have been made after another's factory had failed
             with contextlib.suppress(Exception):  # the earlier error tells more
                 env.close(raise_if_closed=False)
+        self._gone.add(row)
+        self._bell.put(None)
 
     def post(self, row: int, td: TensorDictBase | None, *, resets: bool, kwargs: dict[str, Any]) -> None:
         """See :class:`Slots`."""
-        self._serial += 1
-        self._since[row] = self._serial, time.monotonic()
-        if row in self._lost:
-            error = EnvError(f"{self._name}[{row}] is still busy with a call that took longer than env_step_timeout.")
-            self._outbox.put((row, self._serial, error))
-        else:
-            self._inboxes[row].put(_Work(self._serial, td, resets, kwargs))
+        with uninterrupted:
+            self._serial += 1
+            self._since[row] = self._serial, time.monotonic()
+            if row in self._lost:
+                error = EnvError(
+                    f"{self._name}[{row}] is still busy with a call that took longer than env_step_timeout."
+                )
+                self._tell(row, self._serial, error)
+            else:
+                self._inboxes[row].put(_Work(self._serial, td, resets, kwargs))
 
-    def collect(self, timeout_s: float) -> list[Came]:
+    def wait(self, timeout_s: float) -> None:
         """See :class:`Slots`."""
-        found: list[Came] = []
-        until = time.monotonic() + timeout_s
-        while not found:
-            due = min([until, *(since + self._limit_s for _, since in self._since.values())])
-            found += self._taken(max(0.0, due - time.monotonic()))
-            found += self._overdue()
-            if time.monotonic() >= until:
-                break
-        while not self._outbox.empty():
-            found += self._taken(0.0)
-        return found
+        due = min((since + self._limit_s for _, since in self._since.values()), default=float("inf"))
+        self._listen(min(timeout_s, max(0.0, due - time.monotonic())))
 
-    def _taken(self, timeout_s: float) -> list[Came]:
-        try:
-            row, serial, result = self._outbox.get(timeout=timeout_s) if timeout_s else self._outbox.get_nowait()
-        except queue.Empty:
-            return []
+    def collect(self) -> Iterator[Came]:
+        """See :class:`Slots`."""
+        while self._outbox:
+            came = self._taken(*self._outbox.popleft())
+            if came is not None:
+                yield came
+        now = time.monotonic()
+        for row in [row for row, (_, since) in self._since.items() if now - since > self._limit_s]:
+            del self._since[row]
+            self._lost.add(row)
+            yield Came(row, None, EnvError(f"{self._name}[{row}] did not come back within {self._limit_s:g} s."))
+
+    def _taken(self, row: int, serial: int, result: Any) -> Came | None:
         if self._since.get(row, (None,))[0] != serial:
             self._lost.discard(row)  # it came back after all; nobody waits for this any more
-            return []
+            return None
         del self._since[row]
         if not isinstance(result, Exception):
-            return [Came(row, result, None)]
+            return Came(row, result, None)
         named = f"{self._name}[{row}]"
         error = renamed(named, result) if isinstance(result, RollwrightError) else EnvError(f"{named}: {result}")
         error.__cause__ = result
-        return [Came(row, None, error)]
-
-    def _overdue(self) -> list[Came]:
-        now = time.monotonic()
-        late = [row for row, (_, since) in self._since.items() if now - since > self._limit_s]
-        for row in late:
-            del self._since[row]
-            self._lost.add(row)
-        return [
-            Came(row, None, EnvError(f"{self._name}[{row}] did not come back within {self._limit_s:g} s."))
-            for row in late
-        ]
+        return Came(row, None, error)
 
     def set_seed(self, row: int, seed: int | None, static_seed: bool) -> int | None:
         """See :class:`Slots`."""
@@ -176,17 +193,22 @@ class ThreadSlots(Slots):
         for inbox in self._inboxes:
             inbox.put(None)
 
-    def close(self) -> tuple[list[Exception], list[str]]:
+    def close(self, *, hurries: bool = False) -> tuple[list[Exception], list[str]]:
         """See :class:`Slots`."""
         self._leave()
-        until = time.monotonic() + CLOSE_S
+        until = time.monotonic() + (HURRY_S if hurries else CLOSE_S)
+        awaited = set(range(len(self._threads))) - self._lost
+        while awaited - self._gone and (rest := until - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._bell.get(timeout=rest)
         errors: list[Exception] = []
         forced: list[str] = []
         for row, (thread, env) in enumerate(zip(self._threads, self.facts, strict=True)):
-            thread.join(0.0 if row in self._lost else max(0.0, until - time.monotonic()))
-            if thread.is_alive():
+            if row not in self._gone:
                 forced.append(f"the thread of environment {row} is left behind, in a call that does not come back")
                 continue
+            with uninterrupted:  # join() takes a thread for ended whose wait was interrupted
+                thread.join(_LAST_BREATH_S)
             try:
                 env.close(raise_if_closed=False)
             except Exception as error:  # the others are to be closed all the same

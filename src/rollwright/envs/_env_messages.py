@@ -128,14 +128,14 @@ class Reply(NamedTuple):
     Attributes:
         ticket: of the command.
         raised: what went wrong; other rows were served.
-        forms: by row, where it is another than that in the reply before to a command of the same class.
+        forms: by ``"step"`` or ``"reset"`` and row, where it is another than in the reply before to such a command.
         rest: by row: a TensorDict of what is not in shared rows.
         values: of :class:`Do`, by row; pickled with :mod:`cloudpickle`.
     """
 
     ticket: int
     raised: tuple[Raised, ...] = ()
-    forms: dict[int, Form] | None = None
+    forms: dict[tuple[str, int], Form] | None = None
     rest: ByValue | None = None
     values: bytes | None = None
 

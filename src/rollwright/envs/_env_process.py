@@ -6,11 +6,7 @@ The other side is :class:`~rollwright.envs._env_processes.EnvProcesses`.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import select
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -48,7 +44,6 @@ __all__ = ["DONE_ROWS", "MOST_FRUITLESS", "Hosted", "serve_envs"]
 DONE_ROWS = "finished"  # int64 [rows]: the ticket of the last command that was finished in the row
 
 MOST_FRUITLESS = 3  # renewals of an environment without a step in between
-_ALONE_S = 10.0  # what an environment may still take when nobody waits for it any more
 
 
 class Hosted:
@@ -112,7 +107,7 @@ class _Host:
         self._envs = envs
         self._renews = renews
         self._layouts: dict[int, SharedRows] = {}
-        self._forms: dict[tuple[type, int], Form] = {}
+        self._forms: dict[tuple[str, int], Form] = {}
         self._raised: list[Raised] = []
         self._out: SharedRows
         self._finished: Any = None
@@ -226,7 +221,8 @@ class _Host:
         rest = command.rest.value if command.rest is not None else {}
         resets = isinstance(command, ResetRows)
         kwargs = command.kwargs.value if isinstance(command, ResetRows) and command.kwargs is not None else {}
-        forms: dict[int, Form] = {}
+        forms: dict[tuple[str, int], Form] = {}
+        place = "reset" if resets else "step"
         left: dict[int, TensorDictBase] = {}
 
         def work(hosted: Hosted) -> None:
@@ -235,8 +231,8 @@ class _Host:
             td = None if td is None else placed(td, env.device)
             outcome = env._begin(td, **kwargs) if resets else env._advance(cast(TensorDictBase, td))
             form, rest_of_row = self._put(row, outcome)
-            if self._forms.get((type(command), row)) != form:
-                forms[row] = self._forms[type(command), row] = form
+            if self._forms.get((place, row)) != form:
+                forms[place, row] = self._forms[place, row] = form
             if rest_of_row is not None:
                 left[row] = rest_of_row
             self._finished[row] = command.ticket
@@ -295,7 +291,8 @@ def serve_envs(
 ) -> None:
     """Make environments, and serve them until told to leave; runs in a :class:`~rollwright._processes.child.Child`.
 
-    The first message is a :class:`Reply` with ticket 0: ``describe(hosted)`` by row, or what factories raised.
+    The first message is a :class:`Reply` with ticket 0: ``describe(hosted)`` by row; or what a factory
+    raised, and then it is the last one.
 
     Args:
         channel: commands in, replies out.
@@ -306,7 +303,6 @@ def serve_envs(
         torch_seed: for torch's global generator here; those of NumPy and Python are seeded by the system.
         renews: make environments that raise anew.
     """
-    threading.Thread(target=_leave_when_alone, args=(channel.fileno(),), daemon=True).start()
     torch.manual_seed(torch_seed)
     np.random.seed()
     random.seed()
@@ -321,6 +317,8 @@ def serve_envs(
                 break
         described = {} if raised else {row: describe(hosted) for row, hosted in envs.items()}
         channel.send(Reply(0, tuple(raised), values=cloudpickle.dumps(described, 5)))
+        if raised:
+            return
         host = _Host(channel, segment, envs, renews=renews)
         while True:
             if not channel.poll(3600.0):
@@ -335,15 +333,6 @@ def serve_envs(
         for hosted in envs.values():  # the other side has gone without a word
             with contextlib.suppress(Exception):
                 hosted.env.close(raise_if_closed=False)
-
-
-def _leave_when_alone(fd: int) -> None:
-    """End this process if the other side is gone and an environment does not come back."""
-    poll = select.poll()
-    poll.register(fd, 0)  # hang-ups are always told
-    poll.poll()
-    time.sleep(_ALONE_S)
-    os._exit(1)
 
 
 def _below_next(key: NestedKey) -> NestedKey:

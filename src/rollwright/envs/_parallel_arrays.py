@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rollwright._interrupts import uninterrupted
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._processes.channel import ByValue
 from rollwright.envs import _parallel_calls as calls
@@ -112,9 +113,10 @@ class ParallelArrays(ArrayEnv):
         def command(ticket: int, some: Some, mine: Sequence[int]) -> StepArrays:
             return StepArrays(ticket, some, layout, self.resets_ahead)
 
-        self._ticket = env._processes.post(command, rows, layout)
-        env._under_way[self._ticket] = self._rows
         self._num_seedings = env._num_seedings
+        with uninterrupted:
+            self._ticket = env._processes.post(command, rows, layout, keeps=True)
+            env._under_way[self._ticket] = self._rows
 
     def _write(self, given: Values) -> int:
         """Write what environments read; the number of its layout."""
@@ -128,7 +130,7 @@ class ParallelArrays(ArrayEnv):
     def receive(self) -> Values:
         """See :meth:`ArrayEnv.receive`."""
         env, ticket, self._ticket = self._env, self._ticket, None
-        if ticket is None or env._under_way.pop(ticket, None) is None:
+        if ticket is None or not env._take_up(ticket):
             raise EnvError(f"{env}: receive() before send(). Call send() first.")
         gathered = env._processes.gather(ticket)
         missed = env._recreation.settle(ticket, gathered, "step")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -81,22 +81,24 @@ class Outcomes:
 
     Args:
         shared: rows that the processes write.
+        forms: what these say that outcomes consist of, by call and row.
         default: entries of a step, where no environment has said.
         batch_size: of each environment.
     """
 
-    def __init__(self, shared: SharedRows, default: Form, batch_size: torch.Size) -> None:
+    def __init__(
+        self, shared: SharedRows, forms: Mapping[tuple[str, int], Form], default: Form, batch_size: torch.Size
+    ) -> None:
         self.shared = shared
+        self._forms = forms
         self._default = default
         self._batch_size = batch_size
-        self._forms: dict[tuple[str, int], Form] = {}
 
-    def note(self, call: str, replies: Iterable[Reply]) -> dict[int, TensorDictBase]:
-        """Take down the forms that environments announce; by row: what is not in shared rows."""
+    @staticmethod
+    def beside(replies: Iterable[Reply]) -> dict[int, TensorDictBase]:
+        """By row: what is not in shared rows."""
         rest: dict[int, TensorDictBase] = {}
         for reply in replies:
-            for row, form in (reply.forms or {}).items():
-                self._forms[call, row] = form
             if reply.rest is not None:
                 rest.update(reply.rest.value)
         return rest

@@ -12,7 +12,8 @@ from tensordict import TensorDictBase
 from rollwright.data.layout import DoneGroup, complete_done
 from rollwright.envs._env_messages import Raised
 from rollwright.envs._env_process import MOST_FRUITLESS
-from rollwright.envs._env_processes import EnvProcesses, Gathered, Lost
+from rollwright.envs._env_processes import EnvProcesses
+from rollwright.envs._under_way import Gathered, Lost
 from rollwright.envs._workers import renamed
 from rollwright.envs.arrays import Values
 from rollwright.errors import EnvError, RollwrightError
@@ -71,9 +72,6 @@ class Recreation:
             RollwrightError: an environment has failed, and is not made anew.
         """
         raised = gathered.raised
-        for one in raised:
-            if one.is_renewed:
-                self._processes.renewals[one.row] += 1
         for one in raised:
             if not one.is_renewed:
                 raise self._error(one) from one.failure.error(f"{self._name}[{one.row}]")

@@ -14,7 +14,7 @@ from rollwright._processes.channel import ByValue
 from rollwright.envs import _parallel_calls as calls
 from rollwright.envs._batched import BatchedEnv
 from rollwright.envs._env_messages import Do
-from rollwright.envs._env_processes import EnvProcesses
+from rollwright.envs._env_processes import HURRY_S, EnvProcesses
 from rollwright.envs._parallel_calls import EnvFacts, Sign
 from rollwright.envs._recreation import Recreation
 from rollwright.errors import EnvError, NotNative
@@ -32,6 +32,7 @@ class RemoteEnvs(BatchedEnv):
     _facts: list[EnvFacts]
     _options: dict[str, Any]  # of the constructor, for copies
     _num_seedings: int
+    _ended = False
 
     @property
     def recreations(self) -> list[int]:
@@ -87,14 +88,17 @@ class RemoteEnvs(BatchedEnv):
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close all environments and end their processes, within seconds. A second call raises by default.
 
+        A call that follows an interrupted one ends what is left, and waits no more than a second for environments.
+
         Warns:
             RuntimeWarning: a process did not end by itself.
         """
-        was_closed = self.is_closed
-        super().close(raise_if_closed=raise_if_closed)
-        if was_closed:
+        hurries = self.is_closed and not self._ended  # the call before was interrupted
+        super().close(raise_if_closed=raise_if_closed and not hurries)
+        if self._ended:
             return
-        raised, forced = self._processes.end()
+        raised, forced = self._processes.end(HURRY_S if hurries else None)
+        self._ended = True
         if forced:
             warnings.warn(f"{type(self).__name__}: {'; '.join(forced)}.", RuntimeWarning, stacklevel=2)
         for one in raised:

@@ -66,23 +66,25 @@ def _one_each(name: str, given: Any, num_workers: int) -> list[Any]:
     return list(given)
 
 
-def made(worker: int, maker: Factory) -> EnvBase:
-    """The environment of a worker.
+def made(worker: int | None, maker: Factory) -> EnvBase:
+    """The environment of a worker; None: of a collector, which has one.
 
     Raises:
         EnvError: the function raised.
         TypeError: it made something else.
     """
+    place = "create_env_fn" if worker is None else f"create_env_fn of worker {worker}"
     try:
         env = maker()
     except RollwrightError as error:
-        raise renamed(f"create_env_fn of worker {worker}", error) from error
+        raise renamed(place, error) from error
     except Exception as error:
-        raise EnvError(f"create_env_fn of worker {worker} raised {type(error).__name__}: {error}") from error
+        raise EnvError(f"{place} raised {type(error).__name__}: {error}") from error
     if not isinstance(env, EnvBase):
         raise TypeError(
             "create_env_fn: expected a function that makes an environment of rollwright, got one that made "
-            f"{type(env).__name__} (worker {worker}). Wrap gymnasium environments in GymWrapper."
+            f"{type(env).__name__}{'' if worker is None else f' (worker {worker})'}. Wrap gymnasium environments in "
+            "GymWrapper."
         )
     return env
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._interrupts import uninterrupted
 from rollwright._keys import without
 from rollwright._processes.starting import check_start_method
 from rollwright.envs._async_halves import INDEX, AsyncHalves, first_index
@@ -77,6 +78,8 @@ class AsyncEnvPool(AsyncHalves):
         True
         >>> env.close()
     """
+
+    _ended = False
 
     def __init__(
         self,
@@ -167,13 +170,17 @@ class AsyncEnvPool(AsyncHalves):
     ) -> dict[int, TensorDictBase]:
         """One call in each of ``rows``, all of which are waited for, whatever some of them raise."""
         came: dict[int, Came] = {}
-        self._strays = set(rows)
         for row, td in rows.items():
             given = td if td is None else without(td, INDEX)
-            self._slots.post(row, given, resets=resets, kwargs=kwargs)
+            with uninterrupted:
+                self._slots.post(row, given, resets=resets, kwargs=kwargs)
+                self._strays.add(row)  # until it has come, for whoever is called next if this is interrupted
         while len(came) < len(rows):
-            came.update((one.row, one) for one in self._slots.collect(self._limit_s))
-        self._strays.clear()
+            self._slots.wait(self._limit_s)
+            with uninterrupted:
+                for one in self._slots.collect():
+                    self._strays.discard(one.row)
+                    came[one.row] = one
         for row in sorted(came):
             error = came[row].error
             if error is not None:
@@ -224,15 +231,18 @@ class AsyncEnvPool(AsyncHalves):
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close all environments and end their threads or processes, within seconds, whatever they do.
 
+        A call that follows an interrupted one ends what is left, and waits no more than a second for environments.
+
         Warns:
             RuntimeWarning: a thread had to be left behind, or a process to be killed.
         """
-        was_closed = self.is_closed
-        super().close(raise_if_closed=raise_if_closed)
-        if was_closed:
+        hurries = self.is_closed and not self._ended  # the call before was interrupted
+        super().close(raise_if_closed=raise_if_closed and not hurries)
+        if self._ended:
             return
         self._forget()
-        errors, forced = self._slots.close()
+        errors, forced = self._slots.close(hurries=hurries)
+        self._ended = True
         if forced:
             warnings.warn(f"{type(self).__name__}: {'; '.join(forced)}.", RuntimeWarning, stacklevel=2)
         if errors:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._interrupts import uninterrupted
 from rollwright._keys import as_tuple
 from rollwright._processes.channel import ByValue
 from rollwright._processes.starting import check_start_method
@@ -141,7 +142,7 @@ class ParallelEnv(RemoteEnvs):
         form = Form(tuple(key for key in dict.fromkeys(returned) if key in entries), {})
         for key in [key for key in self.observation_keys if key in entries]:
             entries[AHEAD, *as_tuple(key)] = entries[key]
-        return Outcomes(processes.lay_outcomes(entries), form, self.batch_size[1:])
+        return Outcomes(processes.lay_outcomes(entries), processes.forms, form, self.batch_size[1:])
 
     # Stepping ---------------------------------------------------------------------------------
 
@@ -150,11 +151,19 @@ class ParallelEnv(RemoteEnvs):
         if any(rows.start < other.stop and other.start < rows.stop for other in self._under_way.values()):
             raise EnvError(f"{self}: step before receive(). Receive the steps that are under way, or reset.")
 
+    def _take_up(self, ticket: int) -> bool:
+        """Note that a step will be received now, or never; whether it was under way."""
+        with uninterrupted:
+            known = self._under_way.pop(ticket, None) is not None
+            if known:
+                self._processes.drop(ticket)
+        return known
+
     def _drop(self, rows: range) -> None:
         """Wait for steps of these rows that are under way, and drop what comes of them."""
         for ticket, other in list(self._under_way.items()):
             if rows.start < other.stop and other.start < rows.stop:
-                del self._under_way[ticket]
+                self._take_up(ticket)
                 self._recreation.settle(ticket, self._processes.gather(ticket), "step")
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -169,7 +178,7 @@ class ParallelEnv(RemoteEnvs):
         ticket = self._processes.post(command, rows, sent.layout)
         gathered = self._processes.gather(ticket)
         missed = self._recreation.settle(ticket, gathered, "step")
-        rest = self._outcomes.note("step", gathered.replies.values())
+        rest = self._outcomes.beside(gathered.replies.values())
         missed = missed._replace(failed=missed.failed | due)
         form = None if rest or self._ragged else self._outcomes.common_form("step", range(self.num_workers))
         if form is None:
@@ -238,7 +247,7 @@ class ParallelEnv(RemoteEnvs):
             ticket = self._processes.post(command, rows, None if sent is None else sent.layout)
             gathered = self._processes.gather(ticket)
             again = self._recreation.settle(ticket, gathered, "reset").failed
-            rest.update(self._outcomes.note("reset", gathered.replies.values()))
+            rest.update(self._outcomes.beside(gathered.replies.values()))
             self._recreation.begun(set(rows) - again)
             rows = sorted(again)
         return rest

@@ -10,7 +10,9 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright.envs._batched import BatchedEnv
+from rollwright.envs._renewable import RenewableEnv
 from rollwright.envs._serial_arrays import SerialArrays
+from rollwright.envs._succession import Notice, check_failure
 from rollwright.envs._workers import Factories, FactoryKwargs, call_each, factories, made, placed
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.errors import RollwrightError
@@ -35,10 +37,21 @@ class SerialEnv(BatchedEnv):
         serial_for_single: no effect; there so that a program can exchange this class for ``ParallelEnv``.
         share_individual_td: no effect, as ``serial_for_single``.
         mp_start_method: no effect, as ``serial_for_single``.
+        on_env_failure: what follows when an environment raises in a step or a reset. ``"raise"``: an error that names
+            it. ``"recreate"``: another one is made in its place, and the others do not notice; the step that failed is
+            a frame with the last observation once more, a reward of 0 and ``truncated`` and ``done`` set, so that its
+            trajectory ends. What the environment kept in buffers begins anew, and its seed is made of the old one. The
+            first time is told by a ``RuntimeWarning``, all are counted in :attr:`recreations`; four failures of one
+            environment without a step in between are raised. An environment that does not come back from a step can
+            be replaced only in another process, by ``ParallelEnv``.
+
+    Attributes:
+        recreations: how many environments were in each place before, a list.
 
     Raises:
         TypeError: ``create_env_fn`` is not, or does not make, what it should.
         ValueError: lists of another length than ``num_workers``; environments that do not fit together.
+        EnvError: an environment raised, or a factory did.
 
     Example:
         >>> from rollwright.envs import GymEnv
@@ -61,13 +74,26 @@ class SerialEnv(BatchedEnv):
         serial_for_single: bool = False,
         share_individual_td: bool | None = None,
         mp_start_method: str | None = None,
+        on_env_failure: str = "raise",
     ) -> None:
         makers = factories(num_workers, create_env_fn, create_env_kwargs)
+        recreates = check_failure(on_env_failure)
         envs = [made(i, maker) for i, maker in enumerate(makers)]
+        if recreates:
+            name, notice = type(self).__name__, Notice(".recreations")
+            envs = [
+                RenewableEnv(env, maker, i, f"{name}[{i}]", notice)
+                for i, (env, maker) in enumerate(zip(envs, makers, strict=True))
+            ]
         super().__init__(envs, device)
         for i, env in enumerate(envs):
             self.add_module(f"worker{i}", env)
         self._envs = envs  # from here on, attributes are looked up in them, which may have a "worker0" too
+
+    @property
+    def recreations(self) -> list[int]:
+        """How many environments were in each place before."""
+        return [env.recreations if isinstance(env, RenewableEnv) else 0 for env in self._envs]
 
     # Stepping ---------------------------------------------------------------------------------
 

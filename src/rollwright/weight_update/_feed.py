@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,8 +10,9 @@ from typing import Any, Protocol
 
 from rollwright.weight_update._board import Board, ModelWeights, Publication
 from rollwright.weight_update._destination import Destination
+from rollwright.weight_update._forms import State
 
-__all__ = ["HasModels", "WeightFeed"]
+__all__ = ["HasModels", "Held", "WeightFeed"]
 
 _PASSES_BEFORE_WISH = 3
 
@@ -20,6 +22,21 @@ class HasModels(Protocol):
 
     def get_model(self, model_id: str) -> Any:
         """The model that an id names."""
+
+
+class Held:
+    """In place of a model that is elsewhere: keeps the last weights that came for it.
+
+    Attributes:
+        state: these weights, which nobody else writes; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.state: State | None = None
+
+    def keep(self, state: State) -> None:
+        """Take weights."""
+        self.state = state
 
 
 class WeightFeed:
@@ -53,6 +70,7 @@ class WeightFeed:
         self._seen = [0] * len(self._boards)  # stamps
         self._floor = 0
         self._stamps: dict[str, int] = {}
+        self._overwritten: set[str] = set()  # models that older weights were written after
         self._destinations: dict[str, Destination] = {}
         self.version = version
         self._watch()
@@ -93,13 +111,14 @@ class WeightFeed:
         until = time.monotonic() + timeout_s
         passes = 0
         try:
-            while not passes or self._is_behind():
+            while not passes or self._overwritten or self._is_behind():
                 passes += 1
                 if passes > _PASSES_BEFORE_WISH:
                     self._wish(True)
-                for index, board in enumerate(self._boards):
-                    if board.stamp != self._seen[index]:
-                        self._take(index, collector, max(0.0, until - time.monotonic()))
+                again, self._overwritten = self._overwritten, set()
+                for index, board in sorted(enumerate(self._boards), key=lambda found: found[1].stamp):
+                    if board.stamp != self._seen[index] or again:
+                        self._take(index, again, collector, max(0.0, until - time.monotonic()))
         finally:
             self._watch()
             if passes > _PASSES_BEFORE_WISH:
@@ -111,21 +130,26 @@ class WeightFeed:
         newest = self.stamp
         return any(seen < newest and board.stamp != seen for board, seen in zip(self._boards, self._seen, strict=True))
 
-    def _take(self, index: int, collector: HasModels, timeout_s: float) -> None:
+    def _take(self, index: int, again: set[str], collector: HasModels, timeout_s: float) -> None:
+        since = {model_id: stamp - (model_id in again) for model_id, stamp in self._stamps.items()}
         loads: list[Callable[[], None]] = []
 
         def copy(publication: Publication) -> None:
             loads.clear()  # of weights that were being written
-            for model_id, weights in publication.models.items():
+            for model_id, weights in sorted(publication.models.items(), key=lambda item: item[1].stamp):
                 load = self._copy(collector.get_model(model_id), model_id, weights)
                 if load is not None:
                     loads.append(load)
 
-        found = self._boards[index].take(self._stamps, copy, floor=self._floor, timeout_s=timeout_s)
+        found = self._boards[index].take(since, copy, floor=self._floor, timeout_s=timeout_s)
         if found is None:
             return
         for load in loads:
             load()
+        # One model may be a part of another ("policy" and "actor"): what was published last must be written last.
+        oldest = min((weights.stamp for weights in found.models.values()), default=math.inf)
+        later = {model_id for model_id, stamp in self._stamps.items() if stamp > oldest}
+        self._overwritten |= later - found.models.keys()
         self._stamps.update({model_id: weights.stamp for model_id, weights in found.models.items()})
         self._seen[index] = found.stamp
         if found.stamp == self.stamp:
@@ -133,14 +157,15 @@ class WeightFeed:
 
     def _copy(self, target: Any, model_id: str, weights: ModelWeights) -> Callable[[], None] | None:
         """Copy weights in place; where that is not enough, returns what is to be done once they are whole."""
+        if isinstance(target, Held):
+            return partial(target.keep, {**_copies(weights), **weights.extras})
         destination = self._destinations.get(model_id)
         if destination is None or not destination.fits(target, weights.specs):
             destination = Destination(target, weights.specs, weights.tensors, model_id)
             self._destinations[model_id] = destination
         if not weights.extras and destination.copy(weights.tensors):
             return None
-        copies = {name: tensor.clone() for name, tensor in weights.tensors.items()}
-        return partial(destination.load, {**copies, **weights.extras})
+        return partial(destination.load, {**_copies(weights), **weights.extras})
 
     def _wish(self, wished: bool) -> None:
         for board in self._boards:
@@ -148,3 +173,7 @@ class WeightFeed:
 
     def _watch(self) -> None:
         self._watched = list(zip([board.words for board in self._boards], self._seen, strict=True))
+
+
+def _copies(weights: ModelWeights) -> State:
+    return {name: tensor.clone() for name, tensor in weights.tensors.items()}

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from rollwright._processes.segment import Segment
 from rollwright.weight_update._board import Board
 from rollwright.weight_update._forms import State
+from rollwright.weight_update._receiving import check_schemes
 from rollwright.weight_update._scheme import WeightSyncScheme
 from rollwright.weight_update.schemes import SharedMemWeightSyncScheme
 
@@ -53,13 +54,8 @@ class Publisher:
         *,
         default: WeightSyncScheme | None = None,
     ) -> None:
+        check_schemes("weight_sync_schemes", schemes)
         self._schemes = dict(schemes or {})
-        for model_id, scheme in self._schemes.items():
-            if not isinstance(scheme, WeightSyncScheme):
-                raise TypeError(
-                    f"weight_sync_schemes[{model_id!r}]: expected a WeightSyncScheme, got {type(scheme).__name__}: "
-                    f"{scheme!r}."
-                )
         self._default = SharedMemWeightSyncScheme(strategy="state_dict") if default is None else default
         self._common = Board()
         self._own = [Board() for _ in range(num_workers)]

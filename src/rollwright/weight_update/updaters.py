@@ -235,6 +235,20 @@ class RemoteModuleWeightUpdater(RemoteWeightsUpdaterBase):
     """Publishes weights that are passed, and knows no others: for workers that make their policies themselves."""
 
 
+def check_updater(updater: Any) -> None:
+    """Check a ``weight_updater``; what a function makes is checked when it is made.
+
+    Raises:
+        TypeError: it is neither an updater nor a function that makes one.
+    """
+    if updater is None or isinstance(updater, WeightUpdaterBase) or callable(updater):
+        return
+    raise TypeError(
+        f"weight_updater: expected a WeightUpdaterBase, or a function that makes one, got {type(updater).__name__}: "
+        f"{updater!r}."
+    )
+
+
 def _pusher(updater: WeightUpdaterBase) -> Pushes:
     collector = updater.collector
     if not hasattr(collector, "push_to_workers"):

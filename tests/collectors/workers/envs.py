@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import multiprocessing
 import os
 import signal
 import threading
@@ -207,20 +208,31 @@ class Gain(nn.Module):
         return self.gain.expand(*observation.shape[:-1], 1).clone()
 
 
-class Twins(nn.Module):
-    """Two large weights, always published equal: their first and last elements are written beside the action."""
+class Many(nn.Module):
+    """Many weights, always published equal; their least and their greatest element are written beside the action.
 
-    def __init__(self, value: float = 0.0, size: int = 4096) -> None:
+    Args:
+        value: of all.
+        num_weights: how many there are.
+        size: of each.
+    """
+
+    def __init__(self, value: float = 0.0, num_weights: int = 2, size: int = 4096) -> None:
         super().__init__()
-        self.left = nn.Parameter(torch.full((size,), float(value), dtype=torch.float64))
-        self.right = nn.Parameter(torch.full((size,), float(value), dtype=torch.float64))
+        self.weights = nn.ParameterList(torch.full((size,), float(value)) for _ in range(num_weights))
+
+    def fill(self, value: float) -> None:
+        """Set all elements."""
+        with torch.no_grad():
+            for weight in self.weights:
+                weight.fill_(value)
 
     def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The action and both weights, each ``[*batch, 1]``."""
-        lead = observation.shape[:-1]
-        left = self.left[:1].expand(*lead, 1).clone()
-        right = self.right[-1:].expand(*lead, 1).clone()
-        return left.float(), left, right
+        """The action (1), the least and the greatest element, each ``[*batch, 1]``."""
+        bounds = torch.stack([torch.stack(torch.aminmax(weight)) for weight in self.weights])
+        low, high = bounds[:, 0].min(), bounds[:, 1].max()
+        lead = (*observation.shape[:-1], 1)
+        return torch.ones(lead), low.expand(lead).clone(), high.expand(lead).clone()
 
 
 class Running(nn.Module):
@@ -274,9 +286,9 @@ def gain(value: float = 1.0) -> TensorDictModule:
     return TensorDictModule(Gain(value), ["observation"], ["action"])
 
 
-def twins(value: float = 0.0, size: int = 4096) -> TensorDictModule:
-    """:class:`Twins` as a policy."""
-    return TensorDictModule(Twins(value, size), ["observation"], ["action", "left", "right"])
+def many(**options: Any) -> TensorDictModule:
+    """:class:`Many` as a policy."""
+    return TensorDictModule(Many(**options), ["observation"], ["action", "low", "high"])
 
 
 def running(value: float = 0.0) -> TensorDictModule:
@@ -287,6 +299,39 @@ def running(value: float = 0.0) -> TensorDictModule:
 def failing(trouble: Trouble) -> TensorDictModule:
     """:class:`Failing` as a policy."""
     return TensorDictModule(Failing(trouble), ["observation"], ["action"])
+
+
+class Perishing(Gain):
+    """Meets its fate in a worker, when its state is read, or it is asked to; or else when its state is loaded."""
+
+    def __init__(self, trouble: Trouble, value: float = 1.0, *, loaded: bool = False) -> None:
+        super().__init__(value)
+        self.trouble, self.loaded = trouble, loaded
+
+    def _meet(self, loaded: bool) -> str:
+        if loaded is self.loaded and multiprocessing.parent_process() is not None:
+            self.trouble.strike(0)
+        return "alive"
+
+    @property
+    def fate(self) -> str:
+        """That it lives."""
+        return self._meet(loaded=False)
+
+    def perish(self) -> str:
+        """Same as :attr:`fate`."""
+        return self.fate
+
+    def get_extra_state(self) -> str:
+        return self.fate
+
+    def set_extra_state(self, state: str) -> None:
+        assert state == self._meet(loaded=True)
+
+
+def perishing(trouble: Trouble, value: float = 1.0, **options: Any) -> TensorDictModule:
+    """:class:`Perishing` as a policy."""
+    return TensorDictModule(Perishing(trouble, value, **options), ["observation"], ["action"])
 
 
 class Features(nn.Module):

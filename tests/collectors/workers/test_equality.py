@@ -14,6 +14,7 @@ from rollwright.collectors import Collector
 from rollwright.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 SOURCE = ("observation", ("next", "observation"))
+SEEDED = (0, 3, 4)  # of an observation: episodes are counted since the environment was made
 
 
 def cartpole():
@@ -60,13 +61,13 @@ def alone(envs, policy, frames, seed, **options):
     return streams, last
 
 
-def but_for_source(batch):
+def but_for_source(batch, kept=(0, 2, 3, 4)):
     """Without what tells one object from another: its instance, ids, and places of ids."""
     batch = batch.exclude(IDS, ("collector", "boundary"))
     for key in SOURCE:
         value = batch.get(key, None)
         if value is not None and value.shape[-1] == 5 and value.dtype == torch.float64:
-            batch.set(key, value[..., [0, 2, 3, 4]].clone())
+            batch.set(key, value[..., list(kept)].clone())
     return batch
 
 
@@ -155,6 +156,53 @@ def test_asynchronous_workers_have_the_streams_of_single_collectors(make, same):
     for worker, batches in found.items():
         for ours, theirs in zip(batches, singles[worker], strict=False):
             same(but_for_source(ours), but_for_source(theirs))
+
+
+def unequal():
+    """A quick worker, which has rollouts in store while the slow one is in the middle of one."""
+    return [tally, partial(tally, 1, step_s=0.005)]
+
+
+def by_worker(batches):
+    """Batches by the environment that they are from."""
+    found = {0: [], 1: []}
+    for batch in batches:
+        found[int(batch["observation"][0, IDENT])].append(batch)
+    return found
+
+
+def test_set_seed_in_the_middle_reaches_every_asynchronous_worker(make, same):
+    """The first batch of each worker after it is the first under its seed; what it dropped does not count."""
+    singles, _ = alone([tally, partial(tally, 1)], sampling, 20, 5)
+    collector = make("async", unequal(), sampling(), frames_per_batch=20, total_frames=400)
+    before, after = [], []
+    for batch in collector:
+        (before if len(before) < 5 else after).append(batch)
+        if len(before) == 5 and not after:
+            assert collector.set_seed(5) == 6
+    assert sum(batch.numel() for batch in before + after) == collector.stats()["frames"] == 400
+    for worker, batches in by_worker(after).items():
+        assert batches
+        for ours, theirs in zip(batches, singles[worker], strict=False):
+            same(but_for_source(ours, SEEDED), but_for_source(theirs, SEEDED))
+
+
+def test_a_restored_asynchronous_collector_delivers_what_each_worker_would_have(make, same):
+    """Rollouts that had arrived and were not delivered are part of the state."""
+    first, second = (
+        make("async", unequal(), sampling(), frames_per_batch=20, total_frames=total) for total in (400, 300)
+    )
+    before = [first.next() for _ in range(5)]
+    state = first.state_dict()
+    expected = by_worker(first)
+    for collector in (second, first):
+        collector.load_state_dict(state)
+        again = list(collector)
+        assert sum(map(len, before + again)) == collector.stats()["frames"] == collector.total_frames
+        for worker, batches in by_worker(again).items():
+            assert batches
+            for ours, theirs in zip(batches, expected[worker], strict=False):
+                same(but_for_source(ours), but_for_source(theirs))
 
 
 # Ids -----------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from tests.collectors.workers.envs import (
     gain,
     makers,
     one_bad,
+    perishing,
     tallies,
     tally,
 )
@@ -322,32 +323,6 @@ def test_whole_trajectories_stay_whole_over_restarts(make, buffer):
     check(rb[:], whole=True, gaps=True)
 
 
-# Stuck -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_that_takes_too_long(make, kind, tmp_path):
-    troubles = {"trouble": Trouble("sleep", 30)}
-    collector = make(kind, one_bad(troubles=troubles), gain(), frames_per_batch=20, env_step_timeout=0.5)
-    begun = time.monotonic()
-    with pytest.raises(WorkerError, match=r"worker 1.*(0\.5|env_step_timeout)"):
-        run(collector)
-    assert time.monotonic() - begun < SECONDS
-    collector.shutdown(raise_on_error=False)
-    troubles = {"trouble": Trouble("sleep", 30, str(tmp_path / "once"))}
-    collector = make(
-        kind,
-        one_bad(troubles=troubles),
-        gain(),
-        frames_per_batch=20,
-        total_frames=400,
-        env_step_timeout=0.5,
-        on_worker_failure="restart",
-    )
-    assert check(run(collector), gaps=True).frames == 400
-    assert collector.stats()["restarts"] == 1
-
-
 # Construction ------------------------------------------------------------------------------------------------------
 
 
@@ -457,6 +432,45 @@ def test_commands_of_another_thread_take_nothing_away(make, kind):
     assert check(batches).frames == 2000
     for batch in batches:
         assert torch.equal(batch["action"][..., 0].long(), batch["policy_version"])
+
+
+@pytest.mark.parametrize("call", ["state_dict", "getattr_policy"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_worker_that_takes_another_s_place_answers_for_it(make, kind, call, tmp_path):
+    policy = perishing(Trouble("kill", 0, str(tmp_path / "once")))
+    collector = make(kind, makers(), policy, frames_per_batch=20, on_worker_failure="restart", restart_delay=0.01)
+    batches = [collector.next() for _ in range(3)]
+    if call == "state_dict":
+        assert {"worker0", "worker1"} <= set(collector.state_dict())
+    else:
+        assert collector.getattr_policy("module.fate") == ["alive"] * 2
+    assert collector.stats()["restarts"] == 1
+    check([*batches, *[collector.next() for _ in range(4)]], gaps=True)
+
+
+def test_what_may_have_been_done_is_not_done_again(make, tmp_path):
+    policy = perishing(Trouble("kill", 0, str(tmp_path / "once")))
+    collector = make("sync", makers(), policy, frames_per_batch=20, on_worker_failure="restart", restart_delay=0.01)
+    with pytest.raises(WorkerError, match=r"worker [01] was killed by SIGKILL while called"):
+        collector.map_fn("policy.module.perish")
+    assert collector.map_fn("policy.module.perish") == ["alive"] * 2
+    assert collector.next() is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_that_iterate_at_once_share_the_batches(make, kind):
+    collector = make(kind, makers(), gain(), frames_per_batch=20, total_frames=1200)
+    found, failures = [], []
+    threads = [
+        threading.Thread(target=lambda: failures.append(heard(lambda: found.extend(collector.iterator()), Exception)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert failures == [None] * 3
+    assert check(found).frames == 1200
 
 
 def test_a_stopped_worker_is_waited_for(make):

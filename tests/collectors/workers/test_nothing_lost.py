@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 
 import pytest
 import torch
-from tests.collectors.workers.envs import gain, makers, pixels, tallies
+from tensordict.nn import TensorDictModule
+from tests.collectors.workers.envs import IDS, Gain, gain, makers, pixels, sampling, tallies
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import in_shared_memory, wait_until
+
+from rollwright.collectors.workers.words import State, Word
 
 KINDS = ["sync", "async"]
 
@@ -31,13 +34,16 @@ def test_a_consumer_that_sleeps_gets_every_frame(make, maker):
     assert found.gaps == 0
 
 
-def test_a_consumer_that_sleeps_while_synchronous(make):
-    collector = make("sync", makers(), gain(), frames_per_batch=20, total_frames=200)
-    batches = []
-    for batch in collector:
-        batches.append(batch)
-        time.sleep(0.01)
-    assert check(batches).frames == 200 == collector.stats()["frames"]
+@pytest.mark.parametrize("kind", KINDS)
+def test_big_batches_do_not_wait_to_be_read(make, kind):
+    """Workers hand over hundreds of trajectories, and rest, while nobody reads: no line is full for them."""
+    options = {"trajs_per_batch": 200, "traj_format": "cat"}
+    collector = make(kind, makers(), gain(), frames_per_batch=2000, total_frames=6000, **options)
+    members = collector._group.workers
+    collector._schedule._ask()
+    assert wait_until(lambda: all(m.words.whole[Word.BATCHES] and m.words.state is State.WAITING for m in members), 40)
+    assert all(member.runs for member in members)  # nothing of it was read here
+    assert check(list(collector), whole=True).frames > 4000
 
 
 def test_what_was_stepped_was_delivered(make):
@@ -139,6 +145,82 @@ def test_nothing_is_stacked_or_copied_in_this_process(make, monkeypatch, kind, c
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_batch_when_that_was_asked_for(make, kind):
-    collector = make(kind, makers(1), gain(), frames_per_batch=20, return_same_td=True)
-    first = collector.next()
-    assert collector.next() is first
+    """Made anew only where its entries are others: some come after the random frames, and one goes again."""
+    options = {"frames_per_batch": 20, "init_random_frames": 40, "return_same_td": True, "postproc": Fleeting(4)}
+    collector = make(kind, makers(1), sampling(), **options)
+    names, batches = [], []
+    for _ in range(6):
+        batches.append(collector.next())
+        names.append({"loc", "fleeting"} & set(batches[-1].keys()))
+    assert names == [set(), set(), {"loc"}, {"loc", "fleeting"}, {"loc"}, {"loc"}]
+    assert [one is other for one, other in itertools.pairwise(batches)] == [True, False, False, False, True]
+
+
+class Fleeting:
+    """Adds an entry to one batch."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __call__(self, batch):
+        self.number -= 1
+        return batch.set("fleeting", batch["action"]) if self.number == 0 else batch
+
+
+# Forms that change -------------------------------------------------------------------------------------------------
+
+
+class Wide(Gain):
+    """Writes, beside the action, two of the numbers that it saw, in a type of few bits, and many sevens."""
+
+    def forward(self, observation):
+        lead = observation.shape[:-1]
+        return super().forward(observation), observation[..., 3:].bfloat16(), torch.full((*lead, 300), 7.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_form_that_changes_spoils_no_rollout_that_was_asked_for_before(make, kind):
+    """After the random frames there is more in a frame than the blocks have room for that were given out ahead."""
+    policy = TensorDictModule(Wide(), ["observation"], ["action", "few", "extra"])
+    collector = make(kind, makers(), policy, frames_per_batch=40, total_frames=800, init_random_frames=160)
+    batches, copies = [], []
+    for number, batch in enumerate(collector):
+        batches.append(batch)
+        copies.append(batch.clone())
+        if number in (1, 5):  # let workers run ahead
+            assert wait_until(lambda: everyone_waits(collector), 20)
+    assert check([batch.select("observation", "next", IDS) for batch in batches]).frames == 800
+    for batch, copy in zip(batches, copies, strict=True):
+        assert bool((batch == copy).all())
+    late = [batch for batch in batches if "extra" in batch]
+    assert len(batches) - len(late) == 4
+    for batch in late:
+        assert bool((batch["extra"] == 7).all())
+        assert torch.equal(batch["few"], batch["observation"][..., 3:].bfloat16())
+
+
+def test_a_consumer_that_holds_many_is_told_that_it_gets_copies(make):
+    collector = make("async", makers(), gain(), frames_per_batch=20, max_batches_held=3)
+    held = [collector.next() for _ in range(3)]
+    leases = collector.stats()["leases"]
+    assert leases["held"] == 3 == leases["most"]
+    assert "copied" in leases["message"]
+    held += [collector.next() for _ in range(3)]
+    assert collector.stats()["leases"]["batches_copied"] == 3
+    assert [in_shared_memory(batch["observation"].data_ptr()) for batch in held] == [True] * 3 + [False] * 3
+    del held
+    assert collector.stats()["leases"]["message"] is None
+
+
+def broken_hook(batch):
+    raise LookupError("hook")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_that_raised_is_forgotten_with_it(make, kind):
+    collector = make(kind, makers(), gain(), frames_per_batch=20, post_collect_hook=broken_hook)
+    with pytest.raises(LookupError, match="hook"):
+        collector.next()
+    collector.set_post_collect_hook(None)
+    for _ in range(3):
+        assert collector.next().numel() == 20

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.collectors.workers.envs import IDENT, gain, makers, sampling, tallies, tally
+from tests.collectors.workers.envs import IDENT, Trouble, gain, makers, one_bad, sampling, tallies, tally
 from tests.collectors.workers.frames import check, flat
 
 from rollwright.collectors import Collector
@@ -75,6 +75,16 @@ def test_episodes_and_returns(make, kind):
     assert stats["episodes"] == int(frames["next", "done"].sum())
     assert stats["mean_return"] == 15.0
     assert stats["mean_length"] == 5.0
+
+
+def test_the_last_return_is_the_last_in_time(make):
+    """Worker 1 stops moving after its first rollouts, and worker 0 goes on."""
+    envs = one_bad(length=5, troubles={"length": 3, "trouble": Trouble("sleep", 50)})
+    collector = make("async", envs, gain(), frames_per_batch=20, shutdown_timeout=0.1)
+    mine = []
+    while mine[-4:] != [0] * 4 or 1 not in mine:
+        mine.append(int(collector.next()["observation"][0, IDENT]))
+    assert collector.stats()["last_return"] == 15.0
 
 
 def test_a_slow_environment_shows_where_the_time_goes(make):

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict
-from tests.collectors.workers.envs import IDENT, IDS, gain, makers, pixels, tallies, tally
+from tests.collectors.workers.envs import EPISODE, IDENT, IDS, gain, makers, pixels, tallies, tally
 from tests.collectors.workers.frames import check, flat, per_worker
 
 from rollwright.collectors import BaseCollector, Collector
@@ -130,6 +130,15 @@ def test_whole_trajectories(make, kind, layout):
     check(frames, whole=True)
 
 
+@pytest.mark.parametrize("kind", ["front", "sync"])
+def test_reset_drops_whole_trajectories_that_are_held(make, kind):
+    envs = partial(tally, length=5) if kind == "front" else makers(length=5)
+    collector = make(kind, envs, gain(), frames_per_batch=40, trajs_per_batch=2, traj_format="cat")
+    assert int(collector.next()["observation"][:, EPISODE].max()) < 4
+    collector.reset()
+    assert int(collector.next()["observation"][:, EPISODE].min()) >= (8 if kind == "front" else 4)
+
+
 def test_without_ids(make):
     batch = make("sync", makers(), gain(), frames_per_batch=10, track_traj_ids=False).next()
     assert "collector" not in batch
@@ -229,14 +238,26 @@ def test_resets_at_each_iteration(make, kind):
 
 
 def test_a_threshold_of_one_interrupts_nobody_and_of_none_neither(make):
-    for threshold in (None, 1.0):
-        batch = make("sync", makers(), gain(), frames_per_batch=20, preemptive_threshold=threshold).next()
-        assert bool((batch[IDS] >= 0).all())
+    for threshold in (None, 1.0, 0.7):
+        options = {"frames_per_batch": 20, "total_frames": 60, "preemptive_threshold": threshold}
+        collector = make("sync", makers(), gain(), **options)
+        assert len(collector) == 3
+        assert bool((collector.next()[IDS] >= 0).all())
+
+
+def test_an_interrupt_is_heard_whenever_it_comes(make):
+    """Also between the order and the first step; a rollout that misses it takes 500 steps."""
+    collector = make("sync", makers(step_s=0.005), gain(), frames_per_batch=1000, preemptive_threshold=0)
+    for _ in range(30):
+        taken = (collector.next()[IDS] >= 0).sum(-1)
+        assert 1 <= int(taken.min()) <= int(taken.max()) < 500
 
 
 def test_slow_workers_are_interrupted(make):
     envs = [partial(tally, 0), partial(tally, 1), partial(tally, 2, step_s=0.05)]
     collector = make("sync", envs, gain(), frames_per_batch=90, total_frames=270, preemptive_threshold=0.6)
+    with pytest.raises(TypeError, match="preemptive_threshold"):
+        len(collector)
     for batch in collector:
         taken = (batch[IDS] >= 0).sum(-1)
         assert batch.shape == (3, 30)
@@ -389,6 +410,11 @@ def test_the_front_door(make):
         ((makers(2),), {"num_collectors": 2, "sync": True, "cat_results": 7}, ValueError, "cat_results"),
         ((makers(2),), {"num_collectors": 2, "on_worker_failure": "shrug"}, ValueError, "on_worker_failure"),
         ((makers(2),), {"num_collectors": 2, "policy_lag": "shrug"}, ValueError, "policy_lag"),
+        ((makers(2),), {"num_collectors": 2, "sync": True, "cat_results": [0]}, ValueError, "cat_results.*stack"),
+        ((makers(2),), {"num_collectors": 2, "env_step_timeout": 0}, ValueError, r"more than 0 s \(None"),
+        ((makers(2),), {"num_collectors": 2, "num_workers": 2}, ValueError, "num_workers.*num_collectors"),
+        ((makers(2), 3), {"num_collectors": 2}, TypeError, "^policy: .*got int: 3"),
+        ((makers(2), Where), {"num_collectors": 2}, TypeError, r"^policy: .*Where\(\.\.\.\)"),
         (([],), {"num_collectors": 2}, ValueError, "create_env_fn|num_collectors"),
         ((7,), {"num_collectors": 2}, TypeError, "create_env_fn"),
     ],

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 from tests.collectors.workers import processes
@@ -250,6 +251,44 @@ STUCK = {
 }
 
 
+def test_shutdown_when_nobody_reads_what_workers_are_told(make, tmp_path):
+    """The lines of three stopped workers are full, and threads are busy telling them more."""
+    collector = make("async", makers(3), gain(), frames_per_batch=20)
+    collector.next()
+    running = pids(collector)
+    for pid in running:
+        burn(pid, signal.SIGSTOP)
+    hook = Cargo(bytes(4_000_000))
+    raised, threads = [], []
+    for call in (partial(_set, collector, hook), collector.state_dict):
+        threads.append(threading.Thread(target=lambda call=call: raised.append(heard(call, Exception))))
+        threads[-1].start()
+        assert wait_until(lambda: collector._group.workers[0].sending.locked())
+    begun = time.monotonic()
+    collector.shutdown(timeout=1.0, raise_on_error=False)
+    assert time.monotonic() - begun < 1.0 + BOUND_S
+    for thread in threads:
+        thread.join(BOUND_S)
+        assert not thread.is_alive()
+    assert [type(error) for error in raised] == [RuntimeError] * 2
+    assert gone(running, 1.0)
+    assert len(collector.stats()["forced"]) == 3
+
+
+class Cargo:
+    """A hook that is large."""
+
+    def __init__(self, load):
+        self.load = load
+
+    def __call__(self, batch):
+        """Do nothing."""
+
+
+def _set(collector, hook):
+    collector.post_collect_hook = hook
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", STUCK)
 def test_shutdown_of_a_stuck_worker_is_bounded(make, tmp_path, kind, where):
@@ -325,11 +364,21 @@ def test_a_collector_that_nobody_holds_ends(kind):
     assert gone(running, BOUND_S)
 
 
+FAILED = {
+    "an environment": ([tally, broken], {}, LookupError),
+    "after the workers are ready": (makers(), {"weight_updater": 3}, TypeError),
+}
+
+
+@pytest.mark.parametrize("why", FAILED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_failed_constructions_leave_nothing(make, kind):
-    for _ in range(3):
-        with pytest.raises(LookupError):
-            make(kind, [tally, broken], gain(), frames_per_batch=20)
+def test_failed_constructions_leave_nothing(make, kind, why):
+    envs, options, error = FAILED[why]
+    kept = []  # and with them, through their tracebacks, what was made
+    for _ in range(2):
+        with pytest.raises(error) as caught:
+            make(kind, envs, gain(), frames_per_batch=20, **options)
+        kept.append(caught.value)
     assert processes.left_behind(2.0) == []
 
 

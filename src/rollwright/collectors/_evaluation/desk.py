@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from rollwright._processes.threads import DaemonThread
 from rollwright.collectors._evaluation.rounds import Order, Pulse, Stopped
 from rollwright.collectors._evaluation.sides import Side
-from rollwright.collectors.background import _of_this_thread
+from rollwright.collectors.background import exploration_of_this_thread
 from rollwright.envs.utils import ExplorationType
 
 __all__ = ["Desk", "Ticket"]
 
 _NAP_S = 0.5
-_EXIT_S = 1.0  # when the interpreter exits
+_CLOSE_S = 5.0  # for an environment to be closed when nobody says how long
 
 
 class Ticket:
@@ -41,7 +37,7 @@ class Ticket:
         self.error: BaseException | None = None
 
 
-class Desk:
+class Desk(DaemonThread):
     """Carries out orders in a thread; all that others ask of it is asked under its lock.
 
     Args:
@@ -61,26 +57,22 @@ class Desk:
         exploration_type: ExplorationType,
         step_timeout_s: float,
     ) -> None:
+        super().__init__("rollwright-evaluator")
         self._make_side, self.pulse, self._on_result = make_side, pulse, on_result
         self._exploration = exploration_type
         self._step_timeout_s = step_timeout_s
-        self.condition = threading.Condition()
         self.current: Ticket | None = None
         self.next: Ticket | None = None
         self.unread: dict[str, Any] | None = None
         self.evaluations = 0
         self.side: Side | None = None
-        self._error: BaseException | None = None
         self._doing = "its environment and policy"
-        self._stopping = self.finished = False
-        self._close_s = 5.0
+        self._close_by: float | None = None  # when its side is made to end
         self.end = "ended"
-        self._num_torch_threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._run, name="rollwright-evaluator", daemon=True)
 
     # The thread -------------------------------------------------------------------------------
 
-    def start(self, timeout_s: float) -> None:
+    def open(self, timeout_s: float) -> None:
         """Begin; returns when the side is made.
 
         Raises:
@@ -88,35 +80,36 @@ class Desk:
             Exception: what it raised.
         """
         self.pulse.begin()
-        _at_exit.add(self)
-        self._thread.start()
+        self.start()
         self.wait_until(lambda: self.side is not None or self.finished, "the Evaluator's start", timeout_s)
         self.raise_error()
 
-    def _run(self) -> None:
-        torch.set_num_threads(self._num_torch_threads)  # a new thread takes as many as there are cores
+    def _work(self) -> None:
         side = None
         try:
-            with _of_this_thread(self._exploration):
+            with exploration_of_this_thread(self._exploration):
                 side = self._make_side()
                 with self.condition:
                     self.side = side
                     self.condition.notify_all()
                 while (ticket := self._take()) is not None:
                     self._carry_out(side, ticket)
-        except BaseException as error:  # raised again, in the thread of the next caller
-            self._error = error
         finally:
             if side is not None:
-                self.end = side.close(self._close_s)
-            with self.condition:
-                self.finished = True
-                self.current = self.next = None
-                self.condition.notify_all()
+                self.end = side.close(self._closing_time)
+
+    def _closing_time(self) -> float:
+        """When the side is made to end, if it does not by itself; a later call of :meth:`stop` may change that."""
+        if self._close_by is None:
+            self._close_by = time.monotonic() + _CLOSE_S
+        return self._close_by
+
+    def _finish(self) -> None:
+        self.current = self.next = None
 
     def _take(self) -> Ticket | None:
         with self.condition:
-            while not self._stopping:
+            while not self.stopping:
                 if self.next is not None:
                     self.current, self.next = self.next, None
                     self.pulse.begin()
@@ -152,11 +145,6 @@ class Desk:
     # What others ask --------------------------------------------------------------------------------
 
     @property
-    def inside(self) -> bool:
-        """Whether the caller is the thread itself: it is in ``on_result``."""
-        return threading.current_thread() is self._thread
-
-    @property
     def busy(self) -> bool:
         """Whether an evaluation runs, or is to."""
         return self.current is not None or self.next is not None
@@ -179,12 +167,10 @@ class Desk:
 
     def raise_error(self) -> None:
         """Raise what went wrong, once; and what stands against further evaluations, each time."""
-        with self.condition:
-            error, self._error = self._error, None
-        if error is None and self.side is not None and self.current is None and not self._stopping:
-            error = self.side.ended()
-        if error is not None:
-            raise error
+        super().raise_error()
+        ended = None if self.side is None or self.current is not None or self.stopping else self.side.ended()
+        if ended is not None:
+            raise ended
 
     def check_lively(self) -> None:
         """Raise where an evaluation has been silent for too long.
@@ -194,9 +180,10 @@ class Desk:
         """
         # A process is killed when it is silent, and its error comes a little later.
         limit = self._step_timeout_s + (0.0 if self.side is None or self.side.pid is None else 5.0)
-        if self.current is not None and self.pulse.silence_s > limit:
+        current = self.current  # the thread may be through with it meanwhile
+        if current is not None and self.pulse.silence_s > limit:
             raise TimeoutError(
-                f"evaluation of step {self.current.order.step}: waited {self.pulse.silence_s:.1f} s for {self._doing}, "
+                f"evaluation of step {current.order.step}: waited {self.pulse.silence_s:.1f} s for {self._doing}, "
                 f"after {self.pulse.frames} frames. Look there for what blocks, or raise env_step_timeout."
             )
 
@@ -224,31 +211,12 @@ class Desk:
                 self.condition.wait(min(left, _NAP_S))
 
     def stop(self, timeout_s: float) -> bool:
-        """End after the step under way; returns whether the thread has ended."""
+        """End after the step under way; returns whether the thread has ended, or is the caller."""
         with self.condition:
-            self._stopping = True
-            self._close_s = max(timeout_s / 2, timeout_s - 2.0)
+            self._close_by = time.monotonic() + max(timeout_s / 2, timeout_s - 2.0)
             self.pulse.stop()
-            self.condition.notify_all()
-            ended = self.inside or self.condition.wait_for(lambda: self.finished, timeout_s)
-        if ended and not self.inside:
-            self._thread.join(_EXIT_S)
-        return ended
+        return super().stop(timeout_s) or self.inside
 
     def doing(self) -> str:
         """What the thread is doing, for messages."""
         return self._doing
-
-
-_at_exit: weakref.WeakSet[Desk] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    """End all threads before the interpreter does: one that is stopped inside torch would crash it."""
-    until = time.monotonic() + _EXIT_S
-    running = [desk for desk in _at_exit if not desk.finished]
-    for desk in running:
-        desk.stop(0.0)
-    for desk in running:
-        desk.stop(max(0.0, until - time.monotonic()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ def check_known(env: EnvBase) -> None:
     Raises:
         RuntimeError: they are not.
     """
-    for module in env.modules():
+    for name, module in env.named_modules():
         elsewhere = _ask_of(module)
         if elsewhere is not None:
             elsewhere(_check_hosted)
@@ -52,9 +53,14 @@ def check_known(env: EnvBase) -> None:
             if unknown:
                 raise RuntimeError(
                     f"evaluation: {module} has no statistics of {key!r}, and evaluation does not gather any. Pass "
-                    "those of training, such as weights_dict={'env.transform[0]': train_env.transform[0]}, or let "
-                    "create_env_fn put a frozen_copy() of that transform on the environment."
+                    f"evaluate() or trigger_eval() weights_dict={{{_model_id(name)!r}: that transform of the training "
+                    "environment}, or let create_env_fn put a frozen_copy() of it on the environment."
                 )
+
+
+def _model_id(name: str) -> str:
+    """How a user names a transform of an environment, given its name among the modules."""
+    return "env." + re.sub(r"\.(?:transforms\.)?(\d+)", r"[\1]", name)
 
 
 def _ask_of(module: nn.Module) -> Callable[..., Any] | None:

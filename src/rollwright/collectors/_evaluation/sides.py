@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -47,8 +48,8 @@ class Side(ABC):
         """See :meth:`Rounds.run`."""
 
     @abstractmethod
-    def close(self, timeout_s: float) -> str:
-        """End; says how, see :meth:`Child.end`."""
+    def close(self, until: Callable[[], float]) -> str:
+        """End by a time (``time.monotonic()``), which may change meanwhile; says how, see :meth:`Child.end`."""
 
     def ended(self) -> WorkerError | None:
         """Why no evaluation can run any more; None: it can."""
@@ -65,7 +66,7 @@ class Here(Side):
         """See :class:`Side`."""
         return self._rounds.run(order, begun)
 
-    def close(self, timeout_s: float) -> str:
+    def close(self, until: Callable[[], float]) -> str:
         """See :class:`Side`."""
         self._rounds.close()
         return "ended"
@@ -156,10 +157,12 @@ class There(Side):
             return None
         return WorkerError(f"{_NAME} (pid {self.pid}) {self._child.how_it_ended()}. Make a new Evaluator to go on.")
 
-    def close(self, timeout_s: float) -> str:
+    def close(self, until: Callable[[], float]) -> str:
         """See :class:`Side`."""
         self._child.channel.close()
-        return self._child.end(timeout_s)
+        while (left_s := until() - time.monotonic()) > 0 and not self._child.wait(min(left_s, _SLICE_S)):
+            pass
+        return self._child.end(0.0)
 
 
 def serve(channel: Channel, plan: Plan, memory: Segment, init_fn: Callable[[], None] | None) -> None:

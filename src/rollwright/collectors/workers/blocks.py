@@ -1,14 +1,14 @@
 """Blocks: the memory of batches that workers write and the consumer reads, in one segment.
 
-The collector owns it. It gives a worker the place of a free block with each rollout, the worker writes its part, and
-the consumer is lent the whole as tensors. A block is free again when the last of them is gone; nothing is copied.
+The collector owns it (:mod:`~rollwright.collectors.workers.store`). It gives a worker the place of a free block with
+each rollout, the worker writes its part, and the consumer is lent the whole as tensors. Nothing is copied.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -20,7 +20,7 @@ from rollwright._keys import NestedKey
 from rollwright._processes.segment import Segment
 from rollwright.data.memory import MemoryPool, in_numpy
 
-__all__ = ["BatchForm", "Block", "BlockLayout", "BlockMemory", "BlockStore", "Join", "Place"]
+__all__ = ["BatchForm", "BlockLayout", "BlockMemory", "Join", "Loan", "Place", "aligned"]
 
 Join = Literal["stack", "first", "time", "alone"]
 _ALIGNMENT = 64
@@ -90,7 +90,7 @@ class BlockLayout:
         for key, shape, dtype in self.form.fields:
             joined = self._joined(shape[ndim:])
             places.append((key, joined, dtype, end))
-            end += -(-math.prod(joined) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            end += aligned(math.prod(joined) * dtype.itemsize)
         return places, end
 
     @property
@@ -117,6 +117,11 @@ class BlockLayout:
         return {"form": self.form, "steps": self.steps, "join": self.join}
 
 
+def aligned(num_bytes: int) -> int:
+    """A size, rounded up so that what lies behind it begins at a good place."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
 class Loan:
     """Memory that is lent out: as long as anything made of it lives, it is lent."""
 
@@ -136,112 +141,6 @@ class Loan:
     def lent(self) -> bool:
         """Whether something still reads the memory."""
         return self._given is not None and self._given() is not None
-
-
-# The collector's side -----------------------------------------------------------------------------------
-
-
-class Block:
-    """A block of the store.
-
-    Attributes:
-        layout: how it is divided.
-        number: of the layout; no two layouts of a store have one number.
-        offset: in the segment.
-        runs: rollouts that are written to it, or lie in it undelivered.
-        readers: workers in which someone goes on reading it.
-    """
-
-    def __init__(self, segment: Segment, layout: BlockLayout, number: int, offset: int) -> None:
-        self.layout, self.number, self.offset = layout, number, offset
-        self.runs: set[int] = set()
-        self.readers: set[int] = set()
-        segment.grow(offset + layout.num_bytes)
-        self._loan = Loan(segment.map(offset, max(1, layout.num_bytes)))
-
-    @property
-    def lent(self) -> bool:
-        """Whether the consumer holds tensors of it."""
-        return self._loan.lent
-
-    @property
-    def free(self) -> bool:
-        """Whether it may be written."""
-        return not (self.runs or self.readers or self._loan.lent)
-
-    def lend(self) -> dict[NestedKey, torch.Tensor]:
-        """Its entries, for the consumer."""
-        return self.layout.tensors(self._loan.lend())
-
-
-class BlockStore:
-    """Hands out blocks of a segment, and takes those back that nobody reads any more.
-
-    Args:
-        segment: the memory.
-        most: blocks of one layout that may be lent out at a time.
-    """
-
-    def __init__(self, segment: Segment, most: int) -> None:
-        self.segment, self.most = segment, most
-        self._blocks: list[Block] = []
-        self._numbers: dict[BlockLayout, int] = {}
-        self._end = 0
-        self._gaps: list[tuple[int, int]] = []
-
-    def take(self, layout: BlockLayout) -> Block:
-        """A block that nobody reads or writes."""
-        self._drop_others(layout)
-        for block in self._blocks:
-            if block.layout == layout and block.free:
-                return block
-        number = self._numbers.setdefault(layout, len(self._numbers))
-        block = Block(self.segment, layout, number, self._room(layout.num_bytes))
-        self._blocks.append(block)
-        return block
-
-    def read_by(self, worker: int, offsets: Sequence[int]) -> None:
-        """Note which blocks someone in a worker goes on reading."""
-        for block in self._blocks:
-            if block.offset in offsets:
-                block.readers.add(worker)
-            else:
-                block.readers.discard(worker)
-
-    def _drop_others(self, layout: BlockLayout) -> None:
-        """Let free blocks go whose form is no longer collected."""
-        for block in list(self._blocks):
-            if (
-                block.free
-                and block.layout != layout
-                and block.layout.join == layout.join
-                and self._is_alike(block, layout)
-            ):
-                self._blocks.remove(block)
-                self._gaps.append((block.offset, block.layout.num_bytes))
-
-    @staticmethod
-    def _is_alike(block: Block, layout: BlockLayout) -> bool:
-        return block.layout.form.env == layout.form.env and block.layout.steps == layout.steps
-
-    def _room(self, num_bytes: int) -> int:
-        for i, (start, size) in enumerate(self._gaps):
-            if size >= num_bytes:
-                del self._gaps[i]
-                return start
-        start = self._end
-        self._end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        return start
-
-    @property
-    def num_lent(self) -> int:
-        """Blocks that the consumer holds."""
-        return sum(block.lent for block in self._blocks)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all blocks."""
-        return self._end
 
 
 # The worker's side -------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._keys import NestedKey, unravel
 from rollwright._processes.channel import ByValue
 from rollwright.collectors._delivery_checks import ledger_of
+from rollwright.collectors._env import num_recreations
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.delivery import TrajectoryBatches, copied
 from rollwright.collectors.devices import module_device
@@ -27,6 +28,7 @@ from rollwright.collectors.workers.blocks import BatchForm, BlockMemory, Place
 from rollwright.collectors.workers.parcels import ParcelMemory
 from rollwright.collectors.workers.words import State, Time, Word, Words
 from rollwright.data.memory import MemoryPool
+from rollwright.envs.base import EnvBase
 from rollwright.weight_update._forms import describe
 
 if TYPE_CHECKING:
@@ -89,6 +91,7 @@ class WorkerCore(Collector):
         whole, parts, timer = self._words.whole, self._words.parts, self._timer
         self._frames, self._iter = whole[Word.FRAMES], whole[Word.BATCHES]
         self._episodes.episodes, self._frames_dropped = whole[Word.EPISODES], whole[Word.FRAMES_DROPPED]
+        self._recreations_before = whole[Word.ENV_RECREATIONS]
         timer.total = parts[Time.TOTAL_S]
         timer.seconds = {"policy": parts[Time.POLICY_S], "env": parts[Time.ENV_S], "write": parts[Time.WRITE_S]}
 
@@ -108,6 +111,7 @@ class WorkerCore(Collector):
         return say.Ready(
             num_envs=self.env.numel(),
             batch_size=tuple(self.env.batch_size),
+            shapes=_shapes(self.env),
             frames_per_batch=self.frames_per_batch,
             random_frames=self.init_random_frames,
             device=None if device is None else str(device),
@@ -238,6 +242,7 @@ class WorkerCore(Collector):
         """Write down how far it has come."""
         whole, parts, seconds = self._words.whole, self._words.parts, self._timer.seconds
         whole[Word.FRAMES], whole[Word.BATCHES] = self._frames, self._iter
+        whole[Word.ENV_RECREATIONS] = self._recreations_before + num_recreations(self.env)
         parts[Time.POLICY_S], parts[Time.ENV_S] = seconds["policy"], seconds["env"]
         parts[Time.WRITE_S], parts[Time.TOTAL_S] = seconds["write"], self._timer.total
         episodes = self._episodes
@@ -246,6 +251,7 @@ class WorkerCore(Collector):
             whole[Word.EPISODES] = summary["episodes"]
             parts[Time.MEAN_RETURN], parts[Time.MEAN_LENGTH] = summary["mean_return"], summary["mean_length"]
             parts[Time.LAST_RETURN], parts[Time.WINDOW] = summary["last_return"], float(episodes.num_in_window)
+            parts[Time.LAST_RETURN_AT] = time.monotonic()
 
     # For calls from the other process ---------------------------------------------------------
 
@@ -271,6 +277,12 @@ class WorkerCore(Collector):
     def set_hook(self, name: str, hook: Any) -> None:
         """Set ``pre_collect_hook`` or ``post_collect_hook``."""
         setattr(self, name, hook)
+
+
+def _shapes(env: EnvBase) -> dict[NestedKey, tuple[int, ...]]:
+    """Of all that an environment reads and says."""
+    specs = (env.full_observation_spec, env.full_action_spec, env.full_reward_spec, env.full_done_spec)
+    return {unravel(key): tuple(leaf.shape) for spec in specs for key, leaf in spec.items(True, True)}
 
 
 def _nodes(td: TensorDictBase, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -8,11 +8,12 @@ from typing import Any
 
 from rollwright._interrupts import uninterrupted
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.blocks import BlockLayout, BlockStore
+from rollwright.collectors.workers.blocks import BlockLayout
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.joining import Result, batch_of
 from rollwright.collectors.workers.member import Member
 from rollwright.collectors.workers.schedule import Schedule
+from rollwright.collectors.workers.store import BlockStore
 
 __all__ = ["FirstCome"]
 

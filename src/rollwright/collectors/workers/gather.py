@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollwright._interrupts import uninterrupted
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.blocks import BatchForm, Block, BlockLayout, BlockStore, Join
+from rollwright.collectors.workers.blocks import BatchForm, BlockLayout, Join
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.joining import Result, joined
 from rollwright.collectors.workers.member import Member
 from rollwright.collectors.workers.schedule import Schedule
+from rollwright.collectors.workers.store import Block, BlockStore
 
 __all__ = ["Gather"]
 
@@ -24,15 +24,15 @@ class Gather(Schedule):
         group: the workers.
         store: memory of batches.
         join: how rollouts are put together.
-        threshold: share of the workers that may be waited for; the others are interrupted then.
+        least: how many workers are waited for; the others are interrupted then.
         **options: see :class:`Schedule`.
     """
 
-    def __init__(self, group: WorkerGroup, store: BlockStore, *, join: Join, threshold: float, **options: Any) -> None:
+    def __init__(self, group: WorkerGroup, store: BlockStore, *, join: Join, least: int, **options: Any) -> None:
         super().__init__(group, store, **options)
         self._join = join
         self._steps = tuple(_steps(worker) for worker in group.workers)
-        self._least = math.ceil(threshold * len(group.workers))
+        self._least = least
         self._layout: BlockLayout | None = None
         self._block: Block | None = None  # of this round
         self._fitting: set[int] = set()  # workers that know the layout
@@ -65,7 +65,11 @@ class Gather(Schedule):
                 self._results, self._interrupted, self._block = {}, False, None
                 if not self._staleness.too_stale(results, versions):
                     self._staleness.delivered()
-                    self._pending.append(self._made_of(results))
+                    try:
+                        self._pending.append(self._made_of(results))
+                    except BaseException:
+                        self._lose(results)
+                        raise
                     return True
                 self._drop(results)
 

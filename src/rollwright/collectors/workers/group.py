@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ByValue
+from rollwright._processes.child import Child, end_all
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.blocks import Block
-from rollwright.collectors.workers.listening import NAP_S, START_S, Listening
+from rollwright.collectors.workers.listening import NAP_S, Listening
 from rollwright.collectors.workers.member import Member
+from rollwright.collectors.workers.store import Block
+from rollwright.collectors.workers.watching import START_S
 from rollwright.collectors.workers.words import State, Word
 from rollwright.errors import WorkerError
 
@@ -52,11 +53,11 @@ class WorkerGroup(Listening):
 
     def order(self, worker: Member, run: int, block: Block | None, *, anew: bool = False) -> None:
         """Ask a worker for a rollout."""
-        with self._changed, uninterrupted:
+        with self.lock:
             worker.runs[run] = block
             if block is not None:
                 block.runs.add(run)
-            worker.beat_at = time.monotonic()
+            worker.pulse_at = time.monotonic()
             offset, number = (None, -1) if block is None else (block.offset, block.number)
             worker.send(say.Collect(run, offset, number, anew))
 
@@ -73,6 +74,7 @@ class WorkerGroup(Listening):
         workers: Sequence[int] | None = None,
         between_batches: bool = False,
         cut: bool = False,
+        again: bool = False,
         timeout_s: float | None = None,
     ) -> list[Any]:
         """Call what a path leads to in workers; in order of workers, what came of it.
@@ -83,23 +85,34 @@ class WorkerGroup(Listening):
             workers: which; None: all.
             between_batches: not in the middle of a rollout.
             cut: end the rollout under way for it.
+            again: if a worker ends before it has answered, and another takes its place, ask that one, once: for what
+                may be done twice.
             timeout_s: how long; None: a minute beyond the last step of a worker that is at work.
 
         Raises:
-            WorkerError: it raised in a worker, or a worker is gone.
+            WorkerError: it raised in a worker, or a worker is gone, or ended before it had answered.
             TimeoutError: a worker does not answer.
         """
         chosen = [self.workers[i] for i in (range(len(self.workers)) if workers is None else workers)]
-        self._check_there(chosen)
-        with self._asking() as serial:
-            for worker, given in zip(chosen, args, strict=True):
-                payload = None if given is None else ByValue(given)
-                worker.send(say.Call(serial, path, payload, between_batches, cut), attention=True)
-            answers = self._collect_answers(chosen, serial, path, timeout_s)
-        for worker, answer in zip(chosen, answers, strict=True):
-            if isinstance(answer, say.Raised):
-                raise answer.failure.error(worker.name, worker.index)
-        return [answer.value.value for answer in answers]
+        asked, answers = list(zip(chosen, args, strict=True)), {}
+        for may_fail in (True, False) if again else (False,):
+            there = [worker for worker, _ in asked]
+            self._check_there(there)
+            with self._asking() as serial:
+                children = [worker.child for worker in there]
+                for worker, given in asked:
+                    payload, worker.called = None if given is None else ByValue(given), path
+                    worker.send(say.Call(serial, path, payload, between_batches, cut), attention=True)
+                found = self._collect_answers(there, children, serial, path, timeout_s, all_of_them=not may_fail)
+            for worker, answer in zip(there, found, strict=True):
+                if isinstance(answer, say.Raised):
+                    raise answer.failure.error(worker.name, worker.index)
+                if answer is not None:
+                    answers[worker.index] = answer.value.value
+            asked = [(worker, given) for worker, given in asked if worker.index not in answers]
+            if not asked:
+                break
+        return [answers[worker.index] for worker in chosen]
 
     @contextmanager
     def _asking(self) -> Iterator[int]:
@@ -129,18 +142,21 @@ class WorkerGroup(Listening):
     def _collect_answers(
         self,
         workers: Sequence[Member],
+        children: Sequence[Child | None],
         serial: int,
         what: str,
         timeout_s: float | None,
         *,
         all_of_them: bool = True,
     ) -> list[Any]:
-        """What workers answer; of those that others will replace, if need be."""
+        """What workers answer whose processes were ``children`` when they were asked; None of those that have gone."""
         patience = _STUCK_S if timeout_s is None else timeout_s
         beats: dict[int, tuple[int, float]] = {}
+        asked = {worker.index: child for worker, child in zip(workers, children, strict=True)}
 
         def settled(worker: Member) -> bool:
-            return (worker.index, serial) in self._answers or worker.error is not None or not worker.there
+            gone = worker.error is not None or not worker.there or worker.child is not asked[worker.index]
+            return gone or (worker.index, serial) in self._answers
 
         def stuck() -> bool:
             now = time.monotonic()
@@ -175,9 +191,10 @@ class WorkerGroup(Listening):
         try:
             workers = [worker for worker in self.workers if worker.there]
             with self._asking() as serial:
+                children = [worker.child for worker in workers]
                 for worker in workers:
                     worker.send(say.Pause(serial), attention=True)
-                self._collect_answers(workers, serial, "a step to end", timeout_s, all_of_them=False)
+                self._collect_answers(workers, children, serial, "a step to end", timeout_s, all_of_them=False)
             yield
         finally:
             self.num_pauses -= 1
@@ -215,7 +232,7 @@ class WorkerGroup(Listening):
         """
         self.closed = True
         self.wake()
-        with self._changed:  # whoever reads what workers say stops
+        with self.lock:  # whoever reads what workers say stops
             self._changed.wait_for(lambda: not self._reading, NAP_S)
             self._reading = True
         until = time.monotonic() + timeout_s
@@ -225,15 +242,15 @@ class WorkerGroup(Listening):
                 worker.send(say.Stop(close_env), attention=True, timeout_s=until - time.monotonic())
         asleep = [(worker, child) for worker, child in children if child is not None]
         errors = [self._hear_out(worker, child, until) for worker, child in asleep]
-        for worker, child in asleep:
-            doing = worker.doing()
+        doing = [worker.doing() for worker, _ in asleep]
+        hows = end_all([child for _, child in asleep], 0.0)
+        for (worker, _), what, how in zip(asleep, doing, hows, strict=True):
             self._forget(worker)
-            how = child.end(0.0)
             if how != "ended":
-                self.forced.append(f"{doing}, and was {how} after {timeout_s:g} s")
+                self.forced.append(f"{what}, and was {how} after {timeout_s:g} s")
             worker.child = None
             worker.words.state = State.ENDED
-        with self._changed:
+        with self.lock:
             self._changed.notify_all()
         self.wake()
         return next((error for error in errors if error is not None), None)

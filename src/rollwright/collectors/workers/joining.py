@@ -10,11 +10,13 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, place
-from rollwright.collectors.workers.blocks import Block, Join
+from rollwright.collectors.recording import is_dense
+from rollwright.collectors.workers.blocks import Join
 from rollwright.collectors.workers.messages import Collected
+from rollwright.collectors.workers.store import Block
 from rollwright.data.compact import is_table, join_tables
 
-__all__ = ["Result", "batch_of", "joined", "restored"]
+__all__ = ["Result", "are_alike", "batch_of", "joined", "restored"]
 
 
 @dataclass(eq=False)
@@ -127,7 +129,24 @@ def _stacked(batches: Sequence[TensorDictBase], join: Join) -> TensorDictBase:
     if join == "stack":
         stacked = LazyStackedTensorDict.maybe_dense_stack(list(batches), 0)
     else:
-        stacked = torch.cat(cast(Any, list(batches)), 0 if join == "first" else ndim - 1)
+        dim = 0 if join == "first" else ndim - 1
+        try:
+            stacked = torch.cat(cast(Any, list(batches)), dim)
+        except (RuntimeError, KeyError) as error:
+            raise ValueError(
+                f"cat_results={0 if join == 'first' else -1}: rollouts of the workers have entries that cannot be "
+                f"concatenated: {error}. Pass cat_results='stack', the default."
+            ) from error
         ndim -= 1
     stacked.names = [*[None] * ndim, "time"]
     return cast(TensorDictBase, stacked)
+
+
+def are_alike(one: TensorDictBase, other: TensorDictBase) -> bool:
+    """Whether the one can be overwritten with the other, and nothing is left of it."""
+    if not is_dense(one) or not is_dense(other) or one.batch_size != other.batch_size:
+        return False
+    ours, theirs = dict(one.items(True, True)), dict(other.items(True, True))
+    return ours.keys() == theirs.keys() and all(
+        (value.shape, value.dtype) == (theirs[key].shape, theirs[key].dtype) for key, value in ours.items()
+    )

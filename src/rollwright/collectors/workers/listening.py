@@ -12,8 +12,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rollwright._interrupts import uninterrupted
@@ -23,13 +23,13 @@ from rollwright._processes.failures import Failure
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.member import Listener, Member
 from rollwright.collectors.workers.restarts import Restarts
+from rollwright.collectors.workers.watching import Watch, failure_of
 from rollwright.collectors.workers.words import State, Word
 from rollwright.collectors.workers.worker import WorkerSpec, serve
 from rollwright.errors import WorkerError
 
-__all__ = ["NAP_S", "START_S", "Listening"]
+__all__ = ["NAP_S", "Listening"]
 
-START_S = 120.0  # for a worker to make its environment and its policy
 NAP_S = 0.2
 
 
@@ -43,7 +43,7 @@ class Listening:
         start_method: of the processes.
         num_threads: that torch uses in each.
         restarts: what is done about workers that fail.
-        step_timeout_s: a worker that takes longer for one step has failed; None: no limit.
+        watch: tells which are stuck.
         forget: told which worker is gone.
     """
 
@@ -54,13 +54,13 @@ class Listening:
         start_method: str | None,
         num_threads: Sequence[int],
         restarts: Restarts,
-        step_timeout_s: float | None,
+        watch: Watch,
         forget: Callable[[int], None],
     ) -> None:
         self.workers = [Member(spec) for spec in specs]
         self.listener: Listener | None = None
         self._start_method, self._num_threads = start_method, num_threads
-        self.restarts, self._step_timeout_s, self._forget_reader = restarts, step_timeout_s, forget
+        self.restarts, self._watcher, self._forget_reader = restarts, watch, forget
         self._changed = threading.Condition(threading.RLock())
         self._reading = False
         self._poll = select.poll()
@@ -88,7 +88,7 @@ class Listening:
     def _start_child(self, worker: Member) -> None:
         worker.words.state = State.STARTING
         worker.words.whole[Word.OLDEST] = -1
-        worker.beat_at = time.monotonic()
+        worker.pulse_at = time.monotonic()
         child = Child(
             serve,
             worker.spec,
@@ -111,7 +111,7 @@ class Listening:
         *,
         give_up: Callable[[], bool] | None = None,
     ) -> bool:
-        """Listen until a condition holds.
+        """Listen until a condition holds. Ctrl-C comes through between two turns, of 0.2 s at most.
 
         Args:
             until: the condition.
@@ -127,8 +127,10 @@ class Listening:
             WorkerError: a worker could not be started.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            while not until():
+        while True:
+            with self.lock:
+                if until():
+                    return True
                 if give_up is not None and give_up():
                     return False
                 if self.closed:
@@ -141,7 +143,6 @@ class Listening:
                 else:
                     self._read(left)
                     self._tell()
-        return True
 
     def _tell(self) -> None:
         """Warn of what has happened."""
@@ -150,13 +151,15 @@ class Listening:
             warnings.warn(notes.pop(0), RuntimeWarning, stacklevel=3)
 
     @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """Held by whoever reads what workers say, or changes what is known of them."""
-        return self._changed
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Held by whoever reads what workers say, or changes what is known of them; Ctrl-C waits for its end."""
+        with uninterrupted, self._changed:
+            yield
 
     def look(self) -> None:
         """Take in what workers have said, without waiting."""
-        with self._changed:
+        with self.lock:
             if not self._reading and not self.closed:
                 self._read(0.0)
 
@@ -166,26 +169,23 @@ class Listening:
             os.write(self._waker, b"1")
 
     def _read(self, timeout_s: float) -> None:
-        """Read what workers say, once; others may go on meanwhile."""
+        """Read what workers say, once, holding the lock; while nothing is said, others may have it."""
+        waits = self.restarts.next_in()
         self._reading = True
+        self._changed.release()
         try:
-            waits = self.restarts.next_in()
-            self._changed.release()
-            try:
-                ready = self._poll.poll(min(timeout_s, waits) * 1e3)
-            finally:
-                self._changed.acquire()
+            ready = self._poll.poll(min(timeout_s, waits) * 1e3)
         finally:
+            self._changed.acquire()
             self._reading = False
             self._changed.notify_all()
-        with uninterrupted:
-            if any(fd == self._waking for fd, _ in ready):
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._waking, 1 << 12)
-            for worker in {id(w): w for fd, _ in ready if (w := self._by_fd.get(fd)) is not None}.values():
-                self._hear(worker)
-            self._watch()
-            self._changed.notify_all()
+        if any(fd == self._waking for fd, _ in ready):
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._waking, 1 << 12)
+        for worker in {id(w): w for fd, _ in ready if (w := self._by_fd.get(fd)) is not None}.values():
+            self._hear(worker)
+        self._watch()
+        self._changed.notify_all()
 
     def _hear(self, worker: Member) -> None:
         """Take in all that a worker has said; see whether it has ended."""
@@ -209,7 +209,7 @@ class Listening:
             while child.channel.poll(until - time.monotonic()):
                 message = child.channel.recv(0.0)
                 if isinstance(message, say.Collected):
-                    with self._changed:
+                    with self.lock:
                         self._take(worker, message)
                 elif isinstance(message, Failure):
                     error = message.error(worker.name, worker.index)
@@ -239,6 +239,7 @@ class Listening:
                 worker.num_told = worker.num_collected
             case say.Ready():
                 worker.ready = message
+                self.restarts.began(worker.index)
             case Failure():
                 self._gone(worker, message)
 
@@ -251,8 +252,7 @@ class Listening:
             error = failure.error(worker.name, worker.index)
         else:
             during = worker.words.state.name.lower().replace("_", " ")
-            error = WorkerError(f"{worker.name} {child.how_it_ended()} while {during}.")
-            error.worker = worker.index
+            error = failure_of(worker, f"{child.how_it_ended()} while {during}")
         self._replace(worker, error)
 
     def _release(self, worker: Member, run: int) -> None:
@@ -302,24 +302,10 @@ class Listening:
             try:
                 self._launch(worker)
             except (OSError, EOFError, TypeError, ValueError, RuntimeError) as why:
-                self._replace(worker, _of(worker, f"could not be started again: {type(why).__name__}: {why}"))
-        now = time.monotonic()
+                self._replace(worker, failure_of(worker, f"could not be started again: {type(why).__name__}: {why}"))
         for worker in self.workers:
-            if worker.child is not None and worker.ready is None and now - worker.beat_at > START_S:
-                self._replace(worker, _of(worker, f"has taken longer than {START_S:g} s to make its environment"))
-        limit = self._step_timeout_s
-        if limit is None:
-            return
-        for worker in self.workers:
-            beat = worker.words.whole[Word.BEAT]
-            if beat != worker.beat or worker.words.state is not State.COLLECTING or not worker.there:
-                worker.beat, worker.beat_at = beat, now
-            elif now - worker.beat_at > limit and worker.child is not None:
-                error = WorkerError(
-                    f"{worker.name} has taken longer than env_step_timeout={limit:g} s for one step (number "
-                    f"{beat + 1:,} of its life). Make the environment's step bounded, or raise the limit."
-                )
-                error.worker = worker.index
+            error = self._watcher.failure(worker)
+            if error is not None:
                 self._replace(worker, error)
 
     def oldest_versions(self) -> list[tuple[int, int]]:
@@ -333,12 +319,6 @@ class Listening:
         under_way = [worker for worker in self.workers if worker.runs]
         published = [(worker.index, worker.words.whole[Word.PUBLISHED]) for worker in under_way]
         return published + [(worker.index, firsts[worker.index]) for worker in under_way if firsts[worker.index] >= 0]
-
-
-def _of(worker: Member, what: str) -> WorkerError:
-    error = WorkerError(f"{worker.name} {what}.")
-    error.worker = worker.index
-    return error
 
 
 def _unsendable(spec: WorkerSpec, error: Exception) -> Exception:

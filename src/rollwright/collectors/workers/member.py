@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any, Protocol
 
+from rollwright._interrupts import uninterrupted
 from rollwright._processes.child import Child
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.blocks import Block
+from rollwright.collectors.workers.store import Block
 from rollwright.collectors.workers.words import Words
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.errors import WorkerError
@@ -47,6 +49,9 @@ class Member:
         error: why it is gone for good.
         num_collected: rollouts of it that have arrived.
         num_told: likewise, when it answered a call last.
+        called: what it was asked to call last.
+        pulse: of its words, when it was looked at last.
+        pulse_at: when that had changed, by ``time.monotonic()``.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -58,7 +63,8 @@ class Member:
         self.error: WorkerError | None = None
         self.sending = threading.Lock()
         self.num_collected = self.num_told = 0
-        self.beat, self.beat_at = 0, 0.0
+        self.called = ""
+        self.pulse, self.pulse_at = (0, 0), 0.0
 
     @property
     def there(self) -> bool:
@@ -85,17 +91,25 @@ class Member:
         if child is None:
             return False
         try:
-            with self.sending:
-                if attention:
-                    self.words.call_attention()
-                child.channel.send(message, timeout_s)
-                if attention:
-                    self.words.call_attention()
+            with uninterrupted:
+                self._send(child, message, attention, time.monotonic() + timeout_s)
         except EOFError:
             return False
         except TimeoutError as error:
             raise TimeoutError(f"waited {timeout_s:g} s for {self.doing()} to read what it was told") from error
         return True
+
+    def _send(self, child: Child, message: Any, attention: bool, until: float) -> None:
+        if not self.sending.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise TimeoutError("another thread tells it something, and it does not read")
+        try:
+            if attention:
+                self.words.call_attention()
+            child.channel.send(message, until - time.monotonic())
+            if attention:
+                self.words.call_attention()
+        finally:
+            self.sending.release()
 
     def doing(self) -> str:
         """A phrase for messages."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rollwright._keys import NestedKey
 from rollwright._processes.failures import Failure
 from rollwright.collectors.workers.blocks import BatchForm, BlockLayout
 
@@ -122,6 +123,7 @@ class Ready:
     Attributes:
         num_envs: environments that it steps together.
         batch_size: of the environment.
+        shapes: of the environment's entries, by key.
         frames_per_batch: of a rollout, rounded up.
         random_frames: first frames with random actions, rounded up.
         device: where its batches lie; None: no common device.
@@ -135,6 +137,7 @@ class Ready:
 
     num_envs: int
     batch_size: tuple[int, ...]
+    shapes: dict[NestedKey, tuple[int, ...]]
     frames_per_batch: int
     random_frames: int
     device: str | None

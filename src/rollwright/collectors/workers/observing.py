@@ -26,7 +26,8 @@ def merged_stats(core: MultiCore) -> dict[str, Any]:
     schedule, group = core._schedule, core._group
     words = [worker.words for worker in group.workers]
     windows = [word.parts[Time.WINDOW] for word in words]
-    latest = [word.parts[Time.LAST_RETURN] for word in words if word.whole[Word.EPISODES]]
+    told = [word.parts for word in words if word.whole[Word.EPISODES]]
+    latest = max(told, key=lambda parts: parts[Time.LAST_RETURN_AT], default=None)
     seconds = {name: sum(worker["seconds"][name] for worker in workers) for name in words[0].seconds()}
     busiest = max(worker["seconds"]["total"] + worker["seconds"]["wait"] for worker in workers)
     buffer = core.options.replay_buffer
@@ -43,13 +44,14 @@ def merged_stats(core: MultiCore) -> dict[str, Any]:
         "episodes": sum(word.whole[Word.EPISODES] for word in words),
         "mean_return": _mean([word.parts[Time.MEAN_RETURN] for word in words], windows),
         "mean_length": _mean([word.parts[Time.MEAN_LENGTH] for word in words], windows),
-        "last_return": latest[-1] if latest else None,
+        "last_return": None if latest is None else latest[Time.LAST_RETURN],
         "policy_version": core._version,
         "policy_lag": max(core._version - worker["policy_version"] for worker in workers),
         "frames_stale": schedule.frames_stale,
         "workers": workers,
         "workers_alive": group.num_alive,
         "restarts": sum(worker["restarts"] for worker in workers),
+        "env_recreations": sum(word.whole[Word.ENV_RECREATIONS] for word in words),
         "threads": {"workers": [worker["threads"] for worker in workers]},
         "bytes_held": schedule.store.num_bytes,
         "leases": {
@@ -86,6 +88,7 @@ def _of_worker(core: MultiCore, index: int) -> dict[str, Any]:
         "seconds": words.seconds(),
         "policy_version": words.whole[Word.VERSION],
         "restarts": core._group.restarts.counts.get(index, 0),
+        "env_recreations": words.whole[Word.ENV_RECREATIONS],
         "threads": worker.threads,
         "error": None if worker.error is None else str(worker.error),
         "waiting_for": _WAITING.get(state),

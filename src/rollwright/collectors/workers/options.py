@@ -11,12 +11,14 @@ from inspect import Parameter
 from numbers import Integral, Real
 from typing import Any, Literal
 
+from rollwright._keys import key_str
 from rollwright._processes.starting import check_start_method
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.blocks import Join
+from rollwright.collectors.workers.messages import Ready
 from rollwright.envs.base import EnvBase
 
-__all__ = ["WorkerOptions", "factories_of", "options_of_workers"]
+__all__ = ["WorkerOptions", "check_join", "factories_of", "options_of_workers"]
 
 _JOINS: dict[Any, Join] = {"stack": "stack", 0: "first", -1: "time"}
 _BY_WORKER = (
@@ -51,8 +53,9 @@ class WorkerOptions:
         init_fn: called without arguments in each worker before anything else.
         on_worker_failure: ``"raise"``: a worker that raises or dies is an error at the next call. ``"restart"``:
             another takes its place, with new trajectory ids.
-        max_restarts: how often one worker is replaced before it is an error.
-        restart_delay: seconds before the first replacement of a worker; twice as long before each further one.
+        max_restarts: how often one worker is replaced, in all, before it is an error.
+        restart_delay: seconds before the first replacement of a worker; twice as long before each further one, but
+            after the worker was at work for more than ten times its last delay.
         env_step_timeout: seconds that one step may take before its worker counts as failed; None: no limit.
         max_policy_lag: versions of the weights that may have been published, when a batch is delivered (with a replay
             buffer: written), since the one that acted first in it; None: any number.
@@ -109,8 +112,9 @@ class WorkerOptions:
         self._check_batches()
 
     def _check_batches(self) -> None:
-        if self.cat_results is not None and (isinstance(self.cat_results, bool) or self.cat_results not in _JOINS):
-            raise ValueError(f"cat_results: expected 'stack', 0 or -1, got {self.cat_results!r}.")
+        how = self.cat_results
+        if how is not None and (not isinstance(how, str | int) or isinstance(how, bool) or how not in _JOINS):
+            raise ValueError(f"cat_results: expected 'stack', 0 or -1, got {how!r}. Drop it for 'stack'.")
         threshold = self.preemptive_threshold
         if threshold is not None and (
             not isinstance(threshold, Real) or isinstance(threshold, bool) or not 0 <= float(threshold) <= 1
@@ -131,10 +135,9 @@ class WorkerOptions:
             return "alone"
         return _JOINS["stack" if self.cat_results is None else self.cat_results]
 
-    @property
-    def threshold(self) -> float:
-        """Share of the workers to wait for."""
-        return 1.0 if self.preemptive_threshold is None else float(self.preemptive_threshold)
+    def waits_for(self, num_workers: int) -> int:
+        """How many of the workers a synchronous batch waits for."""
+        return num_workers if self.preemptive_threshold is None else math.ceil(self.preemptive_threshold * num_workers)
 
     def threads_of(self, num_workers: int) -> int:
         """Threads of each worker."""
@@ -199,6 +202,33 @@ def factories_of(create_env_fn: Any, num_workers: int | None, owner: str) -> lis
     return given
 
 
+def check_join(own: WorkerOptions, ready: Sequence[Ready]) -> None:
+    """Test that rollouts of the workers can be put together in the way that is asked for.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    how, first = own.cat_results, ready[0]
+    if how not in (0, -1):
+        return
+    steps = [told.frames_per_batch // told.num_envs for told in ready]
+    if how == 0 and first.batch_size and len(set(steps)) > 1:
+        raise ValueError(
+            "cat_results=0: expected rollouts of one length, which are joined along the first dimension of the "
+            f"environments, got {steps} steps. Pass one number as frames_per_batch, or cat_results=-1, which joins "
+            "along time."
+        )
+    for worker, told in enumerate(ready):
+        for key in {**first.shapes, **told.shapes}:
+            here, there = first.shapes.get(key), told.shapes.get(key)
+            if here != there:
+                raise ValueError(
+                    f"cat_results={how}: expected environments with the same entries, which are joined, got "
+                    f"{key_str([key])} of shape {here} in worker 0 and {there} in worker {worker}. Pass "
+                    "cat_results='stack', the default, or sync=False."
+                )
+
+
 def options_of_workers(given: Mapping[str, Any], num_workers: int, own: WorkerOptions) -> list[CollectorOptions]:
     """The options of each worker's collector: lists are shared out, counts are divided.
 
@@ -256,4 +286,5 @@ def _check_seconds(name: str, value: Any, *, optional: bool) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a number of seconds, got {type(value).__name__}: {value!r}.")
     if not 0 <= float(value) < math.inf or (optional and not value):
-        raise ValueError(f"{name}: expected {'more than ' if optional else ''}0 s or more, got {value!r}.")
+        least = "more than 0 s (None: no limit)" if optional else "0 s or more"
+        raise ValueError(f"{name}: expected {least}, got {value!r}.")

@@ -1,21 +1,34 @@
-"""Parcels: what does not lie in a block travels pickled, its tensors through memory that both processes map."""
+"""Parcels: what does not lie in a block travels pickled, through memory that both processes map."""
 
 from __future__ import annotations
 
 import io
 import math
 import pickle
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 from rollwright._processes.segment import Segment
 
-__all__ = ["ParcelMemory", "open_parcel"]
+__all__ = ["Parcel", "ParcelMemory", "open_parcel"]
 
-_SMALL = 1 << 12
 _ALIGNMENT = 64
+
+
+class Parcel(NamedTuple):
+    """Where something lies, packed: all that the message about it carries.
+
+    Attributes:
+        place: number of the segment.
+        num_bytes: of the tensors and the pickle behind them, from the segment's first byte.
+        pickle_at: first byte of the pickle.
+    """
+
+    place: int
+    num_bytes: int
+    pickle_at: int
 
 
 class ParcelMemory:
@@ -36,48 +49,77 @@ class ParcelMemory:
         self._segments = segments
         self._next = 0
 
-    def pack(self, value: Any) -> tuple[int, bytes]:
+    def pack(self, value: Any) -> Parcel:
         """Pack anything; tensors are copied once."""
         place, self._next = self._next, 1 - self._next
-        buffer = io.BytesIO()
-        pickler = _Pickler(buffer, self._segments[place])
+        stream = io.BytesIO()
+        pickler = _Pickler(stream)
         pickler.dump(value)
-        return place, buffer.getvalue()
+        pickled, start = stream.getbuffer(), pickler.num_bytes
+        parcel = Parcel(place, start + len(pickled), start)
+        self._segments[place].grow(parcel.num_bytes)
+        memory = self._segments[place].map(0, parcel.num_bytes)
+        memory[start:] = pickled
+        pickler.write_tensors(memory)
+        return parcel
 
 
-def open_parcel(parcel: tuple[int, bytes], segments: tuple[Segment, Segment]) -> Any:
-    """What was packed; tensors are copied once more, into memory of their own."""
-    place, pickled = parcel
-    return _Unpickler(io.BytesIO(pickled), segments[place]).load()
+def open_parcel(parcel: Parcel, segments: tuple[Segment, Segment]) -> Any:
+    """What was packed; it is copied once more, and its tensors lie in one piece of memory."""
+    packed = torch.frombuffer(segments[parcel.place].map(0, parcel.num_bytes), dtype=torch.uint8)
+    memory = memoryview(cast(Any, packed.clone().numpy()))
+    return _Unpickler(io.BytesIO(memory[parcel.pickle_at :]), memory).load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Puts plain CPU tensors of some size into a segment, and everything else into the stream."""
+    """Leaves plain CPU tensors out of the stream, and gives each a place in memory.
 
-    def __init__(self, file: io.BytesIO, segment: Segment) -> None:
-        super().__init__(file, protocol=5)
-        self._segment, self._end = segment, 0
+    Attributes:
+        num_bytes: that they take.
+    """
 
-    def persistent_id(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=5)
+        self.num_bytes = 0
+        self._left_out: dict[int, tuple[torch.Tensor, _Place]] = {}  # by id, which stays as long as they do
+
+    def persistent_id(self, value: Any) -> _Place | None:
+        if type(value) is not torch.Tensor:
             return None
-        num_bytes = math.prod(value.shape) * value.dtype.itemsize
-        if num_bytes < _SMALL or value.requires_grad:
+        known = self._left_out.get(id(value))
+        if known is not None:
+            return known[1]
+        if value.layout is not torch.strided or value.device.type != "cpu" or value.requires_grad or not value.numel():
             return None
-        start, self._end = self._end, self._end + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        self._segment.grow(self._end)
-        memory = self._segment.map(start, num_bytes)
-        torch.frombuffer(memory, dtype=value.dtype, count=value.numel()).view(value.shape).copy_(value)
-        return start, tuple(value.shape), value.dtype
+        if value.is_quantized or value.__dict__:
+            return None
+        place = self.num_bytes, tuple(value.shape), value.dtype
+        self.num_bytes += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._left_out[id(value)] = value, place
+        return place
+
+    def write_tensors(self, memory: memoryview) -> None:
+        """Copy what was left out to its places."""
+        for value, place in self._left_out.values():
+            _tensor_at(memory, place).copy_(value)
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, segment: Segment) -> None:
-        super().__init__(file)
-        self._segment = segment
+    def __init__(self, stream: io.BytesIO, memory: memoryview) -> None:
+        super().__init__(stream)
+        self._memory, self._known = memory, dict[int, torch.Tensor]()
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        start, shape, dtype = pid
-        count = math.prod(shape)
-        memory = self._segment.map(start, count * dtype.itemsize)
-        return torch.frombuffer(memory, dtype=dtype, count=count).view(shape).clone()
+    def persistent_load(self, pid: _Place) -> torch.Tensor:
+        found = self._known.get(pid[0])
+        if found is None:
+            found = self._known[pid[0]] = _tensor_at(self._memory, pid)
+        return found
+
+
+_Place = tuple[int, tuple[int, ...], torch.dtype]  # first byte, shape and type of a tensor
+
+
+def _tensor_at(memory: memoryview, place: _Place) -> torch.Tensor:
+    start, shape, dtype = place
+    count = math.prod(shape)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)

@@ -22,12 +22,13 @@ from rollwright.collectors._pieces import Frames, Piece, concatenate, pad
 from rollwright.collectors._resume import td_from, td_state
 from rollwright.collectors.delivery import never
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.blocks import Block, BlockLayout, BlockStore
+from rollwright.collectors.workers.blocks import BlockLayout
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.joining import Result, batch_of, restored
 from rollwright.collectors.workers.member import Member
 from rollwright.collectors.workers.parcels import open_parcel
 from rollwright.collectors.workers.staleness import Staleness
+from rollwright.collectors.workers.store import Block, BlockStore
 from rollwright.data.replay_buffers import SampleToInsertRatio
 from rollwright.errors import WorkerError
 
@@ -195,11 +196,14 @@ class Schedule(ABC):
 
     def _drop(self, results: Sequence[Result]) -> None:
         """Throw rollouts away that are too stale."""
+        self._lose(results)
+        self.frames_stale += sum(result.found.frames for result in results)
+
+    def _lose(self, results: Sequence[Result]) -> None:
+        """Let rollouts go that are not delivered: no trajectory goes on across the hole."""
         self._release(results)
-        for result in results:
-            self._anew.add(result.worker)
-            self.frames -= result.found.frames
-            self.frames_stale += result.found.frames
+        self._anew.update(result.worker for result in results)
+        self.frames -= sum(result.found.frames for result in results)
 
     def oldest_versions(self) -> list[tuple[int, int]]:
         """Worker and version of rollouts that have arrived, and were not delivered."""
@@ -210,6 +214,11 @@ class Schedule(ABC):
         if self.errors:
             self.told = True
             raise self.errors.popleft()
+
+    def forgive(self) -> None:
+        """What raised is another now: if one error of it was raised, so much for the others."""
+        if self.told:
+            self.errors.clear()  # of workers that are gone, raise_if_short() still knows
 
     def _is_short(self) -> bool:
         """Whether waiting is in vain: a worker is gone for good."""
@@ -278,7 +287,8 @@ class Schedule(ABC):
             old = [result for result in self._waiting() if result.number <= shares[result.worker]]
             self._give_up(old)
             self._release(old)
-            self.frames -= sum(result.found.frames for result in old)
+            if not self.stored:  # what is in the buffer stays there
+                self.frames -= sum(result.found.frames for result in old)
             self._trajectories.clear()
             self._pending.clear()
 

@@ -28,6 +28,8 @@ class Word(IntEnum):
     OLDEST = 8  # version that acted first in the rollout under way; -1: there is none
     NUM_IDS = 9  # trajectory ids taken
     FRAMES_DROPPED = 10
+    CHANGES = 11  # of its state
+    ENV_RECREATIONS = 12  # environments that were made anew
 
 
 class Time(IntEnum):
@@ -43,6 +45,7 @@ class Time(IntEnum):
     MEAN_LENGTH = 7
     LAST_RETURN = 8
     WINDOW = 9  # episodes that the means are taken over
+    LAST_RETURN_AT = 10  # when that was known, by time.monotonic(), which processes of a machine share
 
 
 class State(IntEnum):
@@ -95,6 +98,12 @@ class Words:
     @state.setter
     def state(self, state: State) -> None:
         self.whole[Word.STATE] = state
+        self.whole[Word.CHANGES] += 1
+
+    @property
+    def pulse(self) -> tuple[int, int]:
+        """Differs from what it was before if the worker is not stuck."""
+        return self.whole[Word.BEAT], self.whole[Word.CHANGES]
 
     def seconds(self) -> dict[str, float]:
         """Time by stage."""

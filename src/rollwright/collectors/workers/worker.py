@@ -171,6 +171,7 @@ class Worker:
                 args, kwargs = call.arguments.value
                 found = found(*args, **kwargs)
             answer: Any = say.Returned(call.serial, ByValue(found))
+            self._words.state = State.DELIVERING  # which may take until the collector reads
             try:
                 self._say(answer)
             except (TypeError, AttributeError, ValueError, RuntimeError) as error:  # what pickling raises
@@ -180,6 +181,7 @@ class Worker:
         except (EOFError, TimeoutError):
             raise
         except BaseException as error:
+            self._words.state = State.DELIVERING
             self._say(say.Raised(call.serial, Failure.of(error)))
         self._words.state = before
 

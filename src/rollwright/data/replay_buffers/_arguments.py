@@ -1,4 +1,4 @@
-"""What a replay buffer is given: its parts, transforms, elements and places."""
+"""What a replay buffer is given: its parts, transforms and elements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, cast
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-__all__ = ["Change", "dimension", "inverse_of", "made", "places", "stacked"]
+from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
+
+__all__ = ["Change", "check_given", "dimension", "inverse_of", "made", "stacked"]
 
 Change = Callable[[Any], Any]
 
@@ -27,6 +29,28 @@ def made(name: str, given: Any, kind: type, default: Callable[[], Any]) -> Any:
             f"{name}: expected a {kind.__name__} or a callable that makes one, got {type(made).__name__}: {made!r}."
         )
     return made
+
+
+def check_given(
+    collate_fn: Any, transform: Any, transform_factory: Any, generator: Any, limiter: Any, *, pin_memory: bool
+) -> None:
+    """Refuse arguments of a buffer that it could not work with; see :class:`ReplayBuffer`.
+
+    Raises:
+        ValueError, TypeError: one is of another kind, or two contradict one another.
+    """
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn: expected a callable, got {type(collate_fn).__name__}.")
+    if transform is not None and transform_factory is not None:
+        raise ValueError("transform and transform_factory were both given. Pass one of them.")
+    if transform_factory is not None and not callable(transform_factory):
+        raise TypeError(f"transform_factory: expected a callable, got {transform_factory!r}.")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator: expected a torch.Generator, got {generator!r}.")
+    if limiter is not None and not isinstance(limiter, SampleToInsertRatio):
+        raise TypeError(f"limiter: expected a SampleToInsertRatio, got {type(limiter).__name__}: {limiter!r}.")
+    if pin_memory and not torch.cuda.is_available():
+        raise ValueError("pin_memory: torch sees no CUDA device to pin memory for. Leave it out.")
 
 
 def dimension(name: str, value: int, ndim: int) -> int:
@@ -57,10 +81,3 @@ def stacked(items: list[Any]) -> Any:
     if items and all(isinstance(item, torch.Tensor) and item.shape == items[0].shape for item in items):
         return torch.stack(items)
     return items
-
-
-def places(index: Any) -> Any:
-    """An index with tensors in it, for NumPy."""
-    if isinstance(index, tuple):
-        return tuple(places(part) for part in index)
-    return index.numpy(force=True) if isinstance(index, torch.Tensor) else index

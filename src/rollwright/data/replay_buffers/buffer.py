@@ -14,7 +14,8 @@ from tensordict import TensorDictBase
 
 from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers._ahead import Ahead, Turn
-from rollwright.data.replay_buffers._arguments import Change, dimension, inverse_of, made, stacked
+from rollwright.data.replay_buffers._arguments import Change, check_given, dimension, inverse_of, made, stacked
+from rollwright.data.replay_buffers._places import elements_at
 from rollwright.data.replay_buffers._rows import RowStorage
 from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers import RandomSampler, Sampler
@@ -80,18 +81,7 @@ class ReplayBuffer:
         self.storage: Storage = made("storage", storage, Storage, lambda: ListStorage(1000))
         self.sampler: Sampler = made("sampler", sampler, Sampler, RandomSampler)
         self.writer: Writer = made("writer", writer, Writer, RoundRobinWriter)
-        if collate_fn is not None and not callable(collate_fn):
-            raise TypeError(f"collate_fn: expected a callable, got {type(collate_fn).__name__}.")
-        if transform is not None and transform_factory is not None:
-            raise ValueError("transform and transform_factory were both given. Pass one of them.")
-        if transform_factory is not None and not callable(transform_factory):
-            raise TypeError(f"transform_factory: expected a callable, got {transform_factory!r}.")
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator: expected a torch.Generator, got {generator!r}.")
-        if limiter is not None and not isinstance(limiter, SampleToInsertRatio):
-            raise TypeError(f"limiter: expected a SampleToInsertRatio, got {type(limiter).__name__}: {limiter!r}.")
-        if pin_memory and not torch.cuda.is_available():
-            raise ValueError("pin_memory: torch sees no CUDA device to pin memory for. Leave it out.")
+        check_given(collate_fn, transform, transform_factory, generator, limiter, pin_memory=pin_memory)
         self.transforms: list[Change] = []
         self.collate_fn, self.pin_memory = collate_fn, bool(pin_memory)
         self.batch_size = None if batch_size is None else positive("batch_size", batch_size)
@@ -312,7 +302,7 @@ class ReplayBuffer:
         With ``ndim=2`` the places are those of the batch ``[B, T]`` of all that is stored.
         """
         with self.storage.ledger.reading():
-            chosen = self._chosen(index)
+            chosen = elements_at(self.storage, index, self._dim)
             data = self.storage.read(chosen.reshape(-1))
         if not chosen.ndim:
             one = data[0]  # a list gives the element itself
@@ -323,33 +313,12 @@ class ReplayBuffer:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Replace elements."""
-        chosen = self._chosen(index)
+        chosen = elements_at(self.storage, index, self._dim)
         if isinstance(value, TensorDictBase | torch.Tensor):
             value = value.reshape(-1, *value.shape[chosen.ndim :]) if chosen.ndim else value.unsqueeze(0)
         elif not chosen.ndim:
             value = [value]
         self.storage.overwrite(chosen.reshape(-1), value)
-
-    def _chosen(self, index: Any) -> NDArray[np.int64]:
-        """Flat indices of the elements at places."""
-        if isinstance(index, str):
-            raise TypeError(f"index: expected places of elements, got {index!r}. For an entry: buffer[:][{index!r}].")
-        storage, index = self.storage, index.numpy(force=True) if isinstance(index, torch.Tensor) else index
-        count = storage.rows_from_0()
-        if storage.ndim == 1 and count is not None and isinstance(index, int | np.integer | slice):
-            if isinstance(index, slice):
-                return np.arange(*index.indices(count))
-            live: Any = range(count)
-        else:
-            rest = storage.rest or (0,) * (storage.ndim - 1)  # of a storage that nothing was written to
-            index_of_rows = storage.live_index()
-            grid = index_of_rows.reshape(len(index_of_rows) // storage.columns, *rest)
-            live = np.moveaxis(grid, 0, self._dim) if storage.ndim > 1 else grid
-        try:
-            return np.array(live[index], np.int64, order="C")
-        except IndexError as error:
-            size = len(storage) if storage.ndim == 1 else list(live.shape)
-            raise IndexError(f"index: {index!r} is out of range: the buffer holds {size} elements.") from error
 
     def empty(self) -> None:
         """Drop all elements; :attr:`write_count` goes on."""

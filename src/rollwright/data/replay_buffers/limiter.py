@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from rollwright.data.replay_buffers._waiting import WaitingRoom
 from rollwright.data.replay_buffers.storages import positive
 
 __all__ = ["Counts", "SampleToInsertRatio"]
 
 T = TypeVar("T")
-
-_FIRST_NAP_S, _LONGEST_NAP_S = 0.2e-3, 10e-3
-_PREFETCHERS = "rollwright-prefetch"  # threads that draw only what was asked for
 
 
 class Counts(NamedTuple):
@@ -96,10 +91,9 @@ class SampleToInsertRatio:
         self._frames = self._batch_size = 1  # the most that is inserted, and drawn, at a time, as far as is known
         self._counts: Counts | None = None
         self._base = self._sampled = self._at_base = 0  # write_count and sampled where the balance was 0
-        self._changed = threading.Condition()
+        self._room = WaitingRoom()
         self._listeners: list[Callable[[], None]] = []
         self._inserters: list[Callable[[], str]] = []
-        self._waiting: dict[int, str] = {}  # by thread
         self._process = os.getpid()
         self.check()
 
@@ -147,7 +141,7 @@ class SampleToInsertRatio:
         """Take the balance for 0 as soon as ``min_size`` elements are stored, or now if they are."""
         if self._counts is not None and self._active:
             lacking = max(0, self.min_size - self._counts.num_stored())
-            with self._changed:
+            with self._room.changed:
                 self._base, self._at_base = self._counts.write_count() + lacking, self._sampled
             self._tell()
 
@@ -175,6 +169,10 @@ class SampleToInsertRatio:
     def _active(self) -> bool:
         """Whether there is something to limit here; what a fork inserts is limited in the process it comes from."""
         return self._counts is not None and self._process == os.getpid()
+
+    def _is_shared(self) -> bool:
+        """Whether other processes can insert."""
+        return self._counts is not None and self._counts.is_shared()
 
     def _is_warm(self, inserted: int) -> bool:
         return self._counts is None or (inserted >= self._base and self._counts.can_draw())
@@ -220,8 +218,15 @@ class SampleToInsertRatio:
                 "in the background: start()"
             )
 
-        with self._as_waiting(why()):
-            return self._wait(lambda: self.may_insert(frames), lambda: self._sampled, stop, why, remedy, shared=False)
+        return self._room.wait(
+            lambda: self.may_insert(frames),
+            lambda: self._sampled,
+            timeout_s=self.timeout_s,
+            stop=stop,
+            why=why,
+            remedy=remedy,
+            others=_never,
+        )
 
     def _lacking(self, frames: int) -> float:
         """Items to be drawn before so many may be inserted."""
@@ -233,9 +238,8 @@ class SampleToInsertRatio:
 
     def inserted_more(self) -> None:
         """Wake who waits for inserts of this process; those of others are noticed within 10 ms."""
-        if self._waiting and self._active:  # a fork may have come while a thread held the lock
-            with self._changed:
-                self._changed.notify_all()
+        if self._room.reasons and self._active:  # a fork may have come while a thread held the lock
+            self._room.wake()
 
     def add_inserter(self, status: Callable[[], str]) -> Callable[[], None]:
         """Let sampling ask, while it waits, what became of somebody who inserts.
@@ -279,7 +283,7 @@ class SampleToInsertRatio:
 
     def _taken(self, size: int) -> bool:
         """Count ``size`` items as drawn, if they may be."""
-        with self._changed:
+        with self._room.changed:
             inserted = self.inserted
             if self._balance_at(inserted) - size < -self.margin or not self._is_warm(inserted):
                 return False
@@ -288,7 +292,7 @@ class SampleToInsertRatio:
 
     def _count(self, more: int) -> None:
         if more:
-            with self._changed:
+            with self._room.changed:
                 self._sampled += more
         self._tell()
 
@@ -314,8 +318,15 @@ class SampleToInsertRatio:
                 "margin, or collect in the background: start()"
             )
 
-        with self._as_waiting(why()):
-            self._wait(lambda: self._taken(size), lambda: self.inserted, ask, why, remedy, shared=True)
+        self._room.wait(
+            lambda: self._taken(size),
+            lambda: self.inserted,
+            timeout_s=self.timeout_s,
+            stop=ask,
+            why=why,
+            remedy=remedy,
+            others=self._is_shared,
+        )
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback()`` whenever something was drawn, in the thread that drew; it must not wait.
@@ -330,55 +341,13 @@ class SampleToInsertRatio:
         for callback in list(self._listeners):
             callback()
 
-    # Waiting ------------------------------------------------------------------------------------
-
-    def _wait(
-        self,
-        may: Callable[[], bool],
-        progress: Callable[[], int],
-        stop: Callable[[], bool],
-        why: Callable[[], str],
-        remedy: Callable[[], str],
-        *,
-        shared: bool,
-    ) -> bool:
-        """Wait until ``may()``, or ``stop()``; ``shared``: whether other processes can help, where they have a part."""
-        seen, until, nap = progress(), time.monotonic() + self.timeout_s, _FIRST_NAP_S
-        while True:
-            asked = time.monotonic()
-            if stop():
-                return False
-            if may():
-                return True
-            now = time.monotonic()
-            until += now - asked
-            helpless = _is_only_thread() and not (shared and self._counts is not None and self._counts.is_shared())
-            if helpless:
-                raise RuntimeError(f"{why()}, and this is the only thread: nobody else will do it. {remedy()}.")
-            if progress() != seen:
-                seen, until, nap = progress(), now + self.timeout_s, _FIRST_NAP_S
-            if now >= until:
-                raise TimeoutError(f"waited {self.timeout_s:g} s in vain: {why()}. {remedy()}.")
-            with self._changed:
-                self._changed.wait(min(nap, until - now))
-            nap = min(2 * nap, _LONGEST_NAP_S)
-
-    @contextlib.contextmanager
-    def _as_waiting(self, why: str) -> Iterator[None]:
-        me = threading.get_ident()
-        self._waiting[me] = why
-        try:
-            yield
-        finally:
-            del self._waiting[me]
+    # State --------------------------------------------------------------------------------------
 
     def _numbers(self) -> str:
         return (
             f"{self.inserted:,} inserted, {self._sampled:,} drawn; samples_per_insert={self.samples_per_insert:g}, "
             f"min_size={self.min_size:,}, balance={self.balance:,.0f}, margin={self.margin:,g}"
         )
-
-    # State --------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """``inserted``, ``sampled``, ``balance``, ``margin``, and ``waiting``: a line for each who waits."""
@@ -387,7 +356,7 @@ class SampleToInsertRatio:
             "sampled": self._sampled,
             "balance": self.balance,
             "margin": self.margin,
-            "waiting": list(self._waiting.values()),
+            "waiting": self._room.reasons,
         }
 
     def state_dict(self) -> dict[str, int]:
@@ -399,7 +368,7 @@ class SampleToInsertRatio:
         if state_dict is None:
             self.begin()
             return
-        with self._changed:
+        with self._room.changed:
             self._sampled, self._base = state_dict["sampled"], state_dict["base"]
             self._at_base = state_dict["at_base"]
         self._tell()
@@ -427,8 +396,3 @@ def _added(to: list[Callable[[], T]], what: Callable[[], T]) -> Callable[[], Non
             to.remove(what)
 
     return remove
-
-
-def _is_only_thread() -> bool:
-    me = threading.current_thread()
-    return all(thread is me or thread.name.startswith(_PREFETCHERS) for thread in threading.enumerate())

@@ -1,0 +1,129 @@
+"""DaemonThread: a thread whose error its next caller gets, and that ends before the interpreter does."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+
+import torch
+
+import rollwright._processes.child  # noqa: F401  (what is registered first is done last: processes end after threads)
+
+__all__ = ["DaemonThread"]
+
+_EXIT_S = 1.0  # for all threads together, when the interpreter exits
+_LAST_STEP_S = 1.0  # for a thread that has finished to be gone
+
+
+class DaemonThread(ABC):
+    """Carries out :meth:`_work` in a thread, once.
+
+    Args:
+        name: of the thread.
+
+    Attributes:
+        condition: held by whoever reads or changes what the thread shares with others; notified of the end.
+        stopping: whether the thread was asked to end.
+        finished: whether it has ended.
+
+    Example:
+        >>> class Counter(DaemonThread):
+        ...     count = 0
+        ...
+        ...     def _work(self):
+        ...         while not self.stopping:
+        ...             self.count += 1
+        ...         raise ValueError("asked too much")
+        >>> counter = Counter("counter")
+        >>> counter.start()
+        >>> counter.stop(10.0), counter.count > 0, counter.told()
+        (True, True, 'ValueError: asked too much')
+        >>> counter.raise_error()
+        Traceback (most recent call last):
+        ...
+        ValueError: asked too much
+        >>> counter.raise_error()
+    """
+
+    def __init__(self, name: str) -> None:
+        self.condition = threading.Condition()
+        self.stopping = self.finished = False
+        self._error: BaseException | None = None
+        self._num_torch_threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @abstractmethod
+    def _work(self) -> None:
+        """What the thread does; it looks at :attr:`stopping` now and then."""
+
+    def _finish(self) -> None:  # noqa: B027  (most have nothing to do then)
+        """Done in the thread at the end of its work, whatever became of that, under the lock."""
+
+    def start(self) -> None:
+        """Begin."""
+        _at_exit.add(self)
+        self._thread.start()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_torch_threads)  # a new thread takes as many as there are cores
+        try:
+            self._work()
+        except BaseException as error:  # it is raised again, in the thread of the next caller
+            self._error = error
+        with self.condition:
+            try:
+                self._finish()
+            finally:
+                self.finished = True
+                self.condition.notify_all()
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread has not ended."""
+        return not self.finished
+
+    @property
+    def inside(self) -> bool:
+        """Whether the caller is the thread itself."""
+        return threading.current_thread() is self._thread
+
+    def raise_error(self) -> None:
+        """Raise what ended the thread, once."""
+        with self.condition:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def told(self) -> str | None:
+        """What ended the thread and was not raised yet, as text."""
+        error = self._error
+        return None if error is None else f"{type(error).__name__}: {error}"
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ask the thread to end; returns whether it has, within ``timeout_s``. The thread itself does not wait."""
+        with self.condition:
+            self.stopping = True
+            self.condition.notify_all()
+            if self._thread.ident is None or self.inside:  # it has not begun, or cannot wait for itself
+                return self._thread.ident is None or self.finished
+            ended = self.condition.wait_for(lambda: self.finished, timeout_s)
+        if ended:
+            self._thread.join(_LAST_STEP_S)
+        return ended
+
+
+_at_exit: weakref.WeakSet[DaemonThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all threads before the interpreter does: one that is stopped inside torch would crash it."""
+    until = time.monotonic() + _EXIT_S
+    running = [thread for thread in _at_exit if thread._thread.is_alive()]  # none in a fork, whose locks nobody opens
+    for thread in running:
+        thread.stop(0.0)
+    for thread in running:
+        thread.stop(max(0.0, until - time.monotonic()))

@@ -1,0 +1,127 @@
+"""The array form of an environment that is made anew when it raises."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey
+from rollwright.envs.arrays import ArrayEnv, Entry, Rows, Values, check_flags, check_open, refuse_overrides
+from rollwright.errors import EnvError, NotNative, RollwrightError
+
+if TYPE_CHECKING:
+    from rollwright.envs._renewable import RenewableEnv
+
+__all__ = ["RenewableArrays"]
+
+
+class RenewableArrays(ArrayEnv):
+    """The array form of a :class:`~rollwright.envs._renewable.RenewableEnv`.
+
+    Raises:
+        NotNative: the environment has no array form.
+    """
+
+    def __init__(self, env: RenewableEnv) -> None:
+        refuse_overrides(env, type(env))
+        check_flags(env)
+        self._env = env
+        self._of, self._base = env.base_env, env.base_env._array_form()
+        self.batch, self.entries, self.rewards = self._base.batch, self._base.entries, self._base.rewards
+        self.reads = self._base.reads
+
+    @property
+    def resets_ahead(self) -> bool:
+        """See :class:`ArrayEnv`."""
+        return self._base.resets_ahead
+
+    @resets_ahead.setter
+    def resets_ahead(self, value: bool) -> None:
+        self._base.resets_ahead = value
+
+    def check(self) -> None:
+        """See :meth:`ArrayEnv.check`."""
+        with suppress(EnvError):  # what is broken raises in the next step, which makes it anew
+            self._form().check()
+
+    def groups(self, number: int) -> list[ArrayEnv]:
+        """See :meth:`ArrayEnv.groups`."""
+        raise NotNative("on_env_failure='recreate' makes the batch anew as a whole")
+
+    def _form(self) -> ArrayEnv:
+        """The array form of the environment that is there now."""
+        env = self._env.base_env
+        if self._of is not env:
+            ahead = self._base.resets_ahead
+            try:
+                self._base = env._array_form()
+            except NotNative as reason:
+                raise EnvError(
+                    f"create_env_fn: it made {env} in the place of one on arrays, and this one is not: {reason}. With "
+                    "on_env_failure='recreate', make environments of one kind."
+                ) from reason
+            self._of, self._base.resets_ahead = env, ahead
+        return self._base
+
+    def step(self, root: Values, preset: Values) -> Values:
+        """See :meth:`ArrayEnv.step`."""
+        env = self._env
+        check_open(env, "step")
+        if not env._is_new:
+            try:
+                out = self._form().step(root, preset)
+            except RollwrightError as error:
+                if env._last is None:
+                    raise
+                env._renew(error)
+            else:
+                env._taken(out)
+                return out
+        env._owes_end = False
+        return self._missed()
+
+    def _missed(self) -> Values:
+        """The outcome of a step that was none."""
+        last = self._last()
+        out: Values = {key: np.array(last[key])[()] for key in self.entries}
+        for key, entry in self.rewards.items():
+            out[key] = np.zeros(entry.shape[:-1] if entry.column else entry.shape, entry.dtype)[()]
+        for flag, value in (("done", True), ("terminated", False), ("truncated", True)):
+            out[flag] = np.full(self.batch, value)[()]
+        return out
+
+    def _last(self) -> Values:
+        last = self._env._last
+        if not isinstance(last, TensorDictBase):
+            return cast(Values, last)
+        return {key: _row_form(cast(torch.Tensor, last.get(key)), entry) for key, entry in self.entries.items()}
+
+    def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
+        """See :meth:`ArrayEnv.reset`."""
+        env = self._env
+        check_open(env, "reset")
+        partial = rows is not None and not bool(rows.all())
+
+        def begin(whole: bool) -> Values:
+            return self._form().reset(None if whole else rows, **kwargs)
+
+        fresh = cast(Values, env._begun(begin, partial, kwargs))
+        env._last = self._merged(fresh, cast(Rows, rows)) if partial and env._last is not None else fresh
+        return fresh
+
+    def _merged(self, fresh: Values, rows: Rows) -> Values:
+        merged: dict[NestedKey, Any] = {}
+        for key, value in self._last().items():
+            if key in fresh:
+                merged[key] = new = value.copy()
+                new[rows] = fresh[key][rows]
+        return merged
+
+
+def _row_form(value: torch.Tensor, entry: Entry) -> Any:
+    array = value.detach().cpu().numpy()
+    return array.reshape(array.shape[:-1])[()] if entry.column else array

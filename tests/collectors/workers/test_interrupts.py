@@ -1,0 +1,137 @@
+"""Ctrl-C at any moment is a KeyboardInterrupt where the program waits, and leaves a collector that goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+from tests.collectors.workers.envs import Trouble, gain, makers, one_bad
+from tests.collectors.workers.processes import gone, left_behind, wait_until
+
+BOUND_S = 8.0
+KINDS = ["sync", "async"]
+
+
+def run(collector):
+    for _ in range(100):
+        collector.next()
+
+
+class Inside:
+    """Handles SIGINT by raising, between ``with`` and its end; elsewhere it does nothing."""
+
+    def __init__(self):
+        self.raises, self.count = False, 0
+
+    def __enter__(self):
+        self.raises = True
+
+    def __exit__(self, *error):
+        self.raises = False
+
+    def handle(self, number, frame):
+        if self.raises:
+            self.raises = False
+            self.count += 1
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def inside():
+    found = Inside()
+    before = signal.signal(signal.SIGINT, found.handle)
+    yield found
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_at_random_moments(make, inside, kind):
+    collector = make(kind, makers(), gain(), frames_per_batch=16)
+    over, pause, main = threading.Event(), random.Random(0), threading.main_thread().ident
+
+    def press():
+        while not over.wait(pause.uniform(2e-4, 4e-3)):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    def look():
+        while not over.wait(1e-3):
+            collector.stats()
+
+    threads = [threading.Thread(target=press), threading.Thread(target=look)]
+    for thread in threads:
+        thread.start()
+    heard = 0
+    try:
+        until = time.monotonic() + 10
+        while heard < 100 and time.monotonic() < until:
+            try:
+                with inside:
+                    collector.next()
+            except KeyboardInterrupt:
+                heard += 1
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert heard == inside.count
+    assert heard >= 5
+    assert collector.next() is not None
+    collector.shutdown()  # raises nothing
+
+
+@pytest.mark.parametrize("edge", ["acquire", "release"])
+def test_at_the_edges_of_a_wait(make, inside, monkeypatch, edge):
+    """Where the lock has just been taken, or just been given back."""
+    collector = make("sync", makers(), gain(), frames_per_batch=20)
+    collector.next()
+    condition = collector._group._changed
+    real = getattr(condition, edge)
+
+    def pressed(*args):
+        found = real(*args)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(condition, edge, pressed)
+    with pytest.raises(KeyboardInterrupt), inside:
+        run(collector)
+    monkeypatch.undo()
+    assert inside.count == 1
+    free = []
+    thread = threading.Thread(target=lambda: free.append(condition.acquire(timeout=5) and condition.release() is None))
+    thread.start()
+    thread.join()
+    assert free == [True]
+    assert collector.next() is not None
+
+
+def test_in_shutdown_which_goes_on_when_it_is_called_again(make, inside, tmp_path):
+    """The first one in a wait for a batch, the second in shutdown."""
+    struck = str(tmp_path / "struck")
+    envs = one_bad(troubles={"trouble": Trouble("sleep", 25, struck)})
+    collector = make("sync", envs, gain(), frames_per_batch=200)
+    pids = [worker["pid"] for worker in collector.stats()["workers"]]
+
+    def press():
+        if wait_until(lambda: os.path.exists(struck)):
+            os.kill(os.getpid(), signal.SIGINT)
+        if wait_until(lambda: collector.closed and inside.raises):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt), inside:
+        collector.next()
+    with pytest.raises(KeyboardInterrupt), inside:
+        collector.shutdown(timeout=100.0)
+    thread.join()
+    begun = time.monotonic()
+    collector.shutdown(timeout=0.2)
+    assert time.monotonic() - begun < BOUND_S
+    assert gone(pids, 1.0)
+    assert left_behind(1.0) == []
+    assert "worker 1" in collector.stats()["forced"][0]
