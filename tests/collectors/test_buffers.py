@@ -350,7 +350,7 @@ def test_a_trajectory_longer_than_the_storage(make, count):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"replay_buffer": object()}, TypeError, ["replay_buffer", "extend(), add(), sample()", "ReplayBuffer"]),
+        ({"replay_buffer": 5}, TypeError, ["replay_buffer", "extend(), add(), sample()", "ReplayBuffer"]),
         ({"replay_buffer": ReplayBuffer}, TypeError, ["replay_buffer", "is a class"]),
         ({"replay_buffer": ReplayBufferEnsemble(a_buffer())}, ValueError, ["worker_idx=None", "0 to 0"]),
         ({"replay_buffer": ReplayBufferEnsemble(a_buffer()), "worker_idx": 1}, ValueError, ["worker_idx=1"]),

@@ -274,6 +274,39 @@ def test_goes_on_from_a_saved_state(options: dict[str, Any]) -> None:
         assert all((other.next() == batch).all() for batch in expected)
 
 
+@pytest.mark.parametrize("cls", [SerialEnv, ParallelEnv])
+def test_batch_that_makes_its_own_anew_goes_on_from_a_saved_state(cls: Any) -> None:
+    options = {"num_processes": 1} if cls is ParallelEnv else {}
+
+    def make() -> Any:
+        return Collector(lambda: cls(2, [walk(), walk(5)], on_env_failure="recreate", **options), frames_per_batch=14)
+
+    with make() as collector, make() as other, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        collector.set_seed(3)
+        collector.next()
+        state = collector.state_dict()
+        assert state["unsaved"] == []
+        expected = [collector.next() for _ in range(2)]
+        other.load_state_dict(state)
+        assert all((other.next() == batch).all() for batch in expected)
+        assert other.stats()["env_recreations"] == collector.stats()["env_recreations"] == 4
+
+
+def test_those_made_anew_inside_of_what_was_made_anew_stay_counted() -> None:
+    makers = [walk(4), walk()]
+    with recreating(lambda: SerialEnv(2, makers, on_env_failure="recreate"), frames_per_batch=24) as collector:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            collector.next()
+            inner = collector.env.base_env
+            assert collector.stats()["env_recreations"] == sum(inner.recreations) == 3
+            inner.close()  # which is a failure of all of it
+            collector.next()
+        assert collector.env.base_env is not inner
+        assert collector.stats()["env_recreations"] == 3 + 1 + sum(collector.env.base_env.recreations)
+
+
 # Workers --------------------------------------------------------------------------------------------------------
 
 
@@ -296,5 +329,5 @@ def test_in_workers(cls: Any) -> None:
 
 
 def test_objects_are_refused_for_workers() -> None:
-    with pytest.raises(TypeError, match="expected functions that make an environment"):
+    with pytest.raises(ValueError, match="expected a function that makes the environment"):
         recreating([walk()()], cls=MultiSyncCollector)

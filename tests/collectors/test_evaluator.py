@@ -19,7 +19,7 @@ from torch import nn
 from rollwright.collectors._evaluation.tally import Tally
 from rollwright.collectors.evaluator import Evaluator
 from rollwright.data import Categorical, Composite, Unbounded
-from rollwright.envs import EnvBase, ExplorationType, GymEnv, SerialEnv, TransformedEnv, VecNorm
+from rollwright.envs import EnvBase, ExplorationType, GymEnv, SerialEnv, StepCounter, TransformedEnv, VecNorm
 from rollwright.envs.async_pool import AsyncEnvPool
 from rollwright.envs.parallel import ParallelEnv
 
@@ -127,6 +127,18 @@ def test_same_as_rollouts(make: Any) -> None:
     assert result["eval/returns"] == pytest.approx(returns)
 
 
+@pytest.mark.parametrize("batch", [SerialEnv, ParallelEnv])
+def test_environments_that_count_their_steps(make: Any, batch: Any) -> None:
+    def counting(limit: int) -> EnvBase:
+        return TransformedEnv(Episodes((9,)), StepCounter(limit))
+
+    inside = make(
+        lambda: batch(2, [lambda: counting(3), lambda: counting(9)]), scaled(), num_trajectories=4, max_steps=5
+    )
+    assert inside.evaluate()["eval/lengths"] == [3, 5, 3, 5]  # the shorter limit counts
+    assert make(counting(20), scaled(), num_trajectories=2, max_steps=4).evaluate()["eval/lengths"] == [4, 4]
+
+
 def test_every_evaluation_begins_with_a_reset(make: Any) -> None:
     evaluator = make(lambda: Episodes((10,)), scaled(), num_trajectories=1, frames_per_batch=4)
     assert [evaluator.evaluate()["eval/lengths"] for _ in range(3)] == [[10]] * 3
@@ -183,6 +195,16 @@ def test_forms_of_weights(make: Any, backend: str, form: str) -> None:
     result = evaluator.evaluate(weights)
     assert (result["eval/returns"], result["eval/policy_version"]) == ([6.0], 1)
     assert evaluator.evaluate()["eval/returns"] == [6.0]  # the last that were given
+
+
+def test_weights_extracted_earlier(make: Any) -> None:
+    policy = scaled(3.0)
+    weights = Evaluator.extract_weights(policy)
+    assert type(weights) is TensorDict
+    assert weights.device == torch.device("cpu")
+    nn.init.constant_(policy.module.weight, 100.0)
+    evaluator = make(lambda: Episodes((2,)), policy_factory=scaled, num_trajectories=1)
+    assert evaluator.evaluate(weights)["eval/returns"] == [6.0]
 
 
 def test_policy_beside_a_factory_serves_for_weights(make: Any) -> None:

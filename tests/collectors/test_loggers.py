@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rollwright.collectors import Collector
+from rollwright.collectors import Collector, Evaluator
 from rollwright.collectors.loggers import TensorBoardLogger
 from rollwright.envs import GymEnv
 from rollwright.errors import MissingExtraError
@@ -54,6 +54,18 @@ def test_every_number_in_the_statistics_becomes_a_point(tmp_path):
     assert found["collector/seconds/policy"][1] == (400, pytest.approx(said[1]["seconds"]["policy"]))
     assert found["collector/completed"] == [(200, 0), (400, 1)]
     assert not any("paths" in name or "devices" in name for name in found)  # which are text
+
+
+@needs_tensorboard
+def test_results_of_evaluations_are_points_at_their_steps(tmp_path):
+    with (
+        TensorBoardLogger(tmp_path, prefix="") as log,
+        Evaluator(lambda: GymEnv("CartPole-v1"), num_trajectories=1, on_result=log) as evaluator,
+    ):
+        for step in (700, 1400):
+            evaluator.evaluate(step=step)
+    found = curves(tmp_path)
+    assert [step for step, _ in found["eval/reward"]] == [700, 1400]
 
 
 @needs_tensorboard

@@ -301,7 +301,7 @@ def test_close(make: Any, backend: str, state: str) -> None:
     if state == "ready":
         pool.async_step_recv()
     pids = pool._slots.pids() if backend == "multiprocessing" else []
-    threads = [] if pids else pool._slots._threads
+    threads = [] if pids else pool._slots._places
     begun = time.monotonic()
     pool.close()
     assert time.monotonic() - begun < 5.0
@@ -312,7 +312,7 @@ def test_close(make: Any, backend: str, state: str) -> None:
         with pytest.raises(EnvError, match=r"after close\(\)"):
             call()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-    assert not any(thread.is_alive() for thread in threads)
+    assert not any(thread.running for thread in threads)
 
 
 def test_close_with_a_stuck_thread(make: Any, monkeypatch: Any) -> None:
@@ -321,6 +321,29 @@ def test_close_with_a_stuck_thread(make: Any, monkeypatch: Any) -> None:
     pool.async_step_send(acting(pool, -1.0, 1.0))
     with pytest.warns(RuntimeWarning, match="the thread of environment 0 is left behind"):
         pool.close()
+
+
+def test_thread_that_comes_back_too_late_closes_its_environment(make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("rollwright.envs._async_threads.CLOSE_S", 0.1)
+    closed = threading.Event()
+    pool = make([lambda: Faulty(stick, closed.set)])
+    pool.async_step_send(acting(pool, -1.0))
+    with pytest.warns(RuntimeWarning, match="is left behind"):
+        pool.close()
+    assert not closed.is_set()
+    LET_GO.set()
+    assert closed.wait(10.0)
+
+
+def test_nothing_piles_up_where_results_wait(make: Any) -> None:
+    pool = make([Faulty] * 2)
+    td = ones(pool.reset())
+    pool.async_step_and_maybe_reset_send(td)
+    for _ in range(20):
+        while len(pool._slots._outbox) < 2:  # the policy is slower than the environments
+            pass
+        pool.async_step_and_maybe_reset_send(ones(pool.async_step_and_maybe_reset_recv(min_get=1)[1]))
+    assert pool._slots._bell.qsize() <= 2
 
 
 def test_error_in_close(make: Any) -> None:
@@ -333,7 +356,7 @@ def test_error_in_close(make: Any) -> None:
 
 def test_forgotten_pool_ends() -> None:
     pool = AsyncEnvPool([lambda: GymEnv("CartPole-v1")] * 2)
-    threads = pool._slots._threads
+    threads = [place._thread for place in pool._slots._places]
     del pool
     for thread in threads:
         thread.join(5.0)

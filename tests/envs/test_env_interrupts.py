@@ -226,13 +226,13 @@ def test_close_of_threads_after_an_interrupted_close() -> None:
     closed = [threading.Event() for _ in range(NUM_ENVS)]
     env = make("threads", [lambda at=at: echo(wait_for_let_go, at.set) for at in closed])
     env.async_step_send(env.reset().set("action", torch.zeros(NUM_ENVS, 1)))
-    threads = env._slots._threads
+    threads = env._slots._places
     assert interrupted(env.close, 0.5)  # it waits for all of them
     assert not any(one.is_set() for one in closed)  # none is closed in the middle of its step
     LET_GO.set()
     env.close()
     assert all(one.is_set() for one in closed)
-    assert not any(thread.is_alive() for thread in threads)
+    assert not any(thread.running for thread in threads)
     env.shutdown()
 
 

@@ -18,7 +18,6 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymWrapper, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
-from rollwright.envs._checkpoint import load_env, save_env
 from rollwright.envs.arrays import array_form
 from rollwright.errors import EnvError
 from rollwright.testing.mocking_classes import HeterogeneousCountingEnv
@@ -372,23 +371,6 @@ def test_state_has_the_names_that_it_has_without() -> None:
     again = serial(Batch, Batch)
     again.load_state_dict(plain.state_dict())
     assert again.worker1.total == 3
-
-
-@BOTH
-def test_goes_on_from_a_checkpoint(native: bool) -> None:
-    env, twin = serial(walk(4), walk(5)), serial(walk(4), walk(5))
-    env.set_seed(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        rollout(env, 6, native=native)
-        checkpoint = save_env(env)
-        assert checkpoint.unsaved == []
-        expected = rollout(env, 9, native=native)
-        load_env(twin, checkpoint.state)
-        assert twin.recreations == [1, 1]
-        found = rollout(twin, 9, native=native)
-    assert all(np.array_equal(found[key], expected[key]) for key in expected)
-    assert twin.recreations == env.recreations
 
 
 @pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))])

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,13 @@ def test_trains_both_policies_and_draws_their_curves(tmp_path):
 
 
 def test_same_seed_same_returns():
-    first, second = (run("--seed", "3", "--total-frames", "4096", "--goal", "500") for _ in range(2))
-    assert first == second
-    assert first[0] == 1  # for the goal was not reached
-    assert first[1]["gru"][0] == 4096
+    with ThreadPoolExecutor() as both:
+        arguments = ("--seed", "3", "--total-frames", "4096", "--goal", "500")
+        first, second = (both.submit(run, *arguments) for _ in range(2))
+    assert first.result() == second.result()
+    status, last = first.result()
+    assert status == 1  # for the goal was not reached
+    assert last["gru"][0] == 4096
 
 
 @pytest.mark.slow

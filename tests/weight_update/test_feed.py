@@ -69,23 +69,36 @@ class Parts(nn.Module):
         self.actor, self.critic = linear(value), linear(value)
 
 
+class Counted(Parts):
+    """:class:`Parts` that have to be loaded: they have extra state."""
+
+    count = 0
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("kind", [Parts, Counted])
 @pytest.mark.parametrize("seed", range(8))
-def test_of_a_model_and_its_parts_the_last_publication_wins(boards, seed):
+def test_of_a_model_and_its_parts_the_last_publication_wins(boards, seed, kind):
     """In whatever order they were published, on either board, however many a worker missed."""
     draw = random.Random(seed)
-    policy = Parts()
+    policy = kind()
     worker = Worker(policy=policy, actor=policy.actor, critic=policy.critic)
     feed, expected = WeightFeed(boards), {"actor": 0.0, "critic": 0.0}
     for version in range(1, 60):
         model_id = draw.choice(["policy", "actor", "critic"])
-        new = Parts(version) if model_id == "policy" else linear(version)
+        new = kind(version) if model_id == "policy" else linear(version)
         draw.choice(boards).publish(version, {model_id: new.state_dict()})
         expected.update(dict.fromkeys(expected if model_id == "policy" else [model_id], float(version)))
         if draw.random() < 0.3:
             assert feed.apply(worker) == version
             assert {name: value_of(getattr(policy, name)) for name in expected} == expected
         if draw.random() < 0.1:
-            new_policy = Parts()
+            new_policy = kind()
             WeightFeed(boards).apply(Worker(policy=new_policy, actor=new_policy.actor, critic=new_policy.critic))
             assert {name: value_of(getattr(new_policy, name)) for name in expected} == expected
 

@@ -6,14 +6,14 @@ import os
 import pickle
 import select
 import socket
+import threading
 import time
 import weakref
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
-
 from rollwright._interrupts import uninterrupted
+from rollwright._processes.pickling import dumps
 
 __all__ = ["ByValue", "Channel"]
 
@@ -50,7 +50,7 @@ class ByValue:
         return self._value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_bytes, (self._pickled or cloudpickle.dumps(self._value, 5),)
+        return _from_bytes, (self._pickled or dumps(self._value),)
 
 
 def _from_bytes(pickled: bytes) -> ByValue:
@@ -62,8 +62,9 @@ def _from_bytes(pickled: bytes) -> ByValue:
 class Channel:
     """One end of a line between two processes that carries pickled messages, in order.
 
-    There is no thread behind it: :meth:`send` writes before it returns. Pickling an end hands it on to a process that
-    is being started. Tensors travel by value.
+    There is no thread behind it: :meth:`send` writes before it returns; what :meth:`post` finds no room for waits for
+    :meth:`flush`. Several threads may send. Pickling an end hands it on to a process that is being started. Tensors
+    travel by value.
 
     Example:
         >>> mine, theirs = Channel.pair()
@@ -83,7 +84,8 @@ class Channel:
         end.setblocking(False)
         self._wait = select.poll()
         self._wait.register(end.fileno(), select.POLLIN)
-        self._held = bytearray()
+        self._held, self._unsent = bytearray(), bytearray()
+        self._sending = threading.Lock()
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
@@ -110,7 +112,7 @@ class Channel:
     # Sending ----------------------------------------------------------------------------------
 
     def send(self, message: Any, timeout_s: float = 10.0) -> None:
-        """Send a message.
+        """Send a message, and wait until all of it is on the line. If Ctrl-C ends that wait, the rest goes next.
 
         Args:
             message: anything that can be pickled; see :class:`ByValue` for what users wrote.
@@ -120,22 +122,49 @@ class Channel:
             EOFError: the other end is gone.
             TimeoutError: it does not read; part of the message may be under way, so this end is closed.
         """
-        body = pickle.dumps(message, 5)
-        with uninterrupted:  # half a message would be read as the beginning of the next
-            self._send(memoryview(len(body).to_bytes(_HEADER, "little") + body), timeout_s)
-
-    def _send(self, rest: memoryview, timeout_s: float) -> None:
+        self.post(message)
         until = None
-        while rest:
-            try:
-                rest = rest[self._socket.send(rest) :]
-            except (BlockingIOError, InterruptedError):
-                until = until or time.monotonic() + timeout_s
-                if not _writable(self._socket, min(_LONGEST_WAIT_S, until - time.monotonic())):
-                    self.close()
-                    raise TimeoutError(f"waited {timeout_s:g} s for the other process to read a message") from None
-            except OSError as error:
-                raise EOFError("the other end is gone") from error
+        while self._unsent:
+            until = until or time.monotonic() + timeout_s
+            if not _writable(self._socket, min(_LONGEST_WAIT_S, until - time.monotonic())):
+                self.close()
+                raise TimeoutError(f"waited {timeout_s:g} s for the other process to read a message")
+            self.flush()
+
+    def post(self, message: Any) -> None:
+        """Send as much of a message as there is room for, without waiting; the rest goes before the next.
+
+        Raises:
+            EOFError: the other end is gone.
+        """
+        body = pickle.dumps(message, 5)
+        with uninterrupted, self._sending:  # half a message would be read as the beginning of the next
+            self._unsent += len(body).to_bytes(_HEADER, "little") + body
+            self._push()
+
+    def flush(self) -> None:
+        """Send what there was no room for before, as far as there is now.
+
+        Raises:
+            EOFError: the other end is gone.
+        """
+        with uninterrupted, self._sending:
+            self._push()
+
+    @property
+    def behind(self) -> bool:
+        """Whether something was posted that there was no room for."""
+        return bool(self._unsent)
+
+    def _push(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._unsent.clear()
+            raise EOFError("the other end is gone") from error
 
     # Receiving --------------------------------------------------------------------------------
 

@@ -10,9 +10,8 @@ import torch
 
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
-from rollwright.envs._remote import RemoteEnvs
 from rollwright.envs._renewable import RenewableEnv
-from rollwright.envs._succession import Notice
+from rollwright.envs._succession import Notice, num_recreations
 from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 
@@ -50,7 +49,7 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
         made = maker()
         if options.on_env_failure == "recreate" and isinstance(made, EnvBase):
             notice = Notice('stats()["env_recreations"]')
-            made = RenewableEnv(made, maker, None, "create_env_fn: the environment", notice)
+            made = RenewableEnv(made, maker, None, partial(notice.tell, "create_env_fn: the environment"))
     if not isinstance(made, EnvBase):
         raise TypeError(
             f"create_env_fn: expected an EnvBase or a callable that returns one, got {type(made).__name__}: "
@@ -70,12 +69,6 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
                 "Name the environment's flag 'done', or leave set_truncated out."
             )
     return env
-
-
-def num_recreations(env: EnvBase) -> int:
-    """How many environments were made anew in an environment, its parts included."""
-    counts = [module.recreations for module in env.modules() if isinstance(module, RenewableEnv | RemoteEnvs)]
-    return sum(count if isinstance(count, int) else sum(count) for count in counts)
 
 
 def _check_names(env: EnvBase, options: CollectorOptions) -> None:

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._processes.pickling import dumps
 from rollwright._processes.segment import Segment
 from rollwright.collectors._delivering import SPLITS
 from rollwright.collectors.base import BaseCollector
@@ -85,6 +85,7 @@ class MultiCore(BaseCollector):
         self._policy = policy
         if policy is not None and self.options.policy_factory is None:
             check_policy(policy)
+        self._threads_before = torch.get_num_threads()
         if own.num_threads is not None:
             torch.set_num_threads(own.num_threads)
         buffer = self.options.replay_buffer
@@ -221,8 +222,8 @@ class MultiCore(BaseCollector):
                 self._await_room()
                 if not self._schedule.ready():
                     return
-                batch = self._shaped(self._schedule.next())
-            yield batch
+                found = [self._schedule.next(shaped=self._shaped)]
+            yield found.pop()  # no reference stays here: its memory is the consumer's alone
 
     def _shaped(self, batch: Any) -> TensorDictBase | None:
         """What is done with a batch of all workers that could not be done in each."""
@@ -397,6 +398,8 @@ class MultiCore(BaseCollector):
         for segment in (*self._segments, *self._publisher.segments()):
             segment.close()  # what is mapped stays, for those who hold it
         self._ended = True
+        if torch.get_num_threads() == self.own_options.num_threads:  # nobody has changed it since
+            torch.set_num_threads(self._threads_before)
         if raise_on_error and runner is not None:
             runner.raise_error()
         schedule = getattr(self, "_schedule", None)  # there is none if construction failed
@@ -408,10 +411,9 @@ class MultiCore(BaseCollector):
 
 def _pickled(policy: Any) -> bytes:
     try:
-        pickled: bytes = cloudpickle.dumps(policy, 5)
+        return dumps(policy)
     except (TypeError, ValueError, AttributeError, RuntimeError, pickle.PicklingError) as error:
         raise TypeError(
             f"policy: {type(policy).__name__} cannot be sent to a worker process: {error}. Pass policy_factory=, a "
             "function that makes it there."
         ) from error
-    return pickled

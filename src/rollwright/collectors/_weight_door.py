@@ -25,10 +25,10 @@ class WeightDoor:
     def update_policy_weights_(
         self,
         policy_or_weights: Any = None,
-        /,
         *,
         weights: Any = None,
         policy: Any = None,
+        policy_weights: Any = None,
         weights_dict: Mapping[str, Any] | None = None,
         model_id: str | None = None,
         worker_ids: Any = None,
@@ -41,6 +41,7 @@ class WeightDoor:
                 construction is read again (which matters when a copy of it acts elsewhere).
             weights: same, by name.
             policy: same, by name.
+            policy_weights: same, by the name that older programs use.
             weights_dict: weights by the model that they are for: all are applied, or none.
             model_id: ``"policy"``, or a path from the collector such as ``"env.transform[0]"``.
             worker_ids: the workers (indices, or devices) to update; None for all.
@@ -52,7 +53,7 @@ class WeightDoor:
             ValueError: arguments contradict one another, or weights do not fit; nothing was changed.
             TypeError: weights of an unknown form, or for something that has none.
         """
-        given = pick_weights(policy_or_weights, weights, policy)
+        given = pick_weights(policy_or_weights, weights, policy, policy_weights)
         if self._updater is not None and weights_dict is None and model_id in (None, "policy"):
             before = self._version_now()
             self._updater.push_weights(given, worker_ids)
@@ -123,7 +124,7 @@ class WeightDoor:
             if synchronize_weights:
                 self._received(list(self._receiver_schemes))
 
-    def receive_weights(self, policy_or_weights: Any = None, /, *, weights: Any = None, policy: Any = None) -> None:
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """Take weights: those that schemes have brought (:meth:`register_scheme_receiver`), or those that are passed.
 
         Raises:

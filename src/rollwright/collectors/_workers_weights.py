@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollwright._interrupts import uninterrupted
 from rollwright.collectors import weights as weight_forms
 from rollwright.collectors._multi_core import MultiCore
 from rollwright.collectors._paths import resolve
@@ -109,7 +110,7 @@ class WorkersWeights(MultiCore):
         meant = {
             i for update in updates for i in (range(self.num_workers) if update.workers is None else update.workers)
         }
-        with self._publishing, self._none_too_stale(meant):
+        with self._publishing, self._none_too_stale(meant), uninterrupted:  # a version is published once, or not at all
             version = self._version + 1
             self._publisher.publish(updates, version)
             self._version = version
@@ -130,8 +131,8 @@ class WorkersWeights(MultiCore):
             late = [first for worker, first in oldest if worker in meant and self._version + 1 - first > limit]
             return not late or not schedule.is_awaited()
 
-        schedule.held += 1
         try:
+            schedule.held += 1
             self._group.wait(fresh, _LAG_S, lambda: f"rollouts to end that are max_policy_lag={limit} versions old")
             yield
         finally:
@@ -141,12 +142,9 @@ class WorkersWeights(MultiCore):
     def _signature(self, worker: int, model_id: str) -> Any:
         """What a model takes, in a worker; asked once."""
         key = (worker, model_id)
-        while key not in self._signatures:
-            try:
-                self._signatures[key] = self._group.call("describe_model", [((model_id,), {})], workers=[worker])[0]
-            except WorkerError as error:  # the worker may have been killed meanwhile: ask the one in its place
-                if error.remote_type or not self._group.is_replaced(worker):
-                    raise
+        if key not in self._signatures:
+            [found] = self._group.call("describe_model", [((model_id,), {})], workers=[worker], again=True)
+            self._signatures[key] = found
         return self._signatures[key]
 
     def _devices(self) -> list[Any]:

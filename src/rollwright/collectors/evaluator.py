@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from rollwright._keys import NestedKey
 from rollwright._processes.segment import Segment
 from rollwright._processes.starting import check_start_method
-from rollwright.collectors._evaluation.arguments import check_arguments, check_options, copy_of, own_policy
+from rollwright.collectors._evaluation.arguments import check_arguments, check_options, copy_of, own_policy, weights_of
 from rollwright.collectors._evaluation.desk import Desk, Ticket
 from rollwright.collectors._evaluation.rounds import Order, Plan, Pulse
 from rollwright.collectors._evaluation.sides import Here, ProcessStart, Side, There
@@ -294,6 +294,8 @@ class Evaluator:
     def _check_outside(self, what: str) -> None:
         if self._desk.inside:
             raise RuntimeError(f"{what}: called from on_result, it would wait for itself. Call trigger_eval() there.")
+
+    extract_weights = staticmethod(weights_of)
 
     # Observation ------------------------------------------------------------------------------
 

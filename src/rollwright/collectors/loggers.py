@@ -76,7 +76,8 @@ class TensorBoardLogger:
         """Write the numbers in ``found``.
 
         Args:
-            found: what ``collector.stats()`` returned, or a batch ``[*env, T]``.
+            found: what ``collector.stats()`` returned, what an :class:`~rollwright.collectors.Evaluator` found, or a
+                batch ``[*env, T]``.
 
         Raises:
             TypeError: it is neither.
@@ -86,7 +87,7 @@ class TensorBoardLogger:
             self._see_batch(found)
         elif isinstance(found, Mapping):
             if self._due():
-                self._write(numbers_in(found), int(found.get("frames", 0)))
+                self._write(numbers_in(found), _step_of(found))
         else:
             raise TypeError(
                 f"TensorBoardLogger: expected collector.stats() or a batch, got {type(found).__name__}. Call it with "
@@ -163,6 +164,14 @@ class TensorBoardLogger:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
+
+
+def _step_of(found: Mapping[str, Any]) -> int:
+    """Where on the axis numbers belong: at the frames collected, or at the step that an evaluation is of."""
+    for name, value in found.items():
+        if value is not None and (name == "frames" or name.endswith("/step")):
+            return int(value)
+    return 0
 
 
 def _taken(batch: TensorDictBase) -> TensorDictBase:

@@ -60,6 +60,15 @@ class MultiCollector(WorkersWeights):
             cls = MultiSyncCollector if kwargs.get("sync") is True else MultiAsyncCollector
         return super().__new__(cls)
 
+    interruptor: None = None
+    """Of one process; what interrupts workers is :attr:`preemptive_threshold`."""
+
+    @property
+    def preemptive_threshold(self) -> float:
+        """Share of the workers that a synchronous batch waits for; 1.0: all."""
+        given = self.own_options.preemptive_threshold
+        return 1.0 if given is None else float(given)
+
     # State ------------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -142,8 +151,8 @@ class MultiCollector(WorkersWeights):
             saved = state_dict[name]
             worker.words.whole[Word.PUBLISHED] = version = int(saved.get("policy_version", self._version))
             weights = saved.get("policy_state_dict")
-            if weights is not None:  # also for one that takes its place
-                self._publisher.publish([weight_forms.Update([worker.index], {"policy": dict(weights)})], version)
+            models = {} if weights is None else {"policy": dict(weights)}
+            self._publisher.publish([weight_forms.Update([worker.index], models)], version)  # for its successors, too
 
     def _call_between(
         self, path: str, args: Sequence[Any], workers: Sequence[int] | None = None, *, again: bool = True

@@ -75,8 +75,8 @@ class CollectorOptions:
             is made anew as a whole: ``SerialEnv`` and ``ParallelEnv`` have an option of this name for the single ones.
             An environment that does not come back from a step cannot be made anew in its own process: one of a
             ``ParallelEnv`` with ``env_step_timeout`` can, and so can a worker, by ``on_worker_failure="restart"``.
-        use_buffers: write frames into memory allocated for the batch. False: stack them at its end. None: True
-            unless the environment's specs are dynamic or hold objects.
+        use_buffers: write frames into memory allocated for the batch, and refuse those whose shapes vary; frames that
+            hold objects are stacked at its end. False: stack all frames. None: True, unless shapes vary.
         compact_obs: leave observations out below ``"next"``, where they repeat the root of the next frame; those that
             no root repeats are kept aside, see :func:`~rollwright.collectors.utils.restore_next`. Objects, and tensors
             whose shape varies, stay.

@@ -184,7 +184,8 @@ class Recorder:
         steps: frames a batch for each environment.
         device: where batches lie; None leaves entries where they are.
         dropped: entries to leave out.
-        use_blocks: None chooses by the first frame of each batch; True insists; False never allocates.
+        use_blocks: None chooses by the first frame of each batch; True insists that tensors keep their shapes; False
+            never allocates.
         reuse: write every batch into the same memory.
         pool: lends memory for blocks.
     """
@@ -248,7 +249,7 @@ class Recorder:
 
     def _open(self, frame: TensorDictBase) -> Block | FrameList:
         if self._use_blocks is False or not is_dense(frame):
-            if self._use_blocks:
+            if self._reuse:
                 raise self._refusal(frame)
             return FrameList(self._dropped, self.steps, self._device)
         keys = [unravel(key) for key in frame.keys(True, True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -19,8 +20,9 @@ from rollwright.data.replay_buffers import SampleToInsertRatio, SliceSampler
 if TYPE_CHECKING:
     from rollwright.collectors._delivering import DeliveringCore
 
-__all__ = ["StoredBatches", "StoredFrames", "StoredTrajectories", "choose_delivery"]
+__all__ = ["Stored", "StoredBatches", "StoredFrames", "StoredTrajectories", "choose_delivery"]
 
+_PUBLICATION_S, _NAP_S = 1.0, 0.2e-3
 _RANDOM_LACK = "the first frames in the buffer, of random actions (init_random_frames), lack them"
 
 
@@ -76,6 +78,19 @@ class Stored(Delivery):
             self._limiter.await_insert(frames, stop=stop, whom=type(self._core).__name__)
         finally:
             self.waiting_for = None
+
+    def await_publication(self) -> None:
+        """Wait until all that was written can be read: rows before it may still be written by another process.
+
+        A second at most: one that is stuck there keeps nobody else from collecting.
+        """
+        ledger: Any = getattr(getattr(self._buffer, "storage", None), "ledger", None)
+        if ledger is None:
+            return
+        end, until = ledger._end(), time.monotonic() + _PUBLICATION_S
+        while ledger.live()[1] < end and time.monotonic() < until:
+            time.sleep(_NAP_S)
+            ledger.settle()
 
     def _extend(self, data: TensorDictBase) -> None:
         """Write frames, flattened where the storage has one dimension."""

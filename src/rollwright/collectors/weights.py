@@ -15,13 +15,14 @@ from rollwright.weight_update._publisher import Update
 __all__ = ["Update", "parse_update", "parse_update_for_workers", "pick_weights", "prepare", "snapshot"]
 
 
-def pick_weights(positional: Any, weights: Any, policy: Any) -> Any:
-    """The one of three ways to pass weights that was used; None when none was.
+def pick_weights(positional: Any, weights: Any, policy: Any, policy_weights: Any = None) -> Any:
+    """The one of several ways to pass weights that was used; None when none was.
 
     Raises:
         ValueError: several were used.
     """
-    given = {"policy_or_weights": positional, "weights": weights, "policy": policy}
+    ways = ("policy_or_weights", "weights", "policy", "policy_weights")
+    given = dict(zip(ways, (positional, weights, policy, policy_weights), strict=True))
     used = [name for name, value in given.items() if value is not None]
     if len(used) > 1:
         raise ValueError(f"{' and '.join(used)} were both given. Pass the weights in one way.")

@@ -189,6 +189,7 @@ class AsyncHalves(BatchedEnv):
             EnvError: an environment has failed; other results stay.
             TimeoutError: too few are ready in time; they stay.
             RuntimeError: more are waited for than are under way.
+            ValueError: fewer than one are waited for, or more than ``max_get``.
         """
         return self._stacked(self._recv(STEP, min_get, env_index, max_get, timeout))
 
@@ -233,10 +234,15 @@ class AsyncHalves(BatchedEnv):
         else:
             wanted = [int(row) for row in (env_index if _is_list(env_index) else [env_index])]
             count = len(wanted)
-        if len(known) < count or not set(wanted or ()) <= set(known) or count < 1 or (max_get or count) < count:
+        if count < 1 or (max_get is not None and max_get < count):
+            raise ValueError(
+                f"async_{call}_recv: expected to wait for at least 1 result, and for no more than max_get, got "
+                f"min_get={count}, max_get={max_get}."
+            )
+        if len(known) < count or not set(wanted or ()) <= set(known):
             raise RuntimeError(
                 f"async_{call}_recv: expected to wait for 1 to {len(known)} results, as many as were sent "
-                f"(environments {sorted(known)}), got min_get={count}, max_get={max_get}, env_index={wanted}."
+                f"(environments {sorted(known)}), got min_get={count}, env_index={wanted}."
             )
         until = None if timeout is None else time.monotonic() + timeout
         self._pump(0.0)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import queue
-import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 
 from rollwright._interrupts import uninterrupted
+from rollwright._processes.threads import DaemonThread
 from rollwright.envs._async_slots import Came, Slots
 from rollwright.envs._env_processes import CLOSE_S, HURRY_S, PATIENCE_S, START_S
 from rollwright.envs._workers import Factory, call_each, made, placed, renamed
@@ -24,7 +23,7 @@ from rollwright.errors import EnvError, RollwrightError
 
 __all__ = ["ThreadSlots"]
 
-_EXIT_S = 1.0  # when the interpreter exits
+GONE, LEFT = "gone", "left behind"
 _LAST_BREATH_S = 2.0  # of a thread that has nothing left to do
 
 
@@ -33,6 +32,31 @@ class _Work(NamedTuple):
     td: TensorDictBase | None
     resets: bool
     kwargs: dict[str, Any]
+
+
+Inbox = queue.SimpleQueue[_Work | None]
+
+
+class _Place(DaemonThread):
+    """The thread of an environment.
+
+    Args:
+        name: of the thread.
+        serve: what it does, with what is put into its inbox; ends at None.
+    """
+
+    def __init__(self, name: str, serve: Callable[[Inbox], None]) -> None:
+        super().__init__(name)
+        self.inbox: Inbox = queue.SimpleQueue()
+        self._serve = serve
+
+    def _work(self) -> None:
+        self._serve(self.inbox)
+
+    def stop(self, timeout_s: float) -> bool:
+        """See :class:`DaemonThread`."""
+        self.inbox.put(None)
+        return super().stop(timeout_s)
 
 
 class ThreadSlots(Slots):
@@ -50,28 +74,21 @@ class ThreadSlots(Slots):
     def __init__(self, makers: Sequence[Factory], name: str, timeout_s: float | None) -> None:
         self._name, self._limit_s = name, PATIENCE_S if timeout_s is None else timeout_s
         self._makers = list(makers)
-        self._inboxes: list[queue.SimpleQueue[_Work | None]] = [queue.SimpleQueue() for _ in makers]
         self._outbox: deque[tuple[int, int, Any]] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # rung after something was put into the outbox
-        self._gone: set[int] = set()  # rows whose thread has told that it ends
+        self._ends: dict[int, str] = {}  # by row: its thread has GONE, or was LEFT behind, whichever came first
         self._since: dict[int, tuple[int, float]] = {}  # by row: serial and time of the call under way
         self._lost: set[int] = set()  # rows whose thread did not come back
         self._serial = 0
-        self._failed = False  # whether a factory has
-        self._num_torch_threads = torch.get_num_threads()
         self.facts: list[EnvBase] = []
-        self._threads = [
-            threading.Thread(target=self._serve, args=(row,), name=f"{name}[{row}]", daemon=True)
-            for row in range(len(self._makers))
-        ]
-        _at_exit.add(self)
-        for row, thread in enumerate(self._threads):
+        self._places = [_Place(f"{name}[{row}]", partial(self._serve, row)) for row in range(len(self._makers))]
+        for row, place in enumerate(self._places):
             self._since[row] = 0, time.monotonic()
-            thread.start()
+            place.start()
         try:
             self._await_envs()
         except BaseException:
-            self._failed = True
+            self._ends = dict.fromkeys(range(len(self._makers)), LEFT)  # each thread closes what it has made
             self._leave()
             raise
 
@@ -110,16 +127,15 @@ class ThreadSlots(Slots):
         self._since.clear()
         self.facts = [envs[row] for row in range(len(self._makers))]
 
-    def _serve(self, row: int) -> None:
+    def _serve(self, row: int, inbox: Inbox) -> None:
         """What a thread runs."""
-        torch.set_num_threads(self._num_torch_threads)  # a new thread takes as many as there are cores
         try:
             env = made(row, self._makers[row])
         except Exception as error:
             self._tell(row, 0, error)
             return
         self._tell(row, 0, env)
-        while (work := self._inboxes[row].get()) is not None:
+        while (work := inbox.get()) is not None:
             result: Any
             try:
                 td = None if work.td is None else placed(work.td, env.device)
@@ -127,10 +143,9 @@ class ThreadSlots(Slots):
             except Exception as error:
                 result = error
             self._tell(row, work.serial, result)
-        if self._failed:  # an environment may have been made after another's factory had failed
-            with contextlib.suppress(Exception):  # the earlier error tells more
+        if self._ends.setdefault(row, GONE) == LEFT:  # nobody else will close it
+            with contextlib.suppress(Exception):
                 env.close(raise_if_closed=False)
-        self._gone.add(row)
         self._bell.put(None)
 
     def post(self, row: int, td: TensorDictBase | None, *, resets: bool, kwargs: dict[str, Any]) -> None:
@@ -144,7 +159,7 @@ class ThreadSlots(Slots):
                 )
                 self._tell(row, self._serial, error)
             else:
-                self._inboxes[row].put(_Work(self._serial, td, resets, kwargs))
+                self._places[row].inbox.put(_Work(self._serial, td, resets, kwargs))
 
     def wait(self, timeout_s: float) -> None:
         """See :class:`Slots`."""
@@ -153,6 +168,9 @@ class ThreadSlots(Slots):
 
     def collect(self) -> Iterator[Came]:
         """See :class:`Slots`."""
+        with contextlib.suppress(queue.Empty):  # it has rung for what is taken now
+            while True:
+                self._bell.get_nowait()
         while self._outbox:
             came = self._taken(*self._outbox.popleft())
             if came is not None:
@@ -190,41 +208,27 @@ class ThreadSlots(Slots):
         return call_each(values) if all(callable(value) for value in values) else values
 
     def _leave(self) -> None:
-        for inbox in self._inboxes:
-            inbox.put(None)
+        for place in self._places:
+            place.stop(0.0)
 
     def close(self, *, hurries: bool = False) -> tuple[list[Exception], list[str]]:
         """See :class:`Slots`."""
         self._leave()
         until = time.monotonic() + (HURRY_S if hurries else CLOSE_S)
-        awaited = set(range(len(self._threads))) - self._lost
-        while awaited - self._gone and (rest := until - time.monotonic()) > 0:
+        awaited = set(range(len(self._places))) - self._lost
+        while awaited - self._ends.keys() and (rest := until - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 self._bell.get(timeout=rest)
         errors: list[Exception] = []
         forced: list[str] = []
-        for row, (thread, env) in enumerate(zip(self._threads, self.facts, strict=True)):
-            if row not in self._gone:
+        for row, (place, env) in enumerate(zip(self._places, self.facts, strict=True)):
+            if self._ends.setdefault(row, LEFT) == LEFT:
                 forced.append(f"the thread of environment {row} is left behind, in a call that does not come back")
                 continue
             with uninterrupted:  # join() takes a thread for ended whose wait was interrupted
-                thread.join(_LAST_BREATH_S)
+                place.stop(_LAST_BREATH_S)
             try:
                 env.close(raise_if_closed=False)
             except Exception as error:  # the others are to be closed all the same
                 errors.append(error)
         return errors, forced
-
-
-_at_exit: weakref.WeakSet[ThreadSlots] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    """End all threads before the interpreter does: one that is stopped inside torch would crash it."""
-    until = time.monotonic() + _EXIT_S
-    for slots in list(_at_exit):
-        slots._leave()
-    for slots in list(_at_exit):
-        for thread in slots._threads:
-            thread.join(max(0.0, until - time.monotonic()))

@@ -8,9 +8,18 @@ from typing import Any, cast
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rollwright.envs._workers import SPECS, common_batch_size, common_device, is_ragged, placed, renamed, stacked_specs
+from rollwright.envs._workers import (
+    EACH,
+    SPECS,
+    common_batch_size,
+    common_device,
+    is_ragged,
+    placed,
+    renamed,
+    stacked_specs,
+)
 from rollwright.envs.base import EnvBase
-from rollwright.errors import RollwrightError
+from rollwright.errors import EnvError, RollwrightError
 
 __all__ = ["BatchedEnv"]
 
@@ -43,7 +52,17 @@ class BatchedEnv(EnvBase):
         self._ragged = any(is_ragged(getattr(self, f"full_{name}_spec")) for name in SPECS)
 
     def _seed_for_reset(self, kwargs: dict[str, Any]) -> None:
-        """Take a seed out of the arguments of a reset, and seed each environment with its own, as ``set_seed``."""
+        """Take a seed out of the arguments of a reset, and seed each environment with its own, as ``set_seed``.
+
+        Raises:
+            EnvError: ``list_of_kwargs`` has another length than there are environments.
+        """
+        each = kwargs.get(EACH)
+        if each is not None and len(each) != self.num_workers:
+            raise EnvError(
+                f"{EACH}: expected one dictionary for each of the {self.num_workers} environments, got {len(each)}. "
+                "Pass an empty one where there is nothing to say."
+            )
         seed = kwargs.pop("seed", None)
         if seed is not None:
             self._seed_envs(seed, False)

@@ -9,6 +9,7 @@ from rollwright._keys import NestedKey
 from rollwright._processes.channel import ByValue
 from rollwright._processes.failures import Failure
 from rollwright.envs._shared_rows import Field
+from rollwright.envs._succession import Succession
 from rollwright.errors import EnvError
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Lay",
     "Leave",
     "Raised",
+    "Renewed",
     "Reply",
     "ResetArrays",
     "ResetRows",
@@ -118,8 +120,13 @@ class Raised(NamedTuple):
     kind: type[Exception]  # to be raised; of this package, or Python's own
     text: str
     failure: Failure
-    in_reset: bool = False
-    is_renewed: bool = False  # whether another environment is in its place
+
+
+class Renewed(NamedTuple):
+    """An environment has raised, and another one is in its place."""
+
+    row: int
+    text: str
 
 
 class Reply(NamedTuple):
@@ -128,6 +135,8 @@ class Reply(NamedTuple):
     Attributes:
         ticket: of the command.
         raised: what went wrong; other rows were served.
+        renewed: each time that an environment was made anew.
+        pasts: by row: what environments hand on, where that is another than in the reply before.
         forms: by ``"step"`` or ``"reset"`` and row, where it is another than in the reply before to such a command.
         rest: by row: a TensorDict of what is not in shared rows.
         values: of :class:`Do`, by row; pickled with :mod:`cloudpickle`.
@@ -135,12 +144,14 @@ class Reply(NamedTuple):
 
     ticket: int
     raised: tuple[Raised, ...] = ()
+    renewed: tuple[Renewed, ...] = ()
+    pasts: dict[int, Succession] | None = None
     forms: dict[tuple[str, int], Form] | None = None
     rest: ByValue | None = None
     values: bytes | None = None
 
 
-def as_raised(row: int, error: BaseException, *, in_reset: bool = False) -> Raised:
+def as_raised(row: int, error: BaseException) -> Raised:
     """An exception, in a form that another process can read."""
     ours = type(error).__module__ in ("rollwright.errors", "builtins") and isinstance(error, Exception)
-    return Raised(row, type(error) if ours else EnvError, str(error), Failure.of(error), in_reset)  # type: ignore[arg-type]
+    return Raised(row, type(error) if ours else EnvError, str(error), Failure.of(error))  # type: ignore[arg-type]

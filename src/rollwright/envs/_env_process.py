@@ -6,8 +6,9 @@ The other side is :class:`~rollwright.envs._env_processes.EnvProcesses`.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -25,6 +26,7 @@ from rollwright.envs._env_messages import (
     Lay,
     Leave,
     Raised,
+    Renewed,
     Reply,
     ResetArrays,
     ResetRows,
@@ -33,59 +35,54 @@ from rollwright.envs._env_messages import (
     StepRows,
     as_raised,
 )
+from rollwright.envs._renewable import RenewableEnv
 from rollwright.envs._shared_rows import SharedRows
+from rollwright.envs._succession import Succession
 from rollwright.envs._td_rows import dense_leaves, row_of
-from rollwright.envs._workers import made, placed
+from rollwright.envs._workers import made, own_kwargs, placed
 from rollwright.envs.arrays import FLAGS, ArrayEnv
 from rollwright.envs.base import EnvBase
 
-__all__ = ["DONE_ROWS", "MOST_FRUITLESS", "Hosted", "serve_envs"]
+__all__ = ["DONE_ROWS", "Hosted", "serve_envs"]
 
 DONE_ROWS = "finished"  # int64 [rows]: the ticket of the last command that was finished in the row
 
-MOST_FRUITLESS = 3  # renewals of an environment without a step in between
-
 
 class Hosted:
-    """An environment and what is known of it in the process that hosts it.
+    """An environment in the process that hosts it.
+
+    Args:
+        row: its index in the batch.
+        maker: makes it.
+        past: what was handed on by those before it, if it is not the first.
+        renewed: takes a note whenever it has raised and was made anew; None: what it raises goes to the caller.
 
     Attributes:
-        row: its index in the batch.
-        env: the environment.
-        renewals: how many environments were in its place before.
-        seed: that it was given last.
-        device: that it was moved to.
+        row: as above.
+        env: the environment; one that is made anew is a :class:`RenewableEnv`.
         reset_undo: what its first reset did to buffers.
-        fruitless: how often it was made anew since it last took a step.
     """
 
-    def __init__(self, row: int, maker: Callable[[], EnvBase], seed: int | None, renewals: int, device: Any) -> None:
+    def __init__(
+        self, row: int, maker: Callable[[], EnvBase], past: Succession | None, renewed: list[Renewed] | None
+    ) -> None:
         self.row = row
-        self.seed = seed
-        self.renewals = renewals
-        self.device = device
         self.reset_undo: Any = None
-        self.fruitless = 0
-        self._maker = maker
         self._arrays: ArrayEnv | None = None
         self.env = made(row, maker)
-        self._settle_in()
+        if renewed is not None:
 
-    def _settle_in(self) -> None:
-        if self.device is not None:
-            self.env.to(self.device)
-        if self.seed is not None and self.renewals:
-            with torch.random.fork_rng(devices=[]):  # its neighbours may be drawing from it
-                self.env.set_seed(int(np.random.SeedSequence([self.seed, self.renewals]).generate_state(1)[0]))
+            def tell(text: str) -> None:
+                renewed.append(Renewed(row, text))
 
-    def renew(self) -> None:
-        """Make another environment in the place of this one, which has raised."""
-        with contextlib.suppress(Exception):
-            self.env.close(raise_if_closed=False)
-        self.renewals += 1
-        self._arrays = None
-        self.env = made(self.row, self._maker)
-        self._settle_in()
+            if not isinstance(self.env, RenewableEnv):  # a copy of a batch has them
+                self.env = RenewableEnv(self.env, maker, row, tell)
+            self.env._take_over(past, tell)
+
+    @property
+    def inner(self) -> EnvBase:
+        """The environment as it was made."""
+        return self.env.base_env if isinstance(self.env, RenewableEnv) else self.env
 
     def array_form(self, *, anew: bool = False) -> ArrayEnv:
         """The environment on arrays.
@@ -101,11 +98,11 @@ class Hosted:
 class _Host:
     """What the process holds, and how it carries out commands."""
 
-    def __init__(self, channel: Channel, segment: Segment, envs: dict[int, Hosted], *, renews: bool) -> None:
+    def __init__(self, channel: Channel, segment: Segment, envs: dict[int, Hosted], renewed: list[Renewed]) -> None:
         self._channel = channel
         self._segment = segment
         self._envs = envs
-        self._renews = renews
+        self._renewed = renewed
         self._layouts: dict[int, SharedRows] = {}
         self._forms: dict[tuple[str, int], Form] = {}
         self._raised: list[Raised] = []
@@ -115,6 +112,7 @@ class _Host:
     def carry_out(self, command: Any) -> None:
         """Do what is asked, and answer."""
         self._raised = []
+        self._renewed.clear()
         if isinstance(command, Lay):
             self._lay(command)
             return
@@ -126,7 +124,11 @@ class _Host:
             reply = self._rows(command)
         else:
             reply = self._do(command)
-        self._channel.send(reply._replace(raised=tuple(self._raised)))
+        seeds = isinstance(command, Do) or getattr(command, "kwargs", None) is not None  # or moves, or freezes
+        changed = command.rows if seeds else tuple({one.row for one in self._renewed})
+        pasts = _pasts(self._hosted(changed))
+        reply = reply._replace(raised=tuple(self._raised), renewed=tuple(self._renewed), pasts=pasts)
+        self._channel.send(reply, timeout_s=math.inf)  # the other side may be busy for long
 
     def _lay(self, command: Lay) -> None:
         if command.forget:
@@ -141,27 +143,12 @@ class _Host:
     def _hosted(self, rows: Some) -> Iterator[Hosted]:
         return iter(self._envs.values()) if rows is None else (self._envs[row] for row in rows)
 
-    def _attempt(self, hosted: Hosted, work: Callable[[Hosted], None], *, resets: bool) -> None:
-        """Do the work for one environment. What it raises goes into the answer; where wanted, it is made anew."""
+    def _attempt(self, hosted: Hosted, work: Callable[[Hosted], None]) -> None:
+        """Do the work for one environment. What it raises goes into the answer."""
         try:
             work(hosted)
         except Exception as error:
-            self._raised.append(self._renewed(hosted, work if resets else None, error))
-        else:
-            hosted.fruitless = hosted.fruitless if resets else 0
-
-    def _renewed(self, hosted: Hosted, again: Callable[[Hosted], None] | None, error: Exception) -> Raised:
-        """Make an environment anew, which has raised; do its work ``again``, where that is a reset."""
-        if not self._renews or hosted.fruitless == MOST_FRUITLESS:
-            return as_raised(hosted.row, error, in_reset=again is not None)
-        hosted.fruitless += 1
-        try:
-            hosted.renew()
-            if again is not None:
-                again(hosted)
-        except Exception as another:
-            return as_raised(hosted.row, another)
-        return as_raised(hosted.row, error, in_reset=again is not None)._replace(is_renewed=True)
+            self._raised.append(as_raised(hosted.row, error))
 
     # Arrays -------------------------------------------------------------------------------------
 
@@ -185,9 +172,9 @@ class _Host:
 
         ended: dict[int, Any] = {}
         for hosted in self._hosted(command.rows):
-            self._attempt(hosted, step, resets=False)
+            self._attempt(hosted, step)
             if ended:
-                self._attempt(hosted, reset, resets=True)
+                self._attempt(hosted, reset)
         return Reply(command.ticket)
 
     def _reset_arrays(self, command: ResetArrays) -> Reply:
@@ -196,11 +183,11 @@ class _Host:
 
         def reset(hosted: Hosted) -> None:
             mask = command.masks.get(hosted.row, whole)
-            self._write(hosted, hosted.array_form().reset(mask, **kwargs))
+            self._write(hosted, hosted.array_form().reset(mask, **own_kwargs(kwargs, hosted.row)))
             self._finished[hosted.row] = command.ticket
 
         for hosted in self._hosted(command.rows):
-            self._attempt(hosted, reset, resets=True)
+            self._attempt(hosted, reset)
         return Reply(command.ticket)
 
     def _write(self, hosted: Hosted, outcome: Mapping[NestedKey, Any], *, ahead: bool = False) -> None:
@@ -229,7 +216,7 @@ class _Host:
             row, env = hosted.row, hosted.env
             td = None if given is None else row_of(given, row, command.nests, env.batch_size, rest.get(row))
             td = None if td is None else placed(td, env.device)
-            outcome = env._begin(td, **kwargs) if resets else env._advance(cast(TensorDictBase, td))
+            outcome = env._begin(td, **own_kwargs(kwargs, row)) if resets else env._advance(cast(TensorDictBase, td))
             form, rest_of_row = self._put(row, outcome)
             if self._forms.get((place, row)) != form:
                 forms[place, row] = self._forms[place, row] = form
@@ -238,7 +225,7 @@ class _Host:
             self._finished[row] = command.ticket
 
         for hosted in self._hosted(command.rows):
-            self._attempt(hosted, work, resets=resets)
+            self._attempt(hosted, work)
         return Reply(command.ticket, forms=forms or None, rest=ByValue(left) if left else None)
 
     def _put(self, row: int, outcome: TensorDictBase) -> tuple[Form, TensorDictBase | None]:
@@ -284,7 +271,7 @@ def serve_envs(
     channel: Channel,
     segment: Segment,
     makers: dict[int, Callable[[], EnvBase]],
-    pasts: dict[int, tuple[int | None, int, Any]],
+    pasts: dict[int, Succession],
     describe: Callable[[Hosted], Any],
     torch_seed: int,
     renews: bool,
@@ -298,7 +285,7 @@ def serve_envs(
         channel: commands in, replies out.
         segment: memory shared with the other side.
         makers: by row.
-        pasts: by row: the seed given last, how many environments were there before, the device they were moved to.
+        pasts: by row: what was handed on by those before.
         describe: what the other side wants to know of an environment.
         torch_seed: for torch's global generator here; those of NumPy and Python are seeded by the system.
         renews: make environments that raise anew.
@@ -307,19 +294,21 @@ def serve_envs(
     np.random.seed()
     random.seed()
     envs: dict[int, Hosted] = {}
+    renewed: list[Renewed] = []
     try:
         raised = []
         for row, maker in makers.items():
             try:
-                envs[row] = Hosted(row, maker, *pasts.get(row, (None, 0, None)))
+                envs[row] = Hosted(row, maker, pasts.get(row), renewed if renews else None)
             except Exception as error:
                 raised.append(as_raised(row, error))
                 break
         described = {} if raised else {row: describe(hosted) for row, hosted in envs.items()}
-        channel.send(Reply(0, tuple(raised), values=cloudpickle.dumps(described, 5)))
+        first = Reply(0, tuple(raised), pasts=_pasts(envs.values()), values=cloudpickle.dumps(described, 5))
+        channel.send(first, timeout_s=math.inf)
         if raised:
             return
-        host = _Host(channel, segment, envs, renews=renews)
+        host = _Host(channel, segment, envs, renewed)
         while True:
             if not channel.poll(3600.0):
                 continue
@@ -333,6 +322,11 @@ def serve_envs(
         for hosted in envs.values():  # the other side has gone without a word
             with contextlib.suppress(Exception):
                 hosted.env.close(raise_if_closed=False)
+
+
+def _pasts(envs: Iterable[Hosted]) -> dict[int, Succession] | None:
+    """By row: what environments hand on, where they are made anew."""
+    return {hosted.row: hosted.env._past for hosted in envs if isinstance(hosted.env, RenewableEnv)} or None
 
 
 def _below_next(key: NestedKey) -> NestedKey:

@@ -56,11 +56,10 @@ class EnvProcesses:
         start_method: see :class:`~rollwright._processes.child.Child`.
         timeout_s: the longest that an environment may take for a step or a reset; None: an hour.
         renews: make environments that raise anew.
+        num_threads: of torch in each process.
 
     Attributes:
         described: what ``describe`` said of each row.
-        seeds: that each row was given last.
-        device: that environments were moved to.
 
     Raises:
         EnvError, TypeError: a factory failed.
@@ -75,16 +74,16 @@ class EnvProcesses:
         start_method: str | None = None,
         timeout_s: float | None = None,
         renews: bool = False,
+        num_threads: int = 1,
     ) -> None:
         self._makers = list(makers)
         self._describe = describe
         self._start_method = start_method
         self._limit_s = PATIENCE_S if timeout_s is None else timeout_s
         self._renews = renews
+        self._num_threads = num_threads
         self.num_processes = num_processes
         self.rows = [tuple(range(process, len(makers), num_processes)) for process in range(num_processes)]
-        self.seeds: list[int | None] = [None] * len(makers)
-        self.device: Any = None
         self._segment = Segment()
         self._ticket = 0
         self._under_way = UnderWay(len(makers))
@@ -106,7 +105,13 @@ class EnvProcesses:
     @property
     def renewals(self) -> list[int]:
         """How many environments were in each row's place before."""
-        return self._under_way.renewals
+        pasts = self._under_way.pasts
+        return [pasts[row].renewals if row in pasts else 0 for row in range(len(self._makers))]
+
+    @property
+    def num_recreated(self) -> int:
+        """How many environments were made anew, those inside of them included."""
+        return sum(past.renewals + past.renewals_inside for past in self._under_way.pasts.values())
 
     @property
     def num_messages(self) -> int:
@@ -140,12 +145,13 @@ class EnvProcesses:
             serve_envs,
             self._segment,
             {row: self._makers[row] for row in rows},
-            {row: (self.seeds[row], self.renewals[row], self.device) for row in rows},
+            {row: past for row, past in self._under_way.pasts.items() if row in rows},
             self._describe,
             (torch.initial_seed() + 1 + process) % 2**63,
             self._renews,
             name=f"rollwright-envs-{process}",
             start_method=self._start_method,
+            num_threads=self._num_threads,
         )
         with uninterrupted:
             self._lines.lay(process, child)
@@ -298,7 +304,7 @@ class EnvProcesses:
     def replace(self, process: int) -> None:
         """Start a process anew, with new environments."""
         for row in self.rows[process]:
-            self.renewals[row] += 1
+            self._under_way.pasts[row].note_loss()
         self.start([process])
 
     def end(self, limit_s: float | None = None) -> tuple[list[Raised], list[str]]:
@@ -321,7 +327,7 @@ class EnvProcesses:
             with uninterrupted:
                 self._under_way.expect(ticket, process, self.rows[process])
                 if limit_s:
-                    self._lines.send(process, Leave(ticket), limit_s)
+                    self._lines.send(process, Leave(ticket), max(0.0, until - time.monotonic()))
         due = self._under_way.due(ticket)
         while due and (rest := until - time.monotonic()) > 0:
             self.pump(rest)

@@ -16,7 +16,7 @@ from rollwright.errors import EnvError, EnvKeyError
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = ["check_alive", "check_entries", "complete_reset", "complete_step"]
+__all__ = ["check_alive", "check_entries", "complete_reset", "complete_step", "missing_actions"]
 
 
 class Entry(NamedTuple):
@@ -60,6 +60,11 @@ def _without_mask(spec: TensorSpec) -> TensorSpec:
     bare = spec.clone()
     bare.update_mask(None)
     return bare
+
+
+def missing_actions(env: EnvBase, td: TensorDictBase) -> set[NestedKey]:
+    """The actions that ``td``, from which a step is to be taken, does not hold."""
+    return set(env.action_keys) - set(leaf_keys(td))
 
 
 def check_entries(

@@ -81,7 +81,7 @@ def describe(hosted: Hosted) -> EnvFacts:
         env.full_action_spec,
         env.full_reward_spec,
         env.full_done_spec,
-        repr(env),
+        repr(hosted.inner),
     )
 
 
@@ -98,13 +98,11 @@ def check_arrays(hosted: Hosted) -> None:
 
 def set_seed(hosted: Hosted, seed: int | None, static_seed: bool) -> int | None:
     """See :meth:`~rollwright.envs.EnvBase.set_seed`."""
-    hosted.seed = seed
     return hosted.env.set_seed(seed, static_seed)
 
 
 def move(hosted: Hosted, device: Any) -> EnvFacts:
     """Move an environment to a device."""
-    hosted.device = device
     hosted.env.to(device)
     return describe(hosted)
 
@@ -114,19 +112,19 @@ def move(hosted: Hosted, device: Any) -> EnvFacts:
 
 def look_up(hosted: Hosted, name: str) -> Any:
     """The value of an attribute; a :class:`Sign` for a method."""
-    value = getattr(hosted.env, name)
+    value = getattr(hosted.inner, name)
     return Sign(METHOD) if callable(value) else value
 
 
 def fetch(hosted: Hosted, name: str) -> Any:
     """The value of an attribute, whatever it is."""
-    return getattr(hosted.env, name)
+    return getattr(hosted.inner, name)
 
 
 def call(hosted: Hosted, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method; a :class:`Sign` where it returns the environment."""
-    value = getattr(hosted.env, name)(*args, **kwargs)
-    return Sign(ITSELF) if value is hosted.env else value
+    value = getattr(hosted.inner, name)(*args, **kwargs)
+    return Sign(ITSELF) if value is hosted.inner else value
 
 
 def pickled(hosted: Hosted) -> bytes:
@@ -140,13 +138,13 @@ def pickled(hosted: Hosted) -> bytes:
 
 def state(hosted: Hosted) -> dict[str, Any]:
     """What ``state_dict()`` returns."""
-    return dict(hosted.env.state_dict())
+    return dict(hosted.inner.state_dict())
 
 
 def load_state(hosted: Hosted, states: Mapping[int, Mapping[str, Any]]) -> tuple[list[str], list[str], str]:
     """Load a ``state_dict()``: missing keys, unexpected keys, and what went wrong."""
     try:
-        missing, unexpected = hosted.env.load_state_dict(dict(states[hosted.row]), strict=False)
+        missing, unexpected = hosted.inner.load_state_dict(dict(states[hosted.row]), strict=False)
     except RuntimeError as error:
         return [], [], str(error)
     return list(missing), list(unexpected), ""

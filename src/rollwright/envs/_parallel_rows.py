@@ -122,4 +122,6 @@ class Outcomes:
         form = self._forms.get((call, row), self._default)
         td = nested({key: self.shared.tensors[key][row].clone() for key in form.keys}, form.nests, self._batch_size)
         beside: Any = rest.get(row)
-        return td if beside is None else td.update(beside)
+        if beside is None:
+            return td
+        return td.update(beside) if form.keys else beside  # a lazy stack cannot be read as a whole

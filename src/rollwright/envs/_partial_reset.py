@@ -79,17 +79,42 @@ def _merge(
     stack = next((td for td in (fresh, old) if isinstance(td, LazyStackedTensorDict)), None)
     if stack is not None:
         return _merge_rows(old, fresh, masks, place, batch_ndim, stack.stack_dim)
+    if batch_ndim and _shapes_differ(old, fresh):
+        return _merge_rows(old, fresh, masks, place, batch_ndim, 0)
     for key, new in fresh.items():
         kept = old.get(key, None)
         if kept is not None:
             if isinstance(new, torch.Tensor):
-                new = torch.where(mask_like(masks, place, new, batch_ndim), new, kept)
+                new = _where(mask_like(masks, place, new, batch_ndim), new, kept, str(key))
             elif is_non_tensor(new):
                 new = _choose(_mask_at(masks, place, new.batch_size, batch_ndim), new, kept)
             else:
                 new = _merge(kept, cast(TensorDictBase, new), masks, (*place, str(key)), batch_ndim)
         old.set(key, new)
     return old
+
+
+def _shapes_differ(old: TensorDictBase, fresh: TensorDictBase) -> bool:
+    return any(
+        isinstance(new, torch.Tensor)
+        and isinstance(kept := old.get(key, None), torch.Tensor)
+        and kept.shape != new.shape
+        for key, new in fresh.items()
+    )
+
+
+def _where(mask: torch.Tensor, new: torch.Tensor, kept: torch.Tensor, key: str) -> torch.Tensor:
+    """``torch.where`` for tensors of one shape; of two shapes, one is taken whole."""
+    if new.shape == kept.shape:
+        return torch.where(mask, new, kept)
+    if bool(mask.all()):
+        return new
+    if bool(mask.any()):
+        raise EnvError(
+            f"reset: {key!r} has shape {list(new.shape)} for agents that begin anew, and {list(kept.shape)} for "
+            "others. Give all agents of an environment one shape, or reset them together."
+        )
+    return kept
 
 
 def _merge_rows(

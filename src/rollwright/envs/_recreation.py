@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -11,8 +10,8 @@ from tensordict import TensorDictBase
 
 from rollwright.data.layout import DoneGroup, complete_done
 from rollwright.envs._env_messages import Raised
-from rollwright.envs._env_process import MOST_FRUITLESS
 from rollwright.envs._env_processes import EnvProcesses
+from rollwright.envs._succession import MOST_FRUITLESS, Notice
 from rollwright.envs._under_way import Gathered, Lost
 from rollwright.envs._workers import renamed
 from rollwright.envs.arrays import Values
@@ -49,13 +48,17 @@ class Recreation:
         self._name = name
         self._processes = processes
         self._enabled = enabled
-        self._orphans: set[int] = set()  # rows with new environments, whose trajectories have not ended yet
+        self._orphans: set[int] = set()  # rows with new environments, which were not reset yet
         self._fruitless = [0] * processes.num_processes
-        self._is_told = False
+        self._notice = Notice(".recreations")
 
     def due(self, rows: range) -> frozenset[int]:
-        """Rows that cannot be stepped: new environments are in the middle of their trajectories."""
+        """Rows that cannot be stepped: their environments are new and wait for a reset."""
         return frozenset(self._orphans.intersection(rows)) if self._orphans else NONE.failed
+
+    def load(self, rows: Iterable[int]) -> None:
+        """Take these for the rows that cannot be stepped."""
+        self._orphans = set(rows)
 
     def begun(self, rows: Iterable[int]) -> None:
         """These were reset."""
@@ -71,23 +74,18 @@ class Recreation:
         Raises:
             RollwrightError: an environment has failed, and is not made anew.
         """
-        raised = gathered.raised
-        for one in raised:
-            if not one.is_renewed:
-                raise self._error(one) from one.failure.error(f"{self._name}[{one.row}]")
-        failed = {one.row for one in raised if not one.in_reset}
-        for one in raised:
-            self._tell(one.row, one.text)
+        for row, text in gathered.renewed:
+            self._tell(row, text)
+        for raised in gathered.raised:
+            raise self._error(raised) from raised.failure.error(f"{self._name}[{raised.row}]")
+        failed: set[int] = set()
         cut: set[int] = set()
         for lost in gathered.lost:
             done = {row for row in lost.rows if self._processes.finished(ticket, row)}
             self._replace(lost, call)
             cut |= done
             failed |= set(lost.rows) - done
-            if call == "step":
-                self._orphans.difference_update(lost.rows)
         if call == "step":
-            self._orphans -= failed
             for process in gathered.replies:
                 self._fruitless[process] = 0
         else:
@@ -119,15 +117,7 @@ class Recreation:
         return renamed(place, error) if isinstance(error, RollwrightError) else EnvError(f"{place}: {raised.text}")
 
     def _tell(self, row: int, text: str) -> None:
-        if self._is_told:
-            return
-        self._is_told = True
-        warnings.warn(
-            f"{self._name}[{row}] was made anew, and its trajectory ends as truncated: {text.rstrip('.')}. Further "
-            "ones are counted in .recreations, and not told.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        self._notice.tell(f"{self._name}[{row}]", text)
 
 
 def end_rows(td: TensorDictBase, groups: list[DoneGroup], rows: Iterable[int], *, failed: bool) -> None:

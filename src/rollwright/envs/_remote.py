@@ -37,7 +37,11 @@ class RemoteEnvs(BatchedEnv):
     @property
     def recreations(self) -> list[int]:
         """How many environments were in each place before."""
-        return list(self._processes.renewals)
+        return self._processes.renewals
+
+    @property
+    def _num_recreated(self) -> int:
+        return self._processes.num_recreated
 
     # The environments together ------------------------------------------------------------------
 
@@ -72,7 +76,6 @@ class RemoteEnvs(BatchedEnv):
         self._num_seedings += 1
         for row in range(self.num_workers):
             last = self._ask(calls.set_seed, seed, static_seed, rows=[row])[row]
-            self._processes.seeds[row] = seed
             if seed is not None and last is not None and not static_seed:
                 seed = last + 1
         return last
@@ -81,7 +84,6 @@ class RemoteEnvs(BatchedEnv):
         """Move the environments and the batch; returns the environment."""
         if device is not None:
             self._facts = list(self._ask(calls.move, device).values())
-            self._processes.device = device
         super().to(device)
         return self
 
@@ -155,13 +157,15 @@ class RemoteEnvs(BatchedEnv):
     def _checkpoint(self) -> tuple[list[dict[str, Any]], list[str]]:
         """All that the environments are, one state each; and what of them could not be saved."""
         saved = self._ask(calls.checkpoint)
+        waiting = self._recreation.due(range(self.num_workers))
         unsaved = [
             f"{type(self).__name__} [worker {row}] {line}" for row, (_, lines) in saved.items() for line in lines
         ]
-        return [state for state, _ in saved.values()], unsaved
+        return [{**state, "waits": row in waiting} for row, (state, _) in saved.items()], unsaved
 
     def _load_checkpoint(self, states: Sequence[dict[str, Any]]) -> None:
         self._ask(calls.load_checkpoint, dict(enumerate(states)))
+        self._recreation.load(row for row, state in enumerate(states) if state.get("waits"))
 
     def _undo_of_reset(self) -> calls.RemoteUndo:
         return calls.RemoteUndo(self._ask)

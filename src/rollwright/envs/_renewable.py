@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -12,8 +13,9 @@ from rollwright._keys import key_str
 from rollwright._processes.channel import ByValue
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.data.specs._shape import as_device
+from rollwright.envs._exchange import missing_actions
 from rollwright.envs._partial_reset import merge_reset, reset_masks
-from rollwright.envs._succession import MOST_FRUITLESS, Notice, Succession
+from rollwright.envs._succession import MOST_FRUITLESS, Rite, Succession
 from rollwright.envs._workers import SPECS, made, renamed
 from rollwright.envs.arrays import ArrayEnv, Values, check_open
 from rollwright.envs.base import EnvBase
@@ -35,8 +37,7 @@ class RenewableEnv(EnvBase):
         env: the first one.
         maker: makes others of the same make.
         worker: its index in a batch, None for one alone.
-        place: what it is called when it is told of.
-        notice: tells of it.
+        tell: called each time that another one has been made, with the reason.
 
     Raises:
         ValueError: the environment cannot say that a trajectory was cut.
@@ -44,16 +45,16 @@ class RenewableEnv(EnvBase):
     Example:
         >>> from rollwright.envs import GymEnv
         >>> make = lambda: GymEnv("CartPole-v1")
-        >>> env = RenewableEnv(make(), make, None, "the environment", Notice(".recreations"))
+        >>> env = RenewableEnv(make(), make, None, print)
         >>> env.rollout(3).batch_size, env.recreations
         (torch.Size([3]), 0)
     """
 
     base_env: EnvBase
-    _not_saved = ("_maker", "_place", "_notice")
+    _not_saved = ("_maker", "_tell")
 
     def __init__(
-        self, env: EnvBase, maker: Callable[[], EnvBase], worker: int | None, place: str, notice: Notice
+        self, env: EnvBase, maker: Callable[[], EnvBase], worker: int | None, tell: Callable[[str], Any]
     ) -> None:
         self.__dict__["base_env"] = env  # for the constructor, which sets what belongs to it
         env.add_truncated_keys()
@@ -70,8 +71,7 @@ class RenewableEnv(EnvBase):
         )
         self._maker = ByValue(maker)
         self._worker = worker
-        self._place = place
-        self._notice = notice
+        self._tell = tell
         self._past = Succession()
         self._is_new = False  # whether all of the batch waits for a reset, and steps are none
         self._owes_end = False  # whether trajectories are under way that no environment goes on with
@@ -91,6 +91,23 @@ class RenewableEnv(EnvBase):
         """How many environments were here before."""
         return self._past.renewals
 
+    @property
+    def _num_recreated(self) -> int:
+        return self._past.renewals + self._past.renewals_inside
+
+    def _take_over(self, past: Succession | None, tell: Callable[[str], Any]) -> None:
+        """Take a place in another process, and ``past``, where there was an environment before."""
+        self._tell = tell
+        if past is not None:
+            self._past = past
+            self.to(past.device)
+            past.settle_in(self.base_env)
+
+    def _hand_on(self, rite: Rite) -> None:
+        """Let something be done to all environments that follow, see :class:`Succession`."""
+        if rite not in self._past.rites:
+            self._past.rites.append(rite)
+
     # Failures ---------------------------------------------------------------------------------
 
     def _renew(self, error: RollwrightError) -> None:
@@ -105,25 +122,12 @@ class RenewableEnv(EnvBase):
         past.fruitless += 1
         self._is_new = True
         self._make()
-        self._notice.tell(self._place, str(error))
+        self._tell(str(error))
 
     def _make(self) -> None:
         old = self.base_env
-        facts = _facts(old)
-        new = self._past.follow(old, lambda: made(self._worker, self._maker.value))
-        if new is old:
-            raise EnvError(
-                f"create_env_fn: it returned {old}, which has failed and was closed, once more. With "
-                "on_env_failure='recreate', let it make another environment at each call."
-            )
-        new.add_truncated_keys()
-        if (now := _facts(new)) != facts:
-            differs = sorted(str(key) for key in now.keys() | facts.keys() if now.get(key) != facts.get(key))
-            raise EnvError(
-                f"create_env_fn: it made {new} in the place of {old}, which differs in {', '.join(differs)}. With "
-                "on_env_failure='recreate', make environments of one kind."
-            )
-        self._take(new)
+        check = partial(_check_follows, old=old, facts=_facts(old))
+        self._take(self._past.follow(old, lambda: made(self._worker, self._maker.value), check))
 
     def _taken(self, last: TensorDictBase | Values) -> None:
         """Note a step."""
@@ -142,7 +146,7 @@ class RenewableEnv(EnvBase):
             try:
                 outcome = self.base_env._advance(tensordict)
             except RollwrightError as error:
-                if self._last is None:
+                if self._last is None or missing_actions(self, tensordict):
                     raise
                 self._renew(error)
             else:
@@ -283,3 +287,19 @@ def _facts(env: EnvBase) -> dict[Any, Any]:
             if not isinstance(spec, Composite):
                 facts[key] = spec.shape, spec.dtype
     return facts
+
+
+def _check_follows(new: EnvBase, *, old: EnvBase, facts: dict[Any, Any]) -> None:
+    """Test that an environment may take the place of another one, of which these are the facts."""
+    if new is old:
+        raise EnvError(
+            f"create_env_fn: it returned {old}, which has failed and was closed, once more. With "
+            "on_env_failure='recreate', let it make another environment at each call."
+        )
+    new.add_truncated_keys()
+    if (now := _facts(new)) != facts:
+        differs = sorted(str(key) for key in now.keys() | facts.keys() if now.get(key) != facts.get(key))
+        raise EnvError(
+            f"create_env_fn: it made {new} in the place of {old}, which differs in {', '.join(differs)}. With "
+            "on_env_failure='recreate', make environments of one kind."
+        )

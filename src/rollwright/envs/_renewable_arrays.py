@@ -75,7 +75,7 @@ class RenewableArrays(ArrayEnv):
             try:
                 out = self._form().step(root, preset)
             except RollwrightError as error:
-                if env._last is None:
+                if env._last is None or not root.keys() >= set(self.reads):
                     raise
                 env._renew(error)
             else:

@@ -75,11 +75,14 @@ def rollout(
         else:
             frame, td = env.step_and_maybe_reset(td)
             frames.append(frame.clone())
-    stack = LazyStackedTensorDict.lazy_stack if return_contiguous is False else LazyStackedTensorDict.maybe_dense_stack
-    out = cast(TensorDictBase, stack(frames, frames[0].ndim))
+    ndim = frames[0].ndim
+    if return_contiguous is False:  # named at once: names that are set later are checked against entries of any shape
+        out: TensorDictBase = LazyStackedTensorDict(*frames, stack_dim=ndim, stack_dim_name="time")
+    else:
+        out = cast(TensorDictBase, LazyStackedTensorDict.maybe_dense_stack(frames, ndim))
+        out.names = [*[None] * ndim, "time"]
     if set_truncated:
-        mark_truncated(env._done_groups, out[..., -1].get("next"), out.ndim - 1)
-    out.names = [*[None] * (out.ndim - 1), "time"]
+        mark_truncated(env._done_groups, out[..., -1].get("next"), ndim)
     return out
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rollwright._keys import NestedKey
+from rollwright.envs._workers import own_kwargs
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values, check_flags, check_open, refuse_overrides
 from rollwright.errors import EnvError, NotNative
 
@@ -73,7 +74,8 @@ class SerialArrays(ArrayEnv):
             if mine is not None and not np.any(mine):
                 continue
             try:
-                fresh = part.reset(None if mine is None else np.asarray(mine), **kwargs)
+                own = own_kwargs(kwargs, i) if kwargs else kwargs
+                fresh = part.reset(None if mine is None else np.asarray(mine), **own)
             except EnvError as error:
                 raise self._env._renamed(i, error) from error
             for key, memory in out.items():

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollwright._processes.failures import Failure
-from rollwright.envs._env_messages import Form, Raised, Reply
+from rollwright.envs._env_messages import Form, Raised, Renewed, Reply
+from rollwright.envs._succession import Succession
 
 __all__ = ["Gathered", "Lost", "UnderWay"]
 
@@ -42,6 +43,11 @@ class Gathered(NamedTuple):
         """What environments raised, in the order of rows."""
         return sorted((one for reply in self.replies.values() for one in reply.raised), key=lambda one: one.row)
 
+    @property
+    def renewed(self) -> list[Renewed]:
+        """Which were made anew, in the order of rows."""
+        return sorted(one for reply in self.replies.values() for one in reply.renewed)
+
 
 class UnderWay:
     """Commands by ticket, from the first message to the last answer.
@@ -54,13 +60,13 @@ class UnderWay:
             then nobody asks for them.
         marks: int64 ``[num_rows]``: the ticket that was finished last in each row, as its process has written it.
         forms: what the last step and the last reset of each row consisted of, whether anybody took the answer or not.
-        renewals: how many environments were in each row's place before, likewise.
+        pasts: what the environment of each row would hand on, likewise; none where they are not made anew.
     """
 
     def __init__(self, num_rows: int) -> None:
         self.marks: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.forms: dict[tuple[str, int], Form] = {}
-        self.renewals = [0] * num_rows
+        self.pasts: dict[int, Succession] = {}
         self._due: dict[int, dict[int, tuple[int, ...]]] = {}  # by ticket and process: rows
         self._come: dict[int, Gathered] = {}
         self.dropped: set[int] = set()
@@ -81,8 +87,7 @@ class UnderWay:
     def answer(self, process: int, reply: Reply) -> bool:
         """A process has answered; whether a command was waiting for that."""
         self.forms.update(reply.forms or {})
-        for one in reply.raised:
-            self.renewals[one.row] += one.is_renewed
+        self.pasts.update(reply.pasts or {})
         due = self._due.get(reply.ticket)
         if due is None or process not in due:
             return False

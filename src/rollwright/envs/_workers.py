@@ -14,6 +14,7 @@ from rollwright.envs.base import EnvBase
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = [
+    "EACH",
     "SPECS",
     "Factories",
     "FactoryKwargs",
@@ -23,6 +24,7 @@ __all__ = [
     "factories",
     "is_ragged",
     "made",
+    "own_kwargs",
     "placed",
     "renamed",
     "stacked_specs",
@@ -33,6 +35,7 @@ Factories = Factory | Sequence[Factory]
 FactoryKwargs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 SPECS = ("observation", "state", "action", "reward", "done")
+EACH = "list_of_kwargs"  # among the arguments of a reset: those of one worker each
 
 
 def factories(num_workers: int, create_env_fn: Factories, create_env_kwargs: FactoryKwargs) -> list[Factory]:
@@ -87,6 +90,13 @@ def made(worker: int | None, maker: Factory) -> EnvBase:
             "GymWrapper."
         )
     return env
+
+
+def own_kwargs(kwargs: Mapping[str, Any], worker: int) -> dict[str, Any]:
+    """The arguments of a reset for one worker: those of all, and its own out of ``list_of_kwargs``, which win."""
+    common = dict(kwargs)
+    each = common.pop(EACH, None)
+    return common if each is None else {**common, **each[worker]}
 
 
 def renamed(place: str, error: RollwrightError) -> RollwrightError:

@@ -20,6 +20,7 @@ from rollwright.envs._async_slots import Came, Slots
 from rollwright.envs._async_threads import ThreadSlots
 from rollwright.envs._env_messages import Form
 from rollwright.envs._parallel_rows import shareable
+from rollwright.envs._workers import own_kwargs
 from rollwright.envs.base import EnvBase
 
 __all__ = ["AsyncEnvPool"]
@@ -55,6 +56,7 @@ class AsyncEnvPool(AsyncHalves):
         device: where data is put; None: where the environments have theirs.
         env_step_timeout: seconds that a step or a reset may take; None: an hour.
         mp_start_method: of processes: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.
+        exchange: no effect; there so that programs written for it run.
 
     Attributes:
         num_envs: number of environments.
@@ -92,6 +94,7 @@ class AsyncEnvPool(AsyncHalves):
         device: torch.device | str | int | None = None,
         env_step_timeout: float | None = None,
         mp_start_method: str | None = None,
+        exchange: str | None = None,
     ) -> None:
         makers = _makers(env_makers, create_env_kwargs, backend)
         _check(backend, stack, min_get, env_step_timeout, len(makers))
@@ -173,7 +176,7 @@ class AsyncEnvPool(AsyncHalves):
         for row, td in rows.items():
             given = td if td is None else without(td, INDEX)
             with uninterrupted:
-                self._slots.post(row, given, resets=resets, kwargs=kwargs)
+                self._slots.post(row, given, resets=resets, kwargs=own_kwargs(kwargs, row))
                 self._strays.add(row)  # until it has come, for whoever is called next if this is interrupted
         while len(came) < len(rows):
             self._slots.wait(self._limit_s)

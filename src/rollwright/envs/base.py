@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import key_str, leaf_keys, without
 from rollwright.data.layout import deciding_groups, end_of_trajectory
-from rollwright.envs._exchange import check_alive, complete_reset, complete_step
+from rollwright.envs._exchange import check_alive, complete_reset, complete_step, missing_actions
 from rollwright.envs._partial_reset import merge_reset, reset_masks
 from rollwright.envs._specs import EnvSpecs
 from rollwright.errors import EnvError, EnvKeyError, NotNative, RollwrightError
@@ -182,6 +182,19 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         tensordict = self.step(tensordict)
         return tensordict, self.maybe_reset(self._step_mdp(tensordict))
 
+    def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The data from which the next step is to be taken, given what :meth:`step` returned; nothing is reset.
+
+        Returns:
+            What lies below ``"next"`` without rewards, over what the root holds besides; tensors are shared.
+
+        Raises:
+            EnvError: there is no ``"next"``.
+        """
+        if tensordict.get("next", None) is None:
+            raise EnvError(f"{self}: step_mdp expected data with 'next', got none. Pass what step() returned.")
+        return self._step_mdp(tensordict)
+
     def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reset the environments that ``tensordict`` (of :meth:`step_mdp`) shows as done."""
         flags = [(group.reset, tensordict.get(group.done)) for group in deciding_groups(self._done_groups)]
@@ -328,7 +341,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         except RollwrightError:
             raise
         except Exception as error:
-            if acting_on is not None and (missing := set(self.action_keys) - set(leaf_keys(acting_on))):
+            if acting_on is not None and (missing := missing_actions(self, acting_on)):
                 raise EnvKeyError(
                     f"{self}: step got no {key_str(missing)}. It got {key_str(leaf_keys(acting_on))}. "
                     "Let the policy write every action."

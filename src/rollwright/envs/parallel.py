@@ -20,14 +20,13 @@ from rollwright.envs._parallel_calls import EnvFacts
 from rollwright.envs._parallel_rows import Outcomes, Sent, overwritten, send_rows, shareable
 from rollwright.envs._recreation import Missed, Recreation, end_rows
 from rollwright.envs._remote import RemoteEnvs
+from rollwright.envs._succession import check_failure
 from rollwright.envs._workers import Factories, FactoryKwargs, factories, placed
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.serial import SerialEnv
 from rollwright.errors import EnvError
 
 __all__ = ["ParallelEnv"]
-
-FAILURE = ("raise", "recreate")
 
 
 class ParallelEnv(RemoteEnvs):
@@ -49,7 +48,12 @@ class ParallelEnv(RemoteEnvs):
         device: where the batch's data is put; None: where the environments have theirs.
         mp_start_method: how processes start: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.
         serial_for_single: make a ``SerialEnv`` where ``num_workers`` is 1.
+        num_threads: that torch uses in this process from here on; None: as it is.
+        num_sub_threads: that torch uses in each of the others.
         share_individual_td: no effect; there so that programs written for it run.
+        use_buffers: no effect, as ``share_individual_td``.
+        consolidate: no effect, as ``share_individual_td``.
+        non_blocking: no effect, as ``share_individual_td``.
         env_step_timeout: seconds that an environment may take for a step or a reset; None: an hour. What takes
             longer, up to twice this time, is a failure.
         on_env_failure: what follows when an environment raises in a step, takes too long, or its process dies.
@@ -85,7 +89,7 @@ class ParallelEnv(RemoteEnvs):
         """A ``SerialEnv`` for a single environment, where that is wanted."""
         if not serial_for_single or num_workers != 1:
             return super().__new__(cls)
-        for name in ("num_processes", "env_step_timeout", "on_env_failure"):
+        for name in ("num_processes", "env_step_timeout"):
             kwargs.pop(name, None)
         return SerialEnv(num_workers, *args, **kwargs)
 
@@ -99,13 +103,21 @@ class ParallelEnv(RemoteEnvs):
         device: torch.device | str | int | None = None,
         mp_start_method: str | None = None,
         serial_for_single: bool = False,
+        num_threads: int | None = None,
+        num_sub_threads: int = 1,
         share_individual_td: bool | None = None,
+        use_buffers: bool | None = None,
+        consolidate: bool = True,
+        non_blocking: bool = False,
         env_step_timeout: float | None = None,
         on_env_failure: str = "raise",
     ) -> None:
         makers = factories(num_workers, create_env_fn, create_env_kwargs)
-        _check(num_workers, num_processes, mp_start_method, env_step_timeout, on_env_failure)
-        recreates = on_env_failure == "recreate"
+        _check(num_workers, num_processes, mp_start_method, env_step_timeout)
+        recreates = check_failure(on_env_failure)
+        for name, threads in (("num_threads", num_threads), ("num_sub_threads", num_sub_threads)):
+            if threads is not None and not (isinstance(threads, int) and threads >= 1):
+                raise ValueError(f"{name}: expected a number of at least 1, got {threads!r}.")
         processes = EnvProcesses(
             makers,
             num_processes or default_num_processes(num_workers),
@@ -113,19 +125,19 @@ class ParallelEnv(RemoteEnvs):
             start_method=mp_start_method,
             timeout_s=env_step_timeout,
             renews=recreates,
+            num_threads=num_sub_threads,
         )
         try:
             super().__init__(processes.described, device)
         except BaseException:
             processes.end()
             raise
-        if recreates:
-            self.add_truncated_keys()
         self._facts: list[EnvFacts] = processes.described
         self._options = {
             "num_processes": processes.num_processes,
             "device": device,
             "mp_start_method": mp_start_method,
+            "num_sub_threads": num_sub_threads,
             "env_step_timeout": env_step_timeout,
             "on_env_failure": on_env_failure,
         }
@@ -133,6 +145,8 @@ class ParallelEnv(RemoteEnvs):
         self._under_way: dict[int, range] = {}  # rows of steps between send and receive, by ticket
         self._recreation = Recreation(type(self).__name__, processes, enabled=recreates)
         self._outcomes = self._lay_out(processes)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
         self._processes = processes  # from here on, attributes are looked up in the environments
 
     def _lay_out(self, processes: EnvProcesses) -> Outcomes:
@@ -261,7 +275,6 @@ def _check(
     num_processes: int | None,
     mp_start_method: str | None,
     env_step_timeout: float | None,
-    on_env_failure: str,
 ) -> None:
     """Test the arguments of a :class:`ParallelEnv` that ``SerialEnv`` does not have."""
     is_number = isinstance(num_processes, int) and not isinstance(num_processes, bool)
@@ -273,5 +286,3 @@ def _check(
     check_start_method("mp_start_method", mp_start_method)
     if env_step_timeout is not None and not env_step_timeout > 0:
         raise ValueError(f"env_step_timeout: expected seconds above 0, or None, got {env_step_timeout!r}.")
-    if on_env_failure not in FAILURE:
-        raise ValueError(f"on_env_failure: expected one of {FAILURE}, got {on_env_failure!r}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from rollwright.envs._batched import BatchedEnv
 from rollwright.envs._renewable import RenewableEnv
 from rollwright.envs._serial_arrays import SerialArrays
 from rollwright.envs._succession import Notice, check_failure
-from rollwright.envs._workers import Factories, FactoryKwargs, call_each, factories, made, placed
+from rollwright.envs._workers import Factories, FactoryKwargs, call_each, factories, made, own_kwargs, placed
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.errors import RollwrightError
 
@@ -25,7 +26,8 @@ class SerialEnv(BatchedEnv):
 
     The batch size is ``[num_workers, *batch]``, where ``batch`` is that of each environment. A partial
     reset reaches only the environments that ``"_reset"`` marks. Environments whose entries differ
-    give lazily stacked TensorDicts. Attributes that are not found here are looked up in the
+    give lazily stacked TensorDicts. Arguments of :meth:`reset` go to all environments, and those in
+    ``list_of_kwargs=[{...}, ...]`` to one each. Attributes that are not found here are looked up in the
     environments: ``env.some_attribute`` is a list of theirs, ``env.some_method(...)`` a list of what
     it returned.
 
@@ -37,6 +39,11 @@ class SerialEnv(BatchedEnv):
         serial_for_single: no effect; there so that a program can exchange this class for ``ParallelEnv``.
         share_individual_td: no effect, as ``serial_for_single``.
         mp_start_method: no effect, as ``serial_for_single``.
+        num_threads: no effect, as ``serial_for_single``.
+        num_sub_threads: no effect, as ``serial_for_single``.
+        use_buffers: no effect, as ``serial_for_single``.
+        consolidate: no effect, as ``serial_for_single``.
+        non_blocking: no effect, as ``serial_for_single``.
         on_env_failure: what follows when an environment raises in a step or a reset. ``"raise"``: an error that names
             it. ``"recreate"``: another one is made in its place, and the others do not notice; the step that failed is
             a frame with the last observation once more, a reward of 0 and ``truncated`` and ``done`` set, so that its
@@ -74,6 +81,11 @@ class SerialEnv(BatchedEnv):
         serial_for_single: bool = False,
         share_individual_td: bool | None = None,
         mp_start_method: str | None = None,
+        num_threads: int | None = None,
+        num_sub_threads: int = 1,
+        use_buffers: bool | None = None,
+        consolidate: bool = True,
+        non_blocking: bool = False,
         on_env_failure: str = "raise",
     ) -> None:
         makers = factories(num_workers, create_env_fn, create_env_kwargs)
@@ -82,7 +94,7 @@ class SerialEnv(BatchedEnv):
         if recreates:
             name, notice = type(self).__name__, Notice(".recreations")
             envs = [
-                RenewableEnv(env, maker, i, f"{name}[{i}]", notice)
+                RenewableEnv(env, maker, i, partial(notice.tell, f"{name}[{i}]"))
                 for i, (env, maker) in enumerate(zip(envs, makers, strict=True))
             ]
         super().__init__(envs, device)
@@ -113,7 +125,7 @@ class SerialEnv(BatchedEnv):
                 if not self._is_marked(row):
                     fresh.append(None)
                 else:
-                    fresh.append(env._begin(None if row is None else placed(row, env.device), **kwargs))
+                    fresh.append(env._begin(None if row is None else placed(row, env.device), **own_kwargs(kwargs, i)))
         return self._stack(self._filled(fresh, self._envs))
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.nn import InteractionType as ExplorationType
@@ -92,7 +92,12 @@ def _drop_empty(td: TensorDictBase) -> None:
 
 
 def check_env_specs(
-    env: EnvBase, return_contiguous: bool | None = None, check_dtype: bool = True, seed: int | None = None
+    env: EnvBase,
+    return_contiguous: bool | None = None,
+    check_dtype: bool = True,
+    seed: int | None = None,
+    tensordict: TensorDictBase | None = None,
+    break_when_any_done: bool | Literal["both"] | None = None,
 ) -> None:
     """Step an environment a few times with random actions and compare what it does with its specs.
 
@@ -101,6 +106,9 @@ def check_env_specs(
         return_contiguous: as in :meth:`EnvBase.rollout`; None decides by the specs.
         check_dtype: also compare dtypes.
         seed: seeds the environment first, where given.
+        tensordict: where to start; None: at a reset.
+        break_when_any_done: stop at the first end of a trajectory. False (None): begin anew there. ``"both"``: one
+            after the other.
 
     Raises:
         EnvKeyError: an announced entry is missing, or one that is not announced appears (entries whose
@@ -109,8 +117,19 @@ def check_env_specs(
     """
     if seed is not None:
         env.set_seed(seed)
+    for stops in (True, False) if break_when_any_done == "both" else (bool(break_when_any_done),):
+        real = env.rollout(
+            3,
+            auto_reset=tensordict is None,
+            tensordict=tensordict,
+            return_contiguous=return_contiguous,
+            break_when_any_done=stops,
+        )
+        _check_rollout(env, real, check_dtype=check_dtype)
+
+
+def _check_rollout(env: EnvBase, real: TensorDictBase, *, check_dtype: bool) -> None:
     fake = env.fake_tensordict()
-    real = env.rollout(3, return_contiguous=return_contiguous, break_when_any_done=False)
     announced = set(leaf_keys(fake))
     found = {key for key in leaf_keys(real) if not as_tuple(key)[-1].startswith("_")}
     found -= {unravel(("next", *as_tuple(key))) for key in env.state_keys} - announced  # states may come back

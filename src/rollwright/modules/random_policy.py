@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, unravel
-from rollwright.data.specs import Composite, TensorSpec
+from rollwright.data.specs import Binary, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
 
-__all__ = ["RandomPolicy"]
+__all__ = ["RandomPolicy", "missing_batch"]
+
+_VECTORS = (Binary, MultiCategorical, MultiOneHot, OneHot)  # one action is a vector, whatever its length
 
 
 class RandomPolicy:
@@ -48,8 +51,7 @@ class RandomPolicy:
             if spec.shape != td.batch_size:
                 spec = spec.expand(td.batch_size)
             return td.update(spec.rand())
-        missing = td.batch_size[: max(td.ndim - spec.ndim, 0)] if spec.shape[: td.ndim] != td.batch_size else ()
-        return td.set(self.action_key, spec.rand(missing))
+        return td.set(self.action_key, spec.rand(missing_batch(spec, td.batch_size)))
 
     def set_action_spec_from_env(self, env: Any) -> None:
         """Take the spec of ``env``'s actions, unless there is one already."""
@@ -58,3 +60,9 @@ class RandomPolicy:
 
     def __repr__(self) -> str:
         return f"RandomPolicy(action_spec={self.action_spec})"
+
+
+def missing_batch(spec: TensorSpec, batch: torch.Size) -> torch.Size:
+    """The leading dimensions that the spec of one action lacks for a batch of them; none if it is that of a batch."""
+    own = spec.shape[: spec.ndim - isinstance(spec, _VECTORS)]
+    return torch.Size(()) if own[: len(batch)] == batch else batch[: max(len(batch) - len(own), 0)]

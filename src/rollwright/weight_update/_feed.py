@@ -137,7 +137,8 @@ class WeightFeed:
         def copy(publication: Publication) -> None:
             loads.clear()  # of weights that were being written
             for model_id, weights in sorted(publication.models.items(), key=lambda item: item[1].stamp):
-                load = self._copy(collector.get_model(model_id), model_id, weights)
+                # One that has to be loaded may be the whole of those published after it, which therefore follow it.
+                load = self._copy(collector.get_model(model_id), model_id, weights, at_once=not loads)
                 if load is not None:
                     loads.append(load)
 
@@ -155,15 +156,15 @@ class WeightFeed:
         if found.stamp == self.stamp:
             self.version = found.version
 
-    def _copy(self, target: Any, model_id: str, weights: ModelWeights) -> Callable[[], None] | None:
-        """Copy weights in place; where that is not enough, returns what is to be done once they are whole."""
+    def _copy(self, target: Any, model_id: str, weights: ModelWeights, *, at_once: bool) -> Callable[[], None] | None:
+        """Copy weights in place; where that is not enough, or too early, returns what to do once they are whole."""
         if isinstance(target, Held):
             return partial(target.keep, {**_copies(weights), **weights.extras})
         destination = self._destinations.get(model_id)
         if destination is None or not destination.fits(target, weights.specs):
             destination = Destination(target, weights.specs, weights.tensors, model_id)
             self._destinations[model_id] = destination
-        if not weights.extras and destination.copy(weights.tensors):
+        if at_once and not weights.extras and destination.copy(weights.tensors):
             return None
         return partial(destination.load, {**_copies(weights), **weights.extras})
 

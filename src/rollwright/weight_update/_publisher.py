@@ -92,7 +92,3 @@ class Publisher:
         """Wait no more for a worker that is dead."""
         for board in (self._common, self._own[worker]):
             board.forget(worker)
-
-    def stamp_taken(self, worker: int) -> int:
-        """Stamp of the publication that a worker took last; 0 before its first."""
-        return max(self._common.stamp_taken(worker), self._own[worker].stamp_taken(worker))

@@ -106,6 +106,7 @@ class WeightSyncScheme:
         model: nn.Module | None = None,
         weights: Any = None,
         num_workers: int | None = None,
+        devices: Sequence[Any] | None = None,
     ) -> None:
         """Become the side that sends. Hand the scheme to other processes after this, while they start.
 
@@ -115,13 +116,17 @@ class WeightSyncScheme:
             model: is read instead.
             weights: are published by :meth:`connect` instead of the model's.
             num_workers: how many receivers there are; 1 where the context has no ``num_workers``.
+            devices: of the receivers, instead of their number; weights travel on the CPU.
 
         Raises:
             RuntimeError: it was initialised before.
-            ValueError: ``num_workers`` is less than 1.
+            ValueError: ``num_workers`` is less than 1, or not the number of devices.
         """
         self._become("sender", model_id or "policy", context, model)
-        count = getattr(context, "num_workers", 1) if num_workers is None else num_workers
+        if devices is not None and num_workers not in (None, len(devices)):
+            raise ValueError(f"devices: expected one for each of {num_workers} receivers, got {len(devices)}.")
+        known = getattr(context, "num_workers", 1) if devices is None else len(devices)
+        count = known if num_workers is None else num_workers
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"num_workers: expected a count of at least 1, got {count!r}.")
         self._initial = weights

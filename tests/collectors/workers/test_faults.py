@@ -28,6 +28,7 @@ from tests.collectors.workers.envs import (
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import burn, gone, heard, wait_until
 
+from rollwright.collectors.workers import store
 from rollwright.errors import EnvError, PolicyError, WorkerError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*It is replaced:RuntimeWarning")
@@ -321,6 +322,21 @@ def test_whole_trajectories_stay_whole_over_restarts(make, buffer):
         assert wait_until(lambda: collector.stats()["workers_alive"] == 2)
     collector.async_shutdown()
     check(rb[:], whole=True, gaps=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_is_not_to_be_had_costs_a_rollout(make, monkeypatch, kind):
+    collector = make(kind, makers(), gain(), frames_per_batch=20)
+
+    def full(*args, **options):
+        monkeypatch.undo()
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(store.Block, "__init__", full)
+    with pytest.raises(WorkerError, match=r"worker [01]: MemoryError: .*Cannot allocate memory"):
+        run(collector, 4)
+    check([collector.next() for _ in range(4)], gaps=True)
+    assert collector.stats()["workers_alive"] == 2
 
 
 # Construction ------------------------------------------------------------------------------------------------------

@@ -9,8 +9,12 @@ import threading
 import time
 
 import pytest
-from tests.collectors.workers.envs import Trouble, gain, makers, one_bad
-from tests.collectors.workers.processes import gone, left_behind, wait_until
+from tests.collectors.workers.envs import VERSION, Trouble, gain, makers, one_bad
+from tests.collectors.workers.processes import burn, gone, left_behind, wait_until
+
+from rollwright.collectors.workers import messages as say
+from rollwright.collectors.workers.member import Member
+from rollwright.weight_update._board import Board
 
 BOUND_S = 8.0
 KINDS = ["sync", "async"]
@@ -135,3 +139,78 @@ def test_in_shutdown_which_goes_on_when_it_is_called_again(make, inside, tmp_pat
     assert gone(pids, 1.0)
     assert left_behind(1.0) == []
     assert "worker 1" in collector.stats()["forced"][0]
+
+
+def pressed_after(monkeypatch, owner, name, when=lambda *args: True):
+    """Have Ctrl-C pressed each time that a method has done its work."""
+    real = getattr(owner, name)
+
+    def call(*args, **options):
+        found = real(*args, **options)
+        if when(*args):
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def test_when_weights_have_just_been_published(make, inside, monkeypatch):
+    """Two sets of weights with one version would not be told apart."""
+    collector = make("sync", makers(), gain(0.0), frames_per_batch=8, track_policy_version=True)
+    collector.next()
+    pressed_after(monkeypatch, Board, "publish")
+    with pytest.raises(KeyboardInterrupt), inside:
+        collector.update_policy_weights_({0: gain(1.0), 1: gain(1.0)})
+    monkeypatch.undo()
+    assert collector.policy_version == 1
+    for version in (1, 2):
+        batch = collector.next()
+        assert bool((batch[VERSION] == version).all())
+        assert bool((batch["action"] == version).all())
+        assert collector.update_policy_weights_(gain(version + 1.0)) == version + 1
+
+
+def test_at_the_end_of_a_pause_which_ends_for_all_workers(make, inside, monkeypatch):
+    collector = make("sync", makers(), gain(), frames_per_batch=8)
+    collector.next()
+    pressed_after(monkeypatch, Member, "send", lambda worker, message: isinstance(message, say.Resume))
+    with pytest.raises(KeyboardInterrupt), inside, collector.pause():
+        pass
+    monkeypatch.undo()
+    assert collector.next() is not None
+
+
+class Cargo:
+    """A hook that is larger than what a line has room for."""
+
+    load = bytes(4_000_000)
+
+    def __init__(self):
+        self.own = bytes(self.load)
+
+    def __call__(self, batch):
+        """Do nothing."""
+
+
+def test_while_workers_do_not_read_what_they_are_told(make, inside):
+    collector = make("async", makers(), gain(), frames_per_batch=20)
+    collector.next()
+    pids, main = [worker["pid"] for worker in collector.stats()["workers"]], threading.main_thread().ident
+    for pid in pids:
+        burn(pid, signal.SIGSTOP)
+
+    def press():
+        if wait_until(lambda: all(worker.behind for worker in collector._group.workers)):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), inside:
+        collector.post_collect_hook = Cargo()
+    assert time.monotonic() - begun < BOUND_S
+    thread.join()
+    for pid in pids:
+        burn(pid, signal.SIGCONT)
+    assert collector.get_distant_attr("post_collect_hook.own") == [Cargo.load] * 2  # it was on its way
+    assert collector.next() is not None

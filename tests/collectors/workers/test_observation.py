@@ -5,15 +5,20 @@ from __future__ import annotations
 import io
 import json
 import os
+import threading
+import time
 import warnings
 from functools import partial
 
 import pytest
 import torch
-from tests.collectors.workers.envs import IDENT, Trouble, gain, makers, one_bad, sampling, tallies, tally
+from tests.collectors.workers.envs import IDENT, STEP, Trouble, gain, makers, one_bad, sampling, tallies, tally
 from tests.collectors.workers.frames import check, flat
+from tests.collectors.workers.processes import wait_until
 
 from rollwright.collectors import Collector
+from rollwright.collectors.workers import group
+from rollwright.collectors.workers.words import State, Word
 from rollwright.envs import GymEnv
 from rollwright.errors import WorkerError
 
@@ -321,3 +326,55 @@ def test_a_state_of_one_worker_equals_that_of_a_single_collector(make):
             assert set(single.state_dict()) <= set(state)
     assert state["frames"] == 20
     assert bool((many.next()["observation"][..., IDENT] == 0).all())
+
+
+def test_a_state_in_a_pause_of_a_worker_that_was_told_of_its_next_rollout(make, buffer, monkeypatch, tmp_path):
+    """It is paused between two rollouts, and answers."""
+    monkeypatch.setattr(group, "_STUCK_S", 5.0)
+    calls = []
+
+    def hook(batch):
+        calls.append(batch)
+        (tmp_path / f"call {len(calls)}").touch()
+        while len(calls) == 2 and not (tmp_path / "paused").exists():
+            time.sleep(1e-3)
+
+    rb = buffer()
+    collector = make("async", makers(1), gain(), frames_per_batch=20, replay_buffer=rb, post_collect_hook=hook)
+    [worker] = collector._group.workers
+    collector.start()
+    assert wait_until((tmp_path / "call 2").exists)
+    assert wait_until(lambda: len(worker.runs) == 2)  # the next one was said while the worker is in its hook
+    asked = worker.words.whole[Word.ATTENTION]
+
+    def go_on():
+        if wait_until(lambda: worker.words.whole[Word.ATTENTION] > asked):
+            (tmp_path / "paused").touch()
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    with collector.pause():
+        count = rb.write_count
+        assert "worker0" in collector.state_dict()
+        assert collector.get_distant_attr("env.batch_size") == [torch.Size([])]
+        assert wait_until(lambda: worker.words.state is State.PAUSED)
+        assert rb.write_count == count
+    thread.join()
+    assert wait_until(lambda: rb.write_count > count)
+
+
+def test_what_is_collected_after_set_seed_stays_when_another_thread_asks_for_something(make, monkeypatch):
+    collector = make("async", makers(1, length=1000), gain(), frames_per_batch=10)
+    collector.next()
+    forget = collector._forget
+
+    def late():
+        assert wait_until(lambda: (collector._group.look(), collector._schedule.num_undelivered)[1] == 2)
+        thread = threading.Thread(target=collector.map_fn, args=("get_distant_attr", [("env.batch_size",)]))
+        thread.start()
+        thread.join()
+        forget()
+
+    monkeypatch.setattr(collector, "_forget", late)
+    collector.set_seed(0)
+    assert collector.next()["observation"][:, STEP].tolist() == list(range(10))

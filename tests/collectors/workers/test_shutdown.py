@@ -263,7 +263,7 @@ def test_shutdown_when_nobody_reads_what_workers_are_told(make, tmp_path):
     for call in (partial(_set, collector, hook), collector.state_dict):
         threads.append(threading.Thread(target=lambda call=call: raised.append(heard(call, Exception))))
         threads[-1].start()
-        assert wait_until(lambda: collector._group.workers[0].sending.locked())
+        assert wait_until(lambda: collector._group.workers[0].behind)
     begun = time.monotonic()
     collector.shutdown(timeout=1.0, raise_on_error=False)
     assert time.monotonic() - begun < 1.0 + BOUND_S

@@ -12,7 +12,9 @@ from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import heard, wait_until
 
 from rollwright.collectors.workers import watching
+from rollwright.collectors.workers.words import State
 from rollwright.errors import WorkerError
+from rollwright.testing.mocking_classes import CountingEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*It is replaced:RuntimeWarning")
 KINDS = ["sync", "async"]
@@ -45,6 +47,44 @@ def test_a_step_that_takes_too_long(make, kind, tmp_path):
     )
     assert check(run(collector), gaps=True).frames == 400
     assert collector.stats()["restarts"] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reset_that_takes_too_long(make, kind):
+    envs = one_bad(troubles={"on_reset": Trouble("sleep", 1)})
+    collector = make(kind, envs, gain(), frames_per_batch=4, env_step_timeout=0.5)
+    collector.set_seed(0)  # the next rollout begins with a reset
+    with pytest.raises(WorkerError, match=r"worker 1 has.*env_step_timeout=0\.5 s for one step .*or for the reset"):
+        run(collector)
+
+
+class Gated(CountingEnv):
+    """Has no array path; its first step lasts until a file is there."""
+
+    gate: str
+
+    def _step(self, tensordict):
+        assert wait_until(lambda: os.path.exists(self.gate))
+        return super()._step(tensordict)
+
+
+def test_a_worker_that_waits_for_memory_while_the_consumer_is_busy_is_not_stuck(make, tmp_path):
+    """The first batch of a worker without an array path is made room for in its first step."""
+    gate = str(tmp_path / "gate")
+
+    def gated():
+        env = Gated()
+        env.gate = gate
+        return env
+
+    collector = make("async", [CountingEnv, gated], frames_per_batch=20, env_step_timeout=20.0)
+    collector.next()  # of worker 0
+    worker = collector._group.workers[1]
+    (tmp_path / "gate").touch()
+    assert wait_until(lambda: worker.words.state is State.DELIVERING, 5.0)
+    worker.pulse_at -= 30.0  # so long has nobody looked
+    for _ in range(4):
+        assert collector.next() is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -494,3 +495,23 @@ def test_a_limiter_is_of_one_buffer():
     with pytest.raises(TypeError, match="limiter: expected a SampleToInsertRatio, got float"):
         ReplayBufferEnsemble(ReplayBuffer(), limiter=2.0)
     assert repr(limiter) == "SampleToInsertRatio(2, margin=16, min_size=4, timeout_s=60)"
+
+
+def test_a_batch_that_an_interrupt_took_away_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    limiter = SampleToInsertRatio(1.0, margin=8, min_size=1)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4, limiter=limiter)
+    buffer.extend(torch.arange(4))
+    counted = limiter._taken
+
+    def interrupted(*arguments: Any) -> bool:
+        found = counted(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(limiter, "_taken", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.sample()
+    assert limiter.stats()["sampled"] == 0
+    buffer.sample()
+    assert limiter.stats()["sampled"] == 4

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from rollwright.collectors._twins import copied_policy
 from rollwright.weight_update._forms import State, flat_state
 
-__all__ = ["check_arguments", "check_options", "copy_of", "own_policy"]
+__all__ = ["check_arguments", "check_options", "copy_of", "own_policy", "weights_of"]
 
 _BUSY = ("skip", "error", "queue")
 _OPTIONS = (  # of CollectorOptions: those that leave an evaluation what it is
@@ -97,6 +98,17 @@ def copy_of(weights: Any, name: str) -> State:
     """
     with torch.no_grad():
         return {key: _value_copy(value) for key, value in flat_state(weights, name).items()}
+
+
+def weights_of(policy: nn.Module) -> TensorDictBase:
+    """A copy of a module's parameters and buffers, on the CPU, to be passed as ``weights`` later.
+
+    Extra state (``get_extra_state``) is not in it; the module itself brings that along.
+
+    Args:
+        policy: the module.
+    """
+    return cast(TensorDictBase, TensorDict.from_module(policy).data.to("cpu").clone())
 
 
 def _value_copy(value: Any) -> Any:

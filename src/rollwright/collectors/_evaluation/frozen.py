@@ -12,6 +12,7 @@ from torch import nn
 
 from rollwright.envs._async_processes import ProcessSlots
 from rollwright.envs._env_process import Hosted
+from rollwright.envs._renewable import RenewableEnv
 from rollwright.envs.async_pool import AsyncEnvPool
 from rollwright.envs.base import EnvBase
 from rollwright.envs.parallel import ParallelEnv
@@ -28,10 +29,23 @@ def freeze(env: EnvBase) -> EnvBase:
         halt: Any = getattr(module, "freeze", None) if isinstance(module, Transform) else None
         if callable(halt):
             halt()
+        if isinstance(module, RenewableEnv):
+            module._hand_on(_inherit)
         elsewhere = _ask_of(module)
         if elsewhere is not None:
             elsewhere(_freeze_hosted)
     return env
+
+
+def _inherit(env: EnvBase, before: EnvBase | None) -> None:
+    """Freeze an environment that takes the place of a frozen one, with the statistics of that."""
+    freeze(env)
+    if before is None:  # they were in a process that is lost
+        check_known(env)
+        return
+    for new, old in zip(env.modules(), before.modules(), strict=False):
+        if isinstance(new, Transform) and type(new) is type(old) and hasattr(new, "freeze"):
+            take_weights(new, dict(old.state_dict()), type(new).__name__)()
 
 
 def check_known(env: EnvBase) -> None:

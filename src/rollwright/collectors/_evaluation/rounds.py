@@ -18,6 +18,7 @@ from rollwright.collectors._evaluation.tally import Tally
 from rollwright.collectors.collector import Collector
 from rollwright.data.layout import end_of_trajectory
 from rollwright.envs.base import EnvBase
+from rollwright.envs.transforms import StepCounter, TransformedEnv
 from rollwright.weight_update._forms import State
 
 __all__ = ["Order", "Plan", "Pulse", "Rounds", "Stopped"]
@@ -131,10 +132,13 @@ class Rounds:
         env = _frozen_env(plan.create_env_fn, plan.options.get("create_env_kwargs"))
         num_envs = env.numel() if isinstance(env, EnvBase) else 1
         options: dict[str, Any] = {**plan.options, "create_env_kwargs": None}
+        limit = options.get("max_frames_per_traj") or 0
+        if limit > 0 and isinstance(env, EnvBase) and _counts_steps(env):
+            env = TransformedEnv(env, StepCounter(limit, step_count_key="eval_step_count"))
+            options["max_frames_per_traj"] = None
         factory = options.get("policy_factory")
         if factory is not None:
             options["policy_factory"] = lambda: _in_eval_mode(factory())
-        limit = options.get("max_frames_per_traj") or 0
         steps = min(limit, _STEPS) if limit > 0 else _STEPS
         policy = None if factory is not None else _in_eval_mode(plan.policy)
         options.setdefault("frames_per_batch", steps * num_envs)
@@ -228,6 +232,11 @@ def _frozen_env(create_env_fn: Any, kwargs: Mapping[str, Any] | None) -> Any:
     if not isinstance(made, EnvBase) and callable(made):
         made = made(**(kwargs or {}))
     return freeze(made) if isinstance(made, EnvBase) else made
+
+
+def _counts_steps(env: EnvBase) -> bool:
+    """Whether there is a StepCounter already, whose limit stays beside that of evaluations."""
+    return any("step_count" in as_tuple(key) for key in (*env.observation_keys, *env.state_keys))
 
 
 def _in_eval_mode(policy: Any) -> Any:

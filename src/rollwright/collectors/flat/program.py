@@ -17,6 +17,7 @@ from rollwright.collectors.flat.watch import Watch, check_globals, is_special
 from rollwright.data import specs
 from rollwright.errors import PolicyError
 from rollwright.modules import RandomPolicy
+from rollwright.modules.random_policy import missing_batch
 from rollwright.modules.signature import SignaturePolicy
 
 __all__ = ["CalledModule", "Program", "RandomActions"]
@@ -169,8 +170,7 @@ class RandomActions(TensorPolicy):
             expanded = spec if spec.shape == batch else spec.expand(batch)
             draws = [(unravel(key), leaf, torch.Size(())) for key, leaf in _leaves(expanded)]
         else:
-            missing = batch[: max(len(batch) - spec.ndim, 0)] if spec.shape[: len(batch)] != batch else torch.Size(())
-            draws = [(policy.action_key, spec, missing)]
+            draws = [(policy.action_key, spec, missing_batch(spec, batch))]
         for key, leaf, shape in draws:
             if torch.Size((*shape, *leaf.shape))[: len(batch)] != batch:
                 raise NotFlat(f"the spec of {key!r} has another batch size than the environment")

@@ -22,6 +22,7 @@ from rollwright.collectors.collector import Collector
 from rollwright.collectors.delivery import TrajectoryBatches, copied
 from rollwright.collectors.devices import module_device
 from rollwright.collectors.profiling import ProfileConfig
+from rollwright.collectors.storing import Stored
 from rollwright.collectors.trajectories import TrajectoryPool
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.blocks import BatchForm, BlockMemory, Place
@@ -80,6 +81,8 @@ class WorkerCore(Collector):
         self._spent: list[float] = []
         self.skip_published: Callable[[], None] = lambda: None
         policy = None if spec.policy is None else pickle.loads(spec.policy)
+        if isinstance(spec.create_env_fn, EnvBase):  # a copy, with the generator of its siblings
+            spec.create_env_fn.set_seed(int(torch.empty((), dtype=torch.int64).random_()) % 2**31)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             super().__init__(spec.create_env_fn, policy, **vars(spec.options))
@@ -128,8 +131,14 @@ class WorkerCore(Collector):
         self._words.whole[Word.VERSION] = version
 
     def _begin(self) -> None:
+        self._words.state = State.COLLECTING  # the environment may be reset, which may be stuck, too
         super()._begin()
-        self._words.state = State.COLLECTING
+        self._words.state = State.COLLECTING  # what comes is the first step, with the whole limit for itself
+
+    def _compile_policy(self) -> None:
+        before, self._words.state = self._words.state, State.STARTING  # takes as long as it takes
+        super()._compile_policy()
+        self._words.state = before
 
     def _finish(self, steps: int) -> TensorDictBase:
         self._words.state = State.DELIVERING
@@ -154,6 +163,8 @@ class WorkerCore(Collector):
                     batch: Any = self._complete()
                 else:
                     batch = self._delivery.next()
+                if isinstance(self._delivery, Stored):
+                    self._delivery.await_publication()
             found = self._sorted(batch)
         finally:
             batch = None
@@ -207,7 +218,9 @@ class WorkerCore(Collector):
         for place, value in _nodes(batch):
             key = unravel(place)
             if isinstance(value, TensorDictBase):
-                if value.batch_size != batch.batch_size:
+                if value.is_empty():
+                    rest[key] = value
+                elif value.batch_size != batch.batch_size:
                     nesting[key] = tuple(value.batch_size[batch.ndim :])
                 continue
             window = windows.get(key)

@@ -46,21 +46,22 @@ class FirstCome(Schedule):
                 self.raise_if_short()
             with self._group.lock, uninterrupted:
                 versions = self._staleness.versions()  # while it is here, whoever publishes waits for it
-                result = self._arrivals.popleft()
-                if not self._staleness.too_stale([result], versions):
-                    self._staleness.delivered()
-                    self._pending.append(self._made_of(result))
-                    if not self._staleness.waits:
-                        self._ask()  # the worker goes on while the consumer has the batch
-                    return True
-                self._drop([result])
+                result = self._arrivals[0]
+                if self._staleness.too_stale([result], versions):
+                    self._drop([self._arrivals.popleft()])
+                    continue
+                self._deliver([result])  # if that raises, it stays: its worker has gone on from its end
+                self._arrivals.popleft()
+                if not self._staleness.waits:
+                    self._ask()  # the worker goes on while the consumer has the batch
+                return True
 
-    def _made_of(self, result: Result) -> Any:
-        """What is delivered of a rollout."""
+    def _made_of(self, results: Sequence[Result]) -> Any:
+        """See :class:`Schedule`."""
         if self.stored:
             return None
+        [result] = results
         batch = batch_of(result)
-        self._release([result])
         return batch if self._trajs_per_batch is not None else self._lent(batch)
 
     def _next_is_there(self) -> bool:

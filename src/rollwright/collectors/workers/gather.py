@@ -9,7 +9,7 @@ from rollwright._interrupts import uninterrupted
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.blocks import BatchForm, BlockLayout, Join
 from rollwright.collectors.workers.group import WorkerGroup
-from rollwright.collectors.workers.joining import Result, joined
+from rollwright.collectors.workers.joining import Result, joined, mark_taken
 from rollwright.collectors.workers.member import Member
 from rollwright.collectors.workers.schedule import Schedule
 from rollwright.collectors.workers.store import Block, BlockStore
@@ -64,23 +64,23 @@ class Gather(Schedule):
                 results = [self._results[worker.index] for worker in workers]
                 self._results, self._interrupted, self._block = {}, False, None
                 if not self._staleness.too_stale(results, versions):
-                    self._staleness.delivered()
                     try:
-                        self._pending.append(self._made_of(results))
+                        self._deliver(results)
                     except BaseException:
                         self._lose(results)
                         raise
                     return True
                 self._drop(results)
 
-    def _made_of(self, results: list[Result]) -> Any:
-        """What is delivered of a round."""
+    def _made_of(self, results: Sequence[Result]) -> Any:
+        """See :class:`Schedule`."""
         if self.stored:
             return None
         if self._trajs_per_batch is not None:
             return [trajectory for result in results for trajectory in result.rest]
         batch = joined(results, self._join)
-        self._release(results)
+        if self._least < len(results):
+            mark_taken(batch)
         return self._lent(batch)
 
     def _ask(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 import warnings
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ByValue
 from rollwright._processes.child import Child, end_all
 from rollwright.collectors.workers import messages as say
@@ -104,11 +104,11 @@ class WorkerGroup(Listening):
                     payload, worker.called = None if given is None else ByValue(given), path
                     worker.send(say.Call(serial, path, payload, between_batches, cut), attention=True)
                 found = self._collect_answers(there, children, serial, path, timeout_s, all_of_them=not may_fail)
-            for worker, answer in zip(there, found, strict=True):
+            for worker, (answer, num_told) in zip(there, found, strict=True):
                 if isinstance(answer, say.Raised):
                     raise answer.failure.error(worker.name, worker.index)
                 if answer is not None:
-                    answers[worker.index] = answer.value.value
+                    answers[worker.index], worker.num_told = answer.value.value, num_told
             asked = [(worker, given) for worker, given in asked if worker.index not in answers]
             if not asked:
                 break
@@ -148,8 +148,11 @@ class WorkerGroup(Listening):
         timeout_s: float | None,
         *,
         all_of_them: bool = True,
-    ) -> list[Any]:
-        """What workers answer whose processes were ``children`` when they were asked; None of those that have gone."""
+    ) -> list[tuple[Any, int]]:
+        """What workers answer whose processes were ``children`` when they were asked; None of those that have gone.
+
+        Beside it, how many rollouts of each had arrived before it answered.
+        """
         patience = _STUCK_S if timeout_s is None else timeout_s
         beats: dict[int, tuple[int, float]] = {}
         asked = {worker.index: child for worker, child in zip(workers, children, strict=True)}
@@ -172,7 +175,7 @@ class WorkerGroup(Listening):
         gone = [worker for worker in workers if (worker.index, serial) not in self._answers]
         if gone and (all_of_them or any(worker.error is not None for worker in gone)):
             raise gone[0].error or self.restarts.last_error(gone[0].index)
-        return [self._answers.get((worker.index, serial)) for worker in workers]
+        return [self._answers.get((worker.index, serial), (None, 0)) for worker in workers]
 
     def change_options(self, **changes: Any) -> None:
         """Change options of workers that will be started in place of others."""
@@ -187,8 +190,8 @@ class WorkerGroup(Listening):
             TimeoutError: a step does not end in time.
             WorkerError: a worker is gone, and is not replaced.
         """
-        self.num_pauses += 1
         try:
+            self.num_pauses += 1
             workers = [worker for worker in self.workers if worker.there]
             with self._asking() as serial:
                 children = [worker.child for worker in workers]
@@ -197,21 +200,18 @@ class WorkerGroup(Listening):
                 self._collect_answers(workers, children, serial, "a step to end", timeout_s, all_of_them=False)
             yield
         finally:
-            self.num_pauses -= 1
-            if not self.num_pauses:
-                for worker in self.workers:
-                    worker.send(say.Resume(), attention=True)
-            self.wake()
+            with uninterrupted:
+                self.num_pauses -= 1
+                if not self.num_pauses:
+                    for worker in self.workers:
+                        worker.send(say.Resume(), attention=True)
+                self.wake()
 
     # Looking ----------------------------------------------------------------------------------
 
     def doing(self) -> str:
         """What the workers do, as a phrase."""
         return self._doing(self.workers)
-
-    def is_replaced(self, worker: int) -> bool:
-        """Whether another takes a worker's place."""
-        return self.restarts.wanted and self.workers[worker].error is None
 
     @property
     def num_alive(self) -> int:
@@ -238,8 +238,7 @@ class WorkerGroup(Listening):
         until = time.monotonic() + timeout_s
         children = [(worker, worker.child) for worker in self.workers if worker.child is not None]
         for worker, _ in children:
-            with contextlib.suppress(TimeoutError):  # it will be made to end
-                worker.send(say.Stop(close_env), attention=True, timeout_s=until - time.monotonic())
+            worker.send(say.Stop(close_env), attention=True)
         asleep = [(worker, child) for worker, child in children if child is not None]
         errors = [self._hear_out(worker, child, until) for worker, child in asleep]
         doing = [worker.doing() for worker, _ in asleep]

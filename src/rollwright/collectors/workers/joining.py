@@ -15,8 +15,9 @@ from rollwright.collectors.workers.blocks import Join
 from rollwright.collectors.workers.messages import Collected
 from rollwright.collectors.workers.store import Block
 from rollwright.data.compact import is_table, join_tables
+from rollwright.data.layout import MASK, TRAJ_IDS
 
-__all__ = ["Result", "are_alike", "batch_of", "joined", "restored"]
+__all__ = ["Result", "are_alike", "batch_of", "joined", "mark_taken", "restored"]
 
 
 @dataclass(eq=False)
@@ -67,6 +68,13 @@ def joined(results: Sequence[Result], join: Join) -> TensorDictBase:
         return _stacked([batch_of(result) for result in results], join)
     block = cast(Block, results[0].block)
     return _built(block.lend(), block.layout.batch_size, results[0].found, extras, results[0].device)
+
+
+def mark_taken(batch: TensorDictBase) -> None:
+    """Write which frames were taken, where workers may have been interrupted."""
+    ids = batch.get(TRAJ_IDS, None)
+    if ids is not None:
+        batch.set(MASK, ids >= 0)
 
 
 def _built(

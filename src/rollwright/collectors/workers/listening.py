@@ -71,7 +71,7 @@ class Listening:
             weakref.finalize(self, os.close, fd).atexit = False
         self._poll.register(self._waking, select.POLLIN)
         self._serial = itertools.count()
-        self._answers: dict[tuple[int, int], Any] = {}
+        self._answers: dict[tuple[int, int], tuple[Any, int]] = {}  # and how many rollouts had arrived before
         self._awaited: set[int] = set()  # serials of calls
         self.closed = False
         self.forced: list[str] = []
@@ -171,6 +171,9 @@ class Listening:
     def _read(self, timeout_s: float) -> None:
         """Read what workers say, once, holding the lock; while nothing is said, others may have it."""
         waits = self.restarts.next_in()
+        for worker in self.workers:
+            if worker.behind:
+                self._poll.register(worker.line, select.POLLIN | select.POLLOUT)
         self._reading = True
         self._changed.release()
         try:
@@ -182,6 +185,10 @@ class Listening:
         if any(fd == self._waking for fd, _ in ready):
             with contextlib.suppress(BlockingIOError):
                 os.read(self._waking, 1 << 12)
+        for fd, events in ready:
+            if events & select.POLLOUT and fd in self._by_fd:
+                self._poll.register(fd, select.POLLIN)
+                self._by_fd[fd].catch_up()
         for worker in {id(w): w for fd, _ in ready if (w := self._by_fd.get(fd)) is not None}.values():
             self._hear(worker)
         self._watch()
@@ -206,7 +213,11 @@ class Listening:
         """Listen to a worker that is to end, until it has; what it raised, if it did."""
         error = None
         with contextlib.suppress(EOFError):
-            while child.channel.poll(until - time.monotonic()):
+            while (says := child.channel.poll(min(NAP_S, until - time.monotonic()))) or time.monotonic() < until:
+                if worker.behind:
+                    worker.catch_up()
+                if not says:
+                    continue
                 message = child.channel.recv(0.0)
                 if isinstance(message, say.Collected):
                     with self.lock:
@@ -225,7 +236,11 @@ class Listening:
                 if listener is not None:
                     listener.collected(worker, message, block)
             case say.Need() if listener is not None:
-                worker.send(listener.needs(worker, message))
+                try:
+                    answer: say.Grant | say.Refusal = listener.needs(worker, message)
+                except Exception as why:  # no memory, most likely; the worker would wait for ever
+                    answer = say.Refusal(f"{type(why).__name__}: {why}")
+                worker.send(answer)
             case say.Failed():
                 self._release(worker, message.run)
                 error = message.failure.error(worker.name, worker.index)
@@ -235,8 +250,7 @@ class Listening:
                     listener.failed(worker, error)
             case say.Returned() | say.Raised() | say.Paused():
                 if message.serial in self._awaited:  # whoever asked may have given up
-                    self._answers[worker.index, message.serial] = message
-                worker.num_told = worker.num_collected
+                    self._answers[worker.index, message.serial] = message, worker.num_collected
             case say.Ready():
                 worker.ready = message
                 self.restarts.began(worker.index)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 from typing import Any, Protocol
 
-from rollwright._interrupts import uninterrupted
 from rollwright._processes.child import Child
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.store import Block
@@ -17,14 +16,11 @@ from rollwright.errors import WorkerError
 __all__ = ["Listener", "Member"]
 
 
-_FULL_S = 60.0  # a step may take long, and the line has little room
-
-
 class Listener(Protocol):
     """Who is told what workers say of their rollouts."""
 
     def needs(self, worker: Member, need: say.Need) -> say.Grant:
-        """Give memory for a rollout."""
+        """Give memory for a rollout; what this raises is raised in the worker."""
 
     def collected(self, worker: Member, found: say.Collected, block: Block | None) -> None:
         """Take in a rollout, and the block that it was asked to lie in."""
@@ -48,7 +44,6 @@ class Member:
         runs: rollouts that it was asked for and has not answered, in order, with their blocks.
         error: why it is gone for good.
         num_collected: rollouts of it that have arrived.
-        num_told: likewise, when it answered a call last.
         called: what it was asked to call last.
         pulse: of its words, when it was looked at last.
         pulse_at: when that had changed, by ``time.monotonic()``.
@@ -61,8 +56,8 @@ class Member:
         self.ready: say.Ready | None = None
         self.runs: dict[int, Block | None] = {}
         self.error: WorkerError | None = None
-        self.sending = threading.Lock()
-        self.num_collected = self.num_told = 0
+        self.num_collected = 0
+        self._told = threading.local()
         self.called = ""
         self.pulse, self.pulse_at = (0, 0), 0.0
 
@@ -70,6 +65,11 @@ class Member:
     def there(self) -> bool:
         """Whether it can be told something."""
         return self.ready is not None and self.child is not None
+
+    @property
+    def line(self) -> int:
+        """File descriptor of the line to it; -1 without."""
+        return -1 if self.child is None else self.child.channel.fileno()
 
     @property
     def threads(self) -> int | None:
@@ -81,35 +81,40 @@ class Member:
         """For messages."""
         return f"worker {self.index}"
 
-    def send(self, message: Any, *, attention: bool = False, timeout_s: float = _FULL_S) -> bool:
-        """Tell it something; False if it is gone, which will be heard of.
+    @property
+    def num_told(self) -> int:
+        """Rollouts of it that had arrived when it answered the last call of this thread."""
+        return getattr(self._told, "num", 0)
 
-        Raises:
-            TimeoutError: it does not read, and the line is full.
+    @num_told.setter
+    def num_told(self, num: int) -> None:
+        self._told.num = num
+
+    def send(self, message: Any, *, attention: bool = False) -> None:
+        """Tell it something, without waiting: what the line has no room for goes in :meth:`catch_up`.
+
+        If it is gone, that will be heard of.
         """
         child = self.child
-        if child is None:
-            return False
-        try:
-            with uninterrupted:
-                self._send(child, message, attention, time.monotonic() + timeout_s)
-        except EOFError:
-            return False
-        except TimeoutError as error:
-            raise TimeoutError(f"waited {timeout_s:g} s for {self.doing()} to read what it was told") from error
-        return True
+        if child is not None:
+            with contextlib.suppress(EOFError):
+                child.channel.post(message)
+        if attention:
+            self.words.call_attention()
 
-    def _send(self, child: Child, message: Any, attention: bool, until: float) -> None:
-        if not self.sending.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise TimeoutError("another thread tells it something, and it does not read")
-        try:
-            if attention:
-                self.words.call_attention()
-            child.channel.send(message, until - time.monotonic())
-            if attention:
-                self.words.call_attention()
-        finally:
-            self.sending.release()
+    @property
+    def behind(self) -> bool:
+        """Whether it was told something that the line had no room for."""
+        child = self.child
+        return child is not None and child.channel.behind
+
+    def catch_up(self) -> None:
+        """Go on telling it what the line had no room for."""
+        child = self.child
+        if child is not None:
+            with contextlib.suppress(EOFError):
+                child.channel.flush()
+            self.words.call_attention()  # it may have read all that was there before
 
     def doing(self) -> str:
         """A phrase for messages."""

@@ -25,6 +25,7 @@ __all__ = [
     "Paused",
     "Raised",
     "Ready",
+    "Refusal",
     "Resume",
     "Returned",
     "Stop",
@@ -66,6 +67,12 @@ class Grant(NamedTuple):
     number: int
     offset: int
     part: int
+
+
+class Refusal(NamedTuple):
+    """There is no memory for the rollout under way."""
+
+    why: str
 
 
 class Interrupt(NamedTuple):

@@ -42,10 +42,12 @@ class WorkerOptions:
         sync: whether a batch is of all workers, each from the same version of the weights; if False, batches are of one
             worker each, in the order in which they are finished.
         cat_results: how a synchronous batch is put together: ``"stack"``: ``[W, *env, T]``; ``0``: along the first
-            dimension; ``-1``: along time. It lies so in memory from the beginning: nothing is copied.
+            dimension; ``-1``: along time. It lies so in memory from the beginning: nothing is copied. ``"stack"``, the
+            default, has no effect with ``sync=False``, and the others are refused there.
         preemptive_threshold: share of the workers, in [0, 1], that a synchronous batch waits for; the others end their
-            rollouts after the step under way (at least one is taken). 1.0 or None: all.
-        num_threads: that torch uses in this process; None: it stays as it is.
+            rollouts after the step under way (at least one is taken), and ``("collector", "mask")`` says which frames
+            were taken. 1.0 or None: all.
+        num_threads: that torch uses in this process, until shutdown; None: it stays as it is.
         num_sub_threads: that torch uses in each worker; None: the cores that this process may use, shared out.
         update_at_each_batch: call ``update_policy_weights_()`` before each batch.
         start_method: of the processes: ``"forkserver"`` (None; a server that has imported torch, and not the program's
@@ -122,7 +124,7 @@ class WorkerOptions:
             raise ValueError(f"preemptive_threshold: expected a number in [0, 1], got {threshold!r}.")
         if not self.sync:
             for name in ("cat_results", "preemptive_threshold"):
-                if getattr(self, name) is not None:
+                if getattr(self, name) not in (None, "stack"):
                     raise ValueError(
                         f"{name}={getattr(self, name)!r} says how a batch of all workers is made, and with sync=False "
                         "each is of one worker. Drop it, or pass sync=True."
@@ -172,10 +174,10 @@ class WorkerOptions:
 
 
 def factories_of(create_env_fn: Any, num_workers: int | None, owner: str) -> list[Any]:
-    """The function that makes the environment of each worker.
+    """The function that makes the environment of each worker, or an environment that each gets a copy of.
 
     Raises:
-        TypeError: one is no function.
+        TypeError: one is neither.
         ValueError: there are more or fewer than workers.
     """
     given = list(create_env_fn) if isinstance(create_env_fn, Sequence) else None
@@ -194,7 +196,7 @@ def factories_of(create_env_fn: Any, num_workers: int | None, owner: str) -> lis
             "num_workers, or pass a single function for all."
         )
     for maker in given:
-        if isinstance(maker, EnvBase) or not callable(maker):
+        if not isinstance(maker, EnvBase) and not callable(maker):
             raise TypeError(
                 f"create_env_fn: expected functions that make an environment in a worker, got {type(maker).__name__}: "
                 f"{maker!r}. Pass for example [lambda: GymEnv('CartPole-v1')] * 2."

@@ -80,7 +80,7 @@ class Schedule(ABC):
         self._devices = [_device(worker) for worker in group.workers]
         self._runs = itertools.count()
         self._trajectories: deque[TensorDictBase] = deque()
-        self._pending: list[Any] = []  # what is about to be delivered
+        self._pending: list[tuple[Any, Sequence[Result]]] = []  # what is about to be delivered, and what it is made of
         self.frames = 0
         self.frames_stale = self.num_copied = self.num_messages = self.batches = 0
         self.limiter: SampleToInsertRatio | None = None
@@ -99,11 +99,13 @@ class Schedule(ABC):
                 return False
         return True
 
-    def next(self, give_up: Callable[[], bool] = never) -> Any:
+    def next(self, give_up: Callable[[], bool] = never, shaped: Callable[[Any], Any] = lambda made: made) -> Any:
         """What is delivered next (with a replay buffer: None), only after :meth:`ready`.
 
         Args:
             give_up: asked again and again, whether to come back without anything.
+            shaped: what is done with it, before it counts as delivered. If that raises, it is lost; if it is
+                interrupted, it is delivered by the next call.
 
         Raises:
             WorkerError: a worker has failed.
@@ -113,22 +115,41 @@ class Schedule(ABC):
                 self._put_together(self._trajs_per_batch)
             elif not self._take(give_up):
                 return None
-        self.batches += 1
-        return self._pending.pop()
+        made, results = self._pending[-1]
+        try:
+            found = shaped(made)
+        except Exception:
+            with self._group.lock:
+                self._pending.pop()
+                self._lose(results)
+            raise
+        with uninterrupted:
+            self._pending.pop()
+            self._release(results)
+            self.batches += 1
+        return found
+
+    def _deliver(self, results: Sequence[Result]) -> None:
+        """Make a batch, and put it where an interrupt does not lose it."""
+        self._pending.append((self._made_of(results), results))
+        self._staleness.delivered()
 
     def _put_together(self, count: int) -> None:
         """Make a batch of trajectories."""
         with uninterrupted:
             taken = [self._trajectories.popleft() for _ in range(count)]
             pieces = [[Piece(Frames.of(td, len(td)), 0, len(td))] for td in taken]
-            self._pending.append(pad(pieces) if self._padded else concatenate([piece for [piece] in pieces]))
+            made = pad(pieces) if self._padded else concatenate([piece for [piece] in pieces])
+            self._pending.append((made, ()))
 
     def _advance(self, give_up: Callable[[], bool]) -> bool:
         """Let another rollout of trajectories come in; False if that was given up."""
         if not self._take(give_up):
             return False
         with uninterrupted:
-            self._trajectories.extend(self._pending.pop())
+            made, results = self._pending.pop()
+            self._trajectories.extend(made)
+            self._release(results)
         return True
 
     @abstractmethod
@@ -137,7 +158,11 @@ class Schedule(ABC):
 
     @abstractmethod
     def _take(self, give_up: Callable[[], bool]) -> bool:
-        """Wait for what comes next, and put it where an interrupt does not lose it; False if that was given up."""
+        """Wait for what comes next, and :meth:`_deliver` it; False if that was given up."""
+
+    @abstractmethod
+    def _made_of(self, results: Sequence[Result]) -> Any:
+        """The batch that is made of rollouts."""
 
     def _release(self, results: Sequence[Result]) -> None:
         """Results are delivered: what keeps their memory from now on are the consumer's tensors."""
@@ -284,7 +309,7 @@ class Schedule(ABC):
             shares: how many rollouts each worker had collected when it began anew; later ones stay.
         """
         with self._group.lock, uninterrupted:
-            old = [result for result in self._waiting() if result.number <= shares[result.worker]]
+            old = [result for result in self._undelivered() if result.number <= shares[result.worker]]
             self._give_up(old)
             self._release(old)
             if not self.stored:  # what is in the buffer stays there
@@ -302,8 +327,9 @@ class Schedule(ABC):
         Args:
             shares: how many rollouts of each worker belong to the state.
         """
-        late = [result for result in self._waiting() if result.number > shares[result.worker]]
-        waiting = [] if self.stored else [result for result in self._waiting() if result not in late]
+        undelivered = self._undelivered()
+        late = [result for result in undelivered if result.number > shares[result.worker]]
+        waiting = [] if self.stored else [result for result in undelivered if result not in late]
         return {
             "frames": self.frames - sum(result.found.frames for result in late),
             "waiting": [{"worker": result.worker, "held": _saved(batch_of(result))} for result in waiting],
@@ -316,6 +342,10 @@ class Schedule(ABC):
         for saved in state_dict["waiting"]:
             self._arrived(restored(saved["worker"], _loaded(saved["held"]), self._devices[saved["worker"]]))
         self._trajectories.extend(cast(Any, td_from(td)) for td in state_dict["trajectories"])
+
+    def _undelivered(self) -> list[Result]:
+        """Rollouts that have arrived, those included of which a batch was made."""
+        return [result for _, results in self._pending for result in results] + self._waiting()
 
     @abstractmethod
     def _waiting(self) -> list[Result]:

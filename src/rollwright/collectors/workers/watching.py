@@ -17,11 +17,11 @@ ASIDE_S = 120.0  # in one call, or to take weights: whoever called has given up 
 class Watch:
     """Tells of workers that do one thing for too long.
 
-    Limited are: the start, a call (:meth:`MultiCollector.map_fn` and the like), taking weights, and one step, if that
-    was asked for. Hooks, and waiting for the consumer, are not.
+    Limited are: the start, a call (:meth:`MultiCollector.map_fn` and the like), taking weights, and one step or the
+    reset that a rollout begins with, if that was asked for. Hooks, and waiting for the consumer, are not.
 
     Args:
-        step_timeout_s: of one step; None: no limit.
+        step_timeout_s: of one step or reset; None: no limit.
     """
 
     def __init__(self, step_timeout_s: float | None) -> None:
@@ -51,7 +51,8 @@ class Watch:
         if state is State.COLLECTING:
             return (
                 f"has taken longer than env_step_timeout={limit:g} s for one step (number {worker.pulse[0] + 1:,} of "
-                "its life). Make the environment's step bounded, or raise the limit"
+                "its life), or for the reset before it. Make the environment's step and reset bounded, or raise the "
+                "limit"
             )
         if state is State.CALLED:
             return f"has taken longer than {limit:g} s to call {worker.called!r}. Call what returns sooner"

@@ -26,6 +26,7 @@ from rollwright.weight_update._feed import WeightFeed
 __all__ = ["WorkerSpec", "serve"]
 
 _NAP_S = 1.0
+_BEAT, _ATTENTION = int(Word.BEAT), int(Word.ATTENTION)  # those of each step, without a lookup
 _PAUSED = "{} has to wait for the end of a rollout, and pause() keeps that from ending. Call it after the pause."
 
 
@@ -102,8 +103,8 @@ class Worker:
             while self._stopping is None:
                 self._words.state = State.PAUSED if self._paused else State.WAITING
                 with core.spending("wait"):
-                    self._await_message()
-                self._handle(self._next_message(), between_batches=True)
+                    message = self._next_message()
+                self._handle(message, between_batches=True)
         finally:
             self._words.state = State.STOPPING
             core.shutdown(close_env=self._stopping is None or self._stopping.close_env)
@@ -113,12 +114,6 @@ class Worker:
         """Tell the collector, which may be busy for long; if it is gone, that is ``EOFError``."""
         self._channel.send(message, timeout_s=math.inf)
 
-    def _await_message(self) -> None:
-        """Wait until there is a message, and read all that are there."""
-        while not self._inbox:
-            self._channel.poll(_NAP_S)
-            self._read()
-
     def _read(self) -> None:
         seen = self._word[Word.ATTENTION]  # before, so that what comes while we read is attended to later
         while self._channel.poll():
@@ -126,14 +121,16 @@ class Worker:
         self._seen = seen - self._channel.partial  # come again for the rest of a message
 
     def _next_message(self) -> Any:
-        """What was said first; rollouts come last."""
-        for message in self._inbox:
-            if not isinstance(message, say.Collect):
-                break
-        else:
-            message = self._inbox[0]
-        self._inbox.remove(message)
-        return message
+        """Wait for what is to be done next: what was said first; rollouts come last, and after a pause."""
+        while True:
+            message = next((m for m in self._inbox if not isinstance(m, say.Collect)), None)
+            if message is None and self._inbox and not self._paused:
+                message = self._inbox[0]
+            if message is not None:
+                self._inbox.remove(message)
+                return message
+            self._channel.poll(_NAP_S)
+            self._read()
 
     def _handle(self, message: Any, *, between_batches: bool) -> bool:
         """Do what a message asks; False if it has to wait for the end of the rollout."""
@@ -189,10 +186,6 @@ class Worker:
 
     def _collect(self, order: say.Collect) -> None:
         core = self._core
-        while self._paused and self._stopping is None:
-            self._attend()
-        if self._stopping is not None:
-            return
         self._run, self._cut = order.run, order.run <= self._interrupted_run
         self._take_weights()
         try:
@@ -208,8 +201,8 @@ class Worker:
     def _checkpoint(self) -> bool:
         """Between two steps: whether the rollout ends here."""
         word = self._word
-        word[Word.BEAT] += 1
-        if word[Word.ATTENTION] != self._seen or self._feed.due:
+        word[_BEAT] += 1
+        if word[_ATTENTION] != self._seen or self._feed.due:
             self._attend()
         return self._cut or self._interrupted()
 
@@ -237,18 +230,23 @@ class Worker:
     def _ask(self, form: BatchForm) -> Place | None:
         """Ask for memory in the middle of a rollout, however long the consumer is busy; None if the collector ends."""
         assert self._run is not None
+        before, self._words.state = self._words.state, State.DELIVERING
         self._say(say.Need(self._run, form))
-        while self._stopping is None:
+        place = None
+        while place is None and self._stopping is None:
             if not self._channel.poll(_NAP_S):
                 continue
-            message = self._channel.recv(0.0)
-            if isinstance(message, say.Grant):
-                return Place(*message[1:])
-            if isinstance(message, say.Stop):
-                self._handle(message, between_batches=False)
-            else:
-                self._inbox.append(message)
-        return None
+            match message := self._channel.recv(0.0):
+                case say.Grant():
+                    place = Place(*message[1:])
+                case say.Refusal():
+                    raise MemoryError(f"there is no memory for a batch. {message.why}")
+                case say.Stop():
+                    self._handle(message, between_batches=False)
+                case _:
+                    self._inbox.append(message)
+        self._words.state = before
+        return place
 
 
 def _seed_all(seed: int) -> None:

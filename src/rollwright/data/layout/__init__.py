@@ -9,7 +9,7 @@ what is sampled from it. Nothing about trajectories is in the shape; it is in th
 ``("next", "done")``                    bool: ``terminated | truncated``, the last step of a trajectory
 ``"is_init"``                           bool: the first step of a trajectory, or of a slice of one
 ``("collector", "traj_ids")``           int64 name of the trajectory; -1 on frames that were not taken
-``("collector", "mask")``               bool, in padded batches only: which frames are real
+``("collector", "mask")``               bool, in padded or interrupted batches: which are real
 ``"_reset"``                            asks an environment to begin anew; never leaves a collector
 ======================================  ==============================================================
 

@@ -299,8 +299,11 @@ class ReplayBuffer:
     def __getitem__(self, index: Any) -> Any:
         """Elements by place, copied: ``buffer[3]``, ``buffer[:10]``, ``buffer[[1, 4]]``, a mask; ``buffer[:]`` is all.
 
-        With ``ndim=2`` the places are those of the batch ``[B, T]`` of all that is stored.
+        With ``ndim=2`` the places are those of the batch ``[B, T]`` of all that is stored. A name, or a tuple of names,
+        is that entry of all: ``buffer["next", "reward"]``.
         """
+        if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
+            return self[:][index]
         with self.storage.ledger.reading():
             chosen = elements_at(self.storage, index, self._dim)
             data = self.storage.read(chosen.reshape(-1))

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from rollwright._interrupts import uninterrupted
 from rollwright.data.replay_buffers._waiting import WaitingRoom
 from rollwright.data.replay_buffers.storages import positive
 
@@ -271,23 +272,25 @@ class SampleToInsertRatio:
             return draw()
         if size > self._batch_size:
             self.check(batch_size=size)
-        if not self._taken(size):
-            self._await_inserts(size)
+        mine: list[int] = []
         try:
+            if not self._taken(size, mine):
+                self._await_inserts(size, mine)
             drawn = draw()
         except BaseException:
-            self._count(-size)
+            self._count(-sum(mine))
             raise
         self._count(count(drawn) - size)
         return drawn
 
-    def _taken(self, size: int) -> bool:
-        """Count ``size`` items as drawn, if they may be."""
-        with self._room.changed:
+    def _taken(self, size: int, mine: list[int]) -> bool:
+        """Count ``size`` items as drawn, if they may be, and note that in ``mine``."""
+        with uninterrupted, self._room.changed:
             inserted = self.inserted
             if self._balance_at(inserted) - size < -self.margin or not self._is_warm(inserted):
                 return False
             self._sampled += size
+            mine.append(size)
         return True
 
     def _count(self, more: int) -> None:
@@ -296,7 +299,7 @@ class SampleToInsertRatio:
                 self._sampled += more
         self._tell()
 
-    def _await_inserts(self, size: int) -> None:
+    def _await_inserts(self, size: int, mine: list[int]) -> None:
         def ask() -> bool:
             for status in list(self._inserters):
                 status()  # raises what went wrong
@@ -319,7 +322,7 @@ class SampleToInsertRatio:
             )
 
         self._room.wait(
-            lambda: self._taken(size),
+            lambda: self._taken(size, mine),
             lambda: self.inserted,
             timeout_s=self.timeout_s,
             stop=ask,
