@@ -198,6 +198,23 @@ def test_interrupts_while_a_process_is_replaced() -> None:
     env.close()
 
 
+def test_interrupt_while_a_process_does_not_read() -> None:
+    env = make("parallel", num_processes=2, env_step_timeout=STUCK_S)
+    caller = Caller(env)
+    pids = env._processes.pids()
+    lets_go = threading.Timer(1.5, os.kill, (pids[0], signal.SIGCONT))  # or it would be waited for until STUCK_S
+    os.kill(pids[0], signal.SIGSTOP)
+    lets_go.start()
+    begun = time.monotonic()
+    assert interrupted(lambda: env.reset(options={"load": bytes(4 << 20)}), 0.1)
+    assert time.monotonic() - begun < 1.0
+    lets_go.cancel()
+    os.kill(pids[0], signal.SIGCONT)
+    caller.together()  # what was on its way has been read, and answered
+    assert env._processes.pids() == pids
+    env.close()
+
+
 # Interrupted ends ----------------------------------------------------------------------------------
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import threading
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -11,48 +15,129 @@ import cloudpickle  # type: ignore[import-untyped]
 
 __all__ = ["dumps"]
 
+_Packages = dict[str, tuple[ModuleSpec | None, tuple[str, ...]]]  # outermost ones, by name, and their folders
+
 _lock = threading.RLock()  # a pickle may hold another
-_found: dict[str, bool] = {}  # by name of the outermost package
-_last: tuple[Any, list[ModuleType]] = (None, [])  # what tells that modules were imported, and those not found
+_is_found: dict[tuple[str, str], bool] = {}  # by a module's name and file
+_last: tuple[list[Any], list[str]] = ([], [])  # the modules there were, and the names of those not found
+_registered: list[ModuleType] = []  # while something is pickled
 
 
 def dumps(value: Any) -> bytes:
     """Pickle an object with the functions and classes of ``__main__``, and of modules that no search finds.
 
-    The latter are those that were loaded from a path: by a test runner, a plug-in, a notebook.
+    The latter are those that were loaded from a path: by a test runner, a plug-in, a notebook. A search for the
+    name of such a module finds nothing, or another file. Modules without a file go by name.
 
     >>> import pickle
     >>> pickle.loads(dumps(lambda x: x + 1))(2)
     3
     """
-    global _last
     with _lock:
-        modules = list(sys.modules.values())
-        if _last[0] != (stamp := (len(modules), id(modules[-1]))):
-            _last = stamp, [module for module in modules if _is_stranger(module)]
         known = cloudpickle.list_registry_pickle_by_value()  # by the user, or by a pickle that holds this one
-        strangers = [m for m in _last[1] if sys.modules.get(m.__name__) is m and m.__name__ not in known]
-        for module in strangers:
-            cloudpickle.register_pickle_by_value(module)
+        strangers = [ModuleType(name) for name in _strangers() if name in sys.modules and name not in known]
         try:
+            for module in strangers:  # stand-ins with its name: a lazy one would be loaded by a look at it
+                _registered.append(module)
+                cloudpickle.register_pickle_by_value(module)
             pickled: bytes = cloudpickle.dumps(value, 5)
         finally:
-            for module in strangers:
-                cloudpickle.unregister_pickle_by_value(module)
+            _unregister(strangers)
     return pickled
 
 
-def _is_stranger(module: Any) -> bool:
-    if not isinstance(module, ModuleType) or not getattr(module, "__file__", None):
-        return False
-    package = module.__name__.partition(".")[0]
-    if package not in _found:
-        _found[package] = package == "__main__" or any(_finds(finder, package) for finder in sys.meta_path)
-    return not _found[package]
+def _unregister(modules: list[ModuleType]) -> None:
+    for module in list(modules):
+        with contextlib.suppress(ValueError):  # a fork meanwhile
+            cloudpickle.unregister_pickle_by_value(module)
+        with contextlib.suppress(ValueError):
+            _registered.remove(module)
 
 
-def _finds(finder: Any, package: str) -> bool:
+def _begin_anew() -> None:
+    """In a forked process, where the thread that was pickling is not."""
+    global _lock
+    _lock = threading.RLock()
+    _unregister(_registered)
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def _strangers() -> list[str]:
+    """Names of the modules that another process would not find, or would mistake for others."""
+    global _last
+    modules = list(sys.modules.values())
+    if modules != _last[0]:
+        packages: _Packages = {}
+        _last = modules, [name for module in modules if (name := _name_of_stranger(module, packages))]
+    return _last[1]
+
+
+def _name_of_stranger(module: Any, packages: _Packages) -> str | None:
+    own = _dict_of(module)
+    name, file = own.get("__name__"), own.get("__file__")
+    if not isinstance(name, str) or not isinstance(file, str) or not file or name == "__main__":
+        return None
+    if sys.modules.get(name) is not module:
+        return None  # nothing is looked up in it by that name
+    if (name, file) not in _is_found:
+        alias = getattr(own.get("__spec__"), "name", name)  # of collections.abc: that it was imported by
+        names = [name, alias] if alias != name and sys.modules.get(alias) is module else [name]
+        _is_found[name, file] = any(_finds(each, file, packages) for each in names)
+    return None if _is_found[name, file] else name
+
+
+def _dict_of(module: Any) -> dict[str, Any]:
+    """Its attributes, without loading a lazy one."""
+    own = object.__getattribute__(module, "__dict__") if issubclass(type(module), ModuleType) else None
+    return own if isinstance(own, dict) else {}
+
+
+def _finds(name: str, file: str, packages: _Packages) -> bool:
+    """Whether that file is what another process imports under that name."""
+    package, *rest = name.split(".")
+    if package not in packages:
+        spec = _search(package, None)
+        packages[package] = spec, tuple(os.path.join(place, "") for place in _places(spec))
+    spec, folders = packages[package]
+    if rest and file.startswith(folders):
+        return True  # most are, and need no search
+    for part in rest:
+        if spec is None:
+            return False
+        places, package = _places(spec), f"{package}.{part}"
+        spec = _search(package, places)
+    return spec is not None and _is_at(spec, file)
+
+
+def _search(name: str, places: list[str] | None) -> ModuleSpec | None:
+    """As an import would where the module is not loaded yet."""
+    for finder in list(sys.meta_path):
+        try:
+            spec: ModuleSpec | None = finder.find_spec(name, places)
+        except Exception:  # foreign code
+            continue
+        if spec is not None:
+            return spec
+    return None
+
+
+def _places(spec: ModuleSpec | None) -> list[str]:
+    """Where the modules of a package lie; it may have added to them when it was imported."""
+    if spec is None or spec.submodule_search_locations is None:
+        return []
+    own = _dict_of(sys.modules.get(spec.name))
+    added: Iterable[Any] = own.get("__path__") or () if _is_at(spec, own.get("__file__")) else ()
+    return [place for place in (*spec.submodule_search_locations, *added) if isinstance(place, str)]
+
+
+def _is_at(spec: ModuleSpec, file: str | None) -> bool:
+    if not spec.has_location or spec.origin is None:
+        return spec.loader is not None  # built in, frozen, or foreign
+    if spec.origin == file:
+        return True
     try:
-        return finder.find_spec(package, None) is not None
-    except (AttributeError, ImportError, ValueError):
+        return file is not None and os.path.samefile(spec.origin, file)
+    except OSError:
         return False

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
 import torch
 from tensordict import TensorDictBase
 
@@ -22,6 +23,7 @@ from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.delivery import never
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.policy import check_policy
+from rollwright.collectors.storing import await_publication
 from rollwright.collectors.workers.first_come import FirstCome
 from rollwright.collectors.workers.gather import Gather
 from rollwright.collectors.workers.group import WorkerGroup
@@ -108,7 +110,8 @@ class MultiCore(BaseCollector):
         self._words, self._segment = Segment(), Segment()
         self._segments = [self._words, self._segment]
         seed = int(torch.empty((), dtype=torch.int64).random_()) % 2**62
-        pickled = _pickled(policy) if policy is not None and self.options.policy_factory is None else None
+        has_policy = policy is not None and self.options.policy_factory is None
+        pickled = _pickled(policy, own.start_method) if has_policy else None
         specs = [
             WorkerSpec(
                 index=i,
@@ -228,6 +231,7 @@ class MultiCore(BaseCollector):
     def _shaped(self, batch: Any) -> TensorDictBase | None:
         """What is done with a batch of all workers that could not be done in each."""
         if batch is None:
+            await_publication(self.options.replay_buffer)
             return None
         shaped: TensorDictBase = batch
         if self._splits:
@@ -409,9 +413,9 @@ class MultiCore(BaseCollector):
             raise error
 
 
-def _pickled(policy: Any) -> bytes:
-    try:
-        return dumps(policy)
+def _pickled(policy: Any, start_method: str | None) -> bytes:
+    try:  # what was forked has every module
+        return bytes(cloudpickle.dumps(policy, 5)) if start_method == "fork" else dumps(policy)
     except (TypeError, ValueError, AttributeError, RuntimeError, pickle.PicklingError) as error:
         raise TypeError(
             f"policy: {type(policy).__name__} cannot be sent to a worker process: {error}. Pass policy_factory=, a "

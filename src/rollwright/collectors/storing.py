@@ -20,9 +20,9 @@ from rollwright.data.replay_buffers import SampleToInsertRatio, SliceSampler
 if TYPE_CHECKING:
     from rollwright.collectors._delivering import DeliveringCore
 
-__all__ = ["Stored", "StoredBatches", "StoredFrames", "StoredTrajectories", "choose_delivery"]
+__all__ = ["StoredBatches", "StoredFrames", "StoredTrajectories", "await_publication", "choose_delivery"]
 
-_PUBLICATION_S, _NAP_S = 1.0, 0.2e-3
+_PUBLICATION_S, _NAP_S = 0.1, 0.2e-3
 _RANDOM_LACK = "the first frames in the buffer, of random actions (init_random_frames), lack them"
 
 
@@ -78,19 +78,6 @@ class Stored(Delivery):
             self._limiter.await_insert(frames, stop=stop, whom=type(self._core).__name__)
         finally:
             self.waiting_for = None
-
-    def await_publication(self) -> None:
-        """Wait until all that was written can be read: rows before it may still be written by another process.
-
-        A second at most: one that is stuck there keeps nobody else from collecting.
-        """
-        ledger: Any = getattr(getattr(self._buffer, "storage", None), "ledger", None)
-        if ledger is None:
-            return
-        end, until = ledger._end(), time.monotonic() + _PUBLICATION_S
-        while ledger.live()[1] < end and time.monotonic() < until:
-            time.sleep(_NAP_S)
-            ledger.settle()
 
     def _extend(self, data: TensorDictBase) -> None:
         """Write frames, flattened where the storage has one dimension."""
@@ -237,3 +224,17 @@ class StoredTrajectories(Stored):
         """See :meth:`Delivery.how`."""
         copies = "extend_pieces" if self._by_pieces else "extend"
         return {"buffer": f"{copies} with each complete trajectory: trajs_per_batch"}
+
+
+def await_publication(buffer: Any) -> None:
+    """Wait until what was written can be read: rows before it may still be written, by another process.
+
+    A tenth of a second at most: one that is stuck there keeps nobody from going on.
+    """
+    ledger: Any = getattr(getattr(buffer, "storage", None), "ledger", None)
+    if ledger is None:
+        return
+    end, until = ledger.end(), time.monotonic() + _PUBLICATION_S
+    while ledger.live()[1] < end and time.monotonic() < until:
+        time.sleep(_NAP_S)
+        ledger.settle()

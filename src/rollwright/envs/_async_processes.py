@@ -75,6 +75,7 @@ class ProcessSlots(Slots):
 
         with uninterrupted:
             ticket = self._processes.post(command, [row], layout, keeps=True)
+            self._processes.see_off()
             self._under_way[row] = ticket, "reset" if resets else "step", time.monotonic()
 
     def wait(self, timeout_s: float) -> None:

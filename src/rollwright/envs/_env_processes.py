@@ -159,7 +159,7 @@ class EnvProcesses:
             self._under_way.expect(_START, process, rows)
             self._under_way.dropped.add(_START)
             if self._outcomes:
-                self._lines.send(process, Lay(0, self._outcomes), self._limit_s)
+                self._lines.send(process, Lay(0, self._outcomes))
 
     # Shared memory ------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class EnvProcesses:
         rows = SharedRows(self._segment, fields)
         self._under_way.marks = rows.arrays[DONE_ROWS]
         for process in range(self.num_processes):
-            self._lines.send(process, Lay(0, self._outcomes), self._limit_s)
+            self._lines.send(process, Lay(0, self._outcomes))
         return rows
 
     def inputs(self, signature: Signature) -> tuple[int, SharedRows]:
@@ -210,8 +210,8 @@ class EnvProcesses:
                 the same rows in full.
             rows: in rising order.
             layout: of :meth:`inputs`, where the command uses one.
-            keeps: whether other commands may follow before :meth:`gather`. If not, and an interrupt keeps the caller
-                from it, the answers are dropped before the next command.
+            keeps: whether other commands may follow before :meth:`gather`; the caller is to :meth:`see_off` this one.
+                If not, and an interrupt keeps the caller from it, the answers are dropped before the next command.
 
         Returns:
             The ticket, for :meth:`gather`.
@@ -226,15 +226,21 @@ class EnvProcesses:
             for process, mine in self._share_out(rows).items():
                 lay = None if layout is None else self._inputs.message(process, layout)
                 if lay is not None:
-                    self._lines.send(process, lay, self._limit_s)
+                    self._lines.send(process, lay)
                 message = command(ticket, None if mine is self.rows[process] else mine, mine)
                 self._under_way.expect(ticket, process, mine)
                 try:
-                    self._lines.send(process, message, self._limit_s)
+                    self._lines.send(process, message)
                 except BaseException:  # it cannot be pickled, and the process has not heard of it
                     self._under_way.unexpect(ticket, process)
                     raise
+        if not keeps:
+            self.see_off()
         return ticket
+
+    def see_off(self) -> None:
+        """Wait until what was posted is on its way. If Ctrl-C ends that, the rest goes while answers are awaited."""
+        self._lines.see_off(self._limit_s)
 
     def _settle(self) -> None:
         """Wait for what was interrupted."""
@@ -327,10 +333,11 @@ class EnvProcesses:
             with uninterrupted:
                 self._under_way.expect(ticket, process, self.rows[process])
                 if limit_s:
-                    self._lines.send(process, Leave(ticket), max(0.0, until - time.monotonic()))
+                    self._lines.send(process, Leave(ticket))
         due = self._under_way.due(ticket)
         while due and (rest := until - time.monotonic()) > 0:
             self.pump(rest)
+        self._lines.lose_deaf()
         left = self._lines.living()
         stuck = [process for process in left if process in due]
         for child in left.values():

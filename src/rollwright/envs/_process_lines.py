@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import time
 from typing import NamedTuple
 
 from rollwright._interrupts import uninterrupted
@@ -56,32 +57,53 @@ class ProcessLines:
         """All that were not lost, by place."""
         return {process: child for process, child in enumerate(self._children) if child is not None}
 
-    def send(self, process: int, message: Command, limit_s: float) -> None:
-        """Send a message; one that does not read it within ``limit_s`` is killed, as one that is of no use."""
+    def send(self, process: int, message: Command) -> None:
+        """Send a message, without waiting: what the line has no room for goes in :meth:`pump`."""
         child = self._children[process]
         if child is None:
             self.lose(process)
             return
         try:
-            child.channel.send(message, timeout_s=limit_s)
+            child.channel.post(message)
             self.num_messages += 1
         except EOFError:
             self._hear_out(process, child)
-        except TimeoutError:
+
+    def see_off(self, limit_s: float) -> None:
+        """Wait until all that was sent is on its way; a process that does not read it in time is killed."""
+        until = time.monotonic() + limit_s
+        while self._behind() and (rest := until - time.monotonic()) > 0:
+            self.pump(rest)
+        self.lose_deaf()
+
+    def lose_deaf(self) -> None:
+        """Kill those that have not read what they were sent: they are of no use."""
+        for process in self._behind():
             self.lose(process, "did not read what it was sent")
+
+    def _behind(self) -> list[int]:
+        """Those with a line that had no room for all that was sent."""
+        return [process for process, child in self.living().items() if child.channel.behind]
 
     def pump(self, timeout_s: float) -> bool:
         """Wait until something comes in, and take it; whether a command has got an answer, or never will."""
+        for child in self._children:
+            if child is not None and child.channel.behind:
+                self._poll.register(child.channel.fileno(), select.POLLIN | select.POLLOUT)
         ready = self._poll.poll(timeout_s * 1e3)
         if not ready:
             return False
         advances = False
         with uninterrupted:
-            for fd, _ in ready:
+            for fd, events in ready:
                 watched = self._watched.get(fd)
                 child = None if watched is None else self._children[watched.process]
                 if watched is None or child is None:
                     continue  # it was lost a moment ago
+                if events & select.POLLOUT:
+                    self._poll.register(fd, select.POLLIN)
+                    with contextlib.suppress(EOFError):  # heard below
+                        child.channel.flush()
                 listen = self._hear_out if watched.is_end else self._listen
                 advances |= listen(watched.process, child)
         return advances

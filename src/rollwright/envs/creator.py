@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
-
+from rollwright._processes.pickling import dumps
 from rollwright.envs.base import EnvBase
 
 __all__ = ["EnvCreator", "env_creator"]
@@ -56,11 +56,10 @@ class EnvCreator:
         return EnvCreator(self.create_env_fn, {**self.create_env_kwargs, **kwargs})
 
     def __getstate__(self) -> bytes:
-        state: bytes = cloudpickle.dumps((self.create_env_fn, self.create_env_kwargs))
-        return state
+        return dumps((self.create_env_fn, self.create_env_kwargs))
 
     def __setstate__(self, state: bytes) -> None:
-        self.create_env_fn, self.create_env_kwargs = cloudpickle.loads(state)
+        self.create_env_fn, self.create_env_kwargs = pickle.loads(state)
 
     def __repr__(self) -> str:
         name = getattr(self.create_env_fn, "__qualname__", repr(self.create_env_fn))

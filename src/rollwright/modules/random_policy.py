@@ -65,4 +65,7 @@ class RandomPolicy:
 def missing_batch(spec: TensorSpec, batch: torch.Size) -> torch.Size:
     """The leading dimensions that the spec of one action lacks for a batch of them; none if it is that of a batch."""
     own = spec.shape[: spec.ndim - isinstance(spec, _VECTORS)]
-    return torch.Size(()) if own[: len(batch)] == batch else batch[: max(len(batch) - len(own), 0)]
+    if own[: len(batch)] == batch:
+        return torch.Size(())
+    known = next(k for k in range(min(len(own), len(batch)), -1, -1) if own[:k] == batch[len(batch) - k :])
+    return batch[: len(batch) - known]

@@ -8,9 +8,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cloudpickle  # type: ignore[import-untyped]
 import torch
 
+from rollwright._processes.pickling import dumps
 from rollwright._processes.segment import Segment
 from rollwright.weight_update._tables import Model, Table, aligned
 
@@ -133,7 +133,7 @@ def dump_extras(extras: dict[str, Any]) -> bytes:
     """A pickle of extra state, with the code of classes that another process cannot import."""
     if not extras:
         return b""
-    return bytes(cloudpickle.dumps({name: _on_cpu(value) for name, value in extras.items()}, 5))
+    return dumps({name: _on_cpu(value) for name, value in extras.items()})
 
 
 def load_extras(dumped: bytes) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from tests.collectors.workers.envs import IDS, STEP, Gain, gain, makers, pixels, sampling, tallies
+from tests.collectors.workers.envs import IDS, STEP, VERSION, Gain, gain, makers, pixels, sampling, tallies
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import in_shared_memory, wait_until
 
@@ -104,6 +104,68 @@ def test_a_batch_whose_shaping_is_interrupted_comes_with_the_next_call(make):
     collector.load_state_dict(state)  # it is part of the state, too
     assert steps_by_id(collector.next()) == {0: list(range(10, 20)), 1: list(range(10, 20))}
     assert collector.stats()["frames"] == 40
+
+
+def test_the_last_batch_is_not_lost_when_its_shaping_is_interrupted(make):
+    interrupt = AtTheSecond(lambda: signal.raise_signal(signal.SIGINT))
+    options = {"split_trajs": True, "postproc": interrupt}
+    with pytest.warns(UserWarning, match="split_trajs"):
+        collector = make("sync", makers(length=100), gain(), frames_per_batch=20, total_frames=40, **options)
+    collector.next()
+    with pytest.raises(KeyboardInterrupt):
+        collector.next()
+    assert steps_by_id(collector.next()) == {0: list(range(10, 20)), 1: list(range(10, 20))}
+    assert collector.next() is None
+
+
+def test_what_an_interrupt_keeps_is_delivered_only_while_it_is_fresh(make):
+    interrupt = AtTheSecond(lambda: signal.raise_signal(signal.SIGINT))
+    options = {"split_trajs": True, "postproc": interrupt, "max_policy_lag": 1, "track_policy_version": True}
+    with pytest.warns(UserWarning, match="split_trajs"):
+        collector = make("sync", makers(length=100), gain(), frames_per_batch=20, **options)
+    collector.next()
+    with pytest.raises(KeyboardInterrupt):
+        collector.next()
+    for value in (2.0, 3.0, 4.0):
+        collector.update_policy_weights_(gain(value))
+    assert bool((collector.next()[VERSION][:, 0] == 3).all())
+    assert collector.stats()["frames_stale"] == 20
+
+
+def test_an_asynchronous_batch_that_could_not_be_shaped_is_tried_again(make, monkeypatch):
+    """Its worker has gone on: without it, there would be a hole in a trajectory."""
+    collector = make("async", makers(length=1000), gain(), frames_per_batch=10, total_frames=200)
+    batches = [collector.next().clone()]
+    with monkeypatch.context() as patch:
+        patch.setattr(collector, "_shaped", lambda _: 1 / 0)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                collector.next()
+    batches += [batch.clone() for batch in collector]
+    found = check(batches)
+    assert (found.frames, found.gaps) == (200, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_while_trajectories_come_in_loses_none(make, monkeypatch, kind):
+    options = {"frames_per_batch": 30, "total_frames": 600, "trajs_per_batch": 3, "traj_format": "cat"}
+    collector = make(kind, makers(), gain(), **options)
+    deliver, interrupts = collector._schedule._deliver, iter([True, False, True])
+
+    def interrupted(results):
+        deliver(results)
+        if next(interrupts, False):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(collector._schedule, "_deliver", interrupted)
+    batches = []
+    while not (batches and batches[-1] is None):
+        try:
+            batches.append(collector.next())
+        except KeyboardInterrupt:
+            continue
+    found = check(batches[:-1], whole=True)
+    assert found.trajectories == 3 * (len(batches) - 1)
 
 
 def test_no_trajectory_goes_on_across_a_batch_that_could_not_be_shaped(make):

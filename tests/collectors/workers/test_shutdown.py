@@ -15,6 +15,8 @@ from tests.collectors.workers import processes
 from tests.collectors.workers.envs import Trouble, broken, failing, gain, makers, one_bad, tally
 from tests.collectors.workers.processes import burn, gone, heard, wait_until
 
+from rollwright._processes.channel import ByValue
+from rollwright.collectors.workers import messages
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.errors import WorkerError
 
@@ -273,6 +275,24 @@ def test_shutdown_when_nobody_reads_what_workers_are_told(make, tmp_path):
     assert [type(error) for error in raised] == [RuntimeError] * 2
     assert gone(running, 1.0)
     assert len(collector.stats()["forced"]) == 3
+
+
+def test_shutdown_while_much_is_on_its_way(make):
+    """Worker 0 is stopped, and keeps nobody: the other one reads what it is told to its end, and ends."""
+    collector = make("sync", makers(), gain(), frames_per_batch=20)
+    collector.next()
+    stopped, other = pids(collector)
+    burn(stopped, signal.SIGSTOP)
+    call = messages.Call(10**6, "post_collect_hook", ByValue(((bytes(10_000_000),), {})), False, False)
+    for worker in collector._group.workers:
+        worker.send(call, attention=True)
+    assert all(worker.behind for worker in collector._group.workers)
+    thread = threading.Thread(target=partial(collector.shutdown, timeout=BOUND_S, raise_on_error=False))
+    thread.start()
+    assert gone([other], 0.5 * BOUND_S)
+    burn(stopped, signal.SIGCONT)
+    thread.join()
+    assert collector.stats()["forced"] == []
 
 
 class Cargo:

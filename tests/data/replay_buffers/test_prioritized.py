@@ -97,7 +97,7 @@ def test_equals_an_array_of_priorities(seed, size, columns, within, listen):
     for _ in range(15):
         for _ in range(1 if listen else int(rng.integers(1, 4))):
             n = int(rng.integers(1, size + 1))
-            first = storage.ledger._end()
+            first = storage.ledger.end()
             if storage.capacity and rng.random() < 0.2:
                 storage.ledger.abandon(storage.ledger.reserve(min(n, 3)))
                 continue

@@ -22,7 +22,6 @@ from rollwright.collectors.collector import Collector
 from rollwright.collectors.delivery import TrajectoryBatches, copied
 from rollwright.collectors.devices import module_device
 from rollwright.collectors.profiling import ProfileConfig
-from rollwright.collectors.storing import Stored
 from rollwright.collectors.trajectories import TrajectoryPool
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.blocks import BatchForm, BlockMemory, Place
@@ -163,8 +162,6 @@ class WorkerCore(Collector):
                     batch: Any = self._complete()
                 else:
                     batch = self._delivery.next()
-                if isinstance(self._delivery, Stored):
-                    self._delivery.await_publication()
             found = self._sorted(batch)
         finally:
             batch = None

@@ -64,6 +64,9 @@ class FirstCome(Schedule):
         batch = batch_of(result)
         return batch if self._trajs_per_batch is not None else self._lent(batch)
 
+    def _refused(self, results: Sequence[Result]) -> None:
+        """See :class:`Schedule`: it stays, for its worker has gone on from its end."""
+
     def _next_is_there(self) -> bool:
         self._ask()
         if self._arrivals and self._staleness.waits:  # the one that began first is the next

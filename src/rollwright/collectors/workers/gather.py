@@ -83,6 +83,12 @@ class Gather(Schedule):
             mark_taken(batch)
         return self._lent(batch)
 
+    def _refused(self, results: Sequence[Result]) -> None:
+        """See :class:`Schedule`: it is lost, and its workers, which rest, begin anew."""
+        with self._group.lock:
+            self._pending.clear()
+            self._lose(results)
+
     def _ask(self) -> None:
         """Ask every worker that has no part in this round yet."""
         begins = not self._results and not any(worker.runs for worker in self._group.workers)

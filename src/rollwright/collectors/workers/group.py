@@ -240,7 +240,7 @@ class WorkerGroup(Listening):
         for worker, _ in children:
             worker.send(say.Stop(close_env), attention=True)
         asleep = [(worker, child) for worker, child in children if child is not None]
-        errors = [self._hear_out(worker, child, until) for worker, child in asleep]
+        errors = self._hear_out(asleep, until)
         doing = [worker.doing() for worker, _ in asleep]
         hows = end_all([child for _, child in asleep], 0.0)
         for (worker, _), what, how in zip(asleep, doing, hows, strict=True):
@@ -252,4 +252,4 @@ class WorkerGroup(Listening):
         with self.lock:
             self._changed.notify_all()
         self.wake()
-        return next((error for error in errors if error is not None), None)
+        return next(iter(errors), None)

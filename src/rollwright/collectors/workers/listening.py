@@ -209,23 +209,35 @@ class Listening:
                 return
             self._take(worker, message)
 
-    def _hear_out(self, worker: Member, child: Child, until: float) -> WorkerError | None:
-        """Listen to a worker that is to end, until it has; what it raised, if it did."""
-        error = None
-        with contextlib.suppress(EOFError):
-            while (says := child.channel.poll(min(NAP_S, until - time.monotonic()))) or time.monotonic() < until:
-                if worker.behind:
+    def _hear_out(self, ending: Sequence[tuple[Member, Child]], until: float) -> list[WorkerError]:
+        """Listen to workers that are to end, until they have; what they raised."""
+        errors: dict[int, WorkerError] = {}
+        lines = {fd: (worker, child) for worker, child in ending if (fd := child.channel.fileno()) >= 0}
+        left = until - time.monotonic()
+        while lines:
+            poll = select.poll()
+            for fd, (worker, _) in lines.items():
+                poll.register(fd, select.POLLIN | select.POLLOUT if worker.behind else select.POLLIN)
+            for fd, events in poll.poll(max(0.0, min(NAP_S, left)) * 1e3):
+                worker, child = lines[fd]
+                if events & select.POLLOUT:
                     worker.catch_up()
-                if not says:
-                    continue
-                message = child.channel.recv(0.0)
-                if isinstance(message, say.Collected):
-                    with self.lock:
-                        self._take(worker, message)
-                elif isinstance(message, Failure):
-                    error = message.error(worker.name, worker.index)
-        child.wait(until - time.monotonic())
-        return error
+                try:
+                    while child.channel.poll():
+                        message = child.channel.recv(0.0)
+                        if isinstance(message, say.Collected):
+                            with self.lock:
+                                self._take(worker, message)
+                        elif isinstance(message, Failure):
+                            errors[worker.index] = message.error(worker.name, worker.index)
+                except EOFError:
+                    del lines[fd]
+            if left <= 0:
+                break
+            left = until - time.monotonic()
+        for _, child in ending:
+            child.wait(until - time.monotonic())
+        return [errors[index] for index in sorted(errors)]
 
     def _take(self, worker: Member, message: Any) -> None:
         listener = self.listener

@@ -92,10 +92,13 @@ class Schedule(ABC):
 
     def ready(self, give_up: Callable[[], bool] = never) -> bool:
         """Whether there is something to deliver; it may take rollouts to know."""
+        self._drop_stale_rest()
+        if self._pending:
+            return True
         if self._trajs_per_batch is None or self.stored:
             return self._more()
         while len(self._trajectories) < self._trajs_per_batch:
-            if not self._more() or not self._advance(give_up):
+            if not self._more() or not self._take(give_up):
                 return False
         return True
 
@@ -104,35 +107,53 @@ class Schedule(ABC):
 
         Args:
             give_up: asked again and again, whether to come back without anything.
-            shaped: what is done with it, before it counts as delivered. If that raises, it is lost; if it is
-                interrupted, it is delivered by the next call.
+            shaped: what is done with it, before it counts as delivered. If it is interrupted, the batch is delivered
+                by the next call; if it raises, see :meth:`_refused`.
 
         Raises:
             WorkerError: a worker has failed.
         """
-        if not self._pending:
-            if self._trajs_per_batch is not None and not self.stored:
-                self._put_together(self._trajs_per_batch)
-            elif not self._take(give_up):
-                return None
-        made, results = self._pending[-1]
-        try:
-            found = shaped(made)
-        except Exception:
+        while True:
+            if not self._pending:
+                if self._trajs_per_batch is not None and not self.stored:
+                    self._put_together(self._trajs_per_batch)
+                elif not self._take(give_up):
+                    return None
+            pending = made, results = self._pending[-1]
+            try:
+                found = shaped(made)
+            except Exception:
+                self._refused(results)
+                raise
             with self._group.lock:
-                self._pending.pop()
-                self._lose(results)
-            raise
-        with uninterrupted:
-            self._pending.pop()
-            self._release(results)
-            self.batches += 1
-        return found
+                if self._pending and self._pending[-1] is pending:
+                    self._pending.pop()
+                    self._release(results)
+                    self.batches += 1
+                    return found
+            if not self.ready(give_up):  # another thread has begun anew meanwhile
+                return None
 
     def _deliver(self, results: Sequence[Result]) -> None:
         """Make a batch, and put it where an interrupt does not lose it."""
-        self._pending.append((self._made_of(results), results))
+        made = self._made_of(results)
+        if self._trajs_per_batch is not None and not self.stored:
+            self._trajectories.extend(made)
+            self._release(results)
+        else:
+            self._pending.append((made, results))
         self._staleness.delivered()
+
+    @abstractmethod
+    def _refused(self, results: Sequence[Result]) -> None:
+        """A batch could not be shaped."""
+
+    def _drop_stale_rest(self) -> None:
+        """Let go of a batch that an interrupt has kept here until it was too stale."""
+        with self._group.lock:
+            if self._pending and self._staleness.too_stale(self._pending[-1][1], self._staleness.versions()):
+                _, results = self._pending.pop()
+                self._drop(results)
 
     def _put_together(self, count: int) -> None:
         """Make a batch of trajectories."""
@@ -141,16 +162,6 @@ class Schedule(ABC):
             pieces = [[Piece(Frames.of(td, len(td)), 0, len(td))] for td in taken]
             made = pad(pieces) if self._padded else concatenate([piece for [piece] in pieces])
             self._pending.append((made, ()))
-
-    def _advance(self, give_up: Callable[[], bool]) -> bool:
-        """Let another rollout of trajectories come in; False if that was given up."""
-        if not self._take(give_up):
-            return False
-        with uninterrupted:
-            made, results = self._pending.pop()
-            self._trajectories.extend(made)
-            self._release(results)
-        return True
 
     @abstractmethod
     def _more(self) -> bool:
@@ -232,7 +243,7 @@ class Schedule(ABC):
 
     def oldest_versions(self) -> list[tuple[int, int]]:
         """Worker and version of rollouts that have arrived, and were not delivered."""
-        return [(result.worker, result.found.oldest_version) for result in self._waiting()]
+        return [(result.worker, result.found.oldest_version) for result in self._undelivered()]
 
     def raise_error(self) -> None:
         """Raise what went wrong in a worker: each error once, but that of a worker that is gone again and again."""

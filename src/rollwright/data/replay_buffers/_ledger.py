@@ -104,7 +104,7 @@ class Ledger:
     @property
     def num_begun(self) -> int:
         """Rows that something was written to, ever: the first so many."""
-        return min(self._end(), self.capacity)
+        return min(self.end(), self.capacity)
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
@@ -162,9 +162,9 @@ class Ledger:
         """``(low, high)``: the positions that may be read, less the gaps of :meth:`voids`."""
         head = self._head
         high = head[_PUBLISHED]
-        return min(max(self._end() - self.capacity, head[_BASE]), high), high
+        return min(max(self.end() - self.capacity, head[_BASE]), high), high
 
-    def _end(self) -> int:
+    def end(self) -> int:
         """Where the last reservation ends."""
         head = self._head
         if head[_SETTLED] == head[_ISSUED]:
@@ -253,7 +253,7 @@ class Ledger:
     def _reserve(self, n: int) -> Reservation | None:
         head, slots = self._head, self._slots
         self._settle()
-        start, serial = self._end(), head[_ISSUED]
+        start, serial = self.end(), head[_ISSUED]
         if start + n - self.capacity > head[_PUBLISHED] or serial - head[_SETTLED] == _SLOTS:
             return None
         at = serial % _SLOTS
@@ -307,7 +307,7 @@ class Ledger:
         if stop <= start:
             return
         head, gaps, lost = self._head, self._gap_list, self.num_lost
-        low = self._end() - self.capacity
+        low = self.end() - self.capacity
         while head[_OLDEST_GAP] < head[_GAPS] and gaps[_VOID * (head[_OLDEST_GAP] % _VOIDS) + 1] <= low:
             head[_OLDEST_GAP] += 1
         if head[_GAPS] > head[_OLDEST_GAP]:
@@ -338,7 +338,7 @@ class Ledger:
     def clear(self) -> None:
         """Drop all that is published."""
         with self.writing():
-            self._head[_BASE] = self._end()
+            self._head[_BASE] = self.end()
             self._head[_REVISION] += 1
 
     def restore(self, state: Mapping[str, Any]) -> None:

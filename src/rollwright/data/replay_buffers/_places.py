@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDictBase
 
+from rollwright._keys import NestedKey
 from rollwright.data.replay_buffers.storages import Storage
 
-__all__ = ["elements_at"]
+__all__ = ["elements_at", "entry_of"]
 
 
 def elements_at(storage: Storage, index: Any, dim: int) -> NDArray[np.int64]:
@@ -46,3 +48,14 @@ def elements_at(storage: Storage, index: Any, dim: int) -> NDArray[np.int64]:
     except IndexError as error:
         size = len(storage) if storage.ndim == 1 else list(live.shape)
         raise IndexError(f"index: {index!r} is out of range: the buffer holds {size} elements.") from error
+
+
+def entry_of(elements: Any, key: NestedKey) -> Any:
+    """An entry of elements.
+
+    Raises:
+        TypeError: they are no TensorDicts.
+    """
+    if not isinstance(elements, TensorDictBase):
+        raise TypeError(f"index: {key!r} names an entry, and the elements here have none. Pass places, such as [:].")
+    return elements[key]

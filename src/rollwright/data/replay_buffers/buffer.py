@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers._ahead import Ahead, Turn
 from rollwright.data.replay_buffers._arguments import Change, check_given, dimension, inverse_of, made, stacked
-from rollwright.data.replay_buffers._places import elements_at
+from rollwright.data.replay_buffers._places import elements_at, entry_of
 from rollwright.data.replay_buffers._rows import RowStorage
 from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers import RandomSampler, Sampler
@@ -303,7 +303,7 @@ class ReplayBuffer:
         is that entry of all: ``buffer["next", "reward"]``.
         """
         if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
-            return self[:][index]
+            return entry_of(self[:], index)
         with self.storage.ledger.reading():
             chosen = elements_at(self.storage, index, self._dim)
             data = self.storage.read(chosen.reshape(-1))
