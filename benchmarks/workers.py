@@ -37,6 +37,7 @@ PEERS = {
     TORCHRL_SYNC: ("torchrl", "benchmarks.peers.torchrl_workers"),
     TORCHRL_ASYNC: ("torchrl", "benchmarks.peers.torchrl_workers"),
 }
+_REST_S = 0.5  # asynchronous workers, ours and others', go on with up to two batches each after their turn
 ENV_NAMES = tuple(dict.fromkeys(case.env_name for case in CASES))
 
 
@@ -113,7 +114,7 @@ def measure(case: Case, pythons: Mapping[str, Path], rounds: int, seconds: float
                     sides[name] = _peer_rate(case, name, pythons, seconds, stack)
             except PeerError as error:
                 missing[name] = str(error)
-        return Measured(case, alternate(sides, rounds), missing)
+        return Measured(case, alternate(sides, rounds, rest_s=min(_REST_S, seconds)), missing)
 
 
 def _own_rate(collect: Callable[[], int], seconds: float) -> Callable[[], float]:

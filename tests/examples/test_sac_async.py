@@ -28,7 +28,7 @@ def run(*arguments: str, timeout: float = 110) -> tuple[int, list[tuple[int, flo
     return done.returncode, [(int(n.replace(",", "")), float(mean)) for n, mean in LINE.findall(done.stdout)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_keeps_pace_and_draws_its_curve(tmp_path, workers):
     picture = tmp_path / "curve.png"
     arguments = ("--workers", str(workers), "--total-frames", "1500", "--goal", "0", "--plot", str(picture))
@@ -41,7 +41,7 @@ def test_keeps_pace_and_draws_its_curve(tmp_path, workers):
     assert picture.read_bytes()[1:4] == b"PNG"
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_can_be_interrupted(workers):
     arguments = command("--workers", str(workers), "--total-frames", "10_000_000", "--goal", "0")
     with subprocess.Popen(arguments, env=ENV, stdout=-1, stderr=-1) as process:

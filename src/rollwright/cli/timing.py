@@ -61,12 +61,13 @@ def rate(collect: Callable[[], int], *, frames: int = 1, seconds: float = 0.0) -
     return taken / elapsed
 
 
-def alternate(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def alternate(sides: Mapping[str, Callable[[], float]], rounds: int, *, rest_s: float = 0.0) -> dict[str, list[float]]:
     """Measure all sides once a round, each round in the other direction.
 
     Args:
         sides: for each name a function that returns a rate.
         rounds: number of rounds.
+        rest_s: seconds of rest before each turn, where sides go on with something for a while after theirs.
 
     Returns:
         The rates of each side, in order of rounds.
@@ -78,5 +79,6 @@ def alternate(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(rounds):
         for name in list(sides)[:: 1 if i % 2 == 0 else -1]:
+            time.sleep(rest_s)
             rates[name].append(sides[name]())
     return rates

@@ -125,7 +125,6 @@ REASONS = {
     r"^a distribution reads its generator": lambda: drawing(generator="seed"),
     r"^it samples a CompositeDistribution$": composite,
     r"^the random policy has no spec yet$": RandomPolicy,
-    r"^the spec of 'action' has another batch size": lambda: (RandomPolicy(Bounded(-1, 1, shape=(2,))), (3,)),
     r"^the spec of 'action' is a NonTensor$": lambda: RandomPolicy(Composite(action=NonTensor())),
 }
 

@@ -171,9 +171,7 @@ class RandomActions(TensorPolicy):
             draws = [(unravel(key), leaf, torch.Size(())) for key, leaf in _leaves(expanded)]
         else:
             draws = [(policy.action_key, spec, missing_batch(spec, batch))]
-        for key, leaf, shape in draws:
-            if torch.Size((*shape, *leaf.shape))[: len(batch)] != batch:
-                raise NotFlat(f"the spec of {key!r} has another batch size than the environment")
+        for key, leaf, _ in draws:
             if type(leaf) not in _DRAWN:
                 raise NotFlat(f"the spec of {key!r} is a {type(leaf).__name__}")
             if leaf.device is not None and leaf.device.type != "cpu":
