@@ -56,19 +56,19 @@ class MessageCounter:
         self.num_bytes += len(pickle.dumps(message, 5))
 
     def __enter__(self) -> MessageCounter:
-        send, receive, count = Channel.send, Channel.recv, self._count
+        post, receive, count = Channel.post, Channel.recv, self._count
 
-        def counted_send(channel: Channel, message: Any, *arguments: Any, **options: Any) -> None:
+        def counted_post(channel: Channel, message: Any) -> None:
             count(message)
-            send(channel, message, *arguments, **options)
+            post(channel, message)
 
         def counted_receive(channel: Channel, *arguments: Any, **options: Any) -> Any:
             message = receive(channel, *arguments, **options)
             count(message)
             return message
 
-        Channel.send, Channel.recv = counted_send, counted_receive
-        self._undo.callback(setattr, Channel, "send", send)
+        Channel.post, Channel.recv = counted_post, counted_receive
+        self._undo.callback(setattr, Channel, "post", post)
         self._undo.callback(setattr, Channel, "recv", receive)
         return self
 

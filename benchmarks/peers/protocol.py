@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -76,7 +78,7 @@ def _requests(answers):
 
 
 class Peer:
-    """A running peer.
+    """A running peer, stopped with all its processes but in its turns: the workers of some go on for long.
 
     Args:
         python: of the environment that the peer is installed in.
@@ -99,6 +101,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         self._errors: deque[str] = deque(maxlen=20)
         self._reader = Thread(target=self._read_errors, daemon=True)  # a full pipe would stop the peer
@@ -108,6 +111,11 @@ class Peer:
         except PeerError:
             self.close()
             raise
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def rate(self, seconds: float) -> float:
         """Frames per second over at least so many seconds.
@@ -115,15 +123,19 @@ class Peer:
         Raises:
             PeerError: it does not answer.
         """
+        self._signal(signal.SIGCONT)
         try:
             print(seconds, file=self._process.stdin, flush=True)
+            answer = self._answer(ROUND_LIMIT_S + seconds)
         except BrokenPipeError:
             raise PeerError(self._last_error()) from None
-        answer = self._answer(ROUND_LIMIT_S + seconds)
+        finally:
+            self._signal(signal.SIGSTOP)
         return answer["frames"] / answer["seconds"]
 
     def close(self) -> None:
         """Let it end, and make it end where it does not."""
+        self._signal(signal.SIGCONT)
         for pipe in (self._process.stdin, self._process.stdout):
             pipe.close()
         try:
