@@ -10,7 +10,7 @@ import time
 
 import pytest
 from tests.collectors.workers.envs import VERSION, Trouble, gain, makers, one_bad
-from tests.collectors.workers.processes import burn, gone, left_behind, wait_until
+from tests.collectors.workers.processes import burn, gone, heard, left_behind, wait_until
 
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.member import Member
@@ -212,5 +212,10 @@ def test_while_workers_do_not_read_what_they_are_told(make, inside):
     thread.join()
     for pid in pids:
         burn(pid, signal.SIGCONT)
-    assert collector.get_distant_attr("post_collect_hook.own") == [Cargo.load] * 2  # it was on its way
+
+    def arrived():  # it was on its way, and is taken at the end of a rollout
+        return heard(lambda: collector.get_distant_attr("post_collect_hook.own"), AttributeError) is None
+
+    assert wait_until(arrived)
+    assert collector.get_distant_attr("post_collect_hook.own") == [Cargo.load] * 2
     assert collector.next() is not None
