@@ -11,11 +11,11 @@ import torch
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs._renewable import RenewableEnv
-from rollwright.envs._succession import Notice, num_recreations
+from rollwright.envs._succession import Notice
 from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 
-__all__ = ["EnvMaker", "ResetUndo", "make_env", "num_recreations"]
+__all__ = ["EnvMaker", "ResetUndo", "make_env"]
 
 Buffers = dict[str, torch.Tensor | None]
 EnvMaker = EnvBase | Callable[..., EnvBase] | Sequence[Callable[..., EnvBase]]

@@ -12,10 +12,10 @@ from typing import Any
 from rollwright.collectors import _resume
 from rollwright.collectors import weights as weight_forms
 from rollwright.collectors._backgrounding import BackgroundCore
-from rollwright.collectors._env import num_recreations
 from rollwright.collectors._front_door import collector_elsewhere, is_elsewhere
 from rollwright.collectors._paths import resolve
 from rollwright.collectors.options import CollectorOptions
+from rollwright.envs._succession import num_recreations
 
 __all__ = ["Collector"]
 

@@ -17,7 +17,6 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._keys import NestedKey, unravel
 from rollwright._processes.channel import ByValue
 from rollwright.collectors._delivery_checks import ledger_of
-from rollwright.collectors._env import num_recreations
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.delivery import TrajectoryBatches, copied
 from rollwright.collectors.devices import module_device
@@ -28,6 +27,7 @@ from rollwright.collectors.workers.blocks import BatchForm, BlockMemory, Place
 from rollwright.collectors.workers.parcels import ParcelMemory
 from rollwright.collectors.workers.words import State, Time, Word, Words
 from rollwright.data.memory import MemoryPool
+from rollwright.envs._succession import num_recreations
 from rollwright.envs.base import EnvBase
 from rollwright.weight_update._forms import describe
 
