@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from rich.console import Console
+from tests.patience import patient
 
 from rollwright._processes.failures import Failure as Raised
 from rollwright.cli import workers
@@ -188,7 +189,7 @@ def test_ctrl_c_saves_what_is_complete(spawn, tmp_path):
     process = spawn("collect", "CartPole-v1", "--frames", "1e8", "--workers", 2, "--output", "out")
     read_until(process, "frames/s")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=patient(60))
     assert process.returncode == 130, err
     frames = load_dataset(tmp_path / "out")
     assert f"interrupted: saved {frames.numel():,} of " in err
@@ -204,7 +205,7 @@ def test_a_second_signal_ends_workers_that_are_stuck(spawn, tmp_path):
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)  # another one: two of a kind may become one on their way
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=patient(60))
     assert process.returncode in (130, 143), err  # the status of the one that came first
     assert "interrupted: nothing was collected" in err
 
@@ -224,7 +225,7 @@ def test_a_terminal_shows_the_workers(spawn, tmp_path):
             break
         shown += data
     os.close(ours)
-    assert process.wait(timeout=60) == 0, process.stderr.read()
+    assert process.wait(timeout=patient(60)) == 0, process.stderr.read()
     text = shown.decode()
     assert "800 / 800 frames" in text
     for name in ("worker", "state", "policy", "env", "wait", "restarts", "400"):

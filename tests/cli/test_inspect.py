@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
+from tests.patience import patient
 
 from rollwright.collectors import Collector
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
@@ -198,7 +199,7 @@ def test_ascii_terminals_get_ascii_bars(dataset, capsys, monkeypatch):
 def test_reader_of_a_pipe_may_leave(spawn, dataset):
     process = spawn("inspect", dataset)
     process.stdout.close()
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=patient(60)) == 0
     assert process.stderr.read() == ""
 
 

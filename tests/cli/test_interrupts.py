@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from tests.patience import patient
 
 from rollwright.cli.interrupts import Interrupts
 from rollwright.collectors import Collector
@@ -151,7 +152,7 @@ def test_ctrl_c_saves_what_is_complete(spawn, tmp_path):
     process = spawn(*ENDLESS, "--num-envs", 3, "--seed", 7, "--output", "out")
     read_until(process, "frames/s")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=patient(60))
     assert process.returncode == 130, err
     frames = load_dataset(tmp_path / "out")
     assert f"interrupted: saved {frames.numel():,} of " in err
@@ -184,7 +185,7 @@ def make():
     process.send_signal(signal.SIGINT)
     read_until(process, "still in here")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=patient(60))
     assert process.returncode == 130, err
     assert "interrupted: saved 40 of " in err
     assert load_dataset(tmp_path / "out").batch_size == (40,)
@@ -225,7 +226,7 @@ def test_terminal_shows_live_progress(spawn, tmp_path):
             break
         shown += data
     os.close(ours)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=patient(60)) == 0
     text = shown.decode()
     assert "600 / 600 frames" in text
     assert " episodes, return " in text
@@ -236,6 +237,6 @@ def test_terminal_shows_live_progress(spawn, tmp_path):
 def test_collection_outlives_the_reader_of_its_lines(spawn, tmp_path):
     process = spawn("collect", "CartPole-v1", "--frames", 100, "--output", "out")
     process.stdout.close()
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=patient(60)) == 0
     assert process.stderr.read() == ""
     assert describe_dataset(tmp_path / "out")["complete"] is True

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
+from tests.patience import patient
 from torch import nn
 
 from rollwright.collectors.evaluator import Evaluator
@@ -87,7 +88,7 @@ def make() -> Iterator[Callable[..., Evaluator]]:
 
 
 def wait_for_end(pid: int) -> None:
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + patient(10.0)
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
         with open(f"/proc/{pid}/stat") as file:
             if file.read().split(")")[1].split()[0] == "Z":
@@ -116,7 +117,7 @@ def test_error_of_an_environment(make: Any, backend: str) -> None:
 def test_error_is_raised_at_the_next_call_once(make: Any, backend: str, call: str) -> None:
     evaluator = make(lambda: Faulty(3, fail), backend=backend)
     evaluator.trigger_eval()
-    until = time.monotonic() + 20.0
+    until = time.monotonic() + patient(20.0)
     while evaluator.pending and time.monotonic() < until:
         time.sleep(0.01)
     with pytest.raises(EnvError, match="the floor is gone"):
@@ -130,7 +131,7 @@ def test_killed_process(make: Any) -> None:
     begun = time.monotonic()
     with pytest.raises(WorkerError, match=r"was killed by SIGKILL in the middle of an evaluation, after 2 frames"):
         evaluator.evaluate()
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < patient(5.0)
     for call in (evaluator.evaluate, evaluator.trigger_eval, evaluator.poll, evaluator.wait):
         with pytest.raises(WorkerError, match=r"was killed by SIGKILL\. Make a new Evaluator"):
             call()
@@ -142,7 +143,7 @@ def test_process_killed_while_idle(make: Any) -> None:
     evaluator = make(lambda: Faulty(), backend="process")
     evaluator.evaluate()
     os.kill(evaluator.stats()["pid"], signal.SIGKILL)
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + patient(10.0)
     while evaluator.stats()["alive"] and time.monotonic() < until:
         time.sleep(0.01)
     with pytest.raises(WorkerError, match="was killed by SIGKILL"):
@@ -155,7 +156,7 @@ def test_stuck_process_is_killed(make: Any) -> None:
     begun = time.monotonic()
     with pytest.raises(TimeoutError, match=r"waited 0\.5 s for a step of its environment, after 2 frames"):
         evaluator.evaluate()
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < patient(5.0)
     wait_for_end(pid)
     with pytest.raises(WorkerError, match="Make a new Evaluator"):
         evaluator.trigger_eval()
@@ -267,7 +268,7 @@ def test_shutdown_is_bounded_and_may_be_repeated(make: Any, backend: str, state:
     begun = time.monotonic()
     evaluator.shutdown()
     evaluator.shutdown()
-    assert time.monotonic() - begun < 4.0
+    assert time.monotonic() - begun < patient(4.0)
     if pid is not None:
         wait_for_end(pid)
     for call in (evaluator.evaluate, evaluator.trigger_eval, evaluator.poll, evaluator.wait):
@@ -285,7 +286,7 @@ def test_shutdown_of_a_stuck_process(make: Any) -> None:
     begun = time.monotonic()
     with pytest.warns(UserWarning, match=rf"process \(pid {pid}\) did not end within 1 s and was terminated"):
         evaluator.shutdown(timeout=1.0)
-    assert time.monotonic() - begun < 4.0
+    assert time.monotonic() - begun < patient(4.0)
     wait_for_end(pid)
 
 
@@ -366,8 +367,8 @@ def test_end_of_the_program(backend: str, how: str) -> None:
     begun = time.monotonic()
     if how == "killed":
         program.kill()
-    _, errors = program.communicate(timeout=30.0)
-    assert time.monotonic() - begun < 20.0
+    _, errors = program.communicate(timeout=patient(30.0))
+    assert time.monotonic() - begun < patient(20.0)
     assert {"exit": 0, "error": 1, "killed": -signal.SIGKILL}[how] == program.returncode, errors
     assert errors.count("Error") == (how == "error")
     if pid != "None":

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.patience import patient
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
 
@@ -273,7 +274,7 @@ def resumed(makers: Any, folder: Path) -> dict[str, tuple[Any, Any]]:
                 states[case], expected[case], cases[case] = state, found, (name, later.endswith("plain"))
     torch.save(states, folder / "states.pt")
     torch.save(cases, folder / "cases.pt")
-    subprocess.run([sys.executable, "-c", RESUME, str(folder)], check=True, timeout=110)
+    subprocess.run([sys.executable, "-c", RESUME, str(folder)], check=True, timeout=patient(110))
     found = torch.load(folder / "found.pt", weights_only=True)
     return {case: (expected[case], found[case]) for case in cases}
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
+from tests.patience import patient
 
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv
@@ -210,7 +211,7 @@ def resumed(makers: Any, folder: Path) -> dict[str, tuple[list[TensorDictBase], 
         expected[name] = makers.run(env, *starts[name])[0]
     torch.save(states, folder / "states.pt")
     torch.save(starts, folder / "starts.pt")
-    subprocess.run([sys.executable, "-c", RESUME, str(folder)], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", RESUME, str(folder)], check=True, timeout=patient(100))
     seen = torch.load(folder / "seen.pt", weights_only=False)
     return {name: (expected[name], seen[name]) for name in expected}
 

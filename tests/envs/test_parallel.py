@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tests.patience import patient
 
 from rollwright.data import Composite, OneHot, Unbounded
 from rollwright.envs import EnvBase, SerialEnv, StepCounter, TransformedEnv, check_env_specs
@@ -342,7 +343,7 @@ def test_processes_end_with_the_last_reference() -> None:
     env = ParallelEnv(2, Steps)
     pids = env.process()
     del env
-    until = time.monotonic() + 10
+    until = time.monotonic() + patient(10)
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < until
         os.sched_yield()
@@ -367,11 +368,11 @@ def test_program_that_ends_without_close_leaves_nothing(then: str) -> None:
     )
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == min(2, len(os.sched_getaffinity(0)))
-    until = time.monotonic() + 10
+    until = time.monotonic() + patient(10)
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < until
         os.sched_yield()
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < patient(60)
 
 
 def test_batches_of_batches(make: Make) -> None:

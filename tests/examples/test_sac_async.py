@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
@@ -48,7 +49,7 @@ def test_can_be_interrupted(workers):
         assert process.stdout is not None
         begun = process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
+        rest, errors = process.communicate(timeout=patient(60))
     assert b"frames" in begun
     assert b"interrupted" in rest
     assert not errors

@@ -10,13 +10,14 @@ import time
 
 import pytest
 import torch
+from tests.patience import patient
 
 from rollwright._processes.child import Child, echo
 from rollwright._processes.failures import Failure
 from rollwright._processes.segment import Segment
 from rollwright.errors import RemoteTraceback, WorkerError
 
-LIMIT_S = 20.0
+LIMIT_S = 100.0  # for what comes at once, on a busy machine too
 
 
 def raising(channel, make_error):
@@ -119,7 +120,7 @@ def test_a_deaf_process_is_ended_in_time(blocks_term, how):
     assert child.channel.recv(LIMIT_S) == "ready"
     begun = time.monotonic()
     assert child.end(0.1) == how
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < patient(5.0)
     assert not child.alive
     assert child.how_it_ended() == f"was killed by {'SIGKILL' if blocks_term else 'SIGTERM'}"
 
@@ -151,7 +152,7 @@ def test_a_child_starts_children_of_its_own_by_the_same_server():
     assert told == pid == child.pid
     child.channel.close()
     assert child.end(LIMIT_S) == "ended"
-    assert time.monotonic() - begun < LIMIT_S
+    assert time.monotonic() - begun < patient(LIMIT_S)
 
 
 def test_a_message_that_nobody_reads_has_a_limit():
@@ -188,10 +189,10 @@ main()  # without a guard
 )
 def test_nothing_is_left_when_the_program_ends(end, status):
     program = textwrap.dedent(PROGRAM).format(end=end)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == status, done.stderr
     pid = int(done.stdout)
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + patient(LIMIT_S)
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < until, "the child outlives its parent"
         time.sleep(0.01)
@@ -209,10 +210,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_stuck_process_ends_when_its_parent_was_killed():
-    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == -signal.SIGKILL
     pid = int(done.stdout)
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + patient(LIMIT_S)
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < until, "the child outlives its parent"
         time.sleep(0.01)

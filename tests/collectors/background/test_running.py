@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from tensordict.nn import set_interaction_type
+from tests.patience import patient
 from torch import nn
 
 from rollwright.envs import ExplorationType, GymEnv, exploration_type
@@ -24,7 +25,7 @@ def test_the_first_frames_come_within_a_second(tools, started, options):
     begun = time.monotonic()
     collector, buffer = started(GymEnv("CartPole-v1"), **options)
     buffer.reach(1)
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < patient(1.0)
     buffer.reach(500)
     collector.async_shutdown()
     count = buffer.write_count

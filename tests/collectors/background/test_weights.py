@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from tests.patience import patient
 from torch import nn
 
 from rollwright.envs import GymEnv
@@ -125,7 +126,7 @@ def test_an_update_acts_within_a_second(started):
     version = collector.update_policy_weights_()
     begun = time.monotonic()
     while collector.stats()["policy_version_acting"] < version:
-        assert time.monotonic() - begun < 1.0
+        assert time.monotonic() - begun < patient(1.0)
     assert buffer.write_count == 0  # in the middle of a batch
 
 

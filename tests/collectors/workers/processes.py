@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.patience import patient
+
 __all__ = [
     "Left",
     "alive",
@@ -117,7 +119,7 @@ def in_shared_memory(address: int) -> bool:
 
 def wait_until(condition, limit_s: float = 20.0, every_s: float = 0.005) -> bool:
     """Whether ``condition()`` comes true in time; for what no event tells of."""
-    until = time.monotonic() + limit_s
+    until = time.monotonic() + patient(limit_s)
     while not condition():
         if time.monotonic() > until:
             return False

@@ -21,6 +21,7 @@ from tests.collectors.workers.envs import (
 )
 from tests.collectors.workers.frames import check, flat
 from tests.collectors.workers.processes import wait_until
+from tests.patience import patient
 
 from rollwright.collectors import Collector
 from rollwright.data import (
@@ -219,7 +220,7 @@ def test_from_start_to_shutdown(started, kind, options):
     begun = time.monotonic()
     collector, rb = started(kind, **options)
     assert wait_until(lambda: len(rb) > 0, 5.0)
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < patient(5.0)
     assert wait_until(lambda: len(rb) > 400)
     collector.async_shutdown()
     count = rb.write_count

@@ -11,6 +11,7 @@ import time
 import pytest
 from tests.collectors.workers.envs import VERSION, Trouble, gain, makers, one_bad
 from tests.collectors.workers.processes import burn, gone, heard, left_behind, wait_until
+from tests.patience import patient
 
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.member import Member
@@ -70,7 +71,7 @@ def test_many_at_random_moments(make, inside, kind):
         thread.start()
     heard = 0
     try:
-        until = time.monotonic() + 10
+        until = time.monotonic() + patient(10)
         while heard < 100 and time.monotonic() < until:
             try:
                 with inside:
@@ -106,7 +107,9 @@ def test_at_the_edges_of_a_wait(make, inside, monkeypatch, edge):
     monkeypatch.undo()
     assert inside.count == 1
     free = []
-    thread = threading.Thread(target=lambda: free.append(condition.acquire(timeout=5) and condition.release() is None))
+    thread = threading.Thread(
+        target=lambda: free.append(condition.acquire(timeout=patient(5)) and condition.release() is None)
+    )
     thread.start()
     thread.join()
     assert free == [True]
@@ -135,7 +138,7 @@ def test_in_shutdown_which_goes_on_when_it_is_called_again(make, inside, tmp_pat
     thread.join()
     begun = time.monotonic()
     collector.shutdown(timeout=0.2)
-    assert time.monotonic() - begun < BOUND_S
+    assert time.monotonic() - begun < patient(BOUND_S)
     assert gone(pids, 1.0)
     assert left_behind(1.0) == []
     assert "worker 1" in collector.stats()["forced"][0]
@@ -208,7 +211,7 @@ def test_while_workers_do_not_read_what_they_are_told(make, inside):
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt), inside:
         collector.post_collect_hook = Cargo()
-    assert time.monotonic() - begun < BOUND_S
+    assert time.monotonic() - begun < patient(BOUND_S)
     thread.join()
     for pid in pids:
         burn(pid, signal.SIGCONT)

@@ -18,6 +18,7 @@ import torch
 from tests.collectors.workers.envs import IDS, gain, makers, tallies, tally
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import burn, heard, left_behind, strangers
+from tests.patience import patient
 
 from rollwright.collectors.workers.words import State
 from rollwright.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
@@ -113,7 +114,7 @@ class Clock:
             return function(*args, **kwargs)
         finally:
             self.longest = max(self.longest, time.monotonic() - begun)
-            assert self.longest < WAIT_S
+            assert self.longest < patient(WAIT_S)
 
 
 def buffer(kind):
@@ -202,7 +203,7 @@ def test_storm_with_restarts(make, mode, start_s):
     with Killer(SEED, min(1.0, max(0.1, start_s))) as killer:
         killer.collector = collector
         drive(collector, rb, mode, clock, time.monotonic() + STORM_S, frames, counts)
-    calm = time.monotonic() + 20.0  # after the storm all of them work again
+    calm = time.monotonic() + patient(20.0)  # after the storm all of them work again
     while collector.stats()["workers_alive"] < 3:
         assert time.monotonic() < calm
         if mode in ("sync", "async", "buffer by iteration"):

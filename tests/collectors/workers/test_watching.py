@@ -10,6 +10,7 @@ import pytest
 from tests.collectors.workers.envs import Trouble, gain, makers, one_bad, perishing
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import heard, wait_until
+from tests.patience import patient
 
 from rollwright.collectors.workers import watching
 from rollwright.collectors.workers.words import State
@@ -33,7 +34,7 @@ def test_a_step_that_takes_too_long(make, kind, tmp_path):
     begun = time.monotonic()
     with pytest.raises(WorkerError, match=r"worker 1 has.*env_step_timeout=0\.5 s for one step \(number 30 of"):
         run(collector)
-    assert time.monotonic() - begun < SECONDS
+    assert time.monotonic() - begun < patient(SECONDS)
     collector.shutdown(raise_on_error=False)
     troubles = {"trouble": Trouble("sleep", 30, str(tmp_path / "once"))}
     collector = make(
@@ -104,7 +105,7 @@ def test_a_call_that_takes_too_long_is_known_to_who_waits_for_a_batch(make, monk
     with pytest.raises(WorkerError, match=text):
         run(collector)
     thread.join(SECONDS)
-    assert time.monotonic() - begun < SECONDS
+    assert time.monotonic() - begun < patient(SECONDS)
     assert isinstance(raised[0], WorkerError)
     assert collector.stats()["workers_alive"] == 1
 
@@ -116,7 +117,7 @@ def test_a_worker_that_does_not_come_back_from_loading_weights_is_replaced(make,
     collector = make(kind, makers(), policy, frames_per_batch=20, on_worker_failure="restart", restart_delay=0.01)
     batches = [collector.next()]
     collector.update_policy_weights_(perishing(Trouble(), 2.0))
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + patient(SECONDS)
     while collector.stats()["restarts"] == 0:
         batches.append(collector.next())
         assert time.monotonic() < until

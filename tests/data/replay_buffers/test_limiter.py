@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.patience import patient
 
 from rollwright._processes.child import Child
 from rollwright.data import (
@@ -59,7 +60,7 @@ def when_waiting(limiter: SampleToInsertRatio, act) -> threading.Thread:
     """Run ``act()`` in a thread, once somebody waits."""
 
     def run() -> None:
-        until = time.monotonic() + LIMIT
+        until = time.monotonic() + patient(LIMIT)
         while not limiter.stats()["waiting"]:
             assert time.monotonic() < until
             threading.Event().wait(0.001)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.patience import patient
 
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
 from rollwright.data.replay_buffers._memory import LOCK_FILE, ROWS_FILE
@@ -161,7 +162,7 @@ def test_a_kill_at_any_moment_of_extend_leaves_published_rows_only(tmp_path):
         begun = FORK.Semaphore(0)
         child = FORK.Process(target=extend_for_ever, args=(tmp_path, begun, 1_000_000 * round_), daemon=True)
         child.start()
-        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=patient(60))
         time.sleep(rng.random() * 0.03)  # any moment
         os.kill(child.pid, signal.SIGKILL)
         child.join(60)

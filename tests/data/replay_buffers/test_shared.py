@@ -27,7 +27,7 @@ from rollwright.data import (
 SPAWN = multiprocessing.get_context("forkserver")
 SPAWN.set_forkserver_preload(["torch", "tensordict", "rollwright.data"])
 WIDTH = 500
-DEADLINE_S = 60
+DEADLINE_S = 100
 
 
 def frames(worker: int, n: int, start: int) -> TensorDict:
