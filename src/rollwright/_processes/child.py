@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import multiprocessing
 import os
@@ -18,12 +17,13 @@ from typing import Any
 import torch
 
 from rollwright._processes.channel import ByValue, Channel
+from rollwright._processes.exits import Stage, call_at_exit
 from rollwright._processes.failures import Failure
 from rollwright._processes.starting import check_start_method, new_process
 
 __all__ = ["Child", "end_all"]
 
-_EXIT_S = 1.0  # for all children together, when the interpreter exits
+_EXIT_S = 1.0  # for all children together, when this process ends
 _TERMINATE_S = 1.0
 _LAST_BREATH_S = 2.0
 _ALONE_S = 10.0  # for a process to end by itself when its parent has hung up
@@ -70,6 +70,8 @@ class Child:
         self.channel, theirs = Channel.pair()
         payload = args if start_method == "fork" else ByValue(args)
         self._process = new_process(start_method, _main, (theirs, serve, payload, num_threads), name)
+        call_at_exit(_end_all, Stage.PROCESSES)
+        _orphans[:] = [process for process in _orphans if process.is_alive()]
         _living.add(self)
         try:
             self._process.start()
@@ -230,9 +232,8 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-@atexit.register
 def _end_all() -> None:
-    """End what still runs before :mod:`multiprocessing` waits for it without a limit."""
+    """End what still runs."""
     children = [child for child in list(_living) if child.alive]
     for child in children:
         child.channel.close()

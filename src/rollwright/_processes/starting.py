@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver, popen_forkserver, process, util
+from multiprocessing import context, forkserver, popen_forkserver, process, util
 from multiprocessing.context import reduction, set_spawning_popen  # type: ignore[attr-defined]
 from typing import Any
 
@@ -37,9 +36,9 @@ def new_process(start_method: str | None, target: Any, args: tuple[Any, ...], na
     by value.
     """
     if start_method in (None, "forkserver"):
-        return _Process(target=_in_fork, args=(dict(os.environ), target, args), name=name)
-    context: Any = multiprocessing.get_context(start_method)
-    return context.Process(target=target, args=args, name=name)
+        return _Served(target=_in_fork, args=(dict(os.environ), target, args), name=name, daemon=False)
+    kind: Any = {"spawn": _Spawned, "fork": _Forked}[start_method]
+    return kind(target=target, args=args, name=name, daemon=False)
 
 
 def _in_fork(environ: dict[str, str], target: Any, args: tuple[Any, ...]) -> None:
@@ -115,9 +114,30 @@ class _Popen(popen_forkserver.Popen):
         self.pid = forkserver.read_signed(self.sentinel)
 
 
-class _Process(process.BaseProcess):
+class _Unlisted:
+    """A process that :mod:`multiprocessing` does not wait for when this one ends, and that a daemonic one may start.
+
+    It ends with this one by itself, see :class:`~rollwright._processes.child.Child`.
+    """
+
+    def start(self: Any) -> None:
+        """Start the process."""
+        self._popen = self._Popen(self)
+        self._sentinel = self._popen.sentinel
+        del self._target, self._args, self._kwargs  # which may refer to it
+
+
+class _Served(_Unlisted, process.BaseProcess):
     _start_method = "forkserver"
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
         return _Popen(process_obj)
+
+
+class _Spawned(_Unlisted, context.SpawnProcess):
+    pass
+
+
+class _Forked(_Unlisted, context.ForkProcess):
+    pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 import weakref
@@ -10,11 +9,11 @@ from abc import ABC, abstractmethod
 
 import torch
 
-import rollwright._processes.child  # noqa: F401  (what is registered first is done last: processes end after threads)
+from rollwright._processes.exits import Stage, call_at_exit
 
 __all__ = ["DaemonThread"]
 
-_EXIT_S = 1.0  # for all threads together, when the interpreter exits
+_EXIT_S = 1.0  # for all threads together, when the process ends
 _LAST_STEP_S = 1.0  # for a thread that has finished to be gone
 
 
@@ -64,7 +63,8 @@ class DaemonThread(ABC):
 
     def start(self) -> None:
         """Begin."""
-        _at_exit.add(self)
+        _started.add(self)
+        call_at_exit(_end_all, Stage.THREADS)
         self._thread.start()
 
     def _run(self) -> None:
@@ -115,14 +115,13 @@ class DaemonThread(ABC):
         return ended
 
 
-_at_exit: weakref.WeakSet[DaemonThread] = weakref.WeakSet()
+_started: weakref.WeakSet[DaemonThread] = weakref.WeakSet()
 
 
-@atexit.register
 def _end_all() -> None:
-    """End all threads before the interpreter does: one that is stopped inside torch would crash it."""
+    """End all threads before the process does: one that is stopped inside torch would crash it."""
     until = time.monotonic() + _EXIT_S
-    running = [thread for thread in _at_exit if thread._thread.is_alive()]  # none in a fork, whose locks nobody opens
+    running = [thread for thread in _started if thread._thread.is_alive()]  # none in a fork, whose locks nobody opens
     for thread in running:
         thread.stop(0.0)
     for thread in running:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from rollwright._processes.exits import Stage, call_at_exit, cancel_at_exit
 
 __all__ = ["ProfileConfig", "RolloutProfiler", "named_range", "ranges_enabled"]
 
@@ -124,7 +125,7 @@ class RolloutProfiler:
             with_flops=config.with_flops,
         )
         self._profile.start()
-        atexit.register(self.stop)  # a tracer that still runs when the interpreter goes crashes it
+        call_at_exit(self.stop, Stage.PROFILERS)  # a tracer that still runs when the interpreter goes crashes it
 
     def step(self) -> None:
         """Count a rollout; after the last one the trace is written."""
@@ -139,7 +140,7 @@ class RolloutProfiler:
         """End now. What was recorded after the warm-up is written."""
         running, self._profile, self._left = self._profile, None, 0
         if running is not None:
-            atexit.unregister(self.stop)
+            cancel_at_exit(self.stop)
             running.stop()
 
     def _export(self, finished: Any) -> None:

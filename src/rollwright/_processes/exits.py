@@ -1,0 +1,67 @@
+"""Functions that are called when this process ends, whatever way it was started."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from enum import IntEnum
+from multiprocessing import util
+from typing import Any
+
+__all__ = ["Stage", "call_at_exit", "cancel_at_exit"]
+
+_Function = Callable[[], None]
+
+_BEFORE_ALL_OTHERS = 1000  # of what multiprocessing does at exit
+
+
+class Stage(IntEnum):
+    """What is called first: threads use processes, and profilers watch threads."""
+
+    PROFILERS = 0
+    THREADS = 1
+    PROCESSES = 2
+
+
+_functions: dict[_Function, Stage] = {}
+_registered = False  # with atexit, by this process or by one that it was forked from
+_finalizer: Any = None
+
+
+def call_at_exit(function: _Function, stage: Stage) -> None:
+    """Call a function when this process ends; of one that is given twice, the second time counts for nothing.
+
+    Children of :mod:`multiprocessing` end without :mod:`atexit`, and wait for their own children before: there it is
+    called by a finalizer of :mod:`multiprocessing`. A forked process begins with nothing to call.
+    """
+    global _registered, _finalizer
+    _functions[function] = stage
+    if multiprocessing.parent_process() is None:
+        if not _registered:
+            _registered = True
+            atexit.register(_call_all)
+    elif _finalizer is None or not _finalizer.still_active():  # a forked child has dropped its parent's finalizers
+        _finalizer = util.Finalize(None, _call_all, exitpriority=_BEFORE_ALL_OTHERS)
+
+
+def cancel_at_exit(function: _Function) -> None:
+    """Do not call a function when this process ends, after all."""
+    _functions.pop(function, None)
+
+
+def _call_all() -> None:
+    with ExitStack() as stack:  # which calls the rest, too, if one raises
+        for function in sorted(_functions, key=lambda function: _functions[function], reverse=True):
+            stack.callback(function)
+
+
+def _begin_fork() -> None:
+    global _finalizer
+    _finalizer = None
+    _functions.clear()
+
+
+os.register_at_fork(after_in_child=_begin_fork)
