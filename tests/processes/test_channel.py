@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rollwright._processes.channel import Channel
+from rollwright._processes.channel import Channel, ChannelClosed
 
 LIMIT_S = 100.0  # for what comes at once, on a busy machine too
 LONG = bytes(3_000_000)
@@ -92,7 +92,7 @@ def test_one_that_does_not_read(line):
     with pytest.raises(TimeoutError, match=r"waited 0\.01 s for the other process"):
         mine.send(LONG, 0.01)
     assert mine.closed
-    with pytest.raises(EOFError):
+    with pytest.raises(ChannelClosed):
         theirs.recv(LIMIT_S)
 
 
@@ -101,6 +101,6 @@ def test_one_that_is_gone(line):
     mine.post(LONG)
     theirs.close()
     for call in (mine.flush, lambda: mine.post(1), lambda: mine.send(1)):
-        with pytest.raises(EOFError, match="the other end is gone"):
+        with pytest.raises(ChannelClosed, match="the other end is gone"):
             call()
     assert not mine.behind

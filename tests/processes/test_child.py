@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.patience import patient
 
+from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child, echo
 from rollwright._processes.failures import Failure
 from rollwright._processes.segment import Segment
@@ -45,7 +46,7 @@ def nesting(channel):
     inner = Child(echo, name="inner")
     inner.channel.send(os.getpid())
     channel.send((inner.channel.recv(LIMIT_S), os.getpid(), inner.pid))
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(ChannelClosed):
         channel.recv(LIMIT_S)
 
 
@@ -130,7 +131,7 @@ def test_a_killed_process_is_heard_of_at_once():
     child.channel.send(1)
     child.channel.recv(LIMIT_S)
     child.kill()
-    with pytest.raises(EOFError, match="the other end is gone"):
+    with pytest.raises(ChannelClosed, match="the other end is gone"):
         child.channel.recv(LIMIT_S)
     assert child.wait(LIMIT_S)
     assert child.how_it_ended() == "was killed by SIGKILL"
@@ -170,6 +171,7 @@ def test_an_unknown_start_method_is_refused():
 
 PROGRAM = """
 import os, signal, sys, time
+from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child, echo
 
 def main():
@@ -200,6 +202,7 @@ def test_nothing_is_left_when_the_program_ends(end, status):
 
 STUCK = """
 import os, signal
+from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child, sleep
 
 child = Child(sleep, 60.0, name="stuck")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.patience import patient
 
+from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child
 from rollwright.weight_update._board import Board
 from rollwright.weight_update._feed import WeightFeed
@@ -40,7 +41,7 @@ def update(version):
 def publishing(channel, board, alternate=False):
     """Publish as fast as it goes, until told to stop; the extra state holds the version."""
     version = board.version
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(ChannelClosed):
         while not channel.poll():
             version += 1
             found = update(version)
@@ -180,7 +181,7 @@ def state(version):
 def publishing_on_both(channel, boards):
     """The actor on one board, the critic on the other, in turn, as fast as it goes: even versions and odd ones."""
     version = 1
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(ChannelClosed):
         while not channel.poll():
             version += 1
             boards[version % 2].publish(version, {("actor", "critic")[version % 2]: state(version)})

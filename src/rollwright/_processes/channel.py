@@ -15,11 +15,18 @@ from typing import Any
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.pickling import dumps
 
-__all__ = ["ByValue", "Channel"]
+__all__ = ["ByValue", "Channel", "ChannelClosed"]
 
 _HEADER = 8
 _CHUNK = 1 << 16
 _LONGEST_WAIT_S = 1e6  # that the system takes
+
+
+class ChannelClosed(Exception):
+    """The other end of a channel is gone, and all that it had sent was read.
+
+    Nothing else raises it, so that an ``EOFError`` of the user's code is not taken for the end of a process.
+    """
 
 
 class ByValue:
@@ -75,7 +82,7 @@ class Channel:
         >>> theirs.recv(1.0)
         Traceback (most recent call last):
         ...
-        EOFError: the other end is gone
+        rollwright._processes.channel.ChannelClosed: the other end is gone
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -101,7 +108,7 @@ class Channel:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Hang up: the other end reads what was sent, and then ``EOFError``. May be called again."""
+        """Hang up: the other end reads what was sent, and then ``ChannelClosed``. May be called again."""
         self._socket.close()
 
     @property
@@ -119,7 +126,7 @@ class Channel:
             timeout_s: how long the other end may let the line be full; infinity if it may be busy for long.
 
         Raises:
-            EOFError: the other end is gone.
+            ChannelClosed: the other end is gone.
             TimeoutError: it does not read; part of the message may be under way, so this end is closed.
         """
         self.post(message)
@@ -135,7 +142,7 @@ class Channel:
         """Send as much of a message as there is room for, without waiting; the rest goes before the next.
 
         Raises:
-            EOFError: the other end is gone.
+            ChannelClosed: the other end is gone.
         """
         body = pickle.dumps(message, 5)
         with uninterrupted, self._sending:  # half a message would be read as the beginning of the next
@@ -146,7 +153,7 @@ class Channel:
         """Send what there was no room for before, as far as there is now.
 
         Raises:
-            EOFError: the other end is gone.
+            ChannelClosed: the other end is gone.
         """
         with uninterrupted, self._sending:
             self._push()
@@ -164,7 +171,7 @@ class Channel:
             return
         except OSError as error:
             self._unsent.clear()
-            raise EOFError("the other end is gone") from error
+            raise ChannelClosed("the other end is gone") from error
 
     # Receiving --------------------------------------------------------------------------------
 
@@ -173,7 +180,7 @@ class Channel:
 
         Raises:
             TimeoutError: none came in time; says what was waited for.
-            EOFError: the other end is gone.
+            ChannelClosed: the other end is gone.
         """
         body = self._next(timeout_s)
         if body is None:
@@ -181,10 +188,10 @@ class Channel:
         return pickle.loads(body)
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Wait until :meth:`recv` would return, or raise ``EOFError``, at once; whether it would."""
+        """Wait until :meth:`recv` would return, or raise ``ChannelClosed``, at once; whether it would."""
         try:
             return self._fill(timeout_s)
-        except EOFError:
+        except ChannelClosed:
             return True
 
     @property
@@ -220,9 +227,9 @@ class Channel:
                     return False
                 continue
             except OSError as error:
-                raise EOFError("the other end is gone") from error
+                raise ChannelClosed("the other end is gone") from error
             if not got:
-                raise EOFError("the other end is gone")
+                raise ChannelClosed("the other end is gone")
         return True
 
 

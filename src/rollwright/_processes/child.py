@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rollwright._processes.channel import ByValue, Channel
+from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.exits import Stage, call_at_exit
 from rollwright._processes.failures import Failure
 from rollwright._processes.starting import check_start_method, new_process
@@ -32,9 +32,10 @@ _ALONE_S = 10.0  # for a process to end by itself when its parent has hung up
 class Child:
     """Runs ``serve(channel, *args)`` in a new process.
 
-    ``serve`` returns when it is told to, or when its channel says ``EOFError``: its parent has hung up, or is dead.
-    What it raises is sent as a :class:`~rollwright._processes.failures.Failure`, its last message. Ctrl-C does not
-    reach it: its parent decides. One that is stuck ends ten seconds after its parent has hung up, or has ended.
+    ``serve`` returns when it is asked to, or when its channel raises ``ChannelClosed``: its parent has closed it, or
+    has ended. What else it raises is sent as a :class:`~rollwright._processes.failures.Failure`, its last message.
+    Ctrl-C does not reach it: its parent decides. One that is stuck ends ten seconds after its parent has closed the
+    channel, or has ended.
 
     Args:
         serve: a function of a module.
@@ -181,10 +182,10 @@ def _main(channel: Channel, serve: Callable[..., None], payload: Any, num_thread
     watch.start()
     try:
         serve(channel, *(payload.value if isinstance(payload, ByValue) else payload))
-    except EOFError:
+    except ChannelClosed:
         raise SystemExit(0) from None  # whoever would be told is gone
     except BaseException as error:
-        with contextlib.suppress(EOFError, TimeoutError, OSError):
+        with contextlib.suppress(ChannelClosed, TimeoutError, OSError):
             channel.send(Failure.of(error))
         raise SystemExit(1) from None
     finally:
@@ -199,13 +200,13 @@ def _end_when_alone(line: int) -> None:
     if parent is not None:
         poll.register(parent.sentinel, select.POLLIN)  # somebody else may have inherited the other end of the line
     poll.poll()
-    time.sleep(_ALONE_S)  # to end by itself, with EOFError
+    time.sleep(_ALONE_S)  # to end by itself, with ChannelClosed
     os._exit(1)
 
 
 def echo(channel: Channel) -> None:
     """Send back each message, until the other end hangs up."""
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(ChannelClosed):
         while True:
             if channel.poll(1.0):
                 channel.send(channel.recv(0.0))
@@ -218,11 +219,11 @@ def sleep(channel: Channel, seconds: float) -> None:
 
 
 _living: weakref.WeakSet[Child] = weakref.WeakSet()
-_orphans: list[Any] = []  # processes whose Child is gone: they have heard EOFError, and end, unless they are stuck
+_orphans: list[Any] = []  # processes whose Child is gone: they have heard ChannelClosed, and end, unless they are stuck
 
 
 def _forget_all() -> None:
-    """In a forked process, whose copies of open ends would keep its siblings from hearing ``EOFError``."""
+    """In a forked process, whose copies of open ends would keep its siblings from hearing ``ChannelClosed``."""
     for child in list(_living):
         child.channel.close()
     _living.clear()

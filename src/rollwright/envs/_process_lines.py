@@ -8,6 +8,7 @@ import time
 from typing import NamedTuple
 
 from rollwright._interrupts import uninterrupted
+from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child
 from rollwright._processes.failures import Failure
 from rollwright.envs._env_messages import Command
@@ -66,7 +67,7 @@ class ProcessLines:
         try:
             child.channel.post(message)
             self.num_messages += 1
-        except EOFError:
+        except ChannelClosed:
             self._hear_out(process, child)
 
     def see_off(self, limit_s: float) -> None:
@@ -102,7 +103,7 @@ class ProcessLines:
                     continue  # it was lost a moment ago
                 if events & select.POLLOUT:
                     self._poll.register(fd, select.POLLIN)
-                    with contextlib.suppress(EOFError):  # heard below
+                    with contextlib.suppress(ChannelClosed):  # heard below
                         child.channel.flush()
                 listen = self._hear_out if watched.is_end else self._listen
                 advances |= listen(watched.process, child)
@@ -116,14 +117,14 @@ class ProcessLines:
                 advances |= self._take(process, child)
                 if not self._under_way.owes(process):
                     break
-        except EOFError:
+        except ChannelClosed:
             advances |= self.lose(process)
         return advances
 
     def _hear_out(self, process: int, child: Child) -> bool:
         """Read the last messages of a process that has ended, and take leave of it; see :meth:`pump`."""
         advances = False
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(ChannelClosed):
             while child.channel.poll():
                 advances |= self._take(process, child)
         return self.lose(process) or advances

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-from rollwright._processes.channel import Channel
+from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child
 from rollwright._processes.failures import Failure
 from rollwright._processes.segment import Segment
@@ -111,7 +111,7 @@ class There(Side):
         """See :class:`Side`."""
         try:
             self._child.channel.send(order, timeout_s=self._step_timeout_s)
-        except EOFError:
+        except ChannelClosed:
             raise self._gone() from None
         begun()
         answer: dict[str, Any] = self._answer("a step of its environment", self._step_timeout_s)
@@ -136,7 +136,7 @@ class There(Side):
                 raise self._gone()
         try:
             answer = channel.recv(silence_s, waiting_for)
-        except EOFError:
+        except ChannelClosed:
             if self._pulse.stopped:
                 raise Stopped from None
             raise self._gone() from None

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollwright._interrupts import uninterrupted
-from rollwright._processes.channel import ByValue
+from rollwright._processes.channel import ByValue, ChannelClosed
 from rollwright._processes.child import Child
 from rollwright._processes.failures import Failure
 from rollwright.collectors.workers import messages as say
@@ -202,7 +202,7 @@ class Listening:
                 if not child.channel.poll():
                     return
                 message = child.channel.recv(0.0)
-            except EOFError:
+            except ChannelClosed:
                 self._gone(worker, None)
                 return
             except TimeoutError:
@@ -230,7 +230,7 @@ class Listening:
                                 self._take(worker, message)
                         elif isinstance(message, Failure):
                             errors[worker.index] = message.error(worker.name, worker.index)
-                except EOFError:
+                except ChannelClosed:
                     del lines[fd]
             if left <= 0:
                 break
@@ -327,7 +327,7 @@ class Listening:
             worker.spec = dataclasses.replace(worker.spec, seed=worker.spec.seed + len(self.workers))
             try:
                 self._launch(worker)
-            except (OSError, EOFError, TypeError, ValueError, RuntimeError) as why:
+            except (OSError, TypeError, ValueError, RuntimeError) as why:
                 self._replace(worker, failure_of(worker, f"could not be started again: {type(why).__name__}: {why}"))
         for worker in self.workers:
             error = self._watcher.failure(worker)

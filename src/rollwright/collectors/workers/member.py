@@ -6,6 +6,7 @@ import contextlib
 import threading
 from typing import Any, Protocol
 
+from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.store import Block
@@ -97,7 +98,7 @@ class Member:
         """
         child = self.child
         if child is not None:
-            with contextlib.suppress(EOFError):
+            with contextlib.suppress(ChannelClosed):
                 child.channel.post(message)
         if attention:
             self.words.call_attention()
@@ -112,7 +113,7 @@ class Member:
         """Go on telling it what the line had no room for."""
         child = self.child
         if child is not None:
-            with contextlib.suppress(EOFError):
+            with contextlib.suppress(ChannelClosed):
                 child.channel.flush()
             self.words.call_attention()  # it may have read all that was there before
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollwright._processes.channel import ByValue, Channel
+from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.failures import Failure
 from rollwright._processes.segment import Segment
 from rollwright.collectors._paths import resolve
@@ -111,7 +111,7 @@ class Worker:
             self._words.state = State.ENDED
 
     def _say(self, message: Any) -> None:
-        """Tell the collector, which may be busy for long; if it is gone, that is ``EOFError``."""
+        """Tell the collector, which may be busy for long; if it is gone, that is ``ChannelClosed``."""
         self._channel.send(message, timeout_s=math.inf)
 
     def _read(self) -> None:
@@ -175,7 +175,7 @@ class Worker:
                 raise TypeError(
                     f"{call.path}: {type(found).__name__} cannot be sent between processes: {error}"
                 ) from error
-        except (EOFError, TimeoutError):
+        except ChannelClosed:
             raise
         except BaseException as error:
             self._words.state = State.DELIVERING
