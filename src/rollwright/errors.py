@@ -10,6 +10,7 @@
     │   └── PolicyKeyError (KeyError)     ... by leaving an entry out
     ├── WorkerError (RuntimeError)        what went wrong in another process, with its traceback
     ├── RemoteTraceback                   ... that traceback, as the cause of the error
+    ├── DamagedFileError (ValueError)     a file that is cut short, or holds what cannot be
     ├── MissingExtraError (ImportError)   an optional dependency that is not installed
     └── NotNative                         an object that cannot take a native path, and why; never reaches the user
 
@@ -23,6 +24,7 @@ import importlib
 from types import ModuleType
 
 __all__ = [
+    "DamagedFileError",
     "EnvError",
     "EnvKeyError",
     "MissingExtraError",
@@ -84,6 +86,13 @@ class RemoteTraceback(RollwrightError):
 
     def __str__(self) -> str:
         return "\n" + str(self.args[0])
+
+
+class DamagedFileError(RollwrightError, ValueError):
+    """A file of a dataset or replay buffer is cut short, or holds what cannot be; the message names it and says what.
+
+    Nothing is read from such a file, and nothing is changed in it.
+    """
 
 
 class MissingExtraError(RollwrightError, ImportError):

@@ -159,7 +159,7 @@ def test_wrong_paths(run, tmp_path, dataset):
     expected = {
         "missing": "there is no",
         "empty": "holds neither a dataset.json, a memory-mapped TensorDict nor a replay buffer",
-        "text.pt": "is no TensorDict of tensors",
+        "text.pt": "text.pt is damaged, or was not written by torch.save",
         "list.pt": "holds a list, expected a TensorDict",
         "minari": "minari.load_dataset reads it",
         "broken": "no readable JSON",

@@ -25,7 +25,7 @@ _BARS = 24  # of a histogram
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, and draw the picture where one is asked for; returns the exit status."""
-    found = open_frames(arguments.path)
+    found = open_frames(arguments.path, allow_pickle=arguments.allow_pickle)
     frames = found.frames
     findings = _check(found) if arguments.check else []
     episodes, unfinished, unknown = _episodes(found.in_order())

@@ -9,17 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rollwright.cli.errors import Failure, brief, plain
+from rollwright.cli.errors import Failure, plain
 from rollwright.data.datasets import describe_dataset, load_dataset
 from rollwright.data.datasets.description import COMPACT, DESCRIPTION, FRAMES
 from rollwright.data.layout import TRAJ_IDS
+from rollwright.data.loading import load_mapped, load_saved
 from rollwright.data.replay_buffers import LazyMemmapStorage
 from rollwright.data.replay_buffers._memory import ROWS_FILE
 from rollwright.data.replay_buffers.checkpoint import LIST_FILE, STATE_FILE
 
 __all__ = ["Found", "open_frames"]
+
+_REMEDY = "Pass --allow-pickle"
 
 
 class Found(NamedTuple):
@@ -46,8 +49,12 @@ class Found(NamedTuple):
         return self.frames[torch.from_numpy(self.order)]
 
 
-def open_frames(path: Path) -> Found:
+def open_frames(path: Path, *, allow_pickle: bool = False) -> Found:
     """Frames, and what is known of them.
+
+    Args:
+        path: what to open.
+        allow_pickle: load pickles, which can run any code.
 
     Raises:
         Failure: there is nothing to read.
@@ -63,16 +70,16 @@ def open_frames(path: Path) -> Found:
                 "file."
             )
         if path.is_file():
-            return Found(_load_file(path))
+            return Found(_load_file(path, allow_pickle))
         if (path / DESCRIPTION).is_file():
             description = describe_dataset(path)
             return Found(load_dataset(path) if description["steps"] else None, description)
         if (path / "meta.json").is_file():
-            return Found(TensorDict.load_memmap(path))
+            return Found(load_mapped(path, allow_pickle=allow_pickle, remedy=_REMEDY))
         if (path / ROWS_FILE).is_file():
             return _rows_of(path)
         if (path / LIST_FILE).is_file():
-            return _items_of(path)
+            return _items_of(path, allow_pickle)
     except Failure:
         raise
     except Exception as error:
@@ -83,13 +90,8 @@ def open_frames(path: Path) -> Found:
     raise Failure(f"{str(path)!r} holds neither a {DESCRIPTION}, a memory-mapped TensorDict nor a replay buffer.{hint}")
 
 
-def _load_file(path: Path) -> TensorDictBase:
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise Failure(
-            f"{str(path)!r} is no TensorDict of tensors written by torch.save: {brief(error)}", status=1
-        ) from error
+def _load_file(path: Path, allow_pickle: bool) -> TensorDictBase:
+    loaded = load_saved(path, allow_pickle=allow_pickle, remedy=_REMEDY)
     if not isinstance(loaded, TensorDictBase):
         raise Failure(f"{str(path)!r} holds a {type(loaded).__name__}, expected a TensorDict written by torch.save.")
     return loaded
@@ -112,8 +114,8 @@ def _rows_of(path: Path) -> Found:
     return Found(frames, None, _order(frames), ledger.live()[0] == 0, counts)
 
 
-def _items_of(path: Path) -> Found:
-    state = torch.load(path / LIST_FILE, weights_only=True)
+def _items_of(path: Path, allow_pickle: bool) -> Found:
+    state = load_saved(path / LIST_FILE, allow_pickle=allow_pickle, remedy=_REMEDY)
     items = state["elements"] or []
     counts = {"room_for": state["max_size"], "written": state["high"] - state["lost"], "lost": state["lost"]}
     if not items:

@@ -34,6 +34,7 @@ policies:
                     environment ("observation"); its outputs are "action", "output1", "output2", ...
                     It is called with the batch of environments in front: export it with a dynamic
                     first dimension. Discrete actions are one-hot unless --categorical-actions.
+                    It is run as a program is, and may run any code: name files that you trust.
 
 example:
   rollwright collect CartPole-v1 --frames 20000 --num-envs 8 --seed 0 --output runs/cartpole
@@ -132,6 +133,9 @@ def _add_inspect(commands: Any) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw returns and lengths into a picture")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--allow-pickle", action="store_true", help="load pickled objects, which can run any code: if you trust PATH"
+    )
     _add_debug(parser)
 
 

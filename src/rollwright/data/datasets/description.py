@@ -6,9 +6,14 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard
 
-from tensordict import TensorDict, TensorDictBase
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._keys import key_str, leaves, unravel
+from rollwright.data.loading import load_mapped, pickles_in
+from rollwright.errors import DamagedFileError
 
 __all__ = ["check_target", "describe_dataset", "load_dataset", "remove_dataset", "write_description"]
 
@@ -21,7 +26,8 @@ def describe_dataset(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no dataset at ``path``.
-        ValueError: the description is damaged, or of a later format.
+        DamagedFileError: the description is damaged.
+        ValueError: it is of a later format, or of something else.
     """
     file = Path(path) / DESCRIPTION
     if not file.is_file():
@@ -29,9 +35,9 @@ def describe_dataset(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"path: expected the folder of a dataset, with a {DESCRIPTION}, and {str(path)!r} has none."
         )
     try:
-        description = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is no readable JSON: {error}. Restore it from a copy.") from error
+        description = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{file} is no readable JSON: {error}. Restore it from a copy.") from error
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise ValueError(f"{file} describes no rollwright dataset: its 'format' is not {FORMAT!r}.")
     if description.get("version") != VERSION:
@@ -39,7 +45,45 @@ def describe_dataset(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{file} has format version {description.get('version')}; this rollwright reads {VERSION}. Use the "
             "rollwright that wrote it, or a later one."
         )
+    wrong = _wrong_in(description)
+    if wrong:
+        raise DamagedFileError(f"{file} is damaged: {wrong}. Restore it from a copy.")
     return description
+
+
+def _wrong_in(description: dict[str, Any]) -> str:
+    """What is wrong with a description, as a phrase; empty where nothing is."""
+    sizes, entries = description.get("batch_size"), description.get("entries")
+    steps, allocated = description.get("steps"), description.get("allocated_steps")
+    if not (_is_size(steps) and _is_size(allocated) and steps <= allocated):
+        return f"'steps' is {steps!r} of 'allocated_steps' {allocated!r}"
+    if not (_are_sizes(sizes) and sizes and sizes[-1] == steps):
+        return f"'batch_size' is {sizes!r}, with {steps} steps"
+    if description.get("data") not in (FRAMES, COMPACT):
+        return f"'data' is {description.get('data')!r}, expected {FRAMES!r} or {COMPACT!r}"
+    if not isinstance(entries, list):
+        return f"'entries' is {entries!r}"
+    for entry in entries:
+        if not (
+            isinstance(entry, dict)
+            and isinstance(entry.get("key"), list)
+            and entry["key"]
+            and all(isinstance(name, str) for name in entry["key"])
+            and _are_sizes(entry.get("shape"))
+            and isinstance(entry.get("dtype"), str)
+            and _is_size(entry.get("bytes"))
+            and isinstance(entry.get("file"), str if entry["bytes"] else str | None)
+        ):
+            return f"the entry {entry!r} lacks something"
+    return ""
+
+
+def _is_size(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and value >= 0
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_size, values))
 
 
 def write_description(path: Path, description: dict[str, Any]) -> None:
@@ -52,6 +96,8 @@ def write_description(path: Path, description: dict[str, Any]) -> None:
 def load_dataset(path: str | os.PathLike[str]) -> TensorDictBase:
     """The complete frames of a dataset, memory-mapped: nothing is read until it is used.
 
+    A dataset holds tensors only. Nothing in its folder is run, whoever put it there.
+
     Args:
         path: folder written by :class:`DatasetWriter` or ``rollwright collect``.
 
@@ -61,7 +107,8 @@ def load_dataset(path: str | os.PathLike[str]) -> TensorDictBase:
 
     Raises:
         FileNotFoundError: there is no dataset at ``path``.
-        ValueError: it holds no complete batch, or is damaged.
+        DamagedFileError: a file is missing, cut short, or holds something else than the description says.
+        ValueError: the dataset holds no complete batch.
     """
     description = describe_dataset(path)
     steps = description["steps"]
@@ -69,18 +116,49 @@ def load_dataset(path: str | os.PathLike[str]) -> TensorDictBase:
         raise ValueError(f"{path}: the collection ended before its first batch was complete. There are no frames.")
     folder = Path(path) / description["data"]
     for entry in description["entries"]:  # tensordict would fill in zeros for a file that is missing
-        if entry["file"] is None:  # an entry of no bytes
-            continue
-        file = folder / entry["file"]
-        size = file.stat().st_size if file.is_file() else None
-        if size is None or size < entry["bytes"]:
-            state = "is missing" if size is None else f"has {size} bytes, expected {entry['bytes']}"
-            raise ValueError(f"The dataset is damaged: {file} {state}. Restore it from a copy.")
+        if entry["file"] is not None:  # else an entry of no bytes
+            _check_file(folder / entry["file"], entry["bytes"], folder)
+    foreign = pickles_in(folder)
+    if foreign:
+        raise DamagedFileError(
+            f"The dataset is damaged: {', '.join(map(str, foreign.values()))} is a pickle, which no dataset has, and "
+            "which is not loaded since that can run any code. Delete it, or restore the dataset from a copy."
+        )
     try:
-        frames = cast(TensorDictBase, TensorDict.load_memmap(folder))
+        frames = load_mapped(folder)
     except Exception as error:
-        raise ValueError(f"The dataset is damaged: {folder}: {error}. Restore it from a copy.") from error
+        raise DamagedFileError(f"The dataset is damaged: {folder}: {error}. Restore it from a copy.") from error
+    _check_entries(frames, description, folder)
     return frames if frames.batch_size[-1] == steps else frames[..., :steps]
+
+
+def _check_file(file: Path, num_bytes: int, folder: Path) -> None:
+    size = file.stat().st_size if file.is_file() else None
+    if size is None or size < num_bytes or folder.resolve() not in file.resolve().parents:
+        inside = "is missing" if size is None else f"has {size} bytes, expected {num_bytes}"
+        state = inside if size is None or size < num_bytes else f"lies outside of {folder}"
+        raise DamagedFileError(f"The dataset is damaged: {file} {state}. Restore it from a copy.")
+
+
+def _check_entries(frames: TensorDictBase, description: dict[str, Any], folder: Path) -> None:
+    """Test that the frames are those that the description names: tensordict reads a list of its own."""
+    *env, _ = description["batch_size"]
+    shape = torch.Size([*env, description["allocated_steps"]])
+    expected = {
+        unravel(tuple(entry["key"])): (torch.Size([*shape, *entry["shape"]]), entry["dtype"])
+        for entry in description["entries"]
+    }
+    found = {
+        key: (value.shape, str(value.dtype).removeprefix("torch.")) if isinstance(value, torch.Tensor) else None
+        for key, value in leaves(frames).items()
+    }
+    if frames.batch_size != shape or found != expected:
+        differing = [key for key in {**expected, **found} if expected.get(key) != found.get(key)]
+        raise DamagedFileError(
+            f"The dataset is damaged: {folder} holds {list(frames.batch_size)} frames and {key_str(found)}, and "
+            f"{DESCRIPTION} says {list(shape)} and {key_str(expected)}; different: {key_str(differing) or 'number'}. "
+            "Restore it from a copy."
+        )
 
 
 def remove_dataset(path: str | os.PathLike[str]) -> None:

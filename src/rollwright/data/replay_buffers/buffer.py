@@ -419,10 +419,20 @@ class ReplayBuffer:
         """
         checkpoint.dump(self, path)
 
-    def loads(self, path: Any) -> None:
-        """Read what :meth:`dumps` wrote."""
+    def loads(self, path: Any, *, allow_pickle: bool = False) -> None:
+        """Read what :meth:`dumps` wrote.
+
+        Args:
+            path: the folder.
+            allow_pickle: load elements that are objects of any class. That can run any code: only for files that you
+                trust. Tensors, TensorDicts, numbers and text need no pickle.
+
+        Raises:
+            ValueError: elements are other objects, and ``allow_pickle`` is not set.
+            DamagedFileError: a file is cut short, or holds something else.
+        """
         self._drop_ahead()
-        checkpoint.load(self, path)
+        checkpoint.load(self, path, allow_pickle=allow_pickle)
 
     dump = save = dumps
     load = loads

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollwright.data.loading import load_saved
 from rollwright.data.replay_buffers._folders import recover, replace
 from rollwright.data.replay_buffers._memory import ROWS_FILE
 from rollwright.data.replay_buffers._rows import RowStorage
@@ -108,21 +109,23 @@ def dump(buffer: ReplayBuffer, path: Any) -> None:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def load(buffer: ReplayBuffer, path: Any) -> None:
+def load(buffer: ReplayBuffer, path: Any, *, allow_pickle: bool = False) -> None:
     """Read a buffer from a folder.
 
     Raises:
+        ValueError: it holds objects, and ``allow_pickle`` is not set.
+        DamagedFileError: a file is cut short, or holds something else.
         FileNotFoundError: there is none.
     """
     folder = Path(path).expanduser().resolve()
     recover(folder)
     if not (folder / STATE_FILE).is_file():
         raise FileNotFoundError(f"path: {str(folder)!r} holds no saved replay buffer. Name a folder of dumps().")
-    state = torch.load(folder / STATE_FILE, weights_only=True)
+    state = load_saved(folder / STATE_FILE, allow_pickle=allow_pickle)
     storage = buffer.storage
     in_place = isinstance(storage, LazyMemmapStorage) and storage.scratch_dir == folder
     if (folder / LIST_FILE).is_file():
-        state["storage"] = torch.load(folder / LIST_FILE, weights_only=True)
+        state["storage"] = load_saved(folder / LIST_FILE, allow_pickle=allow_pickle)
     elif not in_place:
         state["storage"] = LazyMemmapStorage(scratch_dir=folder, existsok=True).state_dict()
     restore(buffer, state)

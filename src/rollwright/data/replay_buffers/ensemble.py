@@ -10,6 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
+from rollwright.data.loading import load_saved
 from rollwright.data.replay_buffers.buffer import Change, ReplayBuffer
 from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
 from rollwright.data.replay_buffers.storages import positive
@@ -319,13 +320,13 @@ class ReplayBufferEnsemble:
         if self.limiter is not None:
             torch.save(self.limiter.state_dict(), Path(path) / _LIMITER_FILE)
 
-    def loads(self, path: Any) -> None:
-        """Read what :meth:`dumps` wrote."""
+    def loads(self, path: Any, *, allow_pickle: bool = False) -> None:
+        """Read what :meth:`dumps` wrote; see :meth:`ReplayBuffer.loads`."""
         for n, member in enumerate(self.members):
-            member.loads(Path(path) / str(n))
+            member.loads(Path(path) / str(n), allow_pickle=allow_pickle)
         if self.limiter is not None:
             file = Path(path) / _LIMITER_FILE
-            self.limiter.load_state_dict(torch.load(file, weights_only=True) if file.is_file() else None)
+            self.limiter.load_state_dict(load_saved(file) if file.is_file() else None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "limiter": None, "insert_limiter": None}

@@ -1,0 +1,81 @@
+"""Opens files of frames without running code that is in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rollwright.errors import DamagedFileError
+
+__all__ = ["load_mapped", "load_saved", "pickles_in"]
+
+_PICKLES = (".pickle", ".pkl")  # tensordict writes objects that JSON does not know to such files
+
+
+def load_mapped(folder: Path, *, allow_pickle: bool = False, remedy: str = "Pass allow_pickle=True") -> TensorDictBase:
+    """A TensorDict that ``TensorDict.memmap`` wrote.
+
+    Args:
+        folder: where it lies.
+        allow_pickle: load objects that are pickled. A pickle can run any code: only for files that you trust.
+        remedy: what to do where objects are pickled and ``allow_pickle`` is not set, for the message.
+
+    Raises:
+        ValueError: an entry is pickled, and ``allow_pickle`` is not set.
+    """
+    try:
+        loaded: Any = TensorDict.load_memmap(folder, allow_pickle=allow_pickle)
+    except RuntimeError as error:
+        found = {} if allow_pickle else pickles_in(folder)
+        if not found:
+            raise
+        entries = "; ".join(f"{entry!r} in {file}" for entry, file in found.items())
+        raise ValueError(
+            f"{folder} holds pickles, and loading a pickle can run any code: {entries}. {remedy} if you trust who "
+            "wrote them."
+        ) from error
+    return cast(TensorDictBase, loaded)
+
+
+def pickles_in(folder: Path) -> dict[str, Path]:
+    """The files below a folder that hold pickles, by entry: its names with dots in between."""
+    files = sorted(file for file in folder.rglob("*") if file.suffix in _PICKLES)
+    return {".".join(file.relative_to(folder).parent.parts): file for file in files}
+
+
+def load_saved(file: Path, *, allow_pickle: bool = False, remedy: str = "Pass allow_pickle=True") -> Any:
+    """What ``torch.save`` wrote, on the CPU.
+
+    Args:
+        file: to read.
+        allow_pickle: load all objects. A pickle can run any code: only for files that you trust.
+        remedy: see :func:`load_mapped`.
+
+    Raises:
+        ValueError: the file holds other objects than tensors and numbers, and ``allow_pickle`` is not set.
+        DamagedFileError: it is cut short, or was not written by ``torch.save``.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=not allow_pickle)
+    except OSError:
+        raise
+    except Exception as error:
+        others = [] if allow_pickle else _objects_in(file)
+        if not others:
+            why = str(error).partition("\n")[0] or f"{type(error).__name__}, its size is {file.stat().st_size} bytes"
+            raise DamagedFileError(f"{file} is damaged, or was not written by torch.save: {why}") from error
+        raise ValueError(
+            f"{file} holds objects of {', '.join(others)}, and loading what is no tensor can run any code. {remedy} "
+            "if you trust who wrote it."
+        ) from error
+
+
+def _objects_in(file: Path) -> list[str]:
+    """Classes and functions that a file of ``torch.save`` names, and that are not loaded without trust."""
+    try:
+        return list(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # it cannot be read at all
+        return []
