@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any, Self
 
 __all__ = ["Segment"]
+
+_BLOCK = 4096
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 
 
 class Segment:
@@ -43,10 +47,56 @@ class Segment:
         """Size of the file."""
         return os.fstat(self.fd).st_size
 
+    @property
+    def name(self) -> str:
+        """What to call the file in messages."""
+        if self.path is not None:
+            return str(self.path)
+        try:
+            return os.readlink(f"/proc/self/fd/{self.fd}")  # says which folder it is in, if any
+        except OSError:
+            return "(memory that processes share)"
+
     def grow(self, num_bytes: int) -> None:
-        """Make the file at least so long; new bytes are zero and take no room until they are written."""
+        """Make the file at least so long; new bytes are zero and take no room until they are written.
+
+        Raises:
+            OSError: the system does not let a file be so long.
+        """
         if self.num_bytes < num_bytes:
-            os.ftruncate(self.fd, num_bytes)
+            try:
+                os.ftruncate(self.fd, num_bytes)
+            except OSError as error:
+                raise _failed(error, f"a file of {num_bytes} bytes cannot be made", self.name) from error
+
+    def allocate(self, start: int, num_bytes: int) -> None:
+        """Take room for bytes, so that writing them cannot fail; what they hold stays.
+
+        Makes the file longer if need be. Nobody may write these bytes at the same time. On file systems that copy on
+        write (btrfs, zfs), writing may fail all the same.
+
+        Raises:
+            OSError: the disk, or memory, is full.
+        """
+        if num_bytes <= 0:
+            return
+        try:
+            self._allocate(start, num_bytes)
+        except OSError as error:
+            raise _failed(error, f"{num_bytes} bytes cannot be allocated", self.name) from error
+
+    def _allocate(self, start: int, num_bytes: int) -> None:
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(self.fd, start, num_bytes)
+                return
+            except OSError as error:
+                if error.errno not in _NO_FALLOCATE:
+                    raise
+        if self.num_bytes < start + num_bytes:
+            os.ftruncate(self.fd, start + num_bytes)
+        for at in {*range(start, start + num_bytes, _BLOCK), start + num_bytes - 1}:  # writing a block allocates it
+            os.pwrite(self.fd, os.pread(self.fd, 1, at), at)
 
     def map(self, start: int, num_bytes: int) -> memoryview:
         """The bytes from ``start``, writable, shared with all who map them; valid as long as the view lives.
@@ -67,6 +117,10 @@ class Segment:
     @classmethod
     def _of(cls, path: Path | None, fd: int | None) -> Self:
         return cls(path, _fd=fd)
+
+
+def _failed(error: OSError, what: str, name: str) -> OSError:
+    return OSError(error.errno, f"{os.strerror(error.errno or 0)}: {what}", name)
 
 
 def _unnamed(on_disk: bool) -> int:

@@ -1,16 +1,17 @@
-"""Opens files of frames without running code that is in them."""
+"""Opens files of frames without running code that is in them, and writes such files."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright.errors import DamagedFileError
 
-__all__ = ["load_mapped", "load_saved", "pickles_in"]
+__all__ = ["load_mapped", "load_saved", "named", "pickles_in", "save"]
 
 _PICKLES = (".pickle", ".pkl")  # tensordict writes objects that JSON does not know to such files
 
@@ -79,3 +80,50 @@ def _objects_in(file: Path) -> list[str]:
         return list(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception:  # it cannot be read at all
         return []
+
+
+def save(value: Any, file: Path) -> None:
+    """Write a file with ``torch.save``.
+
+    Raises:
+        OSError: the disk is full, or fails; the part that was written is removed.
+    """
+    sink = _Sink()
+    try:
+        with open(file, "wb") as sink.target:
+            try:
+                torch.save(value, cast(Any, sink))
+            except RuntimeError as error:  # torch's own, where its writer stops half way
+                raise sink.failure or error from error
+    except OSError as error:
+        file.unlink(missing_ok=True)
+        raise named(error, file, f"{sink.num_bytes} bytes or more") from error
+
+
+def named(error: OSError, file: Path, size: str) -> OSError:
+    """An error of the system, with the file that it is about and how much was to be written."""
+    if error.errno is None:
+        return error
+    return OSError(error.errno, f"{os.strerror(error.errno)}: could not write {size}", str(file))
+
+
+class _Sink:
+    """Hands on what is written, and remembers what went wrong: torch raises an error that does not say."""
+
+    target: BinaryIO
+
+    def __init__(self) -> None:
+        self.failure: OSError | None = None
+        self.num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self.target.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+        self.num_bytes += written
+        return written
+
+    def flush(self) -> None:
+        self.target.flush()

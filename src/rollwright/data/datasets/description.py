@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import key_str, leaves, unravel
-from rollwright.data.loading import load_mapped, pickles_in
+from rollwright.data.loading import load_mapped, named, pickles_in
 from rollwright.errors import DamagedFileError
 
 __all__ = ["check_target", "describe_dataset", "load_dataset", "remove_dataset", "write_description"]
@@ -87,9 +87,18 @@ def _are_sizes(values: Any) -> bool:
 
 
 def write_description(path: Path, description: dict[str, Any]) -> None:
-    """Replace ``dataset.json`` at once: a reader finds the old one or the new one, never a half."""
+    """Replace ``dataset.json`` at once: a reader finds the old one or the new one, never a half.
+
+    Raises:
+        OSError: the disk is full, or fails; the old one stays.
+    """
     draft = path / f".{DESCRIPTION}"
-    draft.write_text(json.dumps({"format": FORMAT, "version": VERSION, **description}, indent=2) + "\n")
+    text = json.dumps({"format": FORMAT, "version": VERSION, **description}, indent=2) + "\n"
+    try:
+        draft.write_text(text)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise named(error, path / DESCRIPTION, f"{len(text)} bytes") from error
     os.replace(draft, path / DESCRIPTION)
 
 

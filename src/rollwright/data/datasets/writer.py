@@ -28,6 +28,7 @@ from rollwright.data.datasets.description import (
     write_description,
 )
 from rollwright.data.datasets.episodes import EpisodeScan, Frames, Totals
+from rollwright.data.loading import named
 
 __all__ = ["DatasetWriter"]
 
@@ -230,7 +231,7 @@ class DatasetWriter:
         frame.names = [*[None] * len(self._env_shape), "time"]
         try:
             mapped: Any = frame.expand(*self._env_shape, steps).memmap_like(str(self.path / folder))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise OSError(f"cannot make files for {steps:,} steps in {self.path / folder}: {error}") from error
         files = {key: mapped.get(key).filename for key in self._layout if self._frame_bytes(key)}
         return {key: Path(os.path.relpath(file, self.path / folder)).as_posix() for key, file in files.items()}
@@ -352,9 +353,13 @@ def _brief(layout: tuple[torch.Size, torch.dtype] | None) -> str:
 
 
 def _write_all(file: BinaryIO, offset: int, data: memoryview) -> None:
+    size = len(data)
     file.seek(offset)
-    while len(data):
-        data = data[file.write(data) :]  # an unbuffered file may take less than it is given
+    try:
+        while len(data):
+            data = data[file.write(data) :]  # an unbuffered file may take less than it is given
+    except OSError as error:
+        raise named(error, Path(file.name), f"{size} bytes") from error
 
 
 def _copy(source: BinaryIO, target: BinaryIO, num_bytes: int, interrupted: Callable[[], bool]) -> None:

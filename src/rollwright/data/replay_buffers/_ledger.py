@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rollwright._interrupts import uninterrupted
 from rollwright.data.replay_buffers._locks import RowLock
+from rollwright.data.replay_buffers._space import Space
 
 __all__ = ["Ledger", "Reservation"]
 
@@ -53,6 +54,9 @@ class Ledger:
         lock: between those who use the memory.
         capacity: number of rows; 0: as the memory says.
 
+    Attributes:
+        space: of the rows, which is taken before they are reserved; None: it is there.
+
     Example:
         >>> ledger = Ledger(capacity=4)
         >>> rows = ledger.reserve(3)
@@ -79,6 +83,7 @@ class Ledger:
         memory = memoryview(bytearray(self.num_bytes)) if memory is None else memory
         self.lock = RowLock() if lock is None else lock
         self.timeout_s = timeout_s
+        self.space: Space | None = None
         self._keep_in(memory)
         self.capacity: int = self._head[_CAPACITY]
         if capacity:
@@ -231,6 +236,7 @@ class Ledger:
 
         Raises:
             ValueError: there are fewer rows.
+            OSError: there is no space for them on the disk; nothing is reserved.
             TimeoutError: rows of this one are still being written by another reservation.
         """
         if not 0 < n <= self.capacity:
@@ -256,6 +262,8 @@ class Ledger:
         start, serial = self.end(), head[_ISSUED]
         if start + n - self.capacity > head[_PUBLISHED] or serial - head[_SETTLED] == _SLOTS:
             return None
+        if self.space is not None:
+            self.space.make_for(start + n)
         at = serial % _SLOTS
         self.lock.sign(at)
         slots[_SLOT * at + _START], slots[_SLOT * at + _STOP] = start, start + n

@@ -17,6 +17,7 @@ from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright._processes.segment import Segment
 from rollwright.data.replay_buffers._ledger import Ledger
 from rollwright.data.replay_buffers._locks import RowLock
+from rollwright.data.replay_buffers._space import Column, Space
 
 __all__ = ["LOCK_FILE", "ROWS_FILE", "Memory", "PrivateMemory", "Schema", "SharedMemory"]
 
@@ -24,6 +25,7 @@ ROWS_FILE, LOCK_FILE = "buffer.rows", "buffer.lock"
 _MARK = b"rollwright rows 1\n"
 _SCHEMA_ROOM = 1 << 18
 _PAGE, _HUGE_PAGE = 4096, 1 << 21
+_SPACE_AT = 64  # in the first page, behind the mark
 
 
 class Schema(NamedTuple):
@@ -92,6 +94,13 @@ class Memory(ABC):
     @abstractmethod
     def tensors(self) -> dict[NestedKey, torch.Tensor]:
         """The rows: ``[capacity, *rest, *entry]`` each."""
+
+    def make_space(self, end: int) -> None:  # noqa: B027 - memory of a process has it
+        """Have space for the rows of all positions below ``end``; whoever reserves rows has it. For use while writing.
+
+        Raises:
+            OSError: the disk is full.
+        """
 
 
 class PrivateMemory(Memory):
@@ -185,16 +194,19 @@ class SharedMemory(Memory):
         if schema is not None:
             memory.allocate(schema)
             begun = private.ledger.num_begun
+            memory.make_space(begun)
             for key, rows in private.tensors().items():
                 memory._tensors[key][:begun].copy_(rows[:begun])
         private.ledger.lock.extend_over(memory._lock)
         private.ledger.move(memory._rows.map(_PAGE, Ledger.num_bytes))
         memory.ledger = private.ledger
+        memory.ledger.space = memory._space
         return memory
 
     def _connect(self, rows: Segment, lock: Segment) -> None:
         self._rows, self._lock = rows, lock
         rows.grow(_PAGE + Ledger.num_bytes + _SCHEMA_ROOM)
+        rows.allocate(0, _PAGE + Ledger.num_bytes + 8)  # what every process reads at any time
         mark = rows.map(0, _PAGE)
         if bytes(mark[: len(_MARK)]) not in (_MARK, bytes(len(_MARK))):
             raise ValueError(f"{rows.path} holds no rows of a replay buffer. Name another folder.")
@@ -204,6 +216,12 @@ class SharedMemory(Memory):
         self._schema: Schema | None = None
         self._tensors: dict[NestedKey, torch.Tensor] = {}
         self.ledger = Ledger(rows.map(_PAGE, Ledger.num_bytes), RowLock.over(lock))
+        self._space = Space(rows, mark[_SPACE_AT : _SPACE_AT + Space.num_bytes].cast("q"))
+        if not self._space.is_of_this_file():
+            with self.ledger.writing():
+                if not self._space.is_of_this_file():
+                    self._space.begin()
+        self.ledger.space = self._space
         lost = self.ledger.num_lost
         self.ledger.settle()
         self.num_dropped = self.ledger.num_lost - lost
@@ -225,13 +243,17 @@ class SharedMemory(Memory):
         with self.ledger.writing():
             if not self._length[0]:
                 self._rows.grow(_places(schema)[1])
+                self._rows.allocate(_PAGE + Ledger.num_bytes, 8 + len(text))
                 self.ledger.set_capacity(schema.capacity)
                 self._text[8 : 8 + len(text)] = text
                 self._length[0] = len(text)  # from here on the schema is there
         self.schema()
 
     def _map(self, schema: Schema) -> None:
-        for key, start in _places(schema)[0].items():
+        places = _places(schema)[0]
+        sizes = {key: math.prod(schema.shape_of(key)[1:]) * schema.fields[key][1].itemsize for key in places}
+        self._space.lay_out([Column(start, sizes[key]) for key, start in places.items()], schema.capacity)
+        for key, start in places.items():
             shape, dtype = schema.shape_of(key), schema.fields[key][1]
             num_bytes = math.prod(shape) * dtype.itemsize
             if num_bytes:
@@ -243,6 +265,10 @@ class SharedMemory(Memory):
     def tensors(self) -> dict[NestedKey, torch.Tensor]:
         """See :meth:`Memory.tensors`."""
         return self._tensors
+
+    def make_space(self, end: int) -> None:
+        """See :meth:`Memory.make_space`."""
+        self._space.make_for(end)
 
     @property
     def folder(self) -> Path | None:

@@ -373,6 +373,7 @@ class RowStorage(Storage):
             fields = {key: (tuple(value.shape[self.ndim :]), value.dtype) for key, value in entries.items()}
             self.settle(fields, rest, dim, _batch_of(elements)[1:])
             with self.ledger.writing():
+                self._memory.make_space(high)
                 skipped = max(0, high - low - self.capacity)
                 kept = {key: value.narrow(dim, skipped, high - low - skipped) for key, value in entries.items()}
                 self._write(low + skipped, high - low - skipped, kept, dim)

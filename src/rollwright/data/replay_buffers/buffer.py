@@ -415,7 +415,10 @@ class ReplayBuffer:
     def dumps(self, path: Any) -> None:
         """Write the buffer to a folder, which :meth:`loads` and ``rollwright inspect`` read.
 
-        The folder is replaced as a whole: a kill in the meantime leaves the old one.
+        The folder is replaced as a whole: a kill in the meantime leaves the old one, and so does a full disk.
+
+        Raises:
+            OSError: the disk is full; what was written is removed.
         """
         checkpoint.dump(self, path)
 

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from rollwright.data.loading import load_saved
+from rollwright.data.loading import load_saved, save
 from rollwright.data.replay_buffers._folders import recover, replace
 from rollwright.data.replay_buffers._memory import ROWS_FILE
 from rollwright.data.replay_buffers._rows import RowStorage
@@ -81,11 +79,16 @@ def _check_dim(buffer: ReplayBuffer, stored: Mapping[str, Any] | None) -> None:
 
 
 def dump(buffer: ReplayBuffer, path: Any) -> None:
-    """Write a buffer to a folder."""
+    """Write a buffer to a folder.
+
+    Raises:
+        FileExistsError: the folder holds other files.
+        OSError: the disk is full, or fails; what was written is removed, and what was there stays.
+    """
     folder = Path(path).expanduser().resolve()
     storage = buffer.storage
     if isinstance(storage, LazyMemmapStorage) and storage.scratch_dir == folder:
-        torch.save(state_of(buffer, with_elements=False), folder / (STATE_FILE + ".new"))
+        save(state_of(buffer, with_elements=False), folder / (STATE_FILE + ".new"))
         os.replace(folder / (STATE_FILE + ".new"), folder / STATE_FILE)  # elements are there already
         storage.flush()
         return
@@ -96,14 +99,14 @@ def dump(buffer: ReplayBuffer, path: Any) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        torch.save(state_of(buffer, with_elements=False), new / STATE_FILE)
+        save(state_of(buffer, with_elements=False), new / STATE_FILE)
         state = storage.state_dict()
         if isinstance(storage, RowStorage) and state["elements"] is not None:
             rows = LazyMemmapStorage(storage.max_size, scratch_dir=new, ndim=storage.ndim)
             rows.load_state_dict(state)
             rows.flush()
         else:
-            torch.save(state, new / LIST_FILE)
+            save(state, new / LIST_FILE)
         replace(folder, new)
     finally:
         shutil.rmtree(new, ignore_errors=True)

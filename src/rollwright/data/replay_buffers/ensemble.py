@@ -10,7 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
-from rollwright.data.loading import load_saved
+from rollwright.data.loading import load_saved, save
 from rollwright.data.replay_buffers.buffer import Change, ReplayBuffer
 from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
 from rollwright.data.replay_buffers.storages import positive
@@ -318,7 +318,7 @@ class ReplayBufferEnsemble:
         for n, member in enumerate(self.members):
             member.dumps(Path(path) / str(n))
         if self.limiter is not None:
-            torch.save(self.limiter.state_dict(), Path(path) / _LIMITER_FILE)
+            save(self.limiter.state_dict(), Path(path) / _LIMITER_FILE)
 
     def loads(self, path: Any, *, allow_pickle: bool = False) -> None:
         """Read what :meth:`dumps` wrote; see :meth:`ReplayBuffer.loads`."""

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright.data.replay_buffers._folders import recover
-from rollwright.data.replay_buffers._memory import ROWS_FILE, PrivateMemory, SharedMemory
+from rollwright.data.replay_buffers._memory import LOCK_FILE, ROWS_FILE, PrivateMemory, SharedMemory
 from rollwright.data.replay_buffers._rows import RowStorage
 from rollwright.data.specs._shape import as_device
 
@@ -92,6 +92,7 @@ class LazyMemmapStorage(RowStorage):
 
     Raises:
         FileExistsError: the folder holds rows, and ``existsok`` is not set.
+        OSError: the disk is full. Space for rows is taken shortly before they are written: ``extend`` raises it, too.
 
     Example:
         >>> import tempfile
@@ -121,8 +122,7 @@ class LazyMemmapStorage(RowStorage):
                     f"scratch_dir: {str(folder)!r} holds the rows of a buffer. Pass existsok=True to go on with them, "
                     "or name another folder."
                 )
-            folder.mkdir(parents=True, exist_ok=True)
-        memory = SharedMemory(folder, on_disk=True)
+        memory = _mapped(folder)
         schema = memory.schema()
         if max_size is None:
             if schema is None:
@@ -148,3 +148,19 @@ class LazyMemmapStorage(RowStorage):
     def flush(self) -> None:
         """Wait until the disk has everything."""
         cast(SharedMemory, self._memory).flush()
+
+
+def _mapped(folder: Path | None) -> SharedMemory:
+    """Memory in a file; where there is no space for a new one, what was made of it is removed."""
+    if folder is None or (folder / ROWS_FILE).exists():
+        return SharedMemory(folder, on_disk=True)
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return SharedMemory(folder, on_disk=True)
+    except OSError:
+        for name in (ROWS_FILE, LOCK_FILE):
+            (folder / name).unlink(missing_ok=True)
+        if is_new:
+            folder.rmdir()
+        raise
