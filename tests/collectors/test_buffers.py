@@ -273,26 +273,25 @@ def test_a_hook_gets_a_batch_that_nobody_overwrites(make):
     assert "direct" in collector.stats()["paths"]["buffer"]
 
 
-def test_what_only_the_policy_writes_is_not_stored_after_random_frames(make):
-    """As with an actor that writes loc and scale beside its actions."""
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_only_the_policy_writes_is_stored_after_random_frames(make, plain):
+    """As with an actor that writes loc and scale beside its actions, and these in another dtype than their spec."""
 
     def policy(td):
-        return td.update({"action": torch.ones(1, dtype=torch.int8), "loc": torch.zeros(1)})
+        return td.update({"action": torch.tensor([1.0, 0.0]), "loc": torch.ones(3)})
 
     for options in ({}, {"extend_buffer": False}, {"trajs_per_batch": 1, "max_frames_per_traj": 4}):
         buffer = a_buffer()
-        collector = make(
-            CountingEnv(), policy, frames_per_batch=4, init_random_frames=4, replay_buffer=buffer, **options
-        )
-        collector.next()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            collector.next()
-            collector.next()
-        assert len(caught) == 1
-        assert "'loc'" in str(caught[0].message)
+        options = {"frames_per_batch": 4, "init_random_frames": 4, "replay_buffer": buffer, **options}
+        collector = make(ENVS["single"], policy, use_buffers=False if plain else None, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                collector.next()
         assert len(buffer) == 12
-        assert "loc" not in buffer[:]
+        assert buffer[:]["loc"].sum(-1).tolist() == [0] * 4 + [3] * 8
+        assert buffer[:]["action"].dtype == torch.float32
+        assert bool((buffer[:]["action"].sum(-1) == 1).all())
 
 
 # Whole trajectories --------------------------------------------------------------------------------------------------

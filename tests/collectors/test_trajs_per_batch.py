@@ -311,19 +311,18 @@ def test_hooks_and_postproc_work_on_what_is_delivered(make, count):
     assert len(before) == 4  # once a rollout
 
 
-def test_random_frames_first_leave_out_what_only_the_policy_writes(make):
+def test_random_frames_first_have_what_only_the_policy_writes(make):
     def policy(td):
-        return td.update({"action": torch.ones(1, dtype=torch.int32), "value": torch.zeros(1)})
+        return td.update({"action": torch.ones(1, dtype=torch.int32), "value": torch.ones(1)})
 
     collector = make(
         CountingEnv(max_steps=4), policy, frames_per_batch=3, trajs_per_batch=2, init_random_frames=3, total_frames=30
     )
-    with pytest.warns(UserWarning, match=r"leaves out 'value'"):
-        first = collector.next()
-    assert "value" not in first
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert "value" in collector.next()
+        first, second = collector.next(), collector.next()
+    assert first["value"].flatten().tolist()[:4] == [0, 0, 0, 1]
+    assert bool((second["value"][second["collector", "mask"]] == 1).all())
 
 
 @pytest.mark.parametrize(

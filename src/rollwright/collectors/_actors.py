@@ -19,7 +19,7 @@ from rollwright.data.memory import in_numpy
 from rollwright.envs.arrays import Entry, Values
 from rollwright.errors import NotNative
 
-__all__ = ["Actor", "FlatActor", "TensorDictActor"]
+__all__ = ["Actor", "CastActor", "FlatActor", "TensorDictActor", "as_array"]
 
 
 class Actor(ABC):
@@ -98,6 +98,38 @@ class FlatActor(Actor):
         return FlatActor(compile_flat(self._policy, arguments=arguments, example=example), self._entries)
 
 
+class CastActor(Actor):
+    """An actor, some of whose outputs are converted.
+
+    Args:
+        actor: acts.
+
+    Attributes:
+        forms: shape and dtype of the outputs to convert.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self.how, self.finite_keys = actor.how, actor.finite_keys
+        self.varies, self.frozen = actor.varies, actor.frozen
+        self.forms: dict[NestedKey, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+
+    def start(self, steps: int) -> None:
+        """See :meth:`Actor.start`."""
+        self._actor.start(steps)
+
+    def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
+        """See :class:`Actor`."""
+        outputs = self._actor(root, ids)
+        for key, (shape, dtype) in self.forms.items():
+            outputs[key] = outputs[key].astype(dtype).reshape(shape)
+        return outputs
+
+    def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
+        """See :meth:`Actor.compiled`."""
+        raise NotNative("Random actions are not compiled.")
+
+
 class TensorDictActor(Actor):
     """A policy on TensorDicts, given the carrier as one.
 
@@ -145,7 +177,7 @@ class TensorDictActor(Actor):
             place(nested, IDS, torch.from_numpy(np.array(ids)))
         carrier = self._act(TensorDict(nested, batch_size=self._batch, device=self._device))
         return {
-            key: _as_array(value)
+            key: as_array(value)
             for key, value in _plan.entries(carrier)
             if given.get(key) is not value and key not in (IDS, VERSION)
         }
@@ -160,6 +192,6 @@ def full(value: Any, entry: Entry) -> NDArray[Any]:
     return np.array(value, entry.dtype).reshape(entry.shape) if entry.column else value
 
 
-def _as_array(value: Any) -> Any:
+def as_array(value: Any) -> Any:
     """The array over a tensor's memory; what NumPy does not know stays as it is."""
     return value.detach().numpy() if type(value) is torch.Tensor and in_numpy(value.dtype) else value

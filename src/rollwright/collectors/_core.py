@@ -18,6 +18,7 @@ from rollwright.collectors._delivery_checks import ledger_of
 from rollwright.collectors._env import EnvMaker, ResetUndo, make_env
 from rollwright.collectors._front_door import here
 from rollwright.collectors._path import Path, UnfitOutputs
+from rollwright.collectors._trial import outputs_of
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.counts import FrameCounts
 from rollwright.collectors.devices import Devices, module_device, nothing, sync_function
@@ -71,6 +72,7 @@ class RolloutCore(BaseCollector):
         self._frames = self._iter = self._policy_version = 0
         self._memory = self._new_memory()
         self._fresh_ids: torch.Tensor | None = None
+        self._outputs: tuple[TensorDictBase | None] | None = None  # of the policy, once it was tried
         self._begun = False  # whether the last rollout came as far as its first step
         self._stepped = False  # whether a frame was taken in this object's life
         self._anew = torch.ones(self.env.numel(), dtype=torch.bool).numpy()
@@ -217,7 +219,25 @@ class RolloutCore(BaseCollector):
     def _open(self, random: bool) -> None:
         if self._to_compile:
             self._compile_policy()
+        if random:
+            self._path.conform(self._outputs_of_policy())
         self._path.begin(random=random)
+
+    def _outputs_of_policy(self) -> TensorDictBase | None:
+        """What the policy writes; it is called for that once, on real observations."""
+        if self._outputs is None:
+            carrier = cast(TensorDictBase, self._path.carrier)
+            self._outputs = (
+                outputs_of(
+                    self._policy_call,
+                    carrier,
+                    self.env,
+                    policy=self.policy,
+                    devices=self.devices,
+                    sync=self._sync_policy,
+                ),
+            )
+        return self._outputs[0]
 
     def _go_plain(self, random: bool, reason: Exception) -> None:
         self._change_path(plain_path(self, {"policy": str(reason)}))
@@ -226,6 +246,8 @@ class RolloutCore(BaseCollector):
     def _change_path(self, path: Path | None = None) -> None:
         """Go on another way: environment or policy are no longer what the path was chosen for."""
         carrier = self._path.carrier
+        if path is None:
+            self._outputs = None
         self._take(choose_path(self) if path is None else path)
         try:
             self._path.carrier = carrier

@@ -26,6 +26,7 @@ class Layout(NamedTuple):
         fields: the entries of a frame.
         roots: what is written from the carrier at each step: key, place in the frame, whether a column.
         outcomes: what is written from the outcome at each step, likewise.
+        blank: what is zero in the whole batch.
     """
 
     acts: dict[NestedKey, Form]
@@ -33,6 +34,7 @@ class Layout(NamedTuple):
     fields: dict[NestedKey, Field]
     roots: list[tuple[NestedKey, NestedKey, bool]]
     outcomes: list[tuple[NestedKey, NestedKey, bool]]
+    blank: list[NestedKey]
 
 
 def lay_out(
@@ -43,6 +45,7 @@ def lay_out(
     batch: tuple[int, ...],
     dropped: Collection[NestedKey],
     own: Sequence[NestedKey],
+    blank: Mapping[NestedKey, Form],
 ) -> Layout:
     """Decide what goes where.
 
@@ -53,9 +56,10 @@ def lay_out(
         batch: the environment's batch size.
         dropped: places in the frame that the batch leaves out.
         own: what the collector writes itself, int64 ``[*batch]``.
+        blank: shape and dtype of what is zero in the whole batch.
     """
     fields: dict[NestedKey, Field] = {}
-    layout = Layout(acts, [], fields, [], [])
+    layout = Layout(acts, [], fields, [], [], [])
     for key, entry in roots.items():
         fields[key] = _field(entry.shape, entry.dtype)
         if key not in FLAGS:  # which follow from the rows of the batch
@@ -70,12 +74,14 @@ def lay_out(
         elif not is_private(key):
             fields[key] = _field(shape, dtype)
             layout.roots.append((key, key, False))
+    for key, (shape, dtype) in blank.items():
+        fields[key] = _field(shape, dtype)
     for key in own:
         fields[key] = _field(batch, np.dtype(np.int64))
     for key in [key for key in fields if key in dropped or is_private(key)]:
         del fields[key]
     kept = [[row for row in rows if row[1] in fields] for rows in (layout.roots, layout.outcomes)]
-    return layout._replace(roots=kept[0], outcomes=kept[1])
+    return layout._replace(roots=kept[0], outcomes=kept[1], blank=[key for key in blank if key in fields])
 
 
 def below_next(key: NestedKey) -> NestedKey:

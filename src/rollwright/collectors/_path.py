@@ -82,6 +82,17 @@ class Path(ABC):
     # A rollout ------------------------------------------------------------------------------------
 
     @abstractmethod
+    def conform(self, outputs: TensorDictBase | None) -> None:
+        """Give batches of random actions the entries that the policy writes, zero where no action is.
+
+        Args:
+            outputs: entries ``[*env]``, of :func:`~rollwright.collectors._trial.outputs_of`.
+
+        Raises:
+            UnfitOutputs: they cannot lie in rows.
+        """
+
+    @abstractmethod
     def begin(self, *, random: bool) -> None:
         """Open a batch, with random actions or with the policy's."""
 

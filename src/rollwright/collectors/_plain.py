@@ -8,10 +8,11 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._keys import as_tuple, unravel
+from rollwright._keys import NestedKey, as_tuple, leaf_keys, unravel
 from rollwright.collectors import _plan
 from rollwright.collectors._path import Path
 from rollwright.collectors._plan import IDS
+from rollwright.collectors._trial import action_forms
 from rollwright.collectors.devices import Devices
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.recording import Recorder
@@ -73,7 +74,7 @@ class PlainPath(Path):
             fresh_outputs=fresh_outputs,
             stale=_plan.stale_actions(env, policy),
         )
-        random = _plan.build_act(env.rand_action, lambda td: td, check, fresh_outputs=True)
+        random = _plan.build_act(self._at_random, lambda td: td, check, fresh_outputs=True)
         step = _plan.build_step(
             env,
             _plan.mover(devices.env if devices.cast_to_env else None, syncs[1]),
@@ -85,6 +86,9 @@ class PlainPath(Path):
             step = _plan.tag_step(step)
         self._policy, self._random, self._step = act, random, step
         self._acting = act
+        self._forms: dict[NestedKey, torch.Tensor] = {}  # of random actions, where they are not those of the specs
+        self._outputs: TensorDictBase | None = None  # of the policy, zero
+        self._blanks: TensorDictBase | None = None  # those that a frame of random actions lacks
         repeated = _plan.next_keys(env) if options.compact_obs else []
         self._keeper = BoundaryKeeper(repeated, env.batch_size, devices.storing) if options.compact_obs else None
         self._recorder = Recorder(
@@ -153,9 +157,20 @@ class PlainPath(Path):
 
     # A rollout ----------------------------------------------------------------------------------------
 
+    def conform(self, outputs: TensorDictBase | None) -> None:
+        """See :meth:`Path.conform`."""
+        self._forms, self._outputs = action_forms(self._env, outputs), outputs
+
+    def _at_random(self, td: TensorDictBase) -> TensorDictBase:
+        acted = self._env.rand_action(td)
+        for key, like in self._forms.items():
+            acted.set(key, acted.get(key).to(like.dtype).reshape(like.shape))
+        return acted
+
     def begin(self, *, random: bool) -> None:
         """See :meth:`Path.begin`."""
         self._acting = self._random if random else self._policy
+        self._blanks = self._outputs if random else None
         if self._keeper is not None:
             self._keeper.begin()
 
@@ -169,6 +184,10 @@ class PlainPath(Path):
 
     def record(self, t: int) -> None:
         """See :meth:`Path.record`."""
+        if self._blanks is not None:
+            if t == 0:
+                self._blanks = _without(self._blanks, self._frame)
+            self._frame.update(self._blanks)
         self._recorder.write(t, self._frame)
         self._ended = end_of_trajectory(self._frame.get("next"), self._env._done_groups, self._env.ndim)
         if self._renews:
@@ -187,3 +206,9 @@ class PlainPath(Path):
             return batch
         self._keeper.keep(steps - 1, self._frame.get("next"), ~self._ended)  # no root repeats them in this batch
         return self._keeper.finish(batch)
+
+
+def _without(outputs: TensorDictBase, frame: TensorDictBase) -> TensorDictBase | None:
+    """The outputs that a frame lacks; None: there are none."""
+    lacking = [key for key in leaf_keys(outputs) if frame.get(key, None) is None]
+    return outputs.select(*lacking) if lacking else None

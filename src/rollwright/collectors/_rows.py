@@ -12,10 +12,11 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys
 from rollwright.collectors import _plan
-from rollwright.collectors._actors import Actor
-from rollwright.collectors._layout import Layout, below_next, difference, lay_out, unfit
+from rollwright.collectors._actors import Actor, CastActor, as_array
+from rollwright.collectors._layout import Form, Layout, below_next, difference, lay_out, unfit
 from rollwright.collectors._path import Path, UnfitOutputs
 from rollwright.collectors._plan import IDS, VERSION
+from rollwright.collectors._trial import action_forms
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.recording import Block
 from rollwright.collectors.trajectories import TrajectoryPool
@@ -91,8 +92,10 @@ class ArrayPath(Path):
         flag = Entry((*self._batch, 1), _FLAG, True)
         flags: dict[NestedKey, Entry] = dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)
         self._roots = {**arrays.entries, **flags}
-        self._policy, self._random = policy, random
+        self._policy, self._random = policy, CastActor(random)
         self._acting = policy
+        self._like: TensorDictBase | None = None  # what the policy writes, in batches of random actions
+        self._blanks: dict[NestedKey, Form] = {}  # its entries that they have zeros for
         self._tracks_ids, self._tracks_version = options.track_traj_ids, options.track_policy_version
         self._reuses = options.return_same_td
         repeated = set(_plan.next_keys(env)) if options.compact_obs else set()
@@ -177,6 +180,20 @@ class ArrayPath(Path):
         self._arrays.check()
 
     # A rollout ----------------------------------------------------------------------------------------
+
+    def conform(self, outputs: TensorDictBase | None) -> None:
+        """See :meth:`Path.conform`."""
+        if outputs is self._like:
+            return
+        written = {} if outputs is None else {key: as_array(value) for key, value in _plan.entries(outputs.cpu())}
+        if against := unfit(written, self._roots):
+            raise UnfitOutputs(against)
+        forms = {key: (value.shape, value.dtype) for key, value in written.items()}
+        self._random.forms = {key: forms[key] for key in action_forms(self._env, outputs)}
+        drawn = set(self._env.action_keys)
+        self._blanks = {key: form for key, form in forms.items() if key not in drawn and as_tuple(key)[0] != "next"}
+        self._layouts.pop(self._random, None)
+        self._like = outputs
 
     def begin(self, *, random: bool) -> None:
         """See :meth:`Path.begin`."""
@@ -323,6 +340,7 @@ class ArrayPath(Path):
                 batch=self._batch,
                 dropped=self._dropped,
                 own=[*([IDS] if self._tracks_ids else []), *(VERSIONS if self._tracks_version else [])],
+                blank=self._blanks if self._acting is self._random else {},
             )
         self._acts, self._presets = layout.acts, layout.presets
         old, fields = self._block, layout.fields
@@ -335,6 +353,9 @@ class ArrayPath(Path):
         self._block = block
         self._root_rows = [(key, _row(block, at, column)) for key, at, column in layout.roots]
         self._out_rows = [(key, _row(block, at, column)) for key, at, column in layout.outcomes]
+        self._blank = layout.blank
+        for key in layout.blank:
+            block.rows(key)[...] = 0
         if self._tracks_version:
             self._version_row = block.rows(VERSION)
         if self._tracks_ids:
@@ -350,7 +371,7 @@ class ArrayPath(Path):
         if self._device is not None and batch.device != self._device:
             batch = batch.to(self._device, non_blocking=True)
         if self._acts_device is not None:
-            for key in self._acts:
+            for key in (*self._acts, *self._blank):
                 if not is_private(key):
                     batch.set(key, batch.get(key).to(self._acts_device))
         if self._keeper is None:

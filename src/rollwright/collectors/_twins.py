@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Twin", "copied_policy"]
+__all__ = ["Twin", "copied_policy", "modules_in"]
 
 _DEPTH = 4  # containers, objects and functions around a module
 
@@ -41,7 +41,7 @@ def copied_policy(policy: Any) -> Twin:
     Raises:
         TypeError: it cannot be copied.
     """
-    found = list(_modules_in(policy, _DEPTH, set()))
+    found = modules_in(policy)
     if isinstance(policy, FunctionType):
         return Twin(policy, None, None, bool(found))
     memo: dict[int, Any] = {}
@@ -64,8 +64,12 @@ def _as_one(modules: list[nn.Module]) -> nn.Module | None:
     return nn.ModuleList(modules) if len(modules) > 1 else modules[0] if modules else None
 
 
+def modules_in(policy: Any) -> list[nn.Module]:
+    """The outermost modules with weights that a policy holds, each once."""
+    return list(_modules_in(policy, _DEPTH, set()))
+
+
 def _modules_in(thing: Any, depth: int, seen: set[int]) -> Iterator[nn.Module]:
-    """The outermost modules with weights that ``thing`` holds, each once."""
     if id(thing) in seen:
         return
     seen.add(id(thing))

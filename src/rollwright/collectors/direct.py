@@ -67,7 +67,6 @@ class StorageMemory(MemoryPool):
         how: what is done, and why; for ``stats()``.
         num_direct: batches that lay in the storage.
         num_copied: batches that were copied into it.
-        left_out: entries of the last batch that the storage has no place for.
     """
 
     def __init__(self, options: CollectorOptions) -> None:
@@ -75,13 +74,11 @@ class StorageMemory(MemoryPool):
         self._buffer = buffer_of(options)
         self._storage: Any = getattr(self._buffer, "storage", None)
         self._never = _never(options)
-        self._may_lack = bool(options.init_random_frames and options.init_random_frames > 0)
         self._reason = self._never or why_not_direct(self._buffer)
         self._open = False
         self._reservation: Any = None
         self._windows: dict[NestedKey, torch.Tensor] = {}
         self.num_direct = self.num_copied = 0
-        self.left_out: set[NestedKey] = set()
 
     @property
     def how(self) -> str:
@@ -136,13 +133,8 @@ class StorageMemory(MemoryPool):
         if not flat and storage.ndim != len(env) + 1:
             self._reason = f"a batch has {len(env) + 1} dimensions, the storage {storage.ndim}"
             return
-        kept = dict(fields)
-        known = storage.keys()
-        if self._may_lack and known:
-            kept = {key: field for key, field in fields.items() if key in known}
-            self.left_out = fields.keys() - kept.keys()
         try:
-            forms = {key: (tuple(field.shape[len(env) :]), field.dtype) for key, field in kept.items()}
+            forms = {key: (tuple(field.shape[len(env) :]), field.dtype) for key, field in fields.items()}
             storage.settle(forms, () if flat else env)
         except (KeyError, ValueError):  # extend() says it once more, to the user
             self._reason = "the frames are not those of the storage"
@@ -158,7 +150,7 @@ class StorageMemory(MemoryPool):
             self._reason = None  # this batch alone goes around the ring's seam
         else:
             self._reservation = reservation = storage.reserve(rows)
-            for key in kept:
+            for key in fields:
                 window = storage.window(reservation, key)
                 if window is None:  # another writer was faster
                     self._give_up()
@@ -200,7 +192,7 @@ class StorageMemory(MemoryPool):
         """Whether the batch is what lies in the windows: it may have been stacked anew, or moved."""
         if isinstance(batch, LazyStackedTensorDict):  # of frames whose shapes vary
             return False
-        if not self._may_lack and len(leaf_keys(batch)) != len(self._windows):
+        if len(leaf_keys(batch)) != len(self._windows):
             return False
         held = [batch.get(key, None) for key in self._windows]
         return all(

@@ -45,7 +45,10 @@ class CollectorOptions:
         max_frames_per_traj: truncate trajectories after this many frames, counted for each environment by a
             ``StepCounter`` appended to the environment. None, 0 or less: no limit.
         init_random_frames: frames for which random actions stand in for the policy. Rounded up to whole batches,
-            with a warning. None, 0 or less: none.
+            with a warning. Their batches have all entries that the policy writes, zero where nothing was computed
+            (objects are those of one call), and actions in the dtype and shape that it writes. To see them, the policy
+            is called once on the first observations. That changes no random number and nothing in a module; a function,
+            or an object that is no module, is called itself and keeps what that call changes. None, 0 or less: none.
         reset_at_each_iter: begin every batch with a reset of all environments, and new trajectory ids.
         reset_when_done: reset environments whose trajectory ended. If False, stepping goes on after the end, under the
             same trajectory id.

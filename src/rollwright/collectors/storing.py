@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey, leaf_keys
 from rollwright.collectors._delivery_checks import buffer_of, storage_ndim
 from rollwright.collectors._pieces import common_keys
 from rollwright.collectors.assembly import Trajectory, TrajectoryAssembler
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["StoredBatches", "StoredFrames", "StoredTrajectories", "await_publication", "choose_delivery"]
 
 _PUBLICATION_S, _NAP_S = 0.1, 0.2e-3
-_RANDOM_LACK = "the first frames in the buffer, of random actions (init_random_frames), lack them"
 
 
 def choose_delivery(core: DeliveringCore) -> Delivery:
@@ -43,7 +41,6 @@ class Stored(Delivery):
         super().__init__(core)
         self._buffer = buffer_of(core.options)
         self._flat = storage_ndim(self._buffer) == 1 and getattr(self._buffer, "routing_dim", None) is None
-        self._random_first = bool(core.init_random_frames)
         self._check_slices(core)
         self._limiter: SampleToInsertRatio | None = getattr(self._buffer, "insert_limiter", None)
         if self._limiter is not None:
@@ -81,23 +78,7 @@ class Stored(Delivery):
 
     def _extend(self, data: TensorDictBase) -> None:
         """Write frames, flattened where the storage has one dimension."""
-        data = self._with_known(data)
         self._buffer.extend(data.reshape(-1) if self._flat and data.ndim != 1 else data)
-
-    def _with_known(self, data: TensorDictBase) -> TensorDictBase:
-        return data.select(*self._known(leaf_keys(data))) if self._random_first else data
-
-    def _known(self, keys: list[NestedKey]) -> list[NestedKey]:
-        """The entries that can be stored.
-
-        Frames of random actions lack what only the policy writes. They come first, so the storage has no place for it.
-        """
-        known: list[NestedKey] = []
-        if self._random_first:
-            known = getattr(getattr(self._buffer, "storage", None), "keys", list)()
-        unknown = [key for key in keys if key not in known] if known else []
-        self._say_left_out(unknown, _RANDOM_LACK)
-        return [key for key in keys if key not in unknown]
 
 
 class StoredBatches(Stored):
@@ -128,7 +109,6 @@ class StoredBatches(Stored):
             rest = memory.publish(batch, core._taken // core.env.numel())
             if rest is None:
                 core._iter += 1
-                self._say_left_out(memory.left_out, _RANDOM_LACK)
             else:
                 core._hand_out(rest, self._extend)
         core._step_profiler()
@@ -164,7 +144,7 @@ class StoredFrames(Stored):
         if not self._core._collecting:
             return
         if self._alone:
-            self._buffer.add(self._with_known(frame))
+            self._buffer.add(frame)
         else:
             self._extend(frame)
 
@@ -208,7 +188,6 @@ class StoredTrajectories(Stored):
         elif not self._by_pieces:
             self._extend(copied(found.pieces))
         else:
-            keys = self._known(keys)
             self._buffer.extend_pieces([piece.as_td(keys) for piece in found.pieces])
 
     def _check_length(self, length: int) -> None:
