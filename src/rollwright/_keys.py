@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor, is_tensor_collection
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDictBase, is_leaf_nontensor, is_tensor_collection
 
 NestedKey = str | tuple[str, ...]
 
@@ -109,6 +109,8 @@ def leaves(td: TensorDictBase) -> dict[NestedKey, Any]:
     >>> from tensordict import TensorDict
     >>> leaves(TensorDict({"a": {"b": 0}, "c": 1}))
     {('a', 'b'): tensor(0), 'c': tensor(1)}
+    >>> list(leaves(TensorDict({"word": NonTensorStack("yes", "no")}, [2])))
+    ['word']
     """
     found: dict[NestedKey, Any] = {}
     _walk(td, (), found)
@@ -117,7 +119,7 @@ def leaves(td: TensorDictBase) -> dict[NestedKey, Any]:
 
 def _walk(td: TensorDictBase, above: tuple[str, ...], found: dict[NestedKey, Any]) -> None:
     for name, value in td.items():
-        if isinstance(value, TensorDictBase):
+        if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack):
             _walk(value, (*above, name), found)
         else:
             found[(*above, name) if above else name] = value

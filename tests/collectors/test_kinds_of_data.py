@@ -8,9 +8,11 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, is_non_tensor
 
-from rollwright.collectors import Interruptor
+from rollwright.collectors import Collector, Interruptor
 from rollwright.collectors.utils import restore_next, split_trajectories
+from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 from rollwright.testing.mocking_classes import (
+    CountingEnv,
     CountingEnvWithString,
     EnvWithDynamicSpec,
     EnvWithMetadata,
@@ -162,3 +164,56 @@ def test_random_actions_of_any_kind_reach_the_environment_from_another_device(ma
     env = KINDS[kind]()
     batch = make(env, frames_per_batch=3 * env.numel(), policy_device="cpu").next()
     assert batch.shape[-1] == 3
+
+
+# Replay buffers ------------------------------------------------------------------------------------
+
+TEXT = r"tensors only.*ListStorage.*data.exclude\('string', \('next', 'string'\)\); in a collector postproc="
+WAYS = {"rollouts": {}, "frames": {"extend_buffer": False}, "trajectories": {"trajs_per_batch": 1}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+def test_text_for_a_buffer_of_tensors_is_an_error_at_construction(way, storage):
+    buffer, env = ReplayBuffer(storage=storage(100)), CountingEnvWithString(max_steps=2)
+    with pytest.raises(TypeError, match=TEXT):
+        Collector(env, frames_per_batch=6, total_frames=12, replay_buffer=buffer, **WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_text_that_shows_late_is_an_error_at_the_first_write(way, make, count):
+    """A policy may write text, which no spec announces."""
+    env, buffer = CountingEnv(max_steps=2), ReplayBuffer(storage=LazyTensorStorage(100))
+    act = count(env)
+    collector = make(
+        env,
+        lambda td: act(td).set_non_tensor("plan", "go on"),
+        frames_per_batch=6,
+        total_frames=12,
+        replay_buffer=buffer,
+        **WAYS[way],
+    )
+    with pytest.raises(TypeError, match=r"tensors only.*'plan'"):
+        for _ in collector:
+            pass
+    assert len(buffer) == 0
+
+
+@pytest.mark.parametrize("way", ["rollouts", "trajectories"])
+def test_the_remedies_for_text_work(way, make, count):
+    def left_out(data):
+        return data.exclude("string", ("next", "string"))
+
+    def collect(buffer, **options):
+        env = CountingEnvWithString(max_steps=2)
+        for _ in make(
+            env, count(env), frames_per_batch=6, total_frames=12, replay_buffer=buffer, **WAYS[way], **options
+        ):
+            pass
+        return buffer
+
+    tensors = collect(ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4), postproc=left_out)
+    assert "string" not in tensors.sample().keys()  # noqa: SIM118 - a TensorDict iterates over rows
+    objects = collect(ReplayBuffer(storage=ListStorage(100), batch_size=4))
+    assert len(objects) == len(tensors) == 12
+    assert all(isinstance(text, str) for text in objects.sample()["string"])

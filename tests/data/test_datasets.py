@@ -178,9 +178,15 @@ def test_ragged_frames_are_refused(tmp_path):
         assert not (tmp_path / str(i)).exists()
 
 
-def test_objects_are_left_out(tmp_path):
+def test_objects_are_refused_or_left_out_as_asked(tmp_path):
     frames = batch((), 3).set("word", NonTensorData("hello", batch_size=[3]))
-    with DatasetWriter(tmp_path / "out", steps=3) as target:
+    with (
+        DatasetWriter(tmp_path / "none", steps=3) as target,
+        pytest.raises(TypeError, match=r"objects in 'word'.*batch.exclude\('word'\), or pass leave_out_objects=True"),
+    ):
+        target.write(frames)
+    assert not (tmp_path / "none").exists()
+    with DatasetWriter(tmp_path / "out", steps=3, leave_out_objects=True) as target:
         target.write(frames)
     assert target.left_out == ["word"]
     assert_same(load_dataset(tmp_path / "out"), batch((), 3))

@@ -53,7 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
         size = _size(arguments, env, collector)
         source = _source(arguments, collector)
         writer = _or_failure(
-            lambda: DatasetWriter(folder, steps=size.steps, source=source, overwrite=arguments.overwrite)
+            lambda: DatasetWriter(
+                folder, steps=size.steps, source=source, overwrite=arguments.overwrite, leave_out_objects=True
+            )
         )
         place = f"{folder}" if export is None else f"the Minari dataset {export.dataset_id} in {export.root}"
         console.line(

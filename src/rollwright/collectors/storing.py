@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tensordict import TensorDictBase
 
+from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.collectors._delivery_checks import buffer_of, storage_ndim
 from rollwright.collectors._pieces import common_keys
 from rollwright.collectors.assembly import Trajectory, TrajectoryAssembler
 from rollwright.collectors.delivery import Batches, Delivery, TrajectoryBatches, copied, never
 from rollwright.collectors.direct import StorageMemory
 from rollwright.data.replay_buffers import SampleToInsertRatio, SliceSampler
+from rollwright.data.replay_buffers.storages import no_objects
+from rollwright.data.specs import Composite, NonTensor
 
 if TYPE_CHECKING:
     from rollwright.collectors._delivering import DeliveringCore
@@ -42,9 +45,23 @@ class Stored(Delivery):
         self._buffer = buffer_of(core.options)
         self._flat = storage_ndim(self._buffer) == 1 and getattr(self._buffer, "routing_dim", None) is None
         self._check_slices(core)
+        self._check_objects(core)
         self._limiter: SampleToInsertRatio | None = getattr(self._buffer, "insert_limiter", None)
         if self._limiter is not None:
             self._limiter.check(frames=core.frames_per_batch)
+
+    def _check_objects(self, core: DeliveringCore) -> None:
+        """Test that the storage can keep what the environment says that it gives; the policy's entries show later."""
+        members = getattr(self._buffer, "members", [self._buffer])
+        storages = [member.storage for member in members if hasattr(member, "storage")]
+        strict = [storage for storage in storages if not getattr(storage, "keeps_objects", True)]
+        changed = core.options.postproc is not None and core.options.extend_buffer
+        if not strict or changed or any(getattr(member, "transforms", ()) for member in members):
+            return
+        observed, state = (_objects_in(spec) for spec in (core.env.full_observation_spec, core.env.full_state_spec))
+        if observed or state:
+            keys = [*observed, *state, *(("next", *as_tuple(key)) for key in observed)]
+            raise TypeError(no_objects("replay_buffer", keys, type(strict[0]).__name__))
 
     def _check_slices(self, core: DeliveringCore) -> None:
         sampler = getattr(self._buffer, "sampler", None)
@@ -203,6 +220,10 @@ class StoredTrajectories(Stored):
         """See :meth:`Delivery.how`."""
         copies = "extend_pieces" if self._by_pieces else "extend"
         return {"buffer": f"{copies} with each complete trajectory: trajs_per_batch"}
+
+
+def _objects_in(spec: Composite) -> list[NestedKey]:
+    return [unravel(key) for key in spec.keys(True, True) if isinstance(spec[key], NonTensor)]
 
 
 def await_publication(buffer: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from rollwright.data import (
     LazyMemmapStorage,
@@ -84,6 +86,25 @@ def test_the_first_data_are_looked_at_too(storage):
             buffer.extend(data)
     buffer.extend(frames())
     assert len(buffer) == 6
+
+
+@pytest.mark.parametrize("storage", [*ROWS, TensorStorage])
+@pytest.mark.parametrize("text", [NonTensorStack(*"abcdef"), NonTensorData("abc", [6])], ids=["stack", "data"])
+@pytest.mark.parametrize("key", ["mission", ("next", "mission")])
+def test_text_is_refused_by_name_and_nothing_is_written(storage, text, key):
+    data = frames().set(key, text)
+    with pytest.raises(TypeError, match=rf"tensors only.*{re.escape(repr(key))}.*ListStorage.*data.exclude"):
+        ReplayBuffer(storage=TensorStorage(data) if storage is TensorStorage else storage(10)).extend(data)
+    buffer = ReplayBuffer(storage=TensorStorage(frames(), 10) if storage is TensorStorage else storage(10))
+    buffer.extend(data.exclude(key))
+    held = buffer.write_count
+    for write in (buffer.extend, lambda batch: buffer.add(batch[0]), lambda batch: buffer.extend_pieces([batch])):
+        with pytest.raises(TypeError, match="tensors only"):
+            write(data)
+    assert buffer.write_count == held
+    kept = ReplayBuffer(storage=ListStorage(10))
+    kept.extend(data)
+    assert list(kept[:][key]) == list(data[key]) if isinstance(text, NonTensorStack) else data[key]
 
 
 def test_entries_whose_shape_varies_need_a_list():

@@ -18,7 +18,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_leaf_nontensor
 
 import rollwright
-from rollwright._keys import NestedKey, as_tuple, leaf_keys
+from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys, unravel
 from rollwright.data.datasets.description import (
     COMPACT,
     DESCRIPTION,
@@ -51,11 +51,13 @@ class DatasetWriter:
         steps: the most steps that each environment will take; disk space is taken as it is used.
         source: what the frames come from, for the description; anything that JSON knows.
         overwrite: replace a dataset at ``path``, with the first batch. Other files are never deleted.
+        leave_out_objects: do not store text and other objects that are no tensors, and note their names in the
+            description. Without it, they are an error.
 
     Attributes:
         steps: steps of each environment that are written.
         frames: frames that are written.
-        left_out: entries that are no tensors, which are not stored.
+        left_out: entries that are no tensors, which are not stored (``leave_out_objects``).
 
     Raises:
         FileExistsError: ``path`` is a file, or a folder that is not empty.
@@ -84,12 +86,14 @@ class DatasetWriter:
         steps: int,
         source: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        leave_out_objects: bool = False,
     ) -> None:
         if steps < 1:
             raise ValueError(f"steps: expected at least 1, got {steps}.")
         self.path = Path(path)
         self.steps = 0
         self.left_out: list[NestedKey] = []
+        self._leaves_out_objects = leave_out_objects
         self._requested_steps = self._allocated_steps = steps
         self._source = dict(source or {})
         self._created = _now()
@@ -126,6 +130,7 @@ class DatasetWriter:
 
         Raises:
             ValueError: the batch has another layout, or more steps than are left.
+            TypeError: an entry is no tensor, and ``leave_out_objects`` is not set.
             OSError: the disk is full or failing; what was written before stays.
         """
         steps = batch.batch_size[-1] if steps is None else steps
@@ -182,16 +187,23 @@ class DatasetWriter:
     # Frames -----------------------------------------------------------------------------------
 
     def _leaves(self, batch: TensorDictBase) -> Leaves:
-        """The tensors of a batch; what is no tensor is noted and left out."""
+        """The tensors of a batch."""
         leaves: Leaves = {}
+        objects: list[NestedKey] = []
         try:
             for key, value in batch.items(True, True, is_leaf=is_leaf_nontensor):
                 if isinstance(value, torch.Tensor):
                     leaves[key] = value
-                elif key not in self.left_out:
-                    self.left_out.append(key)
+                else:
+                    objects.append(unravel(key))
         except RuntimeError as error:
             raise _ragged() from error
+        if objects and not self._leaves_out_objects:
+            raise TypeError(
+                f"batch: a dataset keeps tensors only, got text or other objects in {key_str(objects)}. Leave them "
+                f"out: batch.exclude({', '.join(map(repr, objects))}), or pass leave_out_objects=True to the writer."
+            )
+        self.left_out += [key for key in objects if key not in self.left_out]
         if isinstance(batch, LazyStackedTensorDict) and any(
             set(leaf_keys(frame)) != set(leaf_keys(batch)) for frame in batch.unbind(-1)
         ):

@@ -16,7 +16,7 @@ from rollwright.data.replay_buffers._columns import Column
 from rollwright.data.replay_buffers._ledger import Ledger, Reservation
 from rollwright.data.replay_buffers._memory import Memory, PrivateMemory, Schema, SharedMemory
 from rollwright.data.replay_buffers._nests import Nests
-from rollwright.data.replay_buffers.storages import Storage, _Pieces, positive
+from rollwright.data.replay_buffers.storages import Storage, _Pieces, no_objects, positive
 
 __all__ = ["RowStorage"]
 
@@ -26,12 +26,16 @@ _WHOLE: NestedKey = ()  # the key of data that is one tensor
 class RowStorage(Storage):
     """Rows of tensors; what they hold is settled with the first element.
 
+    Text and other objects are refused by name.
+
     Args:
         max_size: number of elements.
         memory: where rows lie.
         ndim: see :class:`LazyTensorStorage`.
         device: of the rows.
     """
+
+    keeps_objects = False
 
     def __init__(self, max_size: int, memory: Memory, ndim: int, device: torch.device) -> None:
         self.max_size, self.ndim = positive("max_size", max_size), positive("ndim", ndim)
@@ -204,12 +208,9 @@ class RowStorage(Storage):
             raise ValueError(
                 f"data: entries whose shape varies do not fit rows of tensors: {error}. Use a ListStorage."
             ) from error
-        for key, value in entries.items():
-            if not isinstance(value, torch.Tensor):
-                raise TypeError(
-                    f"data: {key!r} holds {type(value).__name__}, and {type(self).__name__} keeps tensors only. "
-                    f"Exclude it, or use a ListStorage."
-                )
+        objects = [key for key, value in entries.items() if not isinstance(value, torch.Tensor)]
+        if objects:
+            raise TypeError(no_objects("data", objects, type(self).__name__))
         return entries
 
     def _settle(self, data: Any, entries: dict[NestedKey, torch.Tensor], dim: int) -> Schema:

@@ -33,6 +33,7 @@ class Storage(ABC):
         period: 0: time runs from row to row, and each column is an environment of its own. T: time runs along the
             last T elements of a row, and never from one row to the next.
         ledger: of the rows.
+        keeps_objects: whether entries may be text and other objects that are no tensors.
     """
 
     max_size: int
@@ -40,6 +41,7 @@ class Storage(ABC):
     columns: int = 1
     period: int = 0
     ledger: Ledger
+    keeps_objects: bool = True
 
     @property
     def capacity(self) -> int:
@@ -310,6 +312,17 @@ def _items_of(batch: Any, dim: int) -> list[Any]:
             "Pass one element to add()."
         )
     return list(batch)
+
+
+def no_objects(name: str, keys: Sequence[NestedKey], storage: str) -> str:
+    """The message for entries that a storage of tensors cannot keep."""
+    quoted = ", ".join(repr(key) for key in keys)
+    return (
+        f"{name}: {storage} keeps tensors only, got text or other objects in {key_str(keys)}. Use a ListStorage, which "
+        f"keeps them, or leave them out: data.exclude({quoted}); in a collector "
+        f"postproc=lambda data: data.exclude({quoted}), or an environment without them "
+        "(gymnasium.wrappers.FilterObservation)."
+    )
 
 
 def positive(name: str, value: Any) -> int:
