@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ from rollwright.collectors import policy as policies
 from rollwright.collectors._delivering import DeliveringCore
 from rollwright.collectors._delivery_checks import buffer_of
 from rollwright.collectors._twins import copied_policy
-from rollwright.collectors.background import Background
+from rollwright.collectors.background import Background, paused_error
 from rollwright.modules import RandomPolicy
 
 __all__ = ["BackgroundCore"]
@@ -25,6 +26,7 @@ class BackgroundCore(DeliveringCore):
     _background: Background | None = None
     _policy_target: nn.Module | None = None  # what takes new weights where that is not the policy itself
     _leave_limiter: Callable[[], None] | None = None  # takes this collector from those that the buffer's limiter asks
+    _mapper: int | None = None  # thread that is inside map_fn()
     _none_to_publish = False  # whether the thread's policy has no weights that anyone could publish
 
     @property
@@ -159,6 +161,10 @@ class BackgroundCore(DeliveringCore):
     def pause(self) -> Iterator[None]:
         """Keep the thread of :meth:`start` between two steps inside the ``with`` block; it always goes on after it.
 
+        The replay buffer stays as it is inside the block, also if ``map_fn`` is called: what would end the batch under
+        way is an error there. Only :meth:`reset`, :meth:`set_seed`, :meth:`state_dict` and :meth:`load_state_dict`,
+        called themselves, end that batch and write it: save the buffer after the collector's state.
+
         Raises:
             TimeoutError: the step under way takes longer than a minute.
         """
@@ -169,6 +175,23 @@ class BackgroundCore(DeliveringCore):
         background.raise_error()
         with background.resting(between_batches=False):
             yield
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Any:
+        """See :meth:`BaseCollector.map_fn`.
+
+        Raises:
+            RuntimeError: inside :meth:`pause`, for what would end the batch under way.
+        """
+        before, self._mapper = self._mapper, threading.get_ident()
+        try:
+            return super().map_fn(method_name, list_of_args, list_of_kwargs)
+        finally:
+            self._mapper = before
 
     def _version_loaded(self) -> None:
         """See :class:`DeliveringCore`."""
@@ -197,6 +220,8 @@ class BackgroundCore(DeliveringCore):
             return nullcontext()
         if not background.inside:
             background.raise_error()
+            if self._mapper == threading.get_ident() and background.rests_in_a_batch:
+                raise paused_error("map_fn: the method")
         return background.resting(between_batches=True)
 
     def _background_stats(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class MultiCore(BaseCollector):
         self._version = 0
         self._publishing = threading.Lock()
         self._taking = threading.Lock()  # a batch: of threads that iterate, one at a time
-        self._pauser: int | None = None
+        self._pausers: list[int] = []  # threads inside pause()
         self._runner: Runner | None = None
         self._policy = policy
         if policy is not None and self.options.policy_factory is None:
@@ -215,7 +215,7 @@ class MultiCore(BaseCollector):
         while True:
             self._check_open()
             self._check_idle("iteration")
-            if self._pauser == threading.get_ident():
+            if self._pauses_here:
                 raise RuntimeError("iteration inside pause(): the workers rest until the pause ends. Leave it first.")
             self._schedule.raise_error()
             self._started = True
@@ -346,21 +346,31 @@ class MultiCore(BaseCollector):
             return f"{type(self).__name__} is not running; it has collected {self._schedule.frames:,} frames"
         return f"the workers of {type(self).__name__}: {self._group.doing()}"
 
+    @property
+    def _pauses_here(self) -> bool:
+        """Whether this thread is inside :meth:`pause`."""
+        return threading.get_ident() in self._pausers
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Keep all workers between two steps inside the ``with`` block; they always go on after it.
+
+        ``map_fn``, ``cascade_execute``, ``get_distant_attr`` and new hooks reach all workers where they rest: no
+        rollout ends for them, and a replay buffer stays as it is. What has to wait for the end of a rollout is an error
+        there. ``reset``, ``set_seed``, ``state_dict`` and ``load_state_dict`` of this collector end the rollouts under
+        way where there is a replay buffer, and write them; without one, they are an error in the middle of a rollout.
 
         Raises:
             TimeoutError: a step under way takes longer than a minute.
         """
         self._check_open()
         self._raise_of_runner()
-        before, self._pauser = self._pauser, threading.get_ident()
+        self._pausers.append(threading.get_ident())
         try:
             with self._group.pausing():
                 yield
         finally:
-            self._pauser = before
+            self._pausers.remove(threading.get_ident())
 
     # The end ----------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 from rollwright._processes.threads import DaemonThread
 from rollwright.envs.utils import ExplorationType, set_exploration_type
 
-__all__ = ["Background", "exploration_of_this_thread"]
+__all__ = ["Background", "exploration_of_this_thread", "paused_error"]
 
 _WAIT_S = 60.0  # for a step to end, at most
 _STOP_S = 10.0  # for the thread to end, unless the caller says otherwise
@@ -159,6 +159,11 @@ class Background(DaemonThread):
                 setattr(self, name, getattr(self, name) - 1)
                 self.condition.notify_all()
 
+    @property
+    def rests_in_a_batch(self) -> bool:
+        """Whether the thread rests between two steps."""
+        return self._resting == "step"
+
     def stop(self, timeout_s: float | None, at_end: _Apply | None = None) -> bool:
         """End the thread between two steps; what was collected is written.
 
@@ -210,6 +215,13 @@ def _stage(frame: FrameType) -> str | None:
     code = frame.f_code
     of_a_path = code.co_qualname.split(".")[0] in ("AlternatingPath", "ArrayPath", "PlainPath")
     return _STAGES.get(code.co_name) if of_a_path else None
+
+
+def paused_error(what: str) -> RuntimeError:
+    """Why something cannot be done inside a pause."""
+    return RuntimeError(
+        f"{what} has to wait for the end of a rollout, and pause() keeps that from ending. Call it after the pause."
+    )
 
 
 def exploration_of_this_thread(exploration: ExplorationType) -> AbstractContextManager[Any]:

@@ -163,6 +163,14 @@ class MultiCollector(WorkersWeights):
         stored = self.options.replay_buffer is not None
         return self._group.call(path, args, workers=workers, between_batches=True, cut=stored, again=again)
 
+    def _call_any_time(self, path: str, args: Sequence[Any], workers: Sequence[int] | None = None) -> list[Any]:
+        """Call something in workers between two rollouts; inside a pause of this thread, where they rest."""
+        if not self._pauses_here:
+            return self._call_between(path, args, workers, again=False)
+        self._check_open()
+        self._raise_of_runner()
+        return self._group.call(path, args, workers=workers)
+
     # Observation ------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -184,6 +192,8 @@ class MultiCollector(WorkersWeights):
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
         """Call a method of each worker's collector, between two rollouts; in order of workers, what it returned.
+
+        Inside :meth:`pause` it is called where the workers rest, which may be in the middle of a rollout.
 
         Args:
             method_name: or a path, such as ``"env.step_count"``.
@@ -208,7 +218,7 @@ class MultiCollector(WorkersWeights):
         args = [()] * self.num_workers if list_of_args is None else list_of_args
         kwargs = [{}] * self.num_workers if list_of_kwargs is None else list_of_kwargs
         calls = [(tuple(a), dict(k)) for a, k in zip(args, kwargs, strict=True)]
-        return self._call_between(method_name, calls, again=False)
+        return self._call_any_time(method_name, calls)
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what a path leads to, from this collector or, where it has no such part, from each worker's.
@@ -257,7 +267,7 @@ class MultiCollector(WorkersWeights):
             pickle.dumps(ByValue(hook))
         except Exception as error:  # a hook may refuse in any way it likes
             raise TypeError(f"{name}: cannot be sent to a worker process: {type(error).__name__}: {error}.") from error
-        self._call_between("set_hook", [((name, hook), {})] * self.num_workers)
+        self._call_any_time("set_hook", [((name, hook), {})] * self.num_workers)
         self._schedule.forgive()
         self.options = changed
         self._group.change_options(**{name: hook})
@@ -278,7 +288,7 @@ class MultiCollector(WorkersWeights):
         """Trace no (further) rollouts; what was recorded is written."""
         super().disable_profile()
         if not self.closed:
-            self._call_between("disable_profile", [((), {})] * self.num_workers)
+            self._call_any_time("disable_profile", [((), {})] * self.num_workers)
 
     def __repr__(self) -> str:
         ready = self._group.workers[0].ready

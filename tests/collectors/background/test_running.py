@@ -117,6 +117,26 @@ def test_pause_is_between_two_steps(tools, started):
     assert calls <= buffer.write_count < 10_000  # what was taken is written
 
 
+def test_a_mapped_method_ends_no_batch_inside_a_pause(tools, started):
+    steps = tools.Steps()
+    collector, buffer = started(CountingEnv(max_steps=9), steps, frames_per_batch=10_000)
+    steps.reach(50)
+    with collector.pause():
+        taken = steps.calls
+        assert collector.map_fn("get_distant_attr", [("options.replay_buffer.write_count",)]) == 0
+        assert collector.map_fn("stats")["frames"] == 0
+        for method, args in (("reset", ()), ("state_dict", ()), ("set_seed", (1,))):
+            with pytest.raises(RuntimeError, match=r"end of a rollout.*after the pause"):
+                collector.map_fn(method, [args])
+        assert buffer.write_count == 0
+        collector.reset()  # itself, it ends the batch
+        assert buffer.write_count == taken
+        collector.map_fn("reset")
+    assert collector.map_fn("reset") is None
+    collector.async_shutdown()
+    assert tools.neighbours(buffer[:])
+
+
 def test_it_goes_on_when_the_body_raises(started):
     collector, buffer = started()
     with pytest.raises(ZeroDivisionError), collector.pause():

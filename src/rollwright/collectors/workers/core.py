@@ -6,7 +6,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -17,6 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._keys import NestedKey, unravel
 from rollwright._processes.channel import ByValue
 from rollwright.collectors._delivery_checks import ledger_of
+from rollwright.collectors.background import paused_error
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.delivery import TrajectoryBatches, copied
 from rollwright.collectors.devices import module_device
@@ -78,6 +79,10 @@ class WorkerCore(Collector):
         self._blocks = BlockMemory(spec.blocks, ask)
         self._frames_dropped = 0
         self._spent: list[float] = []
+        self._refusing: tuple[str | None, str | None] = (
+            None,
+            None,
+        )  # rollouts, and what waits for the end of one: to whom
         self.skip_published: Callable[[], None] = lambda: None
         policy = None if spec.policy is None else pickle.loads(spec.policy)
         if isinstance(spec.create_env_fn, EnvBase):  # a copy, with the generator of its siblings
@@ -264,6 +269,36 @@ class WorkerCore(Collector):
             parts[Time.LAST_RETURN_AT] = time.monotonic()
 
     # For calls from the other process ---------------------------------------------------------
+
+    @contextmanager
+    def called(self, path: str, *, paused: bool, in_rollout: bool) -> Iterator[None]:
+        """Call ``path`` in the ``with`` block, which refuses what cannot be done now.
+
+        Args:
+            path: for the message.
+            paused: no rollout may begin.
+            in_rollout: there is one under way, and what has to wait for its end is not to be called.
+        """
+        before, self._refusing = self._refusing, (path if paused or in_rollout else None, path if in_rollout else None)
+        try:
+            yield
+        finally:
+            self._refusing = before
+
+    def _check_idle(self, what: str) -> None:
+        if self._refusing[0] is not None:
+            raise paused_error(self._refusing[0])
+        super()._check_idle(what)
+
+    def _between_batches(self) -> AbstractContextManager[None]:
+        if self._refusing[1] is not None:
+            raise paused_error(self._refusing[1])
+        return super()._between_batches()
+
+    def rollout(self) -> TensorDictBase:
+        """See :meth:`Collector.rollout`."""
+        self._check_idle("rollout")
+        return super().rollout()
 
     @property
     def replay_buffer(self) -> Any:

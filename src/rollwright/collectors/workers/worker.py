@@ -16,6 +16,7 @@ from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.failures import Failure
 from rollwright._processes.segment import Segment
 from rollwright.collectors._paths import resolve
+from rollwright.collectors.background import paused_error
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.blocks import BatchForm, Place
@@ -27,7 +28,6 @@ __all__ = ["WorkerSpec", "serve"]
 
 _NAP_S = 1.0
 _BEAT, _ATTENTION = int(Word.BEAT), int(Word.ATTENTION)  # those of each step, without a lookup
-_PAUSED = "{} has to wait for the end of a rollout, and pause() keeps that from ending. Call it after the pause."
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Worker:
             case say.Call() if between_batches or not message.between_batches:
                 self._call(message)
             case say.Call() if self._paused and not message.cut:
-                self._say(say.Raised(message.serial, Failure.of(RuntimeError(_PAUSED.format(message.path)))))
+                self._say(say.Raised(message.serial, Failure.of(paused_error(message.path))))
             case say.Call():
                 self._cut = self._cut or message.cut
                 return False
@@ -166,7 +166,8 @@ class Worker:
             found = resolve(self._core, call.path)
             if call.arguments is not None:
                 args, kwargs = call.arguments.value
-                found = found(*args, **kwargs)
+                with self._core.called(call.path, paused=self._paused, in_rollout=self._run is not None):
+                    found = found(*args, **kwargs)
             answer: Any = say.Returned(call.serial, ByValue(found))
             self._words.state = State.DELIVERING  # which may take until the collector reads
             try:
