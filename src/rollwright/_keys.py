@@ -13,6 +13,7 @@ __all__ = [
     "NestedKey",
     "as_keys",
     "as_tuple",
+    "checked_key",
     "is_private",
     "key_str",
     "leaf_keys",
@@ -41,6 +42,21 @@ def unravel(key: NestedKey) -> NestedKey:
     if isinstance(key, str):
         return key
     return key[0] if len(key) == 1 else tuple(key)
+
+
+def checked_key(name: str, key: Any) -> NestedKey:
+    """A key that a user has given as the argument ``name``, in canonical form.
+
+    Raises:
+        TypeError: it is no key.
+
+    >>> checked_key("end_key", ("next", "done"))
+    ('next', 'done')
+    """
+    parts = [key] if isinstance(key, str) else key
+    if isinstance(parts, tuple | list) and parts and all(isinstance(part, str) for part in parts):
+        return unravel(tuple(parts))
+    raise TypeError(f"{name}: expected a string or a tuple of strings, got {type(key).__name__}: {key!r}.")
 
 
 def as_keys(keys: NestedKey | Sequence[NestedKey] | None) -> list[NestedKey]:

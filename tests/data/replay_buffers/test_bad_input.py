@@ -342,7 +342,17 @@ def test_devices():
         ({}, "num_slices, slice_len"),
         ({"slice_len": 0}, "slice_len: expected an integer of at least 1"),
         ({"num_slices": 1.5}, "num_slices: expected an integer of at least 1"),
-        ({"slice_len": 4, "span": 4}, "span"),
+        ({"slice_len": 4, "span": 4}, r"span: expected .*\(4\), or a pair of these, .*got 4"),
+        ({"slice_len": 4, "span": [1, 4]}, r"span: expected .*got \[1, 4\]"),
+        ({"num_slices": 4, "span": [1, 2, 3]}, r"span: expected .*a slice has, or a pair of these, .*got \[1, 2, 3\]"),
+        ({"slice_len": 4, "span": (1,)}, "span: expected .*a pair"),
+        ({"slice_len": 4, "span": "ab"}, "span: expected .*got 'ab'"),
+        ({"slice_len": 4, "span": None}, "span: expected .*got None"),
+        ({"slice_len": 4, "end_key": 3}, "end_key: expected a string or a tuple of strings, got int: 3"),
+        ({"slice_len": 4, "traj_key": [1]}, "traj_key: expected a string"),
+        ({"slice_len": 4, "init_key": 3}, "init_key: expected a string"),
+        ({"slice_len": 4, "truncated_key": ()}, "truncated_key: expected a string"),
+        ({"slice_len": 4, "ends": [True]}, "ends: expected a tensor .*got list"),
         ({"slice_len": 4, "ends": torch.zeros(4, 2)}, "ends"),
         ({"slice_len": 4, "traj_key": "a", "trajectories": torch.zeros(4)}, "trajectories"),
     ],
@@ -351,6 +361,11 @@ def test_slice_samplers(options, message):
     for kind in (SliceSampler, SliceSamplerWithoutReplacement):
         with pytest.raises((ValueError, TypeError), match=message):
             kind(**options)
+
+
+def test_a_span_may_be_a_list():
+    for kind in (SliceSampler, SliceSamplerWithoutReplacement):
+        assert kind(slice_len=4, span=[True, 2]).span == kind(slice_len=4, span=(True, 2)).span == (True, 2)
 
 
 @pytest.mark.parametrize(

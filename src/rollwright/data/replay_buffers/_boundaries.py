@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollwright._keys import NestedKey, as_tuple, key_str, unravel
+from rollwright._keys import NestedKey, as_tuple, checked_key, key_str
 from rollwright.data.layout import NEXT_DONE, TRAJ_IDS
 from rollwright.data.replay_buffers._runs import Grid, RunIndex
 from rollwright.data.replay_buffers.storages import Storage
@@ -54,12 +54,17 @@ class Boundaries:
                 continue
             if key is not None:
                 raise ValueError(f"{name}: expected a tensor or the entry {key!r}, got both. Leave one out.")
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"{name}: expected a tensor [n], a value for each element, got {type(tensor).__name__}. Pass "
+                    "torch.as_tensor of it, or name an entry that is stored."
+                )
             if tensor.ndim != 1:
                 raise ValueError(
                     f"{name}: expected one value for each element, of shape [n], got {list(tensor.shape)}. Flatten it."
                 )
-        self.traj_key = None if traj_key is None else unravel(traj_key)
-        self.end_key = None if end_key is None else unravel(end_key)
+        self.traj_key = None if traj_key is None else checked_key("traj_key", traj_key)
+        self.end_key = None if end_key is None else checked_key("end_key", end_key)
         self._ids = None if trajectories is None else trajectories.numpy(force=True)
         self._ends = None if ends is None else ends.numpy(force=True)
         self._free = traj_key is None and end_key is None and trajectories is None and ends is None

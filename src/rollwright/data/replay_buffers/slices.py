@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright._keys import NestedKey, as_tuple, checked_key, unravel
 from rollwright.data.layout import IS_INIT, MASK
 from rollwright.data.replay_buffers._boundaries import Boundaries
 from rollwright.data.replay_buffers._runs import Grid, RunIndex
@@ -51,12 +52,13 @@ class SliceSampler(Sampler):
         pad_output: fill short slices up by repeating their last step, and write ``("collector", "mask")``, bool
             ``[batch_size]``: a real step. Recurrent modules do not need that.
         span: let slices begin before and end after their trajectory; what lies outside is left out. True: at least
-            one step is in; i: at least ``length - i``. A tuple gives both sides apart.
+            one step is in; i: at least ``length - i``. A pair gives both sides apart.
         ends: flags of all elements of the storage, bool ``[n]``, in place of ``end_key``.
         trajectories: ids of all elements of the storage, ``[n]``, in place of ``traj_key``.
 
     Raises:
         ValueError: neither ``num_slices`` nor ``slice_len``, or a combination that excludes itself.
+        TypeError: an argument is of another type.
 
     Example:
         >>> from tensordict import TensorDict
@@ -94,8 +96,8 @@ class SliceSampler(Sampler):
         self.slice_len = None if slice_len is None else positive("slice_len", slice_len)
         self.strict_length, self.pad_output = bool(strict_length), bool(pad_output)
         self.cache_values = bool(cache_values)
-        self.truncated_key = None if truncated_key is None else unravel(truncated_key)
-        self.init_key = None if init_key is None else unravel(init_key)
+        self.truncated_key = None if truncated_key is None else checked_key("truncated_key", truncated_key)
+        self.init_key = None if init_key is None else checked_key("init_key", init_key)
         self.span = _span(span, self.slice_len)
         self._boundaries = Boundaries(traj_key, end_key, trajectories, ends)
 
@@ -300,15 +302,16 @@ def _frames_in_elements(shape: Sequence[int], ndim: int) -> ValueError:
 
 
 def _span(span: Span, slice_len: int | None) -> tuple[bool | int, bool | int]:
-    sides = span if isinstance(span, tuple) else (span, span)
-    for side in sides:
-        too_many = slice_len is not None and side is not True and side >= slice_len
-        if not isinstance(side, int) or side < 0 or too_many:
-            raise ValueError(
-                f"span: expected True, False or less steps than a slice has ({slice_len}) for each side, got {span!r}."
-            )
-    before, after = (side or 0 for side in sides)
-    return before, after
+    sides: Any = span if isinstance(span, tuple | list) else (span, span)
+    steps = "less steps than a slice has" + ("" if slice_len is None else f" ({slice_len})")
+    expected = f"span: expected True, False or {steps}, or a pair of these, one for each side, got {span!r}."
+    if len(sides) != 2 or not all(isinstance(side, Integral) for side in sides):
+        raise TypeError(expected)
+    before, after = (side if isinstance(side, bool) else int(side) for side in sides)
+    for side in (before, after):
+        if side < 0 or (slice_len is not None and side is not True and side >= slice_len):
+            raise ValueError(expected)
+    return before or 0, after or 0
 
 
 def _raise_flag(batch: TensorDictBase, key: NestedKey, where: Index) -> None:
