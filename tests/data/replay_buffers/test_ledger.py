@@ -13,7 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.processes.forked import forked
 
+from rollwright._processes import file_locks
 from rollwright._processes.segment import Segment
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.data.replay_buffers import _ledger
@@ -113,7 +115,8 @@ def test_clear_drops_rows_and_says_that_what_was_derived_is_void():
 
 
 def reserve_and_wait(rows: Segment, lock: Segment, ready, n: int) -> None:
-    attach(rows, lock).reserve(n)
+    ledger = attach(rows, lock)
+    ledger.reserve(n)
     ready.set()
     signal.pause()
 
@@ -158,6 +161,45 @@ def test_the_lock_dies_with_its_holder(how):
     ledger.publish(ledger.reserve(1))
     assert ledger.num_live() == 1
     holder.join(60)
+
+
+def test_closing_another_descriptor_of_the_lock_file_loses_no_reservation():
+    ledger, _, lock = shared_ledger()
+    mine = ledger.reserve(5)
+    os.close(os.dup(lock.fd))
+    assert forked(lambda: (ledger.settle(), ledger.live())[1]) == (0, 0)
+    ledger.publish(mine)
+    assert (ledger.live(), ledger.num_lost) == ((0, 5), 0)
+
+
+def test_rows_that_were_given_up_meanwhile_are_not_lost_in_silence(monkeypatch):
+    monkeypatch.setattr(file_locks, "_are_lasting", lambda: False)  # as on other systems than Linux
+    ledger, _, lock = shared_ledger()
+    mine, other = ledger.reserve(5), ledger.reserve(5)
+    os.close(os.dup(lock.fd))
+    assert forked(lambda: (ledger.settle(), ledger.live())[1]) == (0, 10)
+    with pytest.raises(RuntimeError, match=r"5 rows from position 0 are lost: another process gave them up.*again"):
+        ledger.publish(mine)
+    ledger.abandon(other)
+    assert (ledger.num_live(), ledger.num_lost) == (0, 10)
+    ledger.publish(ledger.reserve(2))
+    assert ledger.write_count == 2
+
+
+def test_a_fork_neither_publishes_nor_gives_up_what_its_parent_reserved():
+    ledger, _, _ = shared_ledger()
+    mine = ledger.reserve(5)
+
+    def close_there() -> tuple[int, int]:
+        ledger.abandon(mine)
+        with pytest.raises(RuntimeError, match="another process reserved them, which this one was forked from"):
+            ledger.publish(mine)
+        ledger.publish(ledger.reserve(2))
+        return ledger.live()
+
+    assert forked(close_there) == (0, 0)
+    ledger.publish(mine)
+    assert ledger.live() == (0, 7)
 
 
 def test_readers_share_and_a_writer_waits_for_them():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 import warnings
@@ -13,6 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tests.patience import patient
+from tests.processes.forked import forked
 
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
 from rollwright.data.replay_buffers._memory import LOCK_FILE, ROWS_FILE
@@ -222,3 +224,21 @@ def test_a_storage_of_this_process_may_go_to_files_by_its_state(tmp_path):
     del mapped
     again = opened(tmp_path, existsok=True)
     assert bool((again[:] == buffer[:]).all())
+
+
+def test_copying_the_folder_loses_no_rows_that_are_being_written(tmp_path):
+    folder = tmp_path / "rows"
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(20, scratch_dir=folder), shared=True)
+    buffer.extend(numbered(5))
+    rows = buffer.storage.reserve(4)
+    shutil.copytree(folder, tmp_path / "copy")  # closes a descriptor of the lock file
+
+    def write_elsewhere() -> tuple[int, int]:
+        buffer.extend(numbered(3))
+        return len(buffer), buffer.storage.ledger.num_lost
+
+    assert forked(write_elsewhere) == (5, 0)
+    buffer.storage._write(rows.start, 4, {key: numbered(4)[key] for key in ("serial", "obs", ("next", "obs"))}, 0)
+    buffer.storage.publish(rows)
+    assert (len(buffer), buffer.write_count) == (12, 12)
+    check_whole(buffer[:])

@@ -19,7 +19,7 @@ __all__ = ["Ledger", "Reservation"]
 
 _SLOTS, _VOIDS = 512, 8192  # reservations under way at a time, and gaps remembered
 _HEADER, _SLOT, _VOID = 16, 4, 4  # int64 numbers in each
-_CAPACITY, _ISSUED, _SETTLED, _PUBLISHED, _BASE, _REVISION, _GAPS, _OLDEST_GAP, _IDS = range(9)
+_CAPACITY, _ISSUED, _SETTLED, _PUBLISHED, _BASE, _REVISION, _GAPS, _OLDEST_GAP, _IDS, _HINT = range(10)
 _START, _STOP, _STATE, _OWNER = range(4)
 _LOST = 2  # beside start and stop of a gap: positions lost so far
 _OPEN, _DONE, _ABANDONED = range(1, 4)
@@ -96,6 +96,7 @@ class Ledger:
         self._head, self._slots, self._gap_list = numbers[:_HEADER], numbers[_HEADER:slots], numbers[slots:]
         self._gap_array = np.frombuffer(self._gap_list, np.int64).reshape(-1, _VOID)
         self._memory = memory
+        self.lock.hint_at(self._head[_HINT : _HINT + 1])
 
     def move(self, memory: memoryview) -> None:
         """Go on in other memory. For use while writing, where nobody is writing rows."""
@@ -209,9 +210,12 @@ class Ledger:
         head = self._head
         if head[_SETTLED] != head[_ISSUED]:
             at = head[_SETTLED] % _SLOTS
-            if self._slots[_SLOT * at + _STATE] != _OPEN or self._slots[_SLOT * at + _OWNER] != _me():
-                with self.writing():  # where nobody is about to sign
-                    self._settle()
+            if self._slots[_SLOT * at + _STATE] == _OPEN and (
+                self._slots[_SLOT * at + _OWNER] == _me() or self.lock.is_seen_signed(at)
+            ):
+                return
+            with self.writing():  # where nobody is about to sign
+                self._settle()
 
     @property
     def revision(self) -> int:
@@ -277,6 +281,10 @@ class Ledger:
         Args:
             reservation: of :meth:`reserve`.
             voids: ranges of its positions that were not written; they are never read.
+
+        Raises:
+            RuntimeError: it was given up meanwhile by another process, which took this one for dead; or it belongs to
+                another process.
         """
         self._close(reservation, voids, _DONE)
 
@@ -287,6 +295,10 @@ class Ledger:
     def _close(self, reservation: Reservation, voids: Sequence[tuple[int, int]], state: int) -> None:
         at = reservation.serial % _SLOTS
         with self.writing():
+            if not self._is_mine(reservation):
+                if state == _DONE:
+                    raise RuntimeError(self._lost(reservation))
+                return
             try:
                 for start, stop in voids:
                     self._add_gap(start, stop)
@@ -297,6 +309,20 @@ class Ledger:
             finally:
                 self.lock.resign(at)  # before anyone else can come by the slot
                 self._settle()
+
+    def _is_mine(self, reservation: Reservation) -> bool:
+        at = _SLOT * (reservation.serial % _SLOTS)
+        return reservation.serial >= self._head[_SETTLED] and self._slots[at + _OWNER] == _me()
+
+    def _lost(self, reservation: Reservation) -> str:
+        rows = f"publish: the {reservation.stop - reservation.start} rows from position {reservation.start} are lost: "
+        if reservation.serial >= self._head[_SETTLED]:
+            return rows + "another process reserved them, which this one was forked from. Reserve rows of its own here."
+        return rows + (
+            "another process gave them up, since nobody held the lock that says that this process lives. The system "
+            "drops it when this process closes any descriptor of the buffer's lock file: when it copies its folder, "
+            "say. Write them again; copy the folder from another process, or use dumps()."
+        )
 
     def _settle(self) -> None:
         """Move on over reservations that are closed, or whose owner is dead."""

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from rollwright._interrupts import uninterrupted
+from rollwright._processes.file_locks import FileLocks
+from rollwright._processes.forks import on_fork
 from rollwright._processes.segment import Segment
 
 __all__ = ["RowLock"]
 
-_LONGEST_NAP_S, _LONGEST_WAIT_S = 1e-3, 0.1
+_LONGEST_WAIT_S = 0.1
+_FIRST_NAP_S, _LONGEST_NAP_S, _LONGEST_NAP_AT_GATE_S = 20e-6, 1e-3, 0.2e-3
+_MAIN, _FIRST_SLOT = 0, 1
+_GATE, _READERS = 1 << 20, (1 << 20) + 1  # bytes, behind those of all slots
 _by_file: weakref.WeakValueDictionary[tuple[int, int], RowLock] = weakref.WeakValueDictionary()
 
 
 class RowLock:
     """Many read, or one writes.
 
-    Between processes it is a record lock on a file of its own (POSIX ``fcntl``), which the system releases when its
-    holder ends, killed or not. Such a lock belongs to a process, so all who lock one file in a process share one
-    object: see :meth:`over`.
+    Between processes it consists of locks on bytes of a file of its own (:class:`FileLocks`), which the system
+    releases when their holder ends, killed or not. All who lock one file in a process share one object: see
+    :meth:`over`.
+
+    Writers and readers take turns. A writer that finds the lock taken closes the *gate* and raises a hint that says so
+    (an int64 in memory that the processes share, see :meth:`hint_at`). Readers that come later wait until it is
+    through; it waits for those that are inside. The next writer lets the readers pass that wait at the gate. So each
+    waits for one turn of the others. Nobody who finds the lock free looks at the gate: it costs two calls to the
+    system.
 
     Args:
         file: the file to lock; None: between threads only.
@@ -38,21 +49,23 @@ class RowLock:
     """
 
     def __init__(self, file: Segment | None = None, *, timeout_s: float = 60.0) -> None:
-        self._file, self._timeout_s = file, timeout_s
+        self._locks = None if file is None else FileLocks(file)
+        self._timeout_s = timeout_s
+        self._hint = memoryview(bytearray(8)).cast("q")
+        self._begin()
+        on_fork(self, RowLock._begin)
+
+    def _begin(self) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._readers: dict[int, int] = {}  # how often each thread reads
         self._waiting, self._writer = 0, False
-        self._others: list[Segment] = []
-        if file is not None:
-            os.register_at_fork(after_in_child=_afresh(weakref.ref(self)))
 
     def extend_over(self, file: Segment) -> None:
         """Hold off other processes too, over a file that none has yet. For use while writing."""
         status = os.fstat(file.fd)
         _by_file[status.st_dev, status.st_ino] = self
-        self._file = file
-        self._lock_file(fcntl.LOCK_EX)  # which the end of writing lets go of
-        os.register_at_fork(after_in_child=_afresh(weakref.ref(self)))
+        self._locks = FileLocks(file)
+        self._lock_file(exclusive=True)  # which the end of writing lets go of
 
     @classmethod
     def over(cls, file: Segment) -> RowLock:
@@ -62,9 +75,13 @@ class RowLock:
         lock = _by_file.get(place)
         if lock is None:
             lock = _by_file[place] = cls(file)
-        elif lock._file is not file:
-            lock._others.append(file)  # closing any descriptor of a file lets go of the process's locks on it
+        elif lock._locks is not None:
+            lock._locks.keep_open(file)
         return lock
+
+    def hint_at(self, word: memoryview) -> None:
+        """Keep in an int64 whether a writer of any process waits at the gate. One that was killed leaves it raised."""
+        self._hint = word
 
     def reading(self) -> _Held:
         """Hold off writers inside a ``with`` block.
@@ -85,18 +102,22 @@ class RowLock:
     def _begin_reading(self) -> None:
         me = threading.get_ident()
         with self._changed:
-            if self._writer or (self._waiting and me not in self._readers):  # writers go first
-                self._await(lambda: not self._writer and not self._waiting, "a writer")
+            if self._writer or (me not in self._readers and self._keeps_writers_waiting()):
+                self._await(lambda: not self._writer and not self._keeps_writers_waiting(), "a writer")
             if not self._readers:
-                self._lock_file(fcntl.LOCK_SH)
+                self._lock_file(exclusive=False)
             self._readers[me] = self._readers.get(me, 0) + 1
+
+    def _keeps_writers_waiting(self) -> bool:
+        """Whether one more reader would: of this process, or of another, which waits for the readers here to end."""
+        return bool(self._waiting or (self._readers and self._hint[0]))
 
     def _end_reading(self) -> None:
         me = threading.get_ident()
         with self._changed:
-            self._readers[me] -= 1
-            if not self._readers[me]:
-                del self._readers[me]
+            times = self._readers.pop(me, 0)  # 0: in a child that was forked meanwhile
+            if times > 1:
+                self._readers[me] = times - 1
             if not self._readers:
                 self._unlock_file()
                 self._changed.notify_all()
@@ -110,7 +131,7 @@ class RowLock:
                 finally:
                     self._waiting -= 1
                     self._changed.notify_all()
-            self._lock_file(fcntl.LOCK_EX)
+            self._lock_file(exclusive=True)
             self._writer = True
 
     def _end_writing(self) -> None:
@@ -128,47 +149,75 @@ class RowLock:
 
     # Between processes ------------------------------------------------------------------------
 
-    def _lock_file(self, how: int) -> None:
-        if self._file is not None and not self._try(how, 0):
-            self._poll(how)
+    def _lock_file(self, *, exclusive: bool) -> None:
+        locks = self._locks
+        if locks is None or (not self._hint[0] and locks.take(_MAIN, exclusive=exclusive)):
+            return
+        until = time.monotonic() + self._timeout_s
+        if exclusive:
+            self._write_next(locks, until)
+        else:
+            self._read_next(locks, until)
 
-    def _poll(self, how: int) -> None:
-        until, nap = time.monotonic() + self._timeout_s, 20e-6
-        while not self._try(how, 0):
+    def _write_next(self, locks: FileLocks, until: float) -> None:
+        """Lock the file for writing, after the readers that wait at the gate, before those that come later."""
+        self._poll(lambda: not locks.is_taken(_READERS) and locks.take(_GATE, exclusive=True), until)
+        try:
+            self._hint[0] = 1
+            self._poll(lambda: locks.take(_MAIN, exclusive=True), until, _LONGEST_NAP_AT_GATE_S)
+        finally:
+            self._hint[0] = 0
+            locks.release(_GATE)
+
+    def _read_next(self, locks: FileLocks, until: float) -> None:
+        """Lock the file for reading, after the writer that waits at the gate, before those that come later."""
+        with self._held(locks, _READERS):
+            self._poll(lambda: locks.take(_GATE, exclusive=False), until)
+        try:
+            self._hint[0] = 0  # no writer is there: it was killed, or has gone on
+            self._poll(lambda: locks.take(_MAIN, exclusive=False), until, _LONGEST_NAP_AT_GATE_S)
+        finally:
+            locks.release(_GATE)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _held(locks: FileLocks, byte: int) -> Iterator[None]:
+        locks.take(byte, exclusive=False)
+        try:
+            yield
+        finally:
+            locks.release(byte)
+
+    def _poll(self, take: Callable[[], bool], until: float, longest_nap_s: float = _LONGEST_NAP_S) -> None:
+        nap = _FIRST_NAP_S
+        while not take():
             if time.monotonic() > until:
                 raise TimeoutError(f"waited {self._timeout_s:g} s for a process that holds the replay buffer's lock")
             uninterrupted.deliver()
             time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP_S)
+            nap = min(2 * nap, longest_nap_s)
 
     def _unlock_file(self) -> None:
-        if self._file is not None:
-            fcntl.lockf(self._file.fd, fcntl.LOCK_UN, 1, 0)
-
-    def _try(self, how: int, byte: int) -> bool:
-        assert self._file is not None
-        try:
-            fcntl.lockf(self._file.fd, how | fcntl.LOCK_NB, 1, byte)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
+        if self._locks is not None:
+            self._locks.release(_MAIN)
 
     def sign(self, slot: int) -> None:
         """Show that this process lives and holds ``slot``, until :meth:`resign` or its end."""
-        if self._file is not None and not self._try(fcntl.LOCK_EX, 1 + slot):
+        if self._locks is not None and not self._locks.take(_FIRST_SLOT + slot, exclusive=True):
             raise RuntimeError(f"slot {slot} of the replay buffer's ledger is held by another process")
 
     def resign(self, slot: int) -> None:
         """Take the sign back."""
-        if self._file is not None:
-            fcntl.lockf(self._file.fd, fcntl.LOCK_UN, 1, 1 + slot)
+        if self._locks is not None:
+            self._locks.release(_FIRST_SLOT + slot)
 
     def is_signed(self, slot: int) -> bool:
-        """Whether another process holds ``slot``, and lives."""
-        if self._file is None or not self._try(fcntl.LOCK_EX, 1 + slot):
-            return self._file is not None
-        self.resign(slot)
-        return False
+        """Whether another process holds ``slot``, and lives. For use while writing."""
+        return self._locks is not None and self._locks.is_taken(_FIRST_SLOT + slot)
+
+    def is_seen_signed(self, slot: int) -> bool:
+        """As :meth:`is_signed`, at any time; False where that cannot be told."""
+        return self._locks is not None and self._locks.lasting and self._locks.is_taken(_FIRST_SLOT + slot)
 
 
 class _Held:
@@ -192,15 +241,3 @@ class _Held:
             self._end()
         finally:
             uninterrupted.__exit__()
-
-
-def _afresh(lock: weakref.ref[RowLock]) -> Callable[[], None]:
-    """In a forked child nobody holds the lock: the threads that did are not there."""
-
-    def reset() -> None:
-        mine = lock()
-        if mine is not None:
-            mine._changed = threading.Condition(threading.Lock())
-            mine._readers, mine._waiting, mine._writer = {}, 0, False
-
-    return reset

@@ -1,0 +1,127 @@
+"""FileLocks: locks on bytes of a file, between processes; they end with their holder, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import struct
+import weakref
+
+from rollwright._processes.forks import on_fork
+from rollwright._processes.segment import Segment
+
+__all__ = ["FileLocks"]
+
+_SETLK, _GETLK = getattr(fcntl, "F_OFD_SETLK", None), getattr(fcntl, "F_OFD_GETLK", None)
+_FLOCK = "@hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
+
+
+class FileLocks:
+    """This process's locks on single bytes of a file.
+
+    On Linux they belong to an open file description, made here and known to nobody else: they are dropped by
+    :meth:`release`, or when this process ends, and by nothing else. A forked child makes one of its own: it holds none
+    of its parent's locks, and keeps none alive.
+
+    Elsewhere they are POSIX record locks of the process. Those are dropped as soon as the process closes *any*
+    descriptor of the file (``shutil.copytree`` of its folder does): whoever holds a lock for long has to test that
+    nobody else has taken it for dead.
+
+    Threads share the locks: what one of them takes, each may release.
+
+    Args:
+        file: the file, whose content does not matter.
+
+    Attributes:
+        lasting: whether they belong to an open file description.
+
+    Example:
+        >>> file = Segment()
+        >>> one, other = FileLocks(file), FileLocks(file)
+        >>> one.take(3, exclusive=True), other.take(3, exclusive=False), other.is_taken(3)
+        (True, False, True)
+        >>> one.release(3)
+        >>> other.is_taken(3)
+        False
+    """
+
+    def __init__(self, file: Segment) -> None:
+        self.lasting = _are_lasting()
+        self._files = [file]
+        self._fd = _opened_anew(file.fd) if self.lasting else file.fd
+        if self.lasting:
+            self._close = weakref.finalize(self, os.close, self._fd)
+            self._close.atexit = False
+            on_fork(self, FileLocks._open_anew)
+
+    def _open_anew(self) -> None:
+        """In a forked child, which shares its parent's description so far."""
+        try:
+            fresh = _opened_anew(self._fd)
+        except OSError:  # too many open files: every later call fails, rather than act for the parent
+            self._close()
+            self._fd = -1
+            raise
+        os.dup2(fresh, self._fd, inheritable=False)
+        os.close(fresh)
+
+    def keep_open(self, file: Segment) -> None:
+        """Close no descriptor of the file while there are locks: that of another segment over it."""
+        if not self.lasting and file not in self._files:
+            self._files.append(file)
+
+    def take(self, byte: int, *, exclusive: bool) -> bool:
+        """Lock a byte, or lock it otherwise than before, if no other holder is in the way; whether that worked."""
+        try:
+            if self.lasting:
+                fcntl.fcntl(self._fd, _SETLK, _request(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, byte))  # type: ignore[arg-type]
+            else:
+                fcntl.lockf(self._fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB, 1, byte)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def release(self, byte: int) -> None:
+        """Unlock a byte."""
+        if self.lasting:
+            fcntl.fcntl(self._fd, _SETLK, _request(fcntl.F_UNLCK, byte))  # type: ignore[arg-type]
+        else:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, byte)
+
+    def is_taken(self, byte: int) -> bool:
+        """Whether somebody else holds a byte. Where locks are not lasting: not for use while others may take it."""
+        if self.lasting:
+            found = fcntl.fcntl(self._fd, _GETLK, _request(fcntl.F_WRLCK, byte))  # type: ignore[arg-type]
+            return bool(struct.unpack_from("@h", found)[0] != fcntl.F_UNLCK)
+        if not self.take(byte, exclusive=True):
+            return True
+        self.release(byte)
+        return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _request(kind: int, byte: int) -> bytes:
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0)
+
+
+def _opened_anew(fd: int) -> int:
+    """A descriptor of the same file with a description of its own; the file needs no name any more."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
+@functools.cache
+def _are_lasting() -> bool:
+    """Whether the system has locks that belong to an open file description, and lets a file be opened anew."""
+    if _SETLK is None or struct.calcsize("P") != 8:
+        return False
+    with contextlib.suppress(OSError):
+        file = Segment()
+        fd = _opened_anew(file.fd)
+        try:
+            fcntl.fcntl(fd, _SETLK, _request(fcntl.F_WRLCK, 0))
+            return True
+        finally:
+            os.close(fd)
+    return False

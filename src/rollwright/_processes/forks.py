@@ -1,0 +1,93 @@
+"""Forks: what objects of this process do in a forked child, where only the thread that forked goes on."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+__all__ = ["on_fork"]
+
+T = TypeVar("T")
+_WAIT_S = 5.0  # of a fork, for all locks together
+
+
+class _Reaction(NamedTuple):
+    renew: Callable[[Any], None]
+    lock_of: Callable[[Any], Any] | None
+
+
+_reactions: weakref.WeakKeyDictionary[Any, _Reaction] = weakref.WeakKeyDictionary()
+
+
+class _Held(threading.local):
+    """Locks that this thread holds while it forks."""
+
+    def __init__(self) -> None:
+        self.locks: list[Any] = []
+
+
+_held = _Held()
+
+
+def on_fork(owner: T, renew: Callable[[T], None], lock_of: Callable[[T], Any] | None = None) -> None:
+    """Call ``renew(owner)`` in each child that this process forks, as long as ``owner`` lives.
+
+    A lock that another thread held at the fork is held in the child for ever, since that thread is not there; what it
+    guards may be half changed. So ``renew`` makes new locks, and resets what depended on other threads. Where a state
+    has to be whole in the child, ``lock_of`` returns the lock that guards it: a fork waits until it is free, for a
+    few seconds at most.
+
+    Args:
+        owner: an object with a weak reference.
+        renew: takes the owner; refers to it in no other way. It must not wait.
+        lock_of: takes the owner; an ``RLock``.
+
+    Example:
+        >>> class Counter:
+        ...     def __init__(self):
+        ...         self._begin()
+        ...         on_fork(self, Counter._begin)
+        ...     def _begin(self):
+        ...         self.lock = threading.Lock()
+        >>> counter = Counter()
+        >>> _ = counter.lock.acquire()
+        >>> pid = os.fork()
+        >>> if not pid:
+        ...     os._exit(int(counter.lock.locked()))
+        >>> os.waitpid(pid, 0)[1]
+        0
+    """
+    _reactions[owner] = _Reaction(renew, lock_of)
+
+
+def _before() -> None:
+    until = time.monotonic() + _WAIT_S
+    for owner, (_, lock_of) in list(_reactions.items()):
+        if lock_of is not None:
+            lock = lock_of(owner)
+            if lock.acquire(timeout=max(0.0, until - time.monotonic())):
+                _held.locks.append(lock)
+
+
+def _in_parent() -> None:
+    while _held.locks:
+        _held.locks.pop().release()
+
+
+def _in_child() -> None:
+    _held.locks.clear()
+    failed: list[Exception] = []
+    for owner, (renew, _) in list(_reactions.items()):
+        try:
+            renew(owner)
+        except Exception as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]  # which Python prints
+
+
+os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
