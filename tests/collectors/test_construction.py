@@ -235,10 +235,10 @@ def test_options_travel_whole():
         options.frames_per_batch = 4  # what was checked stays
 
 
-def test_the_carrier_is_ready_after_construction(make):
-    """The environment was tried: its errors appear here, not in the first batch."""
+def test_errors_of_the_first_reset_come_with_the_first_batch(make):
+    collector = make(BrokenReset(), frames_per_batch=2, total_frames=2)
     with pytest.raises(RuntimeError, match="no such track"):
-        make(BrokenReset(), frames_per_batch=2, total_frames=2)
+        collector.next()
 
 
 class BrokenReset(CountingEnv):

@@ -203,8 +203,9 @@ def test_environment_that_always_fails_is_an_error() -> None:
             collector.next()
         assert isinstance(caught.value.__cause__.__cause__, ValueError)
         assert collector.stats()["env_recreations"] == 3
-    with pytest.warns(RuntimeWarning), pytest.raises(EnvError, match=r"3 times.*raised in reset"):
-        recreating(walk(reset=1))
+    never = recreating(walk(reset=1))
+    with never, pytest.warns(RuntimeWarning), pytest.raises(EnvError, match=r"3 times.*raised in reset"):
+        never.next()
 
 
 @pytest.mark.parametrize(

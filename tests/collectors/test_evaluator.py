@@ -86,11 +86,11 @@ def make() -> Iterator[Callable[..., Evaluator]]:
 @backends
 def test_results(make: Any, backend: str) -> None:
     result = make(lambda: Episodes((2, 4)), scaled(0.5), num_trajectories=3, backend=backend).evaluate(step=7)
-    assert result["eval/lengths"] == [4, 2, 4]  # the collector's construction took the first one
-    assert result["eval/returns"] == [2.0, 1.0, 2.0]
-    assert (result["eval/num_episodes"], result["eval/frames"], result["eval/step"]) == (3, 10, 7)
-    assert result["eval/reward"] == pytest.approx(5 / 3)
-    assert result["eval/reward_std"] == pytest.approx(np.std([2.0, 1.0, 2.0], ddof=1))
+    assert result["eval/lengths"] == [2, 4, 2]
+    assert result["eval/returns"] == [1.0, 2.0, 1.0]
+    assert (result["eval/num_episodes"], result["eval/frames"], result["eval/step"]) == (3, 8, 7)
+    assert result["eval/reward"] == pytest.approx(4 / 3)
+    assert result["eval/reward_std"] == pytest.approx(np.std([1.0, 2.0, 1.0], ddof=1))
     assert (result["eval/reward_min"], result["eval/reward_max"]) == (1.0, 2.0)
     assert (result["eval/episode_length_min"], result["eval/episode_length_max"]) == (2, 4)
     assert result["eval/policy_version"] == 1

@@ -297,15 +297,15 @@ def test_a_policy_that_cannot_be_compiled_goes_on_with_a_warning(make, pendulum_
     def refuse(graph, inputs):
         raise RuntimeError("this backend knows no linear layer")
 
+    collector = make(
+        PENDULUM["single"],
+        pendulum_actor(1.0),
+        frames_per_batch=5,
+        total_frames=10,
+        compile_policy={"backend": refuse},
+    )
     with pytest.warns(UserWarning, match=r"compile_policy.*uncompiled[\s\S]*knows no linear layer"):
-        collector = make(
-            PENDULUM["single"],
-            pendulum_actor(1.0),
-            frames_per_batch=5,
-            total_frames=10,
-            compile_policy={"backend": refuse},
-        )
-    first = collector.next()
+        first = collector.next()
     second = collector.next()  # and once only: warnings are errors here
     for batch in (first, second):
         torch.testing.assert_close(batch["action"], batch["observation"][:, :1])

@@ -181,6 +181,7 @@ def test_000_what_the_page_says_of_one_step(collector):
         assert callable(getattr(collector, name)), name
     for flag in ("_cast_to_policy_device", "_cast_to_env_device", "_carrier_has_no_device"):
         assert isinstance(getattr(collector, flag), bool), flag
+    collector._make_carrier()
     carrier = collector._carrier
     assert "observation" in carrier
     assert ("collector", "traj_ids") in carrier.keys(True)

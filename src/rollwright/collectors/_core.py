@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._keys import NestedKey, leaf_keys
 from rollwright.collectors import _plan
 from rollwright.collectors import policy as policies
 from rollwright.collectors._arguments import checked_seed
 from rollwright.collectors._choice import choose_path, plain_path
 from rollwright.collectors._delivery_checks import ledger_of
-from rollwright.collectors._env import EnvMaker, ResetUndo, make_env
+from rollwright.collectors._env import EnvMaker, make_env
 from rollwright.collectors._front_door import here
 from rollwright.collectors._path import Path, UnfitOutputs
 from rollwright.collectors._trial import outputs_of
@@ -79,14 +80,8 @@ class RolloutCore(BaseCollector):
         self._check_finite = _plan.finite_check(self.env)
         self._interrupted = _never if self.options.interruptor is None else self.options.interruptor.collection_stopped
         self._take(choose_path(self))
-        self._first_reset: ResetUndo | None = ResetUndo(self.env)
-        self._make_carrier()
-        self._first_reset.seen()
-        self._to_compile = bool(self.options.compile_policy)
-        if self._to_compile:
-            self._compile_policy()
-        if not self.options.trust_policy:
-            policies.check_inputs(self.policy, cast(TensorDictBase, self._path.carrier), self.env)
+        self._to_compile = bool(self.options.compile_policy)  # at the first batch, which has the first observations
+        self._check_inputs(policies.entries_of(self.env, self.options))
         self._take_updater(self.options.weight_updater)
         self.closed = False
         if self.options.weight_recv_schemes:
@@ -151,13 +146,25 @@ class RolloutCore(BaseCollector):
         """What the next step is taken from, ``[*env]``."""
         return self._path.carrier
 
+    def _check_inputs(self, available: Iterable[NestedKey]) -> None:
+        if not self.options.trust_policy:
+            policies.check_inputs(self.policy, available, self.env)
+
     def _compile_policy(self) -> None:
         wanted, self._to_compile = self.options.compile_policy, False
         try:
-            with set_exploration_type(self.options.exploration_type):
+            with self._timer.aside():
                 self._path.compile(wanted if isinstance(wanted, Mapping) else {})
         except NotNative as reason:
             warnings.warn(f"compile_policy: the policy runs uncompiled. {reason}", stacklevel=4)
+
+    @property
+    def _how(self) -> dict[str, str]:
+        """What runs the environment and the policy, and why."""
+        how = dict(self._path.how)
+        if self._to_compile and how["policy"].startswith("native"):
+            how["policy"] += ", to be compiled at the first batch"
+        return how
 
     def _update_traj_ids(self, ended: torch.Tensor) -> None:
         """Give fresh ids where ``ended``, bool ``[*env]``, says."""
@@ -202,6 +209,8 @@ class RolloutCore(BaseCollector):
         """Open a batch."""
         if not self._path.started or (self.options.reset_at_each_iter and self._fresh_ids is None):
             self._make_carrier()
+        if not self._stepped:  # a reset may lack what the specs of states name
+            self._check_inputs(leaf_keys(cast(TensorDictBase, self._path.carrier)))
         random = self._frames < self.init_random_frames
         try:
             self._open(random)
@@ -213,7 +222,7 @@ class RolloutCore(BaseCollector):
                 self._open(random)
             except NotNative as reason:
                 self._go_plain(random, reason)
-        self._fresh_ids = self._first_reset = None
+        self._fresh_ids = None
         self._stepped = True
 
     def _open(self, random: bool) -> None:
@@ -355,7 +364,4 @@ class RolloutCore(BaseCollector):
         seed = checked_seed(seed)
         last = self.env.set_seed(seed, static_seed=static_seed)
         self._path.carrier = None
-        if self._first_reset is not None:  # the one at construction had no seed: running statistics forget it
-            self._first_reset.undo()
-            self._first_reset = None
         return seed if last is None else last

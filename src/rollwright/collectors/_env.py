@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-
-import torch
 
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
@@ -15,9 +13,8 @@ from rollwright.envs._succession import Notice
 from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 
-__all__ = ["EnvMaker", "ResetUndo", "make_env"]
+__all__ = ["EnvMaker", "make_env"]
 
-Buffers = dict[str, torch.Tensor | None]
 EnvMaker = EnvBase | Callable[..., EnvBase] | Sequence[Callable[..., EnvBase]]
 
 
@@ -89,71 +86,3 @@ def _limit_trajectories(env: EnvBase, max_frames: int) -> EnvBase:
             "Leave max_frames_per_traj out, or take the StepCounter out of the environment."
         )
     return TransformedEnv(env, StepCounter(max_steps=max_frames))
-
-
-class ResetUndo:
-    """Takes back what a reset does to the buffers of an environment and its transforms, such as running statistics.
-
-    Made before the reset; buffers that were changed once more since :meth:`seen` keep what they hold.
-    """
-
-    def __init__(self, env: EnvBase) -> None:
-        self._env = env
-        self._before = self._after = self._buffers()
-        modules: list[Any] = [module for module in env.modules() if hasattr(type(module), "_undo_of_reset")]
-        self._elsewhere = [module._undo_of_reset() for module in modules]  # of environments in other processes
-
-    def _buffers(self) -> list[tuple[Buffers, Buffers]]:
-        return [(module._buffers, _copied(module._buffers)) for module in self._env.modules()]
-
-    def seen(self) -> None:
-        """Note what the reset has done."""
-        self._after = self._buffers()
-        for remote in self._elsewhere:
-            remote.seen()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copies of the buffers before the reset, and of those after it."""
-        state: dict[str, Any] = {"before": _copies(self._before), "after": _copies(self._after)}
-        if self._elsewhere:
-            state["elsewhere"] = [remote.state_dict() for remote in self._elsewhere]
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> ResetUndo | None:
-        """Take another reset's place, of an environment of the same make; None: there is none to take back."""
-        if state_dict is None:
-            return None
-        live = [named for named, _ in self._before]
-        before, after = state_dict["before"], state_dict["after"]
-        self._before, self._after = (
-            [(named, _copied(held)) for named, held in zip(live, saved, strict=True)] for saved in (before, after)
-        )
-        for remote, saved in zip(self._elsewhere, state_dict.get("elsewhere", ()), strict=True):
-            remote.load_state_dict(saved)
-        return self
-
-    def undo(self) -> None:
-        """Give buffers the values from before; those that were not there are taken away again."""
-        for (named, old), (_, new) in zip(self._before, self._after, strict=True):
-            for name, value in old.items():
-                now = named[name]
-                if _equal(value, new[name]) or not _equal(now, new[name]):
-                    continue
-                if value is None or now is None or now.shape != value.shape:
-                    named[name] = value
-                else:
-                    now.copy_(value)  # in place: clones may share it
-        for remote in self._elsewhere:
-            remote.undo()
-
-
-def _copied(named: Mapping[str, torch.Tensor | None]) -> Buffers:
-    return {name: None if buffer is None else buffer.clone() for name, buffer in named.items()}
-
-
-def _copies(pairs: list[tuple[Buffers, Buffers]]) -> list[Buffers]:
-    return [_copied(held) for _, held in pairs]
-
-
-def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)

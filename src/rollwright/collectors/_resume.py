@@ -47,7 +47,6 @@ def save(core: DeliveringCore) -> OrderedDict[str, Any]:
     state["traj_pool"] = core._traj_pool.state_dict()
     state["env_checkpoint"] = checkpoint.state
     state["trajectories"] = trajectories
-    state["first_reset"] = None if core._first_reset is None else core._first_reset.state_dict()
     state["held"], unheld = _held(core)
     state["episodes"] = core._episodes.state_dict()
     state["streams"] = _streams(core)
@@ -82,8 +81,6 @@ def load(core: DeliveringCore, state: Mapping[str, Any], **kwargs: Any) -> None:
         core._episodes.load_state_dict(_placed(state["episodes"]), goes_on=goes_on)
     if goes_on:
         _load_trajectories(core, state["trajectories"], ids_are_free)
-        if core._first_reset is not None:
-            core._first_reset = core._first_reset.load_state_dict(_placed(state["first_reset"], core.env.device))
     _load_held(core, state, goes_on, ids_are_free)
     if "streams" in state:
         _load_streams(state["streams"])

@@ -71,8 +71,8 @@ class Collector(BackgroundCore):
             ``policy_state_dict`` (where the policy is a module) and ``env_state_dict``, both of them live and no
             copies, as everywhere in torch; ``frames``, ``iter``, ``policy_version``, ``traj_pool`` (the next
             trajectory id) and ``episodes`` (statistics); ``env_checkpoint`` (all that the environment is, its
-            random generators included), ``trajectories`` (what the next step is taken from; None where the
-            environment cannot be saved) and ``first_reset`` (for :meth:`set_seed` before the first batch);
+            random generators included) and ``trajectories`` (what the next step is taken from; None where the
+            environment cannot be saved);
             ``held`` (frames of whole trajectories that are not delivered yet; a replay buffer has a state of its own);
             ``streams`` (the global generators of torch, NumPy and Python); ``unsaved``: a line for each thing that
             could not be saved.
@@ -244,7 +244,7 @@ class Collector(BackgroundCore):
             "policy_version": self.policy_version,
             "env_recreations": num_recreations(self.env),
             "devices": {name: None if device is None else str(device) for name, device in vars(self.devices).items()},
-            "paths": {**self._path.how, **self._delivery.how},
+            "paths": {**self._how, **self._delivery.how},
             "bytes_held": self._memory.num_bytes,
             **self._delivery.stats(),
             "waiting_for": None,
@@ -263,7 +263,7 @@ class Collector(BackgroundCore):
         return (
             f"{type(self).__name__}(\n    env={self.env},\n    policy={self.policy},\n"
             f"    frames_per_batch={self.frames_per_batch}, total_frames={self.total_frames},\n"
-            f"    devices={self.devices},\n    paths={self._path.how},\n)"
+            f"    devices={self.devices},\n    paths={self._how},\n)"
         )
 
 

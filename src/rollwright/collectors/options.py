@@ -84,8 +84,8 @@ class CollectorOptions:
             no root repeats are kept aside, see :func:`~rollwright.collectors.utils.restore_next`. Objects, and tensors
             whose shape varies, stay.
         trust_policy: call the policy as it is, without wrapping. None: True for TensorDict modules only.
-        compile_policy: compile the policy when the collector is constructed: known layers and distributions to a NumPy
-            program, others through ``torch.compile``; a dictionary holds arguments of the latter, which it chooses.
+        compile_policy: compile the policy at the first batch: known layers and distributions to a NumPy program, others
+            through ``torch.compile``; a dictionary holds arguments of the latter, which it chooses.
         cudagraph_policy: run the policy as a CUDA graph; a dictionary holds arguments of ``CudaGraphModule``.
         auto_register_policy_transforms: append to the environment the ``InitTracker`` and the primers that recurrent
             modules of the policy read and that the environment does not provide yet.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -12,15 +12,16 @@ from tensordict import TensorDictBase
 from tensordict.nn import CudaGraphModule, TensorDictModuleBase
 from torch import nn
 
-from rollwright._keys import key_str, unravel
+from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.collectors.devices import module_device
 from rollwright.collectors.options import CollectorOptions
+from rollwright.data.layout import TRAJ_IDS
 from rollwright.envs.base import EnvBase
 from rollwright.errors import PolicyKeyError
 from rollwright.modules import RandomPolicy
 from rollwright.modules.signature import Call, speak_tensordict
 
-__all__ = ["accelerate", "check_inputs", "check_policy", "make_policy", "place_policy", "wrap_policy"]
+__all__ = ["accelerate", "check_inputs", "check_policy", "entries_of", "make_policy", "place_policy", "wrap_policy"]
 
 
 def make_policy(policy: Any, options: CollectorOptions, env: EnvBase) -> Any:
@@ -65,21 +66,35 @@ def wrap_policy(policy: Any, options: CollectorOptions, env: EnvBase) -> Call:
     return cast(Call, policy) if options.trust_policy else speak_tensordict(policy, env)
 
 
-def check_inputs(policy: Any, available: TensorDictBase, env: EnvBase) -> None:
-    """Test at construction that the environment has what the policy reads.
+def entries_of(env: EnvBase, options: CollectorOptions) -> list[NestedKey]:
+    """The entries that specs announce of the data from which the first step is taken."""
+    own = [TRAJ_IDS] if options.track_traj_ids else []
+    return [*env.observation_keys, *env.state_keys, *env.done_keys, *own]
+
+
+def check_inputs(policy: Any, available: Iterable[NestedKey], env: EnvBase) -> None:
+    """Test that the environment has what the policy reads.
+
+    Args:
+        policy: only a TensorDict module says what it reads.
+        available: entries, leaves of a nest; the policy may read a whole node.
+        env: for the message.
 
     Raises:
         PolicyKeyError: an in_key of a TensorDict module is no entry of the environment.
     """
     if not isinstance(policy, TensorDictModuleBase):
         return
+    leaves = [as_tuple(key) for key in available]
+    known = {leaf[:n] for leaf in leaves for n in range(1, len(leaf) + 1)}
     own = {unravel(key) for key in policy.out_keys}  # what it writes itself, it can do without at first
-    missing = [key for key in policy.in_keys if key not in own and available.get(key, None) is None]
+    missing = [key for key in policy.in_keys if unravel(key) not in own and as_tuple(unravel(key)) not in known]
     if missing:
         raise PolicyKeyError(
             f"policy: {type(policy).__name__} reads {key_str(missing)}, which {env} does not provide; it has "
-            f"{key_str(available.keys(True, True))}. Change in_keys, or append a transform (such as TensorDictPrimer "
-            "or InitTracker) that writes the entry."
+            f"{key_str([unravel(leaf) for leaf in leaves])}. Change in_keys, or append a transform (such as "
+            "TensorDictPrimer or InitTracker) that writes the entry. What an environment returns beside its specs "
+            "must be named in observation_spec."
         )
 
 

@@ -21,16 +21,25 @@ class StageTimer:
     def __init__(self) -> None:
         self.frames = 0
         self.seconds = {"policy": 0.0, "env": 0.0, "write": 0.0}
-        self.total = 0.0
+        self.total = self._aside = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Add the time of the ``with`` block to ``total``."""
+        start, self._aside = time.perf_counter(), 0.0
+        try:
+            yield
+        finally:
+            self.total += time.perf_counter() - start - self._aside
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave the time of the ``with`` block, inside of :meth:`running`, out of ``total``."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.total += time.perf_counter() - start
+            self._aside += time.perf_counter() - start
 
     def spend(self, begun: float, acted: float, stepped: float, recorded: float) -> None:
         """Add the stages of one step, by the clock's readings between them."""

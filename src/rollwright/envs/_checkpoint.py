@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from rollwright._keys import key_str
 from rollwright.data.specs import Composite, TensorSpec
-from rollwright.envs._snapshot import Drawn, dump, gym_parts, load
+from rollwright.envs._snapshot import Drawn, draw_generators, dump, gym_parts, load
 from rollwright.envs.base import EnvBase
 from rollwright.envs.libs.gym import GymWrapper
 from rollwright.envs.transforms import Transform, TransformedEnv
@@ -76,6 +76,9 @@ def save_env(env: EnvBase) -> EnvCheckpoint:
     """
     parts = dict(env.named_modules())
     attributes = {path: _attributes(part) for path, part in parts.items()}
+    for own in attributes.values():
+        for value in own.values():
+            draw_generators(value)
     pickled, unsaved = _dump_all(parts, attributes)
     state: dict[str, Any] = {
         "makes": {path: _make(part) for path, part in parts.items()},

@@ -60,14 +60,12 @@ class Hosted:
     Attributes:
         row: as above.
         env: the environment; one that is made anew is a :class:`RenewableEnv`.
-        reset_undo: what its first reset did to buffers.
     """
 
     def __init__(
         self, row: int, maker: Callable[[], EnvBase], past: Succession | None, renewed: list[Renewed] | None
     ) -> None:
         self.row = row
-        self.reset_undo: Any = None
         self._arrays: ArrayEnv | None = None
         self.env = made(row, maker)
         if renewed is not None:

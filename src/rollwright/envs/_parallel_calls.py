@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -21,7 +21,6 @@ __all__ = [
     "METHOD",
     "ArrayFacts",
     "EnvFacts",
-    "RemoteUndo",
     "array_facts",
     "call",
     "check_arrays",
@@ -171,61 +170,3 @@ def load_checkpoint(hosted: Hosted, states: Mapping[int, Mapping[str, Any]]) -> 
     numbers, others = pickle.loads(streams["others"].cpu().numpy().tobytes())
     np.random.set_state(numbers)
     random.setstate(others)
-
-
-# What a reset did to buffers ------------------------------------------------------------------------
-
-
-def note_reset(hosted: Hosted) -> None:
-    """See :class:`~rollwright.collectors._env.ResetUndo`; to be called before the reset."""
-    from rollwright.collectors._env import ResetUndo
-
-    hosted.reset_undo = ResetUndo(hosted.env)
-
-
-def reset_seen(hosted: Hosted) -> None:
-    """The reset is over."""
-    hosted.reset_undo.seen()
-
-
-def undo_reset(hosted: Hosted) -> None:
-    """Take back what it did."""
-    hosted.reset_undo.undo()
-
-
-def reset_state(hosted: Hosted) -> Any:
-    """What it did."""
-    return hosted.reset_undo.state_dict()
-
-
-def load_reset_state(hosted: Hosted, states: list[Any]) -> None:
-    """Take another reset's place."""
-    hosted.reset_undo.load_state_dict(states[hosted.row])
-
-
-class RemoteUndo:
-    """A ``ResetUndo`` of environments in other processes.
-
-    Args:
-        ask: calls functions there, see ``ParallelEnv._ask``.
-    """
-
-    def __init__(self, ask: Callable[..., dict[int, Any]]) -> None:
-        self._ask = ask
-        ask(note_reset)
-
-    def seen(self) -> None:
-        """Note what the reset has done."""
-        self._ask(reset_seen)
-
-    def undo(self) -> None:
-        """Give buffers the values from before."""
-        self._ask(undo_reset)
-
-    def state_dict(self) -> list[Any]:
-        """Copies of the buffers before and after it, by row."""
-        return list(self._ask(reset_state).values())
-
-    def load_state_dict(self, state: list[Any]) -> None:
-        """Take another reset's place."""
-        self._ask(load_reset_state, state)

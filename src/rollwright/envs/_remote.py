@@ -167,9 +167,6 @@ class RemoteEnvs(BatchedEnv):
         self._ask(calls.load_checkpoint, dict(enumerate(states)))
         self._recreation.load(row for row, state in enumerate(states) if state.get("waits"))
 
-    def _undo_of_reset(self) -> calls.RemoteUndo:
-        return calls.RemoteUndo(self._ask)
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies have copies of the environments, in processes of their own."""
         if self.is_closed:

@@ -24,9 +24,11 @@ from gymnasium.vector import AsyncVectorEnv, VectorEnv
 from numpy.lib.array_utils import byte_bounds
 from torch import Tensor
 
-__all__ = ["Drawn", "dump", "gym_parts", "load"]
+__all__ = ["Drawn", "draw_generators", "dump", "gym_parts", "load"]
 
 GYMNASIUM = (gymnasium.Env, VectorEnv)
+WRAPPERS = (gymnasium.Wrapper, gymnasium.vector.VectorWrapper)
+SPACES = ("action_space", "observation_space", "single_action_space", "single_observation_space")
 PICKLING = {"__getstate__", "__reduce__", "__reduce_ex__"}
 DRAWING = ("Clock", "Font", "Surface")  # pygame's, which an environment makes when it first draws
 
@@ -175,6 +177,26 @@ def gym_parts(env: Any) -> Iterator[Any]:
         inside = getattr(env, "__dict__", {})
         for one in (inside.get("env"), *inside.get("envs", ())):
             yield from gym_parts(one)
+
+
+def draw_generators(env: Any) -> None:
+    """Let gymnasium environments that were never reset have the generators that their first reset would make.
+
+    They would be seeded by chance then; what is saved has to have that chance in it.
+    """
+    for one in gym_parts(env):
+        if not isinstance(one, WRAPPERS) and getattr(one, "_np_random", False) is None:
+            _ = one.np_random
+        for name in SPACES:
+            _draw_of_space(vars(one).get(name))
+
+
+def _draw_of_space(space: Any) -> None:
+    if isinstance(space, gymnasium.Space):
+        _ = space.np_random
+        inside = getattr(space, "spaces", ())
+        for one in inside.values() if isinstance(inside, Mapping) else inside:
+            _draw_of_space(one)
 
 
 # Arrays that share memory ---------------------------------------------------------------------------

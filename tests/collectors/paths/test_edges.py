@@ -234,8 +234,9 @@ def test_a_policy_that_varies_is_refused_where_memory_is_to_be_used_again(build)
 
 def test_a_function_is_not_compiled_and_keeps_its_environment_on_arrays():
     env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+    collector = Collector(env, counting, frames_per_batch=5, compile_policy=True)
     with pytest.warns(UserWarning, match=r"compile_policy: the policy runs uncompiled\. Function is no TensorDict"):
-        collector = Collector(env, counting, frames_per_batch=5, compile_policy=True)
+        batch = collector.next()
     assert collector.stats()["paths"]["env"].startswith("native")
-    assert collector.next()["count"].flatten().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert batch["count"].flatten().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
     collector.shutdown()

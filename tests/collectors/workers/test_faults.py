@@ -354,6 +354,10 @@ def no_policy():
     raise LookupError("no policy today")
 
 
+def killing():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def unpicklable():
     lock = threading.Lock()
     return lambda: (lock, tally())[1]
@@ -362,19 +366,8 @@ def unpicklable():
 CONSTRUCTIONS = {
     "factory raises": (lambda: ([tally, broken], gain()), {}, LookupError, r"worker 1.*no environment for 0"),
     "all raise": (lambda: ([broken] * 2, gain()), {}, LookupError, r"worker [01].*no environment for 0"),
-    "reset raises": (
-        lambda: (one_bad(troubles={"on_reset": Trouble("raise", 0)}), gain()),
-        {},
-        WorkerError,
-        r"worker 1.*boom at call 0",
-    ),
     "no environment": (lambda: ([tally, dict], gain()), {}, TypeError, r"worker 1.*dict"),
-    "killed": (
-        lambda: (one_bad(troubles={"on_reset": Trouble("kill", 0)}), gain()),
-        {},
-        WorkerError,
-        "worker 1.*SIGKILL",
-    ),
+    "killed": (lambda: ([tally, killing], gain()), {}, WorkerError, "worker 1.*SIGKILL"),
     "policy reads what is not there": (lambda: (makers(), Unlike()), {}, TypeError, "nonsense"),
     "policy factory raises": (lambda: (makers(), None), {"policy_factory": no_policy}, LookupError, "no policy today"),
     "init_fn raises": (lambda: (makers(), gain()), {"init_fn": no_policy}, LookupError, "worker [01].*no policy today"),
@@ -405,6 +398,14 @@ def test_errors_of_construction_come_at_once_and_whole(make, kind, case):
     with pytest.raises(error, match=text):
         make(kind, *arguments(), frames_per_batch=20, **options)
     assert time.monotonic() - begun < patient(15)
+
+
+@pytest.mark.parametrize(("how", "text"), [("raise", "boom at call 0"), ("kill", "SIGKILL")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_of_the_first_reset_come_with_the_first_batch(make, kind, how, text):
+    collector = make(kind, one_bad(troubles={"on_reset": Trouble(how, 0)}), gain(), frames_per_batch=20)
+    with pytest.raises(WorkerError, match=f"worker 1.*{text}"):
+        run(collector, 4)
 
 
 # Control commands --------------------------------------------------------------------------------------------------

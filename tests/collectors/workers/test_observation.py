@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from tensordict.nn import TensorDictModule
 from tests.collectors.workers.envs import IDENT, STEP, Trouble, gain, makers, one_bad, sampling, tallies, tally
 from tests.collectors.workers.frames import check, flat
 from tests.collectors.workers.processes import wait_until
@@ -90,6 +91,23 @@ def test_the_last_return_is_the_last_in_time(make):
     while mine[-4:] != [0] * 4 or 1 not in mine:
         mine.append(int(collector.next()["observation"][0, IDENT]))
     assert collector.stats()["last_return"] == 15.0
+
+
+def function(td):
+    return td.set("action", td["observation"][..., :1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_shows_when_a_policy_is_compiled_is_passed_on(make, kind):
+    linear = TensorDictModule(torch.nn.Linear(3, 1), ["observation"], ["action"])
+    collector = make(kind, [partial(GymEnv, "Pendulum-v1")] * 2, linear, frames_per_batch=20, compile_policy=True)
+    assert collector.stats()["paths"]["policy"].endswith("to be compiled at the first batch")
+    collector.next()
+    assert "NumPy program" in collector.stats()["paths"]["policy"]
+    collector = make(kind, [partial(GymEnv, "Pendulum-v1")] * 2, function, frames_per_batch=20, compile_policy=True)
+    with pytest.warns(UserWarning, match="compile_policy: the policy runs uncompiled") as caught:
+        [collector.next() for _ in range(6)]
+    assert len(caught) == 1
 
 
 def test_a_slow_environment_shows_where_the_time_goes(make):

@@ -91,7 +91,8 @@ class WorkerCore(Collector):
             warnings.simplefilter("always")
             super().__init__(spec.create_env_fn, policy, **vars(spec.options))
         self._go_on_counting()
-        self._said = [(entry.category, str(entry.message)) for entry in said]
+        self._said = _notes(said)
+        self._how_told: dict[str, str] = {}
 
     def _go_on_counting(self) -> None:
         """Count from where the worker was whose place this one takes."""
@@ -115,6 +116,7 @@ class WorkerCore(Collector):
     def ready(self) -> say.Ready:
         """What its collector is told of it."""
         device = self.storing_device
+        notes = [(kind, text) for kind, text in self._take_said() if "delivers whole batches" not in text]
         return say.Ready(
             num_envs=self.env.numel(),
             batch_size=tuple(self.env.batch_size),
@@ -125,9 +127,22 @@ class WorkerCore(Collector):
             policy_device=str(module_device(self.policy) or self.policy_device or "cpu"),
             threads=torch.get_num_threads(),
             description=f"env={self.env}, policy={type(self.policy).__name__}",
-            how={**self._path.how, **self._delivery.how},
-            warnings=ByValue([(kind, text) for kind, text in self._said if "delivers whole batches" not in text]),
+            how=self._tell_how(),
+            warnings=ByValue(notes),
         )
+
+    def news(self) -> say.Noted | None:
+        """What has changed of that since it was told: a policy is compiled at its first batch."""
+        how, said = self._how_told, self._take_said()
+        return say.Noted(self._how_told, ByValue(said)) if self._tell_how() != how or said else None
+
+    def _tell_how(self) -> dict[str, str]:
+        self._how_told = {**self._how, **self._delivery.how}
+        return self._how_told
+
+    def _take_said(self) -> list[tuple[type[Warning], str]]:
+        said, self._said = self._said, []
+        return said
 
     def take_version(self, version: int) -> None:
         """Act with another version of the weights."""
@@ -141,7 +156,10 @@ class WorkerCore(Collector):
 
     def _compile_policy(self) -> None:
         before, self._words.state = self._words.state, State.STARTING  # takes as long as it takes
-        super()._compile_policy()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            super()._compile_policy()
+        self._said += _notes(said)
         self._words.state = before
 
     def _finish(self, steps: int) -> TensorDictBase:
@@ -322,6 +340,10 @@ class WorkerCore(Collector):
     def set_hook(self, name: str, hook: Any) -> None:
         """Set ``pre_collect_hook`` or ``post_collect_hook``."""
         setattr(self, name, hook)
+
+
+def _notes(caught: list[warnings.WarningMessage]) -> list[tuple[type[Warning], str]]:
+    return [(entry.category, str(entry.message)) for entry in caught]
 
 
 def _shapes(env: EnvBase) -> dict[NestedKey, tuple[int, ...]]:

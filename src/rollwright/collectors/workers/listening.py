@@ -73,6 +73,7 @@ class Listening:
         self._serial = itertools.count()
         self._answers: dict[tuple[int, int], tuple[Any, int]] = {}  # and how many rollouts had arrived before
         self._awaited: set[int] = set()  # serials of calls
+        self._warned: dict[tuple[type[Warning], str], bool] = {}  # noted by workers, and whether it was passed on
         self.closed = False
         self.forced: list[str] = []
         self.num_pauses = 0
@@ -145,7 +146,10 @@ class Listening:
                     self._tell()
 
     def _tell(self) -> None:
-        """Warn of what has happened."""
+        """Warn of what has happened; of what several workers have noted, once."""
+        for note in [note for note, told in self._warned.items() if not told]:
+            self._warned[note] = True
+            warnings.warn(note[1], note[0], stacklevel=3)
         notes = self.restarts.notes
         while notes:
             warnings.warn(notes.pop(0), RuntimeWarning, stacklevel=3)
@@ -263,6 +267,10 @@ class Listening:
             case say.Returned() | say.Raised() | say.Paused():
                 if message.serial in self._awaited:  # whoever asked may have given up
                     self._answers[worker.index, message.serial] = message, worker.num_collected
+            case say.Noted() if worker.ready is not None:
+                worker.ready = dataclasses.replace(worker.ready, how=message.how)
+                for note in message.warnings.value:
+                    self._warned.setdefault(note, False)
             case say.Ready():
                 worker.ready = message
                 self.restarts.began(worker.index)

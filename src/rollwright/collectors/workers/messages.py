@@ -21,6 +21,7 @@ __all__ = [
     "Grant",
     "Interrupt",
     "Need",
+    "Noted",
     "Pause",
     "Paused",
     "Raised",
@@ -151,6 +152,18 @@ class Ready:
     policy_device: str | None
     threads: int
     description: str
+    how: dict[str, str]
+    warnings: Any
+
+
+class Noted(NamedTuple):
+    """Something of what :class:`Ready` told has changed.
+
+    Attributes:
+        how: see :class:`Ready`.
+        warnings: category and text of each that was given since.
+    """
+
     how: dict[str, str]
     warnings: Any
 

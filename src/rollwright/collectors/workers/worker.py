@@ -196,6 +196,9 @@ class Worker:
                 self._run = None
         except BaseException as error:  # if it is that the collector is gone, send() says so again
             found = say.Failed(order.run, Failure.of(error))
+        news = core.news()
+        if news is not None:
+            self._say(news)
         self._say(found)
         self._word[Word.OLDEST] = -1  # not before: who reads it may rely on having been told
 

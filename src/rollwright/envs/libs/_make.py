@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.wrappers import AddRenderObservation
+from gymnasium.wrappers import AddRenderObservation, OrderEnforcing
 
 from rollwright.errors import EnvError
 
@@ -39,6 +39,26 @@ class FrameSkip(gymnasium.Wrapper[Any, Any, Any, Any], gymnasium.utils.RecordCon
         return obs, total, terminated, truncated, info
 
 
+class _FirstFrame(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Resets the bare environment, below wrappers that count episodes or keep statistics."""
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        bare: gymnasium.Env[Any, Any] = self.env
+        while isinstance(bare, gymnasium.Wrapper) and not isinstance(bare, OrderEnforcing):
+            bare = bare.env
+        return bare.reset(**kwargs)
+
+
+def add_pixels(env: gymnasium.Env[Any, Any], pixels_only: bool) -> gymnasium.Env[Any, Any]:
+    """``env`` with what it renders among its observations.
+
+    The size of a frame shows only after a reset. It is one of the bare environment, which wrappers do not see.
+    """
+    pixels = AddRenderObservation(_FirstFrame(env), render_only=pixels_only, obs_key="observation")
+    pixels.env = env
+    return pixels
+
+
 def wrappers_for(frame_skip: int | None, from_pixels: bool, pixels_only: bool) -> list[Wrap]:
     """The wrappers that these options ask for, innermost first."""
     if frame_skip is not None and (not isinstance(frame_skip, int) or frame_skip < 1):
@@ -47,7 +67,7 @@ def wrappers_for(frame_skip: int | None, from_pixels: bool, pixels_only: bool) -
     if frame_skip is not None and frame_skip > 1:
         wrappers.append(partial(FrameSkip, frame_skip=frame_skip))
     if from_pixels:
-        wrappers.append(partial(AddRenderObservation, render_only=pixels_only, obs_key="observation"))
+        wrappers.append(partial(add_pixels, pixels_only=pixels_only))
     return wrappers
 
 
