@@ -19,6 +19,7 @@ import torch
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.exits import Stage, call_at_exit
 from rollwright._processes.failures import Failure
+from rollwright._processes.server import allow_interrupts
 from rollwright._processes.starting import check_start_method, new_process
 
 __all__ = ["Child", "end_all"]
@@ -176,6 +177,7 @@ def _not_ended(children: Sequence[Child], timeout_s: float) -> list[Child]:
 def _main(channel: Channel, serve: Callable[..., None], payload: Any, num_threads: int) -> None:
     """What the process runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    allow_interrupts()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(num_threads)
     watch = threading.Thread(target=_end_when_alone, args=(channel.fileno(),), name="rollwright-watch", daemon=True)

@@ -11,7 +11,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["Segment"]
+__all__ = ["Segment", "unnamed_file"]
 
 _BLOCK = 4096
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
@@ -38,7 +38,7 @@ class Segment:
     def __init__(self, path: Path | None = None, *, on_disk: bool = False, _fd: int | None = None) -> None:
         self.path = path
         if _fd is None:
-            _fd = _unnamed(on_disk) if path is None else os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            _fd = unnamed_file(on_disk) if path is None else os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self.fd = _fd
         self.close = weakref.finalize(self, os.close, _fd)  # memory stays mapped while views of it live
 
@@ -123,7 +123,8 @@ def _failed(error: OSError, what: str, name: str) -> OSError:
     return OSError(error.errno, f"{os.strerror(error.errno or 0)}: {what}", name)
 
 
-def _unnamed(on_disk: bool) -> int:
+def unnamed_file(on_disk: bool = False) -> int:
+    """The descriptor of a new file without a name, which lies in memory where the system allows it."""
     if hasattr(os, "memfd_create") and not on_disk:
         return os.memfd_create("rollwright", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile(prefix="rollwright-") as file:

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import os
+import select
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing import context, forkserver, popen_forkserver, process, util
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import (
+    context,
+    forkserver,
+    popen_forkserver,
+    popen_spawn_posix,
+    process,
+    resource_tracker,
+    spawn,
+    util,
+)
 from multiprocessing.context import reduction, set_spawning_popen  # type: ignore[attr-defined]
 from typing import Any
 
-__all__ = ["START_METHODS", "check_start_method", "new_process"]
+from rollwright._processes.segment import unnamed_file
+from rollwright._processes.server import Request
+
+__all__ = ["START_METHODS", "check_start_method", "new_process", "use_server"]
 
 START_METHODS = ("forkserver", "spawn", "fork")
-
-_inside = False  # whether this process was forked by such a server itself
-_server: Any = None
+_SERVER_S = 300.0  # for the server to import what it needs, and to fork
 
 
 def check_start_method(name: str, value: Any) -> None:
@@ -33,7 +51,7 @@ def new_process(start_method: str | None, target: Any, args: tuple[Any, ...], na
     """A process that is not started yet, as of :mod:`multiprocessing`; None: the fork server.
 
     One that comes from the fork server does not import the program's main module: what is sent there must be pickled
-    by value.
+    by value. SIGINT is blocked where it begins, until it says how it takes that.
     """
     if start_method in (None, "forkserver"):
         return _Served(target=_in_fork, args=(dict(os.environ), target, args), name=name, daemon=False)
@@ -42,76 +60,218 @@ def new_process(start_method: str | None, target: Any, args: tuple[Any, ...], na
 
 
 def _in_fork(environ: dict[str, str], target: Any, args: tuple[Any, ...]) -> None:
-    global _inside
-    _inside = True
-    server: Any = forkserver._forkserver
-    if server._forkserver_address:  # it would start another, for all that it says
-        server.ensure_running = _is_running
     os.environ.clear()  # the server has those of the time when it started
     os.environ.update(environ)
     target(*args)
 
 
-def _is_running() -> None:
-    """For a process that the server has forked: the server lives as long as any of them."""
+# The server -----------------------------------------------------------------------------------
 
 
-def _running_server() -> Any:
-    """The server of this program; a process that it has forked uses it too."""
-    global _server
-    if _inside:
-        return forkserver._forkserver
-    if _server is None:
-        _server = forkserver.ForkServer()
-        _server.set_forkserver_preload(["rollwright._processes.preload"])
-    return _server
+class _Line:
+    """The way to ask a fork server; forked processes, and those that the server has forked, use it, too.
+
+    Args:
+        end: of a pair of sockets.
+        pid: of the server, where this process has started it.
+    """
+
+    def __init__(self, end: socket.socket, pid: int | None = None) -> None:
+        self._end, self._pid = end, pid
+        weakref.finalize(self, end.close)
+
+    def ask(self, data: int, lifeline: int, others: tuple[int, ...]) -> tuple[int, int]:
+        """Have a process forked, see :class:`Request`; its number, and the pipe on which its status will come.
+
+        Raises:
+            EOFError: the server has ended.
+            OSError: it cannot fork, or does not answer.
+        """
+        answer, status = os.pipe()
+        try:
+            tracker = _tracker()
+            try:
+                Request(status, data, lifeline, self._end.fileno(), tracker, others).send(self._end)
+            except ConnectionError as error:
+                raise EOFError from error
+            finally:
+                os.close(status)
+            return self._pid_of_new(answer), answer
+        except BaseException:
+            os.close(answer)
+            raise
+
+    def _pid_of_new(self, answer: int) -> int:
+        poll = select.poll()
+        poll.register(answer, select.POLLIN)
+        if not poll.poll(_SERVER_S * 1e3):
+            raise TimeoutError(f"waited {_SERVER_S:g} s for the fork server to start a process")
+        pid = int(forkserver.read_signed(answer))
+        if pid < 0:
+            advice = " Raise the limit (ulimit -n)." if -pid == errno.EMFILE else ""
+            raise OSError(-pid, f"{os.strerror(-pid)}: the fork server cannot start a process.{advice}")
+        return pid
+
+    def bury(self) -> None:
+        """Have done with a server that has ended."""
+        if self._pid is not None:
+            with contextlib.suppress(ChildProcessError):  # of another process, or ended already
+                os.waitpid(self._pid, os.WNOHANG)
+
+
+_line: _Line | None = None
+_lock = threading.Lock()
+
+
+def use_server(fd: int) -> None:
+    """Let this process, which a server has forked, ask it by that line."""
+    global _line
+    _line = _Line(socket.socket(fileno=fd))
+
+
+def _line_to_server(gone: _Line | None) -> _Line:
+    """The line to a server, other than one that is gone."""
+    global _line
+    with _lock:
+        if gone is not None and _line is gone:
+            gone.bury()
+            _line = None
+        if _line is None:
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                code = f"from rollwright._processes.server import main; main({theirs.fileno()})"
+                _line = _Line(mine, _run_python(code, [theirs.fileno()]))
+        return _line
+
+
+def _run_python(code: str, fds: list[int]) -> int:
+    """Run code in a new process that imports from where this one does, and takes no SIGINT yet; its number."""
+    entries = (entry or _folder() for entry in sys.path)
+    code = f"import sys; sys.path[:] = {[entry for entry in entries if isinstance(entry, str)]!r}; {code}"
+    executable: Any = spawn.get_executable()
+    resource_tracker.ensure_running()  # which lets SIGINT through
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    with _no_interrupts():
+        arguments = [executable, *flags, "-c", code]
+        return int(util.spawnv_passfds(executable, arguments, fds))
+
+
+def _tracker() -> int:
+    """Descriptor of the resource tracker of :mod:`multiprocessing`, which all processes of a program share."""
+    found: Any = resource_tracker.getfd()
+    return int(found)
 
 
 @contextmanager
-def _importing_from(path: Sequence[str]) -> Iterator[None]:
-    """Let a program that is started in the ``with`` block import from the places that this one imports from."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in path)
+def _no_interrupts() -> Iterator[None]:
+    """Block SIGINT inside the ``with`` block, and in processes that begin there."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Popen(popen_forkserver.Popen):
+def _folder() -> str | None:
+    """The working directory; None if it was deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def _begin_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_fork)
+
+
+# Processes ------------------------------------------------------------------------------------
+
+
+def _lay_open(popen: Any, preparation: dict[str, Any], process_obj: Any, fds: ExitStack) -> tuple[int, int]:
+    """Write what a process begins with into a file without a name, and lay the line that tells it that this one lives.
+
+    Returns:
+        Descriptors of the file and of the line, for the new process; they are closed with the stack.
+    """
+    buffer = io.BytesIO()
+    set_spawning_popen(popen)
+    try:
+        reduction.dump(preparation, buffer)
+        reduction.dump(process_obj, buffer)
+    finally:
+        set_spawning_popen(None)
+    data = unnamed_file()
+    fds.callback(os.close, data)
+    with open(data, "wb", closefd=False) as file:
+        file.write(buffer.getbuffer())
+    os.lseek(data, 0, os.SEEK_SET)
+    lifeline, mine = os.pipe()
+    fds.callback(os.close, lifeline)
+    weakref.finalize(popen, os.close, mine).atexit = False
+    return data, lifeline
+
+
+class _ServedPopen(popen_forkserver.Popen):
     """Starts a process by the server, without the program's main module."""
 
     sentinel: int
     pid: int
 
     def _launch(self, process_obj: Any) -> None:
-        data = {
+        preparation = {
             "name": process_obj.name,
             "authkey": bytes(process.current_process().authkey),
-            "sys_path": [entry or os.getcwd() for entry in sys.path],
+            "sys_path": [entry or _folder() or "" for entry in sys.path],
             "sys_argv": sys.argv,
             "orig_dir": process.ORIGINAL_DIR,  # type: ignore[attr-defined]
-            "dir": os.getcwd(),
         }
-        buffer = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(data, buffer)
-            reduction.dump(process_obj, buffer)
-        finally:
-            set_spawning_popen(None)
-        server = _running_server()
-        with _importing_from(sys.path):
-            server.ensure_running()
-        self.sentinel, writer = server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
-        mine = os.dup(writer)  # as long as it is open, the process knows that this one lives
-        self.finalizer = util.Finalize(self, util.close_fds, (mine, self.sentinel))  # type: ignore[attr-defined]
-        with open(writer, "wb", closefd=True) as pipe:
-            pipe.write(buffer.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)
+        folder = _folder()
+        if folder is not None:
+            preparation["dir"] = folder
+        with ExitStack() as fds:
+            data, lifeline = _lay_open(self, preparation, process_obj, fds)
+            others: Any = self._fds  # type: ignore[attr-defined]
+            line = _line_to_server(None)
+            try:
+                self.pid, self.sentinel = line.ask(data, lifeline, tuple(others))
+            except EOFError:  # it was killed; another one has no reason to end
+                os.lseek(data, 0, os.SEEK_SET)
+                try:
+                    self.pid, self.sentinel = _line_to_server(line).ask(data, lifeline, tuple(others))
+                except EOFError:
+                    raise OSError(
+                        "The fork server ended before it had started a process, twice. Look for what ends it (memory, "
+                        "a signal), or pass start_method='spawn'."
+                    ) from None
+        weakref.finalize(self, os.close, self.sentinel).atexit = False
+
+
+class _SpawnPopen(popen_spawn_posix.Popen):
+    """Runs a new interpreter, which imports the program's main module."""
+
+    sentinel: int
+    pid: int
+
+    def _launch(self, process_obj: Any) -> None:
+        if _folder() is None:
+            raise FileNotFoundError(
+                "start_method='spawn': the working directory of this program was deleted. Change to one that exists "
+                "(os.chdir), or use the fork server."
+            )
+        preparation = spawn.get_preparation_data(process_obj.name)
+        with ExitStack() as fds:
+            data, lifeline = _lay_open(self, preparation, process_obj, fds)
+            self.sentinel, held = os.pipe()  # by the process, as long as it lives
+            weakref.finalize(self, os.close, self.sentinel).atexit = False
+            fds.callback(os.close, held)
+            tracker = _tracker()
+            code = f"from rollwright._processes.server import run; sys.exit(run({data}, {lifeline}, {tracker}))"
+            others: Any = self._fds  # type: ignore[attr-defined]
+            self.pid = _run_python(code, [*others, data, lifeline, tracker, held])
 
 
 class _Unlisted:
@@ -129,15 +289,15 @@ class _Unlisted:
 
 class _Served(_Unlisted, process.BaseProcess):
     _start_method = "forkserver"
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:
-        return _Popen(process_obj)
+    _Popen = staticmethod(_ServedPopen)
 
 
 class _Spawned(_Unlisted, context.SpawnProcess):
-    pass
+    _Popen = staticmethod(_SpawnPopen)
 
 
 class _Forked(_Unlisted, context.ForkProcess):
-    pass
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        with _no_interrupts():
+            return context.ForkProcess._Popen(process_obj)

@@ -18,13 +18,14 @@ def late(*_):
 
 
 @pytest.mark.parametrize("what", ["create_env_fn", "policy_factory", "init_fn"])
-def test_an_end_of_file_while_a_worker_starts_is_told_as_such(make, what):
+def test_an_end_of_file_while_a_worker_starts_is_told_as_such(make, what, caplog):
     envs = [makers(1)[0], truncated] if what == "create_env_fn" else makers()
     policy = None if what == "policy_factory" else gain()
     options = {} if what == "create_env_fn" else {what: truncated}
     with pytest.raises(WorkerError, match=r"worker [01].*EOFError: the file ends too soon") as caught:
         make("sync", envs, policy, frames_per_batch=20, **options)
     assert "in truncated" in str(caught.value.__cause__)
+    assert caplog.messages == []  # nothing is wrong with the other one
 
 
 @pytest.mark.parametrize(("call", "kind"), [(truncated, EOFError), (late, TimeoutError)])

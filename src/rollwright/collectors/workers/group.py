@@ -44,6 +44,7 @@ class WorkerGroup(Listening):
             )
         except BaseException:
             self.end(0.0)
+            self.forced.clear()  # the others were not asked to end, and nothing is wrong with them
             raise
         said = {note for worker in self.workers if worker.ready for note in worker.ready.warnings.value}
         for kind, text in sorted(said, key=str):

@@ -1,0 +1,171 @@
+"""The fork server: a process that has imported what workers need, and forks them when it is asked to.
+
+A request is one message on a pair of sockets that has no name anywhere, with descriptors attached. The answer comes on
+a pipe of its own: the number of the new process, and when that has ended, its status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from multiprocessing import forkserver, resource_tracker, spawn, util
+from typing import Any, NamedTuple
+
+__all__ = ["MAX_FDS", "Request", "allow_interrupts", "main", "run"]
+
+MAX_FDS = 250  # in one message; the system takes 253
+_REQUEST = b"fork"
+
+
+class Request(NamedTuple):
+    """What is asked of the server: descriptors, which the new process gets.
+
+    Attributes:
+        status: the answers are written there; the new process keeps it open as long as it lives.
+        data: a file with two pickles: how to prepare, and the process object.
+        lifeline: hangs up when the process that asks has ended.
+        line: to ask this server by, for the new process.
+        tracker: of the resource tracker.
+        others: what the process object refers to, by place.
+    """
+
+    status: int
+    data: int
+    lifeline: int
+    line: int
+    tracker: int
+    others: tuple[int, ...]
+
+    @classmethod
+    def of(cls, fds: list[int]) -> Request:
+        """The request that came with these."""
+        status, data, lifeline, line, tracker, *others = fds
+        return cls(status, data, lifeline, line, tracker, tuple(others))
+
+    @property
+    def fds(self) -> list[int]:
+        """All of them."""
+        *named, others = self
+        return [*named, *others]
+
+    def send(self, line: socket.socket) -> None:
+        """Send it."""
+        socket.send_fds(line, [_REQUEST], self.fds)
+
+
+def main(fd: int) -> None:
+    """Serve the requests of a line until all who could ask are gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program decides what Ctrl-C ends
+    allow_interrupts()
+    os.chdir(os.sep)  # torch does not compute in a folder that was deleted, and workers begin in that of the program
+    with contextlib.suppress(ImportError):  # which workers tell of
+        importlib.import_module("rollwright._processes.preload")
+    util._close_stdin()  # type: ignore[attr-defined]
+    with socket.socket(fileno=fd) as line:
+        _Server(line).serve()
+
+
+def allow_interrupts() -> None:
+    """Let SIGINT through, which processes start without: until they ignore it, it would end them with a traceback."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+class _Server:
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._statuses: dict[int, int] = {}  # of processes
+        self._ended, self._notes = os.pipe()
+        for end in (self._ended, self._notes):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, _do_nothing)  # the next line does
+        signal.set_wakeup_fd(self._notes)
+
+    def serve(self) -> None:
+        poll = select.poll()
+        poll.register(self._line, select.POLLIN)
+        poll.register(self._ended, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll()}
+            if self._ended in ready:
+                os.read(self._ended, 1 << 12)
+                self._reap()
+            if self._line.fileno() not in ready:
+                continue
+            message, fds, flags, _ = socket.recv_fds(self._line, len(_REQUEST), MAX_FDS)
+            if not message:
+                return
+            for fd in fds:
+                os.set_inheritable(fd, False)
+            if flags & socket.MSG_CTRUNC:  # there is no room for the rest
+                self._tell(fds[0], -errno.EMFILE)
+            else:
+                self._fork(Request.of(fds))
+            for fd in fds:
+                if fd not in self._statuses.values():
+                    os.close(fd)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = found
+                self._tell(self._statuses[pid], os.waitstatus_to_exitcode(status))
+                os.close(self._statuses.pop(pid))
+
+    def _tell(self, to: int, number: int) -> None:
+        with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+            forkserver.write_signed(to, number)
+
+    def _fork(self, request: Request) -> None:
+        try:
+            told, tell = os.pipe()
+            pid = os.fork()
+        except OSError as error:
+            self._tell(request.status, -(error.errno or errno.EAGAIN))
+            return
+        if not pid:
+            os.close(tell)
+            self._become(request, told)
+        os.close(told)
+        self._statuses[pid] = request.status
+        self._tell(request.status, pid)
+        os.write(tell, _REQUEST)
+        os.close(tell)
+
+    def _become(self, request: Request, told: int) -> None:
+        """In the new process: do what it is for, and end."""
+        status = 1
+        try:
+            if not os.read(told, len(_REQUEST)):
+                return  # the server was killed before it told who we are: another one will be asked
+            os.close(told)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._line.close()
+            for fd in (self._ended, self._notes, *self._statuses.values()):
+                os.close(fd)
+            starting: Any = importlib.import_module("rollwright._processes.starting")
+            starting.use_server(request.line)
+            server: Any = forkserver._forkserver
+            server._inherited_fds = list(request.others)  # where pickled descriptors are looked up
+            status = run(request.data, request.lifeline, request.tracker)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+def run(data: int, lifeline: int, tracker: int) -> int:
+    """Be the process that is pickled in a file; its status."""
+    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
+    return int(spawn._main(data, lifeline))
+
+
+def _do_nothing(*_: object) -> None:
+    pass

@@ -1,0 +1,154 @@
+"""Starting processes: by a server that nothing but sockets leads to, wherever, and whatever becomes of the server."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import threading
+from multiprocessing import forkserver
+
+import pytest
+
+from rollwright._processes import starting
+from rollwright._processes.child import Child, echo
+from rollwright._processes.server import Request
+
+LIMIT_S = 60.0
+
+
+def answers(child):
+    child.channel.send("hello")
+    assert child.channel.recv(LIMIT_S) == "hello"
+    child.channel.close()
+    return child.end(LIMIT_S)
+
+
+@pytest.fixture
+def own_server(monkeypatch):
+    """The test has a server of its own, and leaves that of the others alone."""
+    monkeypatch.setattr(starting, "_line", None)
+
+
+def server_pid():
+    return starting._line_to_server(None)._pid
+
+
+def test_a_server_that_is_killed_while_it_is_asked_is_replaced(own_server, monkeypatch):
+    pid = server_pid()
+    os.kill(pid, signal.SIGSTOP)
+    send = Request.send
+
+    def send_and_kill(self, line):
+        send(self, line)
+        if server_pid() == pid:
+            os.kill(pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Request, "send", send_and_kill)
+    assert answers(Child(echo, name="echo")) == "ended"
+
+
+def test_workers_outlive_their_server_which_is_replaced(own_server):
+    child = Child(echo, name="echo")
+    child.channel.send("hello")
+    assert child.channel.recv(LIMIT_S) == "hello"
+    pid = server_pid()
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert answers(Child(echo, name="echo")) == "ended"
+    assert server_pid() != pid
+    assert child.alive
+    assert answers(child) == "ended"
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """``answering(number)``: a server that answers each request with that number; None: it goes instead."""
+    threads, lines = [], []
+
+    def replace(number):
+        def serve(theirs):
+            _, fds, _, _ = socket.recv_fds(theirs, 4, 250)
+            if number is not None:
+                forkserver.write_signed(fds[0], number)
+            for fd in fds:
+                os.close(fd)
+            theirs.close()
+
+        def line_to_server(gone):
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            threads.append(threading.Thread(target=serve, args=(theirs,)))
+            threads[-1].start()
+            lines.append(starting._Line(mine))
+            return lines[-1]
+
+        monkeypatch.setattr(starting, "_line_to_server", line_to_server)
+
+    yield replace
+    for thread in threads:
+        thread.join(LIMIT_S)
+
+
+def test_a_server_without_room_says_so(answering):
+    answering(-errno.EMFILE)
+    with pytest.raises(OSError, match=r"Too many open files: the fork server cannot.*Raise the limit \(ulimit -n\)"):
+        Child(echo, name="echo")
+
+
+def test_a_server_that_ends_each_time_is_an_error(answering):
+    answering(None)
+    with pytest.raises(OSError, match="fork server ended before it had started a process, twice"):
+        Child(echo, name="echo")
+
+
+def test_a_new_server_hears_no_interrupt_and_puts_nothing_where_temporary_files_go(
+    own_server, monkeypatch, tmp_path, capfd
+):
+    folder = tmp_path / ("x" * 150)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    pid = server_pid()
+    os.kill(pid, signal.SIGINT)
+    child = Child(echo, name="echo")
+    assert not [name for name in os.listdir(folder) if not name.startswith("torch")]
+    assert answers(child) == "ended"
+    assert server_pid() == pid
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_and_daemonic_processes_start_children_by_the_server_of_their_parent():
+    assert answers(Child(echo, name="echo")) == "ended"
+
+    def use():
+        before = server_pid()
+        assert answers(Child(echo, name="echo")) == "ended"
+        assert server_pid() == before
+
+    process = multiprocessing.get_context("fork").Process(target=use, daemon=True)
+    process.start()
+    process.join(LIMIT_S)
+    assert process.exitcode == 0
+
+
+def test_a_deleted_working_directory(monkeypatch, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert answers(Child(echo, name="echo")) == "ended"
+    with pytest.raises(FileNotFoundError, match=r"start_method='spawn': the working directory.*was deleted.*os\.chdir"):
+        Child(echo, name="echo", start_method="spawn")
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_an_interrupt_does_not_reach_a_process_that_starts(method, capfd):
+    child = Child(echo, name="echo", start_method=method)
+    os.kill(child.pid, signal.SIGINT)
+    assert answers(child) == "ended"
+    assert capfd.readouterr().err == ""
