@@ -43,6 +43,7 @@ bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--q
 	$(BIN)/python -m benchmarks.counts
 	$(BIN)/python -m benchmarks.scaling $(filter-out --no-peers,$(BENCH))
 	$(BIN)/python -m benchmarks.replay $(BENCH)
+	$(BIN)/python -m benchmarks.replay_sharing $(filter-out --no-peers,$(BENCH))
 	$(BIN)/python -m benchmarks.recurrent $(filter-out --no-peers,$(BENCH))
 	$(BIN)/python -m benchmarks.workers $(BENCH)
 	$(BIN)/python -m benchmarks.workers_start $(BENCH)

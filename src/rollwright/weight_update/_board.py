@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rollwright._processes.fences import fence
+from rollwright._processes.forks import on_fork
 from rollwright._processes.segment import Segment
 from rollwright.weight_update._forms import State, is_extra
 from rollwright.weight_update._slot import Place, Slot, Torn, dump_extras, load_extras
@@ -93,8 +95,12 @@ class Board:
         words = np.frombuffer(head, np.int64)
         self._wishes, self._taken = (words[begin : begin + _NUM_READERS] for begin in (_WISHES, _TAKEN))
         self._reader, self._wished = reader % _NUM_READERS, False
-        self._publishing = threading.Lock()
+        self._begin()
+        on_fork(self, Board._begin)
         self._slots: list[Slot | None] = [None, None]
+
+    def _begin(self) -> None:
+        self._publishing = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _board, (self.segment, self._reader)
@@ -116,7 +122,7 @@ class Board:
             if not word:
                 return -1
             version = self.words[_SLOTS[word & 1] + 1]
-            _fence()
+            fence()
             if self.words[_SLOTS[word & 1]] == word:
                 return version
 
@@ -146,7 +152,7 @@ class Board:
             base = _SLOTS[spare]
             was_whole = self.words[base] != 0
             self.words[base] = 0
-            _fence()
+            fence()
             slot, is_new = self._room_for(spare, table, stamp, was_whole)
             for model_id in table.models:
                 if model_id in packed:
@@ -155,9 +161,9 @@ class Board:
                     assert current is not None  # where the model is from
                     slot.carry_on(model_id, current)
             self.words[base + 1] = version
-            _fence()
+            fence()
             self.words[base] = stamp << 1 | spare
-            _fence()
+            fence()
             self.words[_CURRENT] = stamp << 1 | spare
             return stamp
 
@@ -237,7 +243,7 @@ class Board:
                 tries += 1
                 if tries > _TRIES_BEFORE_WISH:
                     self._wishes[self._reader] = 1
-                    _fence()
+                    fence()
                 publication = self._try_taking(since, floor, apply)
                 if publication is not None:
                     self._taken[self._reader] = publication.stamp
@@ -262,7 +268,7 @@ class Board:
         base = _SLOTS[word & 1]
 
         def valid() -> bool:
-            _fence()
+            fence()
             return bool(self.words[base] == word)
 
         try:
@@ -298,15 +304,6 @@ class Board:
                 raise Torn
             slot = self._slots[number] = Slot(self.segment, place, valid=valid)
         return slot
-
-
-def _fence() -> None:
-    # Stores and loads before a release stay before it, those after an acquire stay after it, and these two keep their
-    # order; x86 needs no such thing, other processors do. A new lock each time: no interrupt can leave it half way.
-    lock = threading.Lock()
-    lock.acquire()
-    lock.release()
-    lock.acquire()
 
 
 def _board(segment: Segment, reader: int) -> Board:

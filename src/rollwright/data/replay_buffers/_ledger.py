@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollwright._interrupts import uninterrupted
+from rollwright._processes.fences import fence
 from rollwright.data.replay_buffers._locks import RowLock
 from rollwright.data.replay_buffers._space import Space
 
-__all__ = ["Ledger", "Reservation"]
+__all__ = ["Ledger", "Reservation", "Span"]
 
 _SLOTS, _VOIDS = 512, 8192  # reservations under way at a time, and gaps remembered
 _HEADER, _SLOT, _VOID = 16, 4, 4  # int64 numbers in each
@@ -33,6 +34,18 @@ class Reservation(NamedTuple):
     start: int
     stop: int
     serial: int
+
+
+class Span(NamedTuple):
+    """What could be read at a moment.
+
+    Attributes:
+        low: the first live position.
+        revision: of the rows.
+    """
+
+    low: int
+    revision: int
 
 
 class Ledger:
@@ -198,6 +211,26 @@ class Ledger:
         for start, stop in self.voids().tolist():
             positions = positions[(positions < start) | (positions >= stop)]
         return positions
+
+    def span(self) -> Span:
+        """What may be read now. For use while reading."""
+        return Span(self.live()[0], self._head[_REVISION])
+
+    def still_holds(self, span: Span, index: NDArray[np.int64], columns: int) -> bool:
+        """Whether nothing was written, since, to elements that could be read then: what was read of them is whole.
+
+        Whoever writes reserves rows, or notes a change in place, before that. For use at any time.
+
+        Args:
+            span: of :meth:`span`.
+            index: int64 ``[n]``, flat indices of the elements.
+            columns: elements in a row.
+        """
+        fence()
+        if self._head[_REVISION] != span.revision:
+            return False
+        overwritten = self.end() - self.capacity - span.low
+        return overwritten <= 0 or not bool(((index // columns - span.low) % self.capacity < overwritten).any())
 
     def num_live(self) -> int:
         """Number of positions that may be read."""
@@ -366,7 +399,7 @@ class Ledger:
         return f"a reservation of {stop - start} rows by {whose} is not published yet"
 
     def changed_in_place(self) -> None:
-        """Note that published rows were changed."""
+        """Note that published rows are about to be changed. For use while writing."""
         self._head[_REVISION] += 1
 
     def clear(self) -> None:

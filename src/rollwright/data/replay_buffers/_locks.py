@@ -32,9 +32,9 @@ class RowLock:
 
     Writers and readers take turns. A writer that finds the lock taken closes the *gate* and raises a hint that says so
     (an int64 in memory that the processes share, see :meth:`hint_at`). Readers that come later wait until it is
-    through; it waits for those that are inside. The next writer lets the readers pass that wait at the gate. So each
-    waits for one turn of the others. Nobody who finds the lock free looks at the gate: it costs two calls to the
-    system.
+    through, those of its own process included; it waits for those that are inside. The next writer lets the readers
+    pass that wait at the gate. So each waits for one turn of the others. Nobody who finds the lock free looks at the
+    gate: it costs two calls to the system.
 
     Args:
         file: the file to lock; None: between threads only.
@@ -102,15 +102,14 @@ class RowLock:
     def _begin_reading(self) -> None:
         me = threading.get_ident()
         with self._changed:
-            if self._writer or (me not in self._readers and self._keeps_writers_waiting()):
-                self._await(lambda: not self._writer and not self._keeps_writers_waiting(), "a writer")
-            if not self._readers:
+            readers = self._readers
+            if self._writer or (me not in readers and (self._waiting or (readers and self._hint[0]))):
+                self._await(
+                    lambda: not (self._writer or self._waiting or (self._readers and self._hint[0])), "a writer"
+                )
+            if not readers:
                 self._lock_file(exclusive=False)
-            self._readers[me] = self._readers.get(me, 0) + 1
-
-    def _keeps_writers_waiting(self) -> bool:
-        """Whether one more reader would: of this process, or of another, which waits for the readers here to end."""
-        return bool(self._waiting or (self._readers and self._hint[0]))
+            readers[me] = readers.get(me, 0) + 1
 
     def _end_reading(self) -> None:
         me = threading.get_ident()

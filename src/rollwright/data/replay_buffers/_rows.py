@@ -265,9 +265,9 @@ class RowStorage(Storage):
                     f"{list(value.shape)} and {value.dtype}."
                 )
         with self.ledger.writing():
+            self.ledger.changed_in_place()
             for key, column in self._columns.items():
                 column.rows[where] = values[key]
-            self.ledger.changed_in_place()
 
     # Writing in place: the collector's batch lies in the rows ------------------------------------------------
 
@@ -375,6 +375,7 @@ class RowStorage(Storage):
             self.settle(fields, rest, dim, _batch_of(elements)[1:])
             with self.ledger.writing():
                 self._memory.make_space(high)
+                self.ledger.changed_in_place()
                 skipped = max(0, high - low - self.capacity)
                 kept = {key: value.narrow(dim, skipped, high - low - skipped) for key, value in entries.items()}
                 self._write(low + skipped, high - low - skipped, kept, dim)

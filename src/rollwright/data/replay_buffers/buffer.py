@@ -12,17 +12,20 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
+from rollwright._processes.forks import on_fork
 from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers._ahead import Ahead, Turn
 from rollwright.data.replay_buffers._arguments import Change, check_given, dimension, inverse_of, made, stacked
 from rollwright.data.replay_buffers._places import elements_at, entry_of
 from rollwright.data.replay_buffers._rows import RowStorage
 from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
-from rollwright.data.replay_buffers.samplers import RandomSampler, Sampler
+from rollwright.data.replay_buffers.samplers import Draw, RandomSampler, Sampler
 from rollwright.data.replay_buffers.storages import ListStorage, Storage, pieces, positive
 from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
 
 __all__ = ["Change", "ReplayBuffer"]
+
+_TRIES = 3  # to read elements while others write, before these are held off
 
 
 class ReplayBuffer:
@@ -108,8 +111,12 @@ class ReplayBuffer:
             self.append_transform(change)
 
     def _start(self) -> None:
-        self._drawing = threading.RLock()
+        self._renew_lock()
+        on_fork(self, ReplayBuffer._renew_lock, lambda buffer: buffer._drawing)  # the sampler has to be whole there
         self._ahead = Ahead(self._prefetch, self._drawn_ahead) if self._prefetch else None
+
+    def _renew_lock(self) -> None:
+        self._drawing = threading.RLock()
 
     def _counts(self) -> Counts:
         return Counts(
@@ -230,15 +237,9 @@ class ReplayBuffer:
     def _sample(self, size: int, turn: contextlib.AbstractContextManager[None]) -> tuple[Any, dict[str, Any], bool]:
         storage = self.storage
         storage.ledger.settle()
-        with turn, self._drawing, storage.ledger.reading():
-            if not len(storage):
-                raise RuntimeError(
-                    f"{type(self).__name__} is empty: nothing to sample from yet. Call extend(), or wait until what "
-                    "writes into it has written."
-                )
-            draw = self.sampler.draw(storage, size, self.generator)
+        with turn, self._drawing:
+            draw, data = self._read(storage, size)
             ran_out = self.sampler.ran_out
-            data = storage.read(draw.index)
         batch = self._collated(data)
         info: dict[str, Any] = {"index": storage.public(draw.index), **draw.info}
         if isinstance(batch, TensorDictBase):
@@ -248,6 +249,26 @@ class ReplayBuffer:
             if batch is None:
                 raise TypeError(f"transform: expected {change!r} to return the batch, got None. Let it return one.")
         return (batch.pin_memory() if self.pin_memory else batch), info, ran_out
+
+    def _read(self, storage: Storage, size: int) -> tuple[Draw, Any]:
+        """Draw elements, and read them; of a shared buffer while others write, if that goes well."""
+        ledger, sampler = storage.ledger, self.sampler
+        tries = _TRIES if storage.shared and sampler.repeatable else 0
+        while True:
+            with ledger.reading():
+                if not len(storage):
+                    raise RuntimeError(
+                        f"{type(self).__name__} is empty: nothing to sample from yet. Call extend(), or wait until "
+                        "what writes into it has written."
+                    )
+                draw = sampler.draw(storage, size, self.generator)
+                if not tries:
+                    return draw, storage.read(draw.index)
+                span = ledger.span()
+            data = storage.read(draw.index)
+            if ledger.still_holds(span, draw.index, storage.columns):
+                return draw, data
+            tries -= 1
 
     def _collated(self, data: Any) -> Any:
         if self.collate_fn is not None:

@@ -63,6 +63,8 @@ class PrioritizedSampler(Sampler):
         torch.Size([4])
     """
 
+    repeatable = True
+
     def __init__(
         self,
         max_capacity: int,

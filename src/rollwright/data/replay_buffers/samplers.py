@@ -52,7 +52,14 @@ class Sampler(ABC):
     A sampler remembers up to where it has seen the storage and takes in what is new, when it is told that something
     was written and when it draws, so that a draw costs the same however much is stored. It is used by one thread at
     a time, and only while the storage is being read: inside ``storage.ledger.reading()``.
+
+    Attributes:
+        repeatable: whether a draw leaves the sampler as it was, apart from what it took in, so that another can take
+            its place. Elements are then read while others write; where one of them is overwritten meanwhile, the
+            batch is drawn again. Otherwise writers wait until the elements are read.
     """
+
+    repeatable: bool = False
 
     @abstractmethod
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
@@ -134,6 +141,8 @@ class RandomSampler(Sampler):
         >>> buffer.sample().batch_size
         torch.Size([32])
     """
+
+    repeatable = True
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
         """See :meth:`Sampler.draw`."""
@@ -245,6 +254,8 @@ class Passes:
 
 class InPasses(Sampler):
     """A sampler that draws everything once before it draws anything again."""
+
+    repeatable = False
 
     _passes: Passes
 

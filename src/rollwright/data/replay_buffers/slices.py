@@ -74,6 +74,8 @@ class SliceSampler(Sampler):
         tensor([ True, False, False,  True, False, False])
     """
 
+    repeatable = True
+
     def __init__(
         self,
         *,

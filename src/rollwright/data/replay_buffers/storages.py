@@ -252,9 +252,9 @@ class ListStorage(Storage):
         if len(items) != len(index):
             raise ValueError(f"data: expected {len(index)} elements to replace as many, got {len(items)}.")
         with self.ledger.writing():
+            self.ledger.changed_in_place()
             for row, item in zip(index.tolist(), items, strict=True):
                 self._put(row, item)
-            self.ledger.changed_in_place()
 
     def keys(self) -> list[NestedKey]:
         """See :meth:`Storage.keys`; those of the newest element."""
@@ -273,6 +273,7 @@ class ListStorage(Storage):
         """See :meth:`Storage.load_state_dict`."""
         self._check_state(state_dict)
         with self.ledger.writing():
+            self.ledger.changed_in_place()
             for position, item in enumerate(state_dict["elements"] or (), state_dict["low"]):
                 self._put(position % self.max_size, item)
             self.ledger.restore(state_dict)
