@@ -310,7 +310,7 @@ def test_action_that_is_no_tensor() -> None:
     ("space", "observation", "message"),
     [
         (BOX, np.zeros(3, np.float32), r"'observation' has shape \[3\]; its space says \[2\]"),
-        (BOX, np.zeros(2, np.float64), "'observation' has dtype float64; its space says float32"),
+        (BOX, np.zeros(2, np.int64), "'observation' has dtype int64; its space says float32"),
         (BOX, None, "'observation' has shape"),
         (BOX, "text", "'observation' has shape"),
         (BOX, [[1], [1, 2]], "'observation' is not an array"),
@@ -325,6 +325,20 @@ def test_bad_observations(space: spaces.Space, observation: Any, message: str) -
     env = GymWrapper(Scripted(observation, space=space))
     with pytest.raises(EnvError, match=rf"GymWrapper\(env=Scripted.*step.*{message}"):
         env.rand_step()
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_other_floats_are_cast_with_one_warning(shape: tuple[int, ...]) -> None:
+    number = 1 / 3
+    value = np.full(shape, number)[()]  # float64
+    env = GymWrapper(Scripted(value, space=spaces.Box(-1, 1, shape, np.float32)))
+    td = env.rand_action(env.reset())
+    with pytest.warns(UserWarning, match=r"'observation' has dtype float64; its space says float32\. It is cast"):
+        env.step(td)
+    for _ in range(3):
+        stepped = env.step(td)["next", "observation"]  # warnings are errors here
+        assert stepped.dtype == torch.float32
+        assert bool((stepped == np.float32(number)).all())
 
 
 @pytest.mark.parametrize("observation", [{}, {"b": 1}, np.zeros(2), None])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.wrappers import vector as wrappers
 
 from rollwright.envs import check_env_specs
 from rollwright.envs.libs import GymEnv, GymWrapper, default_info_dict_reader
@@ -146,7 +147,7 @@ def test_async_with_and_without_shared_memory() -> None:
     assert rollout["next", "observation"][0, :, 1].tolist() == [1, 2, 1, 2, 1]
     env.close()
     forgetful = AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP, shared_memory=False)
-    with pytest.raises(ValueError, match=r"AutoresetMode\.DISABLED"):
+    with pytest.raises(ValueError, match=r"shared_memory=True, or with autoreset_mode=AutoresetMode\.DISABLED"):
         GymWrapper(forgetful)
     forgetful.close()
 
@@ -185,11 +186,14 @@ class Custom(VectorEnv):
         rows = (options or {}).get("reset_mask", np.ones(2, bool))
         self.count = np.where(rows, 0, getattr(self, "count", 0))
         self.episode = self.episode + rows
+        self.spent = getattr(self, "spent", rows) & ~rows
         return self._observe(), {}
 
     def step(self, actions: Any) -> Any:
-        self.count = self.count + 1
+        self.count = np.where(self.spent, 0, self.count + 1)
+        self.episode = self.episode + self.spent
         ended = self.count == [2, 3]
+        self.spent = ended if self.mode is AutoresetMode.NEXT_STEP else np.zeros(2, bool)
         info: dict[str, Any] = {}
         if self.mode is AutoresetMode.SAME_STEP and ended.any():
             if self.final_obs:
@@ -202,7 +206,14 @@ class Custom(VectorEnv):
         return np.stack([self.episode, self.count], -1).astype(np.float32)
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.SAME_STEP])
+class Lockstep(Custom):
+    """Resets all of its environments, or with the next step what has ended."""
+
+    def reset(self, *, seed: Any = None, options: dict | None = None) -> tuple[Any, dict]:
+        return super().reset(seed=seed)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_custom_vector_environment(mode: AutoresetMode) -> None:
     env = GymWrapper(Custom(mode))
     assert env.set_seed(3) == 4
@@ -225,22 +236,66 @@ def test_same_step_without_final_observation() -> None:
         GymWrapper(Custom(AutoresetMode.SAME_STEP, final_obs=False)).rollout(3)
 
 
+def of_each(wrapper: Any) -> Any:
+    return lambda mode: wrapper(sync(mode, 2, 3))
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "message"),
     [
-        lambda: Custom(AutoresetMode.NEXT_STEP),
-        lambda: Custom(None),
-        lambda: gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point"),
+        (Lockstep, r"does not read options\['reset_mask'\].*transition that never was.*Let reset\(\) take options="),
+        (lambda mode: Custom(None), r"does not say when it resets.*Set it to the mode"),
+        (
+            of_each(wrappers.NormalizeObservation),
+            r"no mode in which.*gymnasium\.wrappers\.NormalizeObservation\].*VecNorm",
+        ),
+        (of_each(wrappers.NormalizeReward), r"SAME_STEP, or .*gymnasium\.wrappers\.NormalizeReward\]"),
     ],
 )
-def test_environments_that_would_make_up_transitions_are_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"transition that never was.*AutoresetMode\.DISABLED"):
-        GymWrapper(make())
+def test_environments_that_would_make_up_transitions_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GymWrapper(make(AutoresetMode.NEXT_STEP))
 
 
-def test_entry_point_that_would_make_up_transitions_is_refused() -> None:
-    with pytest.raises(ValueError, match="transition that never was"):
-        GymEnv("CartPole-v1", num_envs=2, vectorization_mode="vector_entry_point")
+def test_what_is_advised_for_registered_environments_can_be_done() -> None:
+    gymnasium.register("Lockstep-v0", Counter, vector_entry_point=lambda num_envs: Lockstep(AutoresetMode.NEXT_STEP))
+    try:
+        with pytest.raises(ValueError, match=r"Use GymEnv\('Lockstep-v0', num_envs=2\), or gymnasium.make_vec\("):
+            GymEnv("Lockstep-v0", num_envs=2, vectorization_mode="vector_entry_point")
+        assert GymEnv("Lockstep-v0", num_envs=2).batch_size == (2,)
+    finally:
+        del gymnasium.registry["Lockstep-v0"]
+
+
+def test_normalised_rewards_are_taken_where_environments_reset_themselves() -> None:
+    GymWrapper(wrappers.NormalizeReward(sync(AutoresetMode.SAME_STEP, 2, 3))).rollout(6, break_when_any_done=False)
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, wrappers.RecordEpisodeStatistics])
+def test_vector_cartpole_of_gymnasium_in_its_only_mode(wrap: Any) -> None:
+    """Each environment follows its own episodes: a single CartPole that is put where each begins agrees."""
+    env = GymWrapper(wrap(gymnasium.make_vec("CartPole-v1", 4)))  # an entry point of its own, NEXT_STEP
+    env.set_seed(0)
+    rollout = env.rollout(120, break_when_any_done=False)
+    single = gymnasium.make("CartPole-v1").unwrapped
+    ends = 0
+    for frames in rollout.unbind(0):
+        begins = True
+        for frame in frames.unbind(0):
+            if begins:
+                single.reset()
+                single.state = frame["observation"].double().numpy()
+                assert np.abs(single.state).max() <= 0.05
+            action = int(frame["action"].argmax())
+            assert single.action_space.contains(action)
+            observation, reward, terminated, *_ = single.step(action)
+            assert torch.allclose(frame["next", "observation"], torch.from_numpy(observation), atol=1e-4)
+            assert (frame["next", "reward"].item(), frame["next", "terminated"].item()) == (reward, terminated)
+            begins = terminated
+            ends += terminated
+    assert ends > 8
+    same = (rollout["next", "observation"][:, :-1] == rollout["observation"][:, 1:]).all(-1)
+    assert torch.equal(same, ~rollout["next", "done"][:, :-1, 0])
 
 
 def test_entry_point() -> None:

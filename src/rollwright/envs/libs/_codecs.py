@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -71,20 +72,42 @@ def spec_of(leaves: list[Leaf], batch: Batch) -> Composite:
 
 
 class ReadArray:
-    """A Box or MultiBinary value as an array of its own memory."""
+    """A Box or MultiBinary value as an array of its own memory.
+
+    Other floating-point numbers than those of the space are cast, with one warning.
+    """
 
     def __init__(self, leaf: Leaf, batch: Batch) -> None:
+        self.key = leaf.key
         self.shape = (*batch, *(leaf.space.shape or ()))
         self.dtype = np.dtype(leaf.space.dtype)
         self.out_dtype = numpy_dtype(_dtype(leaf.spec))
         self.casts = self.dtype != self.out_dtype
+        self.also = self.dtype  # what else was cast before (not None: NumPy takes that for float64)
 
     def __call__(self, value: Any) -> NDArray[Any]:
         if type(value) is not np.ndarray or value.dtype != self.dtype or value.shape != self.shape:
-            value = admit(value, self.dtype, self.shape)
+            if type(value) is np.ndarray and value.dtype == self.also and value.shape == self.shape:
+                return value.astype(self.out_dtype, "C")
+            value = admit(self._cast(value), self.dtype, self.shape)
         # A copy: environments may write into their arrays later.
         copied: NDArray[Any] = value.astype(self.out_dtype, "C") if self.casts else value.copy()
         return copied
+
+    def _cast(self, value: Any) -> Any:
+        if self.dtype.kind != "f" or not isinstance(value, np.ndarray | np.generic):
+            return value
+        if value.dtype.kind != "f" or value.dtype == self.dtype:
+            return value
+        if self.also == self.dtype:
+            self.also = value.dtype
+            warnings.warn(
+                f"observation {self.key!r} has dtype {value.dtype}; its space says {self.dtype}. It is cast with every "
+                f"step. Return it with .astype(np.{self.dtype}), or change the space.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return value.astype(self.dtype)
 
 
 def admit(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from rollwright.envs.arrays import Rows, Values
+from rollwright.envs.libs._parts import autoreset_mode, check_parts, in_parts, is_generic
 from rollwright.envs.libs._turns import InTurn
 from rollwright.errors import EnvError
 
@@ -38,7 +39,7 @@ class VectorEpisodes:
 
     - ``DISABLED``: the environment never resets by itself; parts of it are reset by ``reset_mask``.
     - ``NEXT_STEP``: it would spend its next step on the reset. Resetting by ``reset_mask`` before that
-      step prevents it, where the environment can; else the constructor raises.
+      step prevents it, where the environment can (:mod:`~rollwright.envs.libs._parts`); else the constructor raises.
     - ``SAME_STEP``: it resets within the step. The true last observation is in ``info["final_obs"]``;
       the first one of the new episode is kept until it is asked for.
 
@@ -56,25 +57,12 @@ class VectorEpisodes:
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
-        if type(env) is SyncVectorEnv:
-            env = InTurn(env)
-        self.env = env
-        base = env.unwrapped
-        mode = env.metadata.get("autoreset_mode")
-        self.mode = AutoresetMode(mode) if mode is not None else None
-        generic = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
-        # AsyncVectorEnv's workers forget that they were reset unless memory is shared (gymnasium 1.4).
-        forgets = isinstance(base, AsyncVectorEnv) and not base.shared_memory
-        self.masked = self.mode is AutoresetMode.DISABLED or generic
-        self.seeds_parts = generic or isinstance(base, InTurn)
-        self._takes_seeds = generic or getattr(base, "takes_seeds", False)  # one for each environment
-        if self.mode is None or (self.mode is AutoresetMode.NEXT_STEP and (not generic or forgets)):
-            raise ValueError(
-                f"env: {env} resets itself with the step after the end of an episode (autoreset mode "
-                f"{mode or 'unknown'}) and cannot be told to reset in parts before, so that this step would "
-                "be collected as a transition that never was. Create it with "
-                "autoreset_mode=AutoresetMode.DISABLED, or use GymEnv(name, num_envs=n)."
-            )
+        check_parts(env)
+        self.env = env = in_parts(env)
+        self.mode = autoreset_mode(env)
+        self.masked = self.mode is not AutoresetMode.SAME_STEP or is_generic(env)
+        self.seeds_parts = is_generic(env) or isinstance(env, InTurn)
+        self._takes_seeds = is_generic(env) or getattr(env.unwrapped, "takes_seeds", False)  # one for each environment
         self.ended: Rows = np.zeros(env.num_envs, np.bool_)
         self._holds = False  # whether any has
         self._last: Values | None = None  # data of the last step, while anything has ended

@@ -47,9 +47,10 @@ class GymWrapper(InfoReadingEnv):
     The true last observation of an episode is always in ``"next"``, and no transition crosses from an
     episode to the next, whatever the autoreset mode of a vector environment: in ``SAME_STEP`` the first
     observation of the new episode is kept until the reset asks for it; in ``NEXT_STEP`` and ``DISABLED``
-    environments are reset by ``options={"reset_mask": ...}``. Vector environments whose mode would need
-    a made-up step are refused. In a vector environment, those that ended and were not reset stay as they
-    ended, with rewards of zero, while the others are stepped on.
+    environments are reset by ``options={"reset_mask": ...}``, before the step that ``NEXT_STEP`` would spend
+    on it. Vector environments that cannot be reset in parts are refused, and the message says what to use
+    instead. In a vector environment, those that ended and were not reset stay as they ended, with rewards of
+    zero, while the others are stepped on.
 
     Attributes that are not found here are looked up in the gymnasium environment, ``env._env``.
 
