@@ -10,7 +10,8 @@ import gymnasium
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import AddRenderObservation, OrderEnforcing
 
-from rollwright.errors import EnvError
+from rollwright.envs.libs._registered import registered
+from rollwright.errors import EnvError, RollwrightError
 
 __all__ = ["FrameSkip", "decorate", "make"]
 
@@ -59,10 +60,13 @@ def add_pixels(env: gymnasium.Env[Any, Any], pixels_only: bool) -> gymnasium.Env
     return pixels
 
 
-def wrappers_for(frame_skip: int | None, from_pixels: bool, pixels_only: bool) -> list[Wrap]:
-    """The wrappers that these options ask for, innermost first."""
+def _check_frame_skip(frame_skip: int | None) -> None:
     if frame_skip is not None and (not isinstance(frame_skip, int) or frame_skip < 1):
         raise ValueError(f"frame_skip: expected a number of at least 1, or None, got {frame_skip!r}.")
+
+
+def wrappers_for(frame_skip: int | None, from_pixels: bool, pixels_only: bool) -> list[Wrap]:
+    """The wrappers that these options ask for, innermost first."""
     wrappers: list[Wrap] = []
     if frame_skip is not None and frame_skip > 1:
         wrappers.append(partial(FrameSkip, frame_skip=frame_skip))
@@ -77,7 +81,14 @@ def decorate(env: GymnasiumEnv, frame_skip: int | None, from_pixels: bool, pixel
     Raises:
         ValueError: the options do not fit the environment.
     """
+    _check_frame_skip(frame_skip)
     wrappers = wrappers_for(frame_skip, from_pixels, pixels_only)
+    own = 1 if env.spec is None else env.spec.kwargs.get("frameskip", 1)
+    if frame_skip is not None and frame_skip > 1 and own != 1:
+        raise ValueError(
+            f"frame_skip={frame_skip}: {env} repeats each action by itself (frameskip={own}), and the two would "
+            f"multiply. Make it with frameskip={frame_skip} and leave frame_skip out, or with frameskip=1."
+        )
     if wrappers and isinstance(env, VectorEnv):
         raise ValueError(
             "frame_skip and from_pixels: expected a single environment, got a vector environment. Wrap its "
@@ -112,8 +123,19 @@ def make(
         raise ValueError(f"vectorization_mode: expected one of {MODES}, got {vectorization_mode!r}.")
     if from_pixels:
         kwargs.setdefault("render_mode", "rgb_array")
-    spec = gymnasium.registry.get(env_name)
+    _check_frame_skip(frame_skip)
+    try:
+        spec = registered(env_name)
+    except RollwrightError:
+        raise
+    except Exception as error:
+        raise EnvError(f"GymEnv({env_name!r}): importing its module raised {type(error).__name__}: {error}") from error
     if frame_skip is not None and spec is not None and "frameskip" in spec.kwargs:
+        if "frameskip" in kwargs:
+            raise ValueError(
+                f"frame_skip={frame_skip} and frameskip={kwargs['frameskip']} say the same of {env_name}. Pass one of "
+                "them."
+            )
         kwargs["frameskip"], frame_skip = frame_skip, None  # Atari skips frames by itself
     wrappers = wrappers_for(frame_skip, from_pixels, pixels_only)
     try:

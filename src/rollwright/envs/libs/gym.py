@@ -60,7 +60,8 @@ class GymWrapper(InfoReadingEnv):
         device: where tensors are put; None leaves them on CPU without naming a device.
         from_pixels: add what the environment renders as ``"pixels"``, uint8 ``[height, width, channels]``.
         pixels_only: with ``from_pixels``: leave out all other observations.
-        frame_skip: repeat each action so many times; rewards are summed.
+        frame_skip: repeat each action so many times; rewards are summed. An environment that skips frames by itself
+            (Atari's ``frameskip``) is to be made so instead.
         allow_done_after_reset: see :class:`~rollwright.envs.EnvBase`.
         run_type_checks: see :class:`~rollwright.envs.EnvBase`.
 
@@ -325,15 +326,19 @@ class GymEnv(GymWrapper):
     See :class:`GymWrapper` for how its spaces become entries, and for the options that are not below.
 
     Args:
-        env_name: id of a registered environment.
+        env_name: id of a registered environment. Packages that register known ones (Atari, MiniGrid,
+            gymnasium-robotics, ...) are imported; of others write ``"module:Name-v0"``.
         num_envs: step so many of them together, batch size ``[num_envs]``; None or 0: one, batch size ``[]``.
         vectorization_mode: ``"sync"`` steps them in turn, ``"async"`` in one process each,
             ``"vector_entry_point"`` uses the environment's own vector form.
+        frame_skip: frames of the environment in a step, in all: an environment that skips frames by itself
+            (Atari's ``frameskip``) is told the number, others are stepped so often, and rewards are summed.
         pixels_only: with ``from_pixels``: leave out all other observations.
         **kwargs: go to ``gymnasium.make``.
 
     Raises:
         EnvError: gymnasium cannot create the environment; its message is repeated.
+        MissingExtraError: its package is not installed; the message says which.
 
     Example:
         >>> env = GymEnv("CartPole-v1")

@@ -1,0 +1,93 @@
+"""Registered gymnasium environments by name; the packages of known ones are imported, which registers them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import NamedTuple
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec
+
+from rollwright.errors import MissingExtraError
+
+__all__ = ["registered"]
+
+
+class Package(NamedTuple):
+    """A package that registers environments when it is imported.
+
+    Attributes:
+        module: to import.
+        install: what ``pip install`` takes.
+    """
+
+    module: str
+    install: str
+
+
+_ALE = Package("ale_py", "'rollwright[atari]'")
+_ROBOTICS = Package("gymnasium_robotics", "gymnasium-robotics")
+_PACKAGES = {  # by how names begin
+    "ALE/": _ALE,
+    "AdroitHand": _ROBOTICS,
+    "AntMaze": _ROBOTICS,
+    "BabyAI-": Package("minigrid", "minigrid"),
+    "Fetch": _ROBOTICS,
+    "FrankaKitchen": _ROBOTICS,
+    "HandManipulate": _ROBOTICS,
+    "HandReach": _ROBOTICS,
+    "MiniGrid-": Package("minigrid", "minigrid"),
+    "MiniWorld-": Package("miniworld", "miniworld"),
+    "PointMaze": _ROBOTICS,
+    "highway-": Package("highway_env", "highway-env"),
+    "miniwob/": Package("miniwob", "miniwob"),
+    "mo-": Package("mo_gymnasium", "mo-gymnasium"),
+}
+_ATARI = ("NoFrameskip-v0", "NoFrameskip-v4")  # how old names of Atari end
+
+
+def registered(env_name: str) -> EnvSpec | None:
+    """The spec of a name, such as ``"CartPole-v1"`` or ``"module:Name-v0"``; None for gymnasium to say what is wrong.
+
+    Raises:
+        MissingExtraError: the name is one of a known package that is not installed.
+    """
+    module, _, name = env_name.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    elif name not in gymnasium.registry and (package := _package(name)) is not None:
+        _import(package, name)
+    try:
+        return gymnasium.spec(name)  # one without a version, which make() completes, is none
+    except gymnasium.error.Error:
+        return _newest(name)
+
+
+def _newest(name: str) -> EnvSpec | None:
+    """The spec that ``gymnasium.make`` takes for a name without a version."""
+    try:
+        namespace, base, version = gymnasium.envs.registration.parse_env_id(name)
+    except gymnasium.error.Error:
+        return None
+    found = [spec for spec in gymnasium.registry.values() if (spec.namespace, spec.name) == (namespace, base)]
+    if version is not None or not found:
+        return None
+    return max(found, key=lambda spec: -1 if spec.version is None else spec.version)
+
+
+def _package(name: str) -> Package | None:
+    if name.endswith(_ATARI):
+        return _ALE
+    return next((package for start, package in _PACKAGES.items() if name.startswith(start)), None)
+
+
+def _import(package: Package, name: str) -> None:
+    try:
+        importlib.import_module(package.module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != package.module:
+            raise
+        raise MissingExtraError(
+            f"GymEnv({name!r}) needs the package {package.module!r}, which registers it and is not installed. Install "
+            f"it with: pip install {package.install}"
+        ) from error
