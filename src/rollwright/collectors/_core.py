@@ -19,7 +19,8 @@ from rollwright.collectors._delivery_checks import ledger_of
 from rollwright.collectors._env import EnvMaker, make_env
 from rollwright.collectors._front_door import here
 from rollwright.collectors._path import Path, UnfitOutputs
-from rollwright.collectors._trial import outputs_of
+from rollwright.collectors._policy_errors import explained
+from rollwright.collectors._trial import Trial
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.counts import FrameCounts
 from rollwright.collectors.devices import Devices, module_device, nothing, sync_function
@@ -201,9 +202,12 @@ class RolloutCore(BaseCollector):
                     if self._interrupted():
                         break
                 return self._finish(t + 1)
-            except BaseException:
+            except BaseException as error:
+                told = explained(error, self._trial(), self._path)
                 self._path.carrier = None  # what follows begins anew: a step may have been taken in part
-                raise
+                if told is None:
+                    raise
+                raise told from error
 
     def _begin(self) -> None:
         """Open a batch."""
@@ -235,18 +239,11 @@ class RolloutCore(BaseCollector):
     def _outputs_of_policy(self) -> TensorDictBase | None:
         """What the policy writes; it is called for that once, on real observations."""
         if self._outputs is None:
-            carrier = cast(TensorDictBase, self._path.carrier)
-            self._outputs = (
-                outputs_of(
-                    self._policy_call,
-                    carrier,
-                    self.env,
-                    policy=self.policy,
-                    devices=self.devices,
-                    sync=self._sync_policy,
-                ),
-            )
+            self._outputs = (self._trial().outputs(cast(TensorDictBase, self._path.carrier)),)
         return self._outputs[0]
+
+    def _trial(self) -> Trial:
+        return Trial(self._policy_call, self.policy, self.env, self.devices, self._sync_policy)
 
     def _go_plain(self, random: bool, reason: Exception) -> None:
         self._change_path(plain_path(self, {"policy": str(reason)}))

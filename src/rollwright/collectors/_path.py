@@ -86,7 +86,7 @@ class Path(ABC):
         """Give batches of random actions the entries that the policy writes, zero where no action is.
 
         Args:
-            outputs: entries ``[*env]``, of :func:`~rollwright.collectors._trial.outputs_of`.
+            outputs: entries ``[*env]``, of :meth:`~rollwright.collectors._trial.Trial.outputs`.
 
         Raises:
             UnfitOutputs: they cannot lie in rows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -23,50 +23,70 @@ from rollwright.envs.base import EnvBase
 from rollwright.modules import RandomPolicy
 from rollwright.modules.signature import Call
 
-__all__ = ["action_forms", "outputs_of"]
+__all__ = ["Trial", "action_forms"]
 
 
-def outputs_of(
-    call: Call, carrier: TensorDictBase, env: EnvBase, *, policy: Any, devices: Devices, sync: Callable[[], None]
-) -> TensorDictBase | None:
-    """What a policy writes: its entries, all zero; objects are those that it wrote.
+class Trial:
+    """Calls a policy on a copy of what it reads, and changes nothing else.
 
-    The policy is called once, on a copy of ``carrier``. A module is copied for that, but for its parameters, so that
-    its buffers, counters and generators stay as they are, and modules that take shape at their first call take it
-    later. A function, a bound method or another object is called itself: the buffers of the modules in it are put back
-    afterwards, and what else it changes stays changed. torch's, NumPy's and Python's global generators are put back.
+    A module is copied for that, but for its parameters, so that its buffers, counters and generators stay as they are,
+    and modules that take shape at their first call take it later. A function, a bound method or another object is
+    called itself: the buffers of the modules in it are put back afterwards, and what else it changes stays changed.
+    torch's, NumPy's and Python's global generators are put back.
 
     Args:
         call: the policy, on TensorDicts.
-        carrier: real observations, ``[*env]``.
-        env: of the collector.
         policy: of the collector.
+        env: of the collector.
         devices: of the collector.
         sync: to be called after a copy to the policy's device.
-
-    Returns:
-        The entries, ``[*env]``; None where random actions are all that the policy writes.
     """
-    if isinstance(policy, RandomPolicy):
-        return None
-    move = _plan.mover(devices.policy if devices.cast_to_policy else None, sync)
-    used = {device for device in vars(devices).values() if isinstance(device, torch.device)}
-    with ExitStack() as kept:
-        kept.enter_context(_generators_kept(used))
-        own, shared = _copied(call)
-        kept.enter_context(_buffers_kept(shared))
-        stale = _plan.stale_actions(env, policy)
-        act = _plan.build_act(own, move, _plan.action_check(env), fresh_outputs=True, stale=stale)
-        given = carrier.clone()
-        before = dict(_plan.entries(given))
-        acted = act(given)
-        actions = set(env.action_keys)
+
+    def __init__(self, call: Call, policy: Any, env: EnvBase, devices: Devices, sync: Callable[[], None]) -> None:
+        self.call, self._policy, self._env = call, policy, env
+        self._move = _plan.mover(devices.policy if devices.cast_to_policy else None, sync)
+        self._devices = {device for device in vars(devices).values() if isinstance(device, torch.device)}
+
+    @contextmanager
+    def _acting(self) -> Iterator[tuple[Any, _plan.Stage]]:
+        """What is called, and the stage that calls it."""
+        env = self._env
+        own, shared = _copied(self.call)
+        stale = _plan.stale_actions(env, self._policy)
+        with _generators_kept(self._devices), _buffers_kept(shared):
+            yield own, _plan.build_act(own, self._move, _plan.action_check(env), fresh_outputs=True, stale=stale)
+
+    def outputs(self, carrier: TensorDictBase) -> TensorDictBase | None:
+        """What the policy writes: its entries, all zero; objects are those that it wrote.
+
+        Args:
+            carrier: real observations, ``[*env]``.
+
+        Returns:
+            The entries, ``[*env]``; None where random actions are all that the policy writes.
+        """
+        if isinstance(self._policy, RandomPolicy):
+            return None
+        with self._acting() as (_, act):
+            given = carrier.clone()
+            before = dict(_plan.entries(given))
+            acted = act(given)
+        actions = set(self._env.action_keys)
         written = [
             key
             for key, value in _plan.entries(acted)
             if key not in (IDS, VERSION) and (key in actions or before.get(key) is not value)
         ]
         return cast(TensorDictBase, acted.select(*written).apply(torch.zeros_like))
+
+    def failure(self, carrier: TensorDictBase) -> tuple[Any, Exception | None]:
+        """The copy that was called, and what it raised."""
+        with self._acting() as (own, act):
+            try:
+                act(carrier.clone())
+            except Exception as error:
+                return own, error
+        return own, None
 
 
 def action_forms(env: EnvBase, outputs: TensorDictBase | None) -> dict[NestedKey, torch.Tensor]:

@@ -13,6 +13,7 @@ from tensordict.nn import CudaGraphModule, TensorDictModuleBase
 from torch import nn
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
+from rollwright.collectors._policy_errors import check_widths
 from rollwright.collectors.devices import module_device
 from rollwright.collectors.options import CollectorOptions
 from rollwright.data.layout import TRAJ_IDS
@@ -82,13 +83,19 @@ def check_inputs(policy: Any, available: Iterable[NestedKey], env: EnvBase) -> N
 
     Raises:
         PolicyKeyError: an in_key of a TensorDict module is no entry of the environment.
+        PolicyError: a layer that reads an entry has another width.
     """
     if not isinstance(policy, TensorDictModuleBase):
         return
+    check_widths(policy, env)
+    written = getattr(policy, "out_keys", None)
+    if written is None:  # what it writes will show when it acts, and so will what it lacks
+        return
     leaves = [as_tuple(key) for key in available]
     known = {leaf[:n] for leaf in leaves for n in range(1, len(leaf) + 1)}
-    own = {unravel(key) for key in policy.out_keys}  # what it writes itself, it can do without at first
-    missing = [key for key in policy.in_keys if unravel(key) not in own and as_tuple(unravel(key)) not in known]
+    own = {unravel(key) for key in written}  # what it writes itself, it can do without at first
+    reads = [unravel(key) for key in getattr(policy, "in_keys", ())]
+    missing = [key for key in reads if key not in own and as_tuple(key) not in known]
     if missing:
         raise PolicyKeyError(
             f"policy: {type(policy).__name__} reads {key_str(missing)}, which {env} does not provide; it has "
