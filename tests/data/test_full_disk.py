@@ -124,10 +124,12 @@ def test_a_writer_that_finds_no_space_holds_nobody_up(disk, tmp_path):
     buffer = ReplayBuffer(storage=LazyMemmapStorage(10**6, scratch_dir=tmp_path))
     buffer.extend(rows(10))
 
+    many = rows(100_000, 10)
+
     def write_in_vain() -> None:
         disk.free = 0
         with pytest.raises(OSError, match="No space left"):
-            buffer.extend(rows(100_000, 10))
+            buffer.extend(many)
         os._exit(7)
 
     child = FORK.Process(target=write_in_vain, daemon=True)

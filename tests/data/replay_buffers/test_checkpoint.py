@@ -25,6 +25,7 @@ from rollwright.data import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
+from rollwright.data.replay_buffers import checkpoint
 
 FORK = multiprocessing.get_context("fork")
 SIZE = 40
@@ -285,6 +286,61 @@ def test_a_kill_in_the_middle_of_a_dump_leaves_a_whole_one(storage, calls, tmp_p
     new.dumps(tmp_path / "saved")  # and the next one goes through
     other.loads(tmp_path / "saved")
     assert other[:]["serial"].tolist() == list(range(100, 120))
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+@pytest.mark.parametrize("storage", ["tensor", "list"])
+def test_what_a_killed_dump_leaves_is_removed_by_whoever_comes_next(storage, tmp_path, monkeypatch):
+    buffer = make(storage, "random")
+    write(buffer, 10)
+    buffer.dumps(tmp_path / "saved")
+    mine = [tmp_path / ".saved-old", tmp_path / ".saved-rollwright-notes", tmp_path / ".saved"]
+    for folder in mine:
+        folder.mkdir()
+
+    def killed_at(name: str) -> None:
+        def dump_and_die() -> None:
+            monkeypatch.setattr(checkpoint, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            buffer.dumps(tmp_path / "saved")
+
+        child = FORK.Process(target=dump_and_die, daemon=True)
+        child.start()
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+
+    uses = {
+        "dumps": lambda: buffer.dumps(tmp_path / "saved"),
+        "loads": lambda: make(storage, "random").loads(tmp_path / "saved"),
+    }
+    if storage == "tensor":
+        uses["storage"] = lambda: LazyMemmapStorage(SIZE, scratch_dir=tmp_path / "saved", existsok=True)
+    for use in uses.values():
+        killed_at("save")
+        killed_at("state_of")
+        assert len(os.listdir(tmp_path)) == 4 + 1  # that of the first is removed by the second
+        use()
+        assert sorted(os.listdir(tmp_path)) == sorted(["saved", *(folder.name for folder in mine)])
+
+
+def test_a_dump_under_way_is_left_alone(tmp_path, monkeypatch):
+    """Another process that dumps to the same folder meanwhile removes nothing of this one."""
+    buffer, save = used("tensor", "random"), checkpoint.save
+    buffer.dumps(tmp_path / "saved")
+
+    def meanwhile(*args: object) -> None:
+        save(*args)
+        monkeypatch.setattr(checkpoint, "save", save)
+        child = FORK.Process(target=lambda: (buffer.dumps(tmp_path / "saved"), os._exit(7)), daemon=True)
+        child.start()
+        child.join(60)
+        assert child.exitcode == 7
+
+    monkeypatch.setattr(checkpoint, "save", meanwhile)
+    buffer.dumps(tmp_path / "saved")
+    assert os.listdir(tmp_path) == ["saved"]
+    other = make("tensor", "random")
+    other.loads(tmp_path / "saved")
+    assert_go_on_alike(buffer, other)
 
 
 def test_nothing_to_load_is_an_error_that_says_so(tmp_path):
@@ -377,7 +433,9 @@ def test_a_folder_that_stepped_aside_is_found_by_a_storage_too(tmp_path):
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
     buffer.extend(torch.arange(4))
     buffer.dumps(tmp_path / "saved")
-    (tmp_path / "saved").rename(tmp_path / ".saved.old")  # as a kill between the two steps of dumps leaves it
+    (tmp_path / "saved").rename(
+        tmp_path / ".saved-rollwright-replaced"
+    )  # as a kill between the two steps of dumps leaves it
     storage = LazyMemmapStorage(scratch_dir=tmp_path / "saved", existsok=True)
     assert storage.num_reopened == 4
     other = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)

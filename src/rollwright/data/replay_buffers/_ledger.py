@@ -21,6 +21,7 @@ __all__ = ["Ledger", "Reservation", "Span"]
 _SLOTS, _VOIDS = 512, 8192  # reservations under way at a time, and gaps remembered
 _HEADER, _SLOT, _VOID = 16, 4, 4  # int64 numbers in each
 _CAPACITY, _ISSUED, _SETTLED, _PUBLISHED, _BASE, _REVISION, _GAPS, _OLDEST_GAP, _IDS, _HINT = range(10)
+_BASE_CHECK = _HEADER - 1  # ~base
 _START, _STOP, _STATE, _OWNER = range(4)
 _LOST = 2  # beside start and stop of a gap: positions lost so far
 _OPEN, _DONE, _ABANDONED = range(1, 4)
@@ -385,8 +386,8 @@ class Ledger:
                 gaps[last + 1], gaps[last + _LOST] = stop, lost + stop - start
                 return
             if head[_GAPS] - head[_OLDEST_GAP] == _VOIDS:  # more than are remembered: what lies between is given up too
-                gaps[last + 1], gaps[last + _LOST] = max(stop, gaps[last + 1]), lost + stop - start
                 gaps[last] = min(start, gaps[last])
+                gaps[last + 1], gaps[last + _LOST] = max(stop, gaps[last + 1]), lost + stop - start
                 return
         at = _VOID * (head[_GAPS] % _VOIDS)
         gaps[at], gaps[at + 1], gaps[at + _LOST] = start, stop, lost + stop - start
@@ -405,8 +406,22 @@ class Ledger:
     def clear(self) -> None:
         """Drop all that is published."""
         with self.writing():
-            self._head[_BASE] = self.end()
+            self._set_base(self.end())
             self._head[_REVISION] += 1
+
+    def _set_base(self, base: int) -> None:
+        self._head[_BASE_CHECK] = ~base
+        self._head[_BASE] = base
+
+    def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Views of header, slots of reservations ``[_SLOTS, 4]`` and gaps ``[_VOIDS, 4]``."""
+        slots = np.frombuffer(self._slots, np.int64).reshape(-1, _SLOT)
+        return np.frombuffer(self._head, np.int64), slots, self._gap_array
+
+    def repair_base(self) -> None:
+        """Finish what a process was killed at between the two stores of the base. For use while writing."""
+        base, check = self._head[_BASE], ~self._head[_BASE_CHECK]
+        self._set_base(max(base, check))
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take the positions of a saved storage. For use while writing.
@@ -423,15 +438,20 @@ class Ledger:
             raise RuntimeError(
                 f"load_state_dict: {self._under_way()}. Load when nobody writes: pause or shut down the collector."
             )
-        head[_PUBLISHED], head[_BASE] = state["high"], state["low"]
+        high, at = state["high"], head[_ISSUED] % _SLOTS
+        self.numbers()[1][at] = high, high, _DONE, _me()
+        head[_PUBLISHED] = high  # as the end of that reservation says
+        head[_ISSUED] += 1
+        head[_SETTLED] += 1
         head[_OLDEST_GAP] = head[_GAPS] = 0
+        self._gap_array[:] = 0
         voids = state["voids"].tolist()
+        before = state["lost"] - sum(stop - start for start, stop in voids)
+        if before > 0:  # a gap that nobody reads any more keeps the count
+            self._gap_list[_LOST], head[_GAPS], head[_OLDEST_GAP] = before, 1, 1
+        self._set_base(state["low"])
         for start, stop in voids:
             self._add_gap(start, stop)
-        if not head[_GAPS] and state["lost"]:  # a gap that nobody reads any more keeps the count
-            head[_GAPS] = head[_OLDEST_GAP] = 1
-        if head[_GAPS]:
-            self._gap_list[_VOID * (head[_GAPS] - 1) + _LOST] = state["lost"]
         head[_IDS] = max(head[_IDS], state.get("ids", 0))
         head[_REVISION] += 1
 

@@ -6,6 +6,8 @@ import contextlib
 import json
 import math
 import mmap
+import os
+import zlib
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -15,9 +17,11 @@ import torch
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright._processes.segment import Segment
+from rollwright.data.replay_buffers._damage import wrong_in
 from rollwright.data.replay_buffers._ledger import Ledger
 from rollwright.data.replay_buffers._locks import RowLock
 from rollwright.data.replay_buffers._space import Column, Space
+from rollwright.errors import DamagedFileError
 
 __all__ = ["LOCK_FILE", "ROWS_FILE", "Memory", "PrivateMemory", "Schema", "SharedMemory"]
 
@@ -26,6 +30,8 @@ _MARK = b"rollwright rows 1\n"
 _SCHEMA_ROOM = 1 << 18
 _PAGE, _HUGE_PAGE = 4096, 1 << 21
 _SPACE_AT = 64  # in the first page, behind the mark
+_HEAD = _PAGE + Ledger.num_bytes + _SCHEMA_ROOM
+_LENGTH = (1 << 32) - 1  # the lower half of the number before the schema; the upper one is its checksum
 
 
 class Schema(NamedTuple):
@@ -66,6 +72,20 @@ class Schema(NamedTuple):
             for path, shape, dtype in read["fields"]
         }
         return cls(**{**read, "rest": tuple(read["rest"]), "fields": fields, "batch": tuple(read["batch"])})
+
+    def wrong(self) -> str:
+        """What cannot be, as a phrase; empty where nothing is wrong."""
+        sizes = [self.max_size, self.ndim, self.capacity, *self.rest, *self.batch]
+        for key, (shape, dtype) in self.fields.items():
+            if not isinstance(dtype, torch.dtype) or not all(isinstance(name, str) for name in as_tuple(key)):
+                return f"its entry {key!r} is of {dtype}"
+            sizes += [size + 1 for size in shape]  # an entry may hold nothing
+        if not all(isinstance(size, int) and size >= 1 for size in sizes[: 3 + len(self.rest)]) or min(sizes) < 0:
+            return f"its rows have the sizes {sizes}"
+        whole = self.capacity == -(-self.max_size // math.prod(self.rest)) and len(self.rest) == self.ndim - 1
+        if not whole or not 0 <= self.dim_extend < self.ndim or not self.fields:
+            return f"its rows are {self.capacity} of {list(self.rest)} for {self.max_size} elements of ndim={self.ndim}"
+        return ""
 
     def shape_of(self, key: NestedKey) -> tuple[int, ...]:
         """Shape of an entry's memory."""
@@ -205,31 +225,82 @@ class SharedMemory(Memory):
 
     def _connect(self, rows: Segment, lock: Segment) -> None:
         self._rows, self._lock = rows, lock
-        rows.grow(_PAGE + Ledger.num_bytes + _SCHEMA_ROOM)
+        is_new = not self._check_mark()
+        rows.grow(_HEAD)
         rows.allocate(0, _PAGE + Ledger.num_bytes + 8)  # what every process reads at any time
         mark = rows.map(0, _PAGE)
-        if bytes(mark[: len(_MARK)]) not in (_MARK, bytes(len(_MARK))):
-            raise ValueError(f"{rows.path} holds no rows of a replay buffer. Name another folder.")
         mark[: len(_MARK)] = _MARK
         self._text = rows.map(_PAGE + Ledger.num_bytes, _SCHEMA_ROOM)
         self._length = self._text[:8].cast("q")
         self._schema: Schema | None = None
         self._tensors: dict[NestedKey, torch.Tensor] = {}
         self.ledger = Ledger(rows.map(_PAGE, Ledger.num_bytes), RowLock.over(lock))
-        self._space = Space(rows, mark[_SPACE_AT : _SPACE_AT + Space.num_bytes].cast("q"))
-        if not self._space.is_of_this_file():
+        self._space = self.ledger.space = Space(rows, mark[_SPACE_AT : _SPACE_AT + Space.num_bytes].cast("q"))
+        if rows.path is not None or is_new:
             with self.ledger.writing():
+                self._check()
+                self.ledger.repair_base()
                 if not self._space.is_of_this_file():
                     self._space.begin()
-        self.ledger.space = self._space
         lost = self.ledger.num_lost
         self.ledger.settle()
         self.num_dropped = self.ledger.num_lost - lost
 
+    def _check_mark(self) -> bool:
+        """Whether the file holds anything.
+
+        Raises:
+            DamagedFileError: it is cut short.
+            ValueError: it holds something else.
+        """
+        size = self._rows.num_bytes
+        if not size:
+            return False
+        begins = os.pread(self._rows.fd, len(_MARK), 0)
+        if begins != _MARK:
+            if not begins.strip(b"\0"):
+                if size == _HEAD:  # whoever made it was killed
+                    return True
+                raise self._damaged(f"it begins with zeros, and has {size} bytes")
+            if not _MARK.startswith(begins):
+                raise ValueError(f"{self._rows.path} holds no rows of a replay buffer. Name another folder.")
+        if size < _HEAD:
+            raise self._damaged(f"it has {size} bytes, expected at least {_HEAD}")
+        return True
+
+    def _check(self) -> None:
+        """Test what the file says of itself. For use while writing."""
+        capacity = None
+        if self._length[0]:
+            try:
+                schema = Schema.loads(self._read_text())
+                wrong = schema.wrong()
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+                raise self._damaged(f"what its rows hold cannot be read ({type(error).__name__}: {error})") from error
+            if not wrong and self._rows.num_bytes < _places(schema)[1]:
+                wrong = f"it has {self._rows.num_bytes} bytes, expected {_places(schema)[1]}"
+            if wrong:
+                raise self._damaged(wrong)
+            capacity = schema.capacity
+        wrong = wrong_in(self.ledger, capacity, has_checks=self._space.is_counted)
+        if wrong:
+            raise self._damaged(wrong)
+
+    def _read_text(self) -> bytes:
+        word = self._length[0]
+        length, check = word & _LENGTH, word >> 32
+        text = bytes(self._text[8 : 8 + length])
+        if word < 0 or length > _SCHEMA_ROOM - 8 or (check and check != _checksum(text)):
+            raise ValueError(f"{length} bytes with the checksum {check}")
+        return text
+
+    def _damaged(self, what: str) -> DamagedFileError:
+        return DamagedFileError(f"{self._rows.name} is damaged: {what}. Nothing was changed. Restore it from a copy.")
+
     def schema(self) -> Schema | None:
         """See :meth:`Memory.schema`."""
         if self._schema is None and self._length[0]:
-            schema = Schema.loads(bytes(self._text[8 : 8 + self._length[0]]))
+            schema = Schema.loads(self._read_text())
             self._map(schema)
             self.ledger.capacity = schema.capacity
             self._schema = schema
@@ -246,7 +317,7 @@ class SharedMemory(Memory):
                 self._rows.allocate(_PAGE + Ledger.num_bytes, 8 + len(text))
                 self.ledger.set_capacity(schema.capacity)
                 self._text[8 : 8 + len(text)] = text
-                self._length[0] = len(text)  # from here on the schema is there
+                self._length[0] = len(text) | _checksum(text) << 32  # from here on the schema is there
         self.schema()
 
     def _map(self, schema: Schema) -> None:
@@ -289,9 +360,13 @@ class SharedMemory(Memory):
         self._connect(state["rows"], state["lock"])
 
 
+def _checksum(text: bytes) -> int:
+    return zlib.crc32(text) & 0x7FFFFFFF
+
+
 def _places(schema: Schema) -> tuple[dict[NestedKey, int], int]:
     """Where each entry begins in the file, and where the file ends."""
-    end = _PAGE + Ledger.num_bytes + _SCHEMA_ROOM
+    end = _HEAD
     places: dict[NestedKey, int] = {}
     for key, (_, dtype) in schema.fields.items():
         places[key] = end = -(-end // _PAGE) * _PAGE

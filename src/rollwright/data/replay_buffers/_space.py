@@ -54,6 +54,11 @@ class Space:
         self._columns: Sequence[Column] = ()
         self._capacity = self._row_bytes = 0
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether numbers were ever written; not so in files of versions that took no space ahead."""
+        return bool(self._numbers[_DEVICE] or self._numbers[_INODE])
+
     def is_of_this_file(self) -> bool:
         """Whether the numbers were written for this file: a copy of it may be sparse where the original was not."""
         status = os.fstat(self._file.fd)
@@ -78,7 +83,7 @@ class Space:
         """
         taken = self._numbers[_TAKEN]
         if end > taken < self._capacity:
-            self._take(taken, min(end, self._capacity))
+            self._take(max(0, taken), min(end, self._capacity))
 
     def _take(self, taken: int, needed: int) -> None:
         ahead = min(_AHEAD_BYTES, max(_LEAST_BYTES, taken * self._row_bytes))

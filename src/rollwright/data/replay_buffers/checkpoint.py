@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollwright.data.loading import load_saved, save
-from rollwright.data.replay_buffers._folders import recover, replace
+from rollwright.data.replay_buffers._folders import recover, replacing
 from rollwright.data.replay_buffers._memory import ROWS_FILE
 from rollwright.data.replay_buffers._rows import RowStorage
 from rollwright.data.replay_buffers.tensors import LazyMemmapStorage
+from rollwright.errors import DamagedFileError
 
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.buffer import ReplayBuffer
@@ -96,9 +95,7 @@ def dump(buffer: ReplayBuffer, path: Any) -> None:
     names = (STATE_FILE, ROWS_FILE, LIST_FILE)
     if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in names):
         raise FileExistsError(f"path: {str(folder)!r} holds other files. Name a new folder, or one of a buffer.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with replacing(folder) as new:
         save(state_of(buffer, with_elements=False), new / STATE_FILE)
         state = storage.state_dict()
         if isinstance(storage, RowStorage) and state["elements"] is not None:
@@ -107,9 +104,6 @@ def dump(buffer: ReplayBuffer, path: Any) -> None:
             rows.flush()
         else:
             save(state, new / LIST_FILE)
-        replace(folder, new)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
 
 
 def load(buffer: ReplayBuffer, path: Any, *, allow_pickle: bool = False) -> None:
@@ -124,11 +118,18 @@ def load(buffer: ReplayBuffer, path: Any, *, allow_pickle: bool = False) -> None
     recover(folder)
     if not (folder / STATE_FILE).is_file():
         raise FileNotFoundError(f"path: {str(folder)!r} holds no saved replay buffer. Name a folder of dumps().")
-    state = load_saved(folder / STATE_FILE, allow_pickle=allow_pickle)
+    state = _dict_in(folder / STATE_FILE, allow_pickle)
     storage = buffer.storage
     in_place = isinstance(storage, LazyMemmapStorage) and storage.scratch_dir == folder
     if (folder / LIST_FILE).is_file():
-        state["storage"] = load_saved(folder / LIST_FILE, allow_pickle=allow_pickle)
+        state["storage"] = _dict_in(folder / LIST_FILE, allow_pickle)
     elif not in_place:
         state["storage"] = LazyMemmapStorage(scratch_dir=folder, existsok=True).state_dict()
     restore(buffer, state)
+
+
+def _dict_in(file: Path, allow_pickle: bool) -> dict[str, Any]:
+    found = load_saved(file, allow_pickle=allow_pickle)
+    if not isinstance(found, dict):
+        raise DamagedFileError(f"{file} holds a {type(found).__name__}, expected the state of a replay buffer.")
+    return found

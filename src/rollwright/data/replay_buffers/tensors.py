@@ -92,6 +92,7 @@ class LazyMemmapStorage(RowStorage):
 
     Raises:
         FileExistsError: the folder holds rows, and ``existsok`` is not set.
+        DamagedFileError: the file of the rows is cut short, or its counters contradict one another; it stays as it is.
         OSError: the disk is full. Space for rows is taken shortly before they are written: ``extend`` raises it, too.
 
     Example:
