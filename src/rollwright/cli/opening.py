@@ -117,7 +117,8 @@ def _rows_of(path: Path) -> Found:
 def _items_of(path: Path, allow_pickle: bool) -> Found:
     state = load_saved(path / LIST_FILE, allow_pickle=allow_pickle, remedy=_REMEDY)
     items = state["elements"] or []
-    counts = {"room_for": state["max_size"], "written": state["high"] - state["lost"], "lost": state["lost"]}
+    written = state["high"] - state["lost"] + state.get("skipped", 0)
+    counts = {"room_for": state["max_size"], "written": written, "lost": state["lost"]}
     if not items:
         return Found(None, buffer=counts)
     if not all(isinstance(item, TensorDictBase) for item in items):

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from rollwright.collectors import Collector
 from rollwright.data import (
     ImmutableDatasetWriter,
+    LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     RoundRobinWriter,
+    SampleToInsertRatio,
     TensorDictMaxValueWriter,
+    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
     TensorStorage,
 )
+from rollwright.testing.mocking_classes import CountingEnv
 
 
 def ranked(values, start: int = 0, key="value") -> TensorDict:
@@ -181,3 +189,71 @@ def test_nan_ranks_last():
     buffer.extend(TensorDict({"value": torch.tensor([float("nan"), 1.0])}, [2]))
     buffer.extend(TensorDict({"value": torch.tensor([2.0, float("nan"), 3.0])}, [3]))
     assert sorted(buffer[:]["value"].tolist()) == [2.0, 3.0]
+
+
+# Counting ------------------------------------------------------------------------------------------
+
+COUNTED = {
+    "tensor": lambda: ReplayBuffer(storage=LazyTensorStorage(10)),
+    "memmap": lambda: ReplayBuffer(storage=LazyMemmapStorage(10)),
+    "shared": lambda: ReplayBuffer(storage=LazyTensorStorage(10), shared=True),
+    "list": lambda: ReplayBuffer(storage=ListStorage(10)),
+    "largest": lambda: ReplayBuffer(storage=LazyTensorStorage(10), writer=TensorDictMaxValueWriter("value")),
+    "prioritized": lambda: TensorDictPrioritizedReplayBuffer(alpha=0.5, beta=0.5, storage=LazyTensorStorage(10)),
+}
+
+
+def valued(n: int) -> TensorDict:
+    return TensorDict({"value": torch.arange(n).float()}, [n])
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_every_element_that_was_given_is_counted(kind, tmp_path):
+    """Those that found no room, and those that a writer did not prefer, too; in copies and after saving as well."""
+    buffer = COUNTED[kind]()
+    counts = []
+    for n in (15, 3, 10, 31):
+        buffer.extend(valued(n))
+        counts.append(buffer.write_count)
+    buffer.add(valued(1)[0])
+    assert counts == [15, 18, 28, 59]
+    assert (buffer.write_count, len(buffer), buffer.storage.ledger.num_lost) == (60, 10, 0)
+    other = COUNTED[kind]()
+    other.load_state_dict(buffer.state_dict())
+    assert other.write_count == 60
+    buffer.dumps(tmp_path / "saved")
+    other = COUNTED[kind]()
+    other.loads(tmp_path / "saved")
+    other.extend(valued(12))
+    assert (other.write_count, len(other)) == (72, 10)
+    assert pickle.loads(pickle.dumps(buffer)).write_count == 60
+    buffer.empty()
+    assert buffer.write_count == 60
+
+
+def test_rows_of_several_elements_and_members_are_counted():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10, ndim=2))
+    buffer.extend(valued(30).reshape(2, 15))
+    assert (buffer.write_count, len(buffer)) == (30, 10)
+    ensemble = ReplayBufferEnsemble(COUNTED["tensor"](), COUNTED["list"](), routing_dim=0)
+    ensemble.extend(valued(30).reshape(2, 15))
+    assert ensemble.write_count == 30
+
+
+def test_a_collector_counts_what_it_gave():
+    buffer = COUNTED["tensor"]()
+    with pytest.warns(UserWarning, match="larger than the storage"):
+        collector = Collector(CountingEnv(), frames_per_batch=15, total_frames=30, replay_buffer=buffer)
+    with collector:
+        for _ in collector:
+            pass
+        assert collector.stats()["write_count"] == buffer.write_count == 30
+
+
+def test_what_was_never_stored_counts_for_a_limiter():
+    limiter = SampleToInsertRatio(2.0, min_size=1, margin=10)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=5, limiter=limiter)
+    buffer.extend(valued(15))
+    for _ in range(2 * 15 // 5):
+        buffer.sample()
+    assert limiter.sampled == 30

@@ -20,6 +20,7 @@ _COUNTERS = {
     "gaps": layout._GAPS,
     "oldest_gap": layout._OLDEST_GAP,
     "ids": layout._IDS,
+    "skipped": layout._SKIPPED,
 }
 _SLOTS, _VOIDS = layout._SLOTS, layout._VOIDS
 
@@ -43,7 +44,7 @@ def wrong_in(ledger: Ledger, capacity: int | None, *, has_checks: bool) -> str:
         if value < 0:
             return f"the counter {name!r} is {value}"
     if capacity is None:
-        used = [name for name in ("issued", "settled", "published", "gaps") if counters[name]]
+        used = [name for name in ("issued", "settled", "published", "gaps", "skipped") if counters[name]]
         return f"there are no rows, and the counter {used[0]!r} is {counters[used[0]]}" if used else ""
     if counters["capacity"] != capacity:
         return f"the counter 'capacity' is {counters['capacity']}, expected {capacity}"

@@ -21,7 +21,7 @@ __all__ = ["Ledger", "Reservation", "Span"]
 _SLOTS, _VOIDS = 512, 8192  # reservations under way at a time, and gaps remembered
 _HEADER, _SLOT, _VOID = 16, 4, 4  # int64 numbers in each
 _CAPACITY, _ISSUED, _SETTLED, _PUBLISHED, _BASE, _REVISION, _GAPS, _OLDEST_GAP, _IDS, _HINT = range(10)
-_BASE_CHECK = _HEADER - 1  # ~base
+_SKIPPED, _BASE_CHECK = _HEADER - 2, _HEADER - 1  # rows that were given and have no position; ~base
 _START, _STOP, _STATE, _OWNER = range(4)
 _LOST = 2  # beside start and stop of a gap: positions lost so far
 _OPEN, _DONE, _ABANDONED = range(1, 4)
@@ -258,8 +258,18 @@ class Ledger:
 
     @property
     def write_count(self) -> int:
-        """Positions published so far, less those that hold nothing."""
-        return self._head[_PUBLISHED] - self.num_lost
+        """Rows given so far: positions published, less those that hold nothing, and rows that were never stored."""
+        return self._head[_PUBLISHED] - self.num_lost + self._head[_SKIPPED]
+
+    @property
+    def num_skipped(self) -> int:
+        """Rows that were given and not stored: there was no room for them, or a writer preferred others."""
+        return self._head[_SKIPPED]
+
+    def skip(self, n: int) -> None:
+        """Count rows that were given and are not stored."""
+        with self.writing():
+            self._head[_SKIPPED] += n
 
     @property
     def num_lost(self) -> int:
@@ -427,7 +437,7 @@ class Ledger:
         """Take the positions of a saved storage. For use while writing.
 
         Args:
-            state: ``low``, ``high``, ``voids`` and ``lost`` of what was saved.
+            state: ``low``, ``high``, ``voids``, ``lost`` and ``skipped`` of what was saved.
 
         Raises:
             RuntimeError: somebody is writing rows.
@@ -452,6 +462,7 @@ class Ledger:
         self._set_base(state["low"])
         for start, stop in voids:
             self._add_gap(start, stop)
+        head[_SKIPPED] = state.get("skipped", 0)
         head[_IDS] = max(head[_IDS], state.get("ids", 0))
         head[_REVISION] += 1
 
@@ -461,8 +472,8 @@ class Ledger:
         return self._head[_IDS]
 
     @contextlib.contextmanager
-    def writes(self, n: int) -> Iterator[Reservation]:
-        """Reserve, run the block, publish; abandon where the block raises."""
+    def writes(self, n: int, skipped: int = 0) -> Iterator[Reservation]:
+        """Reserve, run the block, publish and count what was skipped before it; abandon where the block raises."""
         with uninterrupted:
             reservation = self.reserve(n)
             try:
@@ -470,6 +481,8 @@ class Ledger:
             except BaseException:
                 self.abandon(reservation)
                 raise
+            if skipped:
+                self.skip(skipped)
             self.publish(reservation)
 
 

@@ -143,15 +143,16 @@ class RowStorage(Storage):
         total = sum(lengths)
         if not total:
             raise ValueError("data: expected at least one element, got none.")
-        if total > schema.capacity:
+        skipped = max(0, total - schema.capacity)
+        if skipped:
             if len(batches) > 1:
                 raise ValueError(
                     f"data: a trajectory of {total} frames is longer than the storage, which has room for "
                     f"{schema.capacity}. Make the storage larger, or end trajectories with max_frames_per_traj."
                 )
-            batch = batches[0].narrow(dim, total - schema.capacity, schema.capacity)  # the rest would be overwritten
+            batch = batches[0].narrow(dim, skipped, schema.capacity)  # the rest would be overwritten
             found, lengths, total = [self._entries(batch, self.ndim, "extend")], [schema.capacity], schema.capacity
-        with self.ledger.writes(total) as rows:
+        with self.ledger.writes(total, skipped) as rows:
             start = rows.start
             for entries, length in zip(found, lengths, strict=True):
                 self._write(start, length, entries, dim)

@@ -313,7 +313,7 @@ class ReplayBuffer:
 
     @property
     def write_count(self) -> int:
-        """Number of elements written so far, those that were overwritten included."""
+        """Number of elements given so far: those that were overwritten, and those that found no room, included."""
         self.storage.ledger.settle()
         return self.storage.ledger.write_count * self.storage.columns
 

@@ -272,7 +272,7 @@ class ReplayBufferEnsemble:
 
     @property
     def write_count(self) -> int:
-        """Number of elements written so far, over all members."""
+        """Number of elements given so far, over all members; see :attr:`ReplayBuffer.write_count`."""
         return sum(member.write_count for member in self.members)
 
     def append_transform(self, transform: Change) -> ReplayBufferEnsemble:

@@ -163,6 +163,7 @@ class Storage(ABC):
                 "high": high,
                 "voids": torch.from_numpy(self.ledger.voids()),
                 "lost": self.ledger.num_lost,
+                "skipped": self.ledger.num_skipped,
                 "ids": self.ledger.next_id,
                 "elements": self.read(flat) if high > low else None,
                 "capacity": self.capacity,
@@ -221,7 +222,7 @@ class ListStorage(Storage):
         if not items:
             raise ValueError("data: expected at least one element, got none.")
         skipped = max(0, len(items) - self.max_size)
-        with self.ledger.writes(len(items) - skipped) as rows:
+        with self.ledger.writes(len(items) - skipped, skipped) as rows:
             for position, item in enumerate(items[skipped:], rows.start):
                 self._put(position % self.max_size, item)
         return rows

@@ -172,6 +172,8 @@ class TensorDictMaxValueWriter(Writer):
                 chosen[row], index[n] = n, row
         if chosen:
             storage.overwrite(np.fromiter(chosen, np.int64), batch[torch.tensor(list(chosen.values()))])
+        if room < len(values):
+            storage.ledger.skip(len(values) - room)
         self._seen = (*storage.ledger.live(), storage.ledger.revision)
         return index
 
