@@ -39,6 +39,7 @@ from rollwright.data.layout.boundaries import (
     end_of_trajectory,
     mark_truncated,
 )
+from rollwright.data.layout.nested import NestedTrajectories
 from rollwright.data.layout.runs import Runs, last_steps, trajectory_runs
 from rollwright.data.layout.splitting import join_trajectories, pad_trajectories, split_trajectories
 from rollwright.data.layout.views import Trajectories, trajectories
@@ -51,6 +52,7 @@ __all__ = [
     "NEXT_DONE",
     "NEXT_TERMINATED",
     "NEXT_TRUNCATED",
+    "NestedTrajectories",
     "RESET",
     "Runs",
     "TERMINATED",

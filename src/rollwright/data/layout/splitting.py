@@ -10,6 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel, without
 from rollwright.data.layout.boundaries import MASK
+from rollwright.data.layout.nested import NestedTrajectories
 from rollwright.data.layout.runs import check_rows, find_mask, mask_of, place_of, trajectory_runs
 from rollwright.data.layout.views import Trajectories
 
@@ -34,7 +35,9 @@ def split_trajectories(
         trajectory_key: integer ids ``[*env, T]``; ``(prefix, "traj_ids")`` unless given.
         done_key: bool ``[*env, T, 1]``, read where there are no ids; ``("next", "done")`` unless given.
         as_nested: return a lazily stacked TensorDict whose rows have the lengths of their
-            trajectories: nothing padded, no mask, and rows are views of the batch.
+            trajectories: nothing padded, no mask, and rows are views of the batch. Entries are read as
+            nested tensors, ``split["next", "done"].to_padded_tensor(0.0)``; see
+            :class:`~rollwright.data.layout.NestedTrajectories`.
 
     Returns:
         ``[num_trajectories, longest]``, zero-padded, with ``(prefix, "mask")`` bool of the same
@@ -57,8 +60,9 @@ def split_trajectories(
                 [2, 3, 4]])
         >>> split["collector", "mask"].sum(-1)
         tensor([2, 3])
-        >>> [len(row) for row in split_trajectories(batch, as_nested=True)]
-        [2, 3]
+        >>> nested = split_trajectories(batch, as_nested=True)
+        >>> [len(row) for row in nested], nested["x"].is_nested
+        ([2, 3], True)
     """
     batch = rollout_tensordict
     check_rows("rollout_tensordict", batch)
@@ -67,7 +71,7 @@ def split_trajectories(
     mask = mask_of(prefix)
     if as_nested:
         views = Trajectories(batch if find_mask(batch, prefix) is None else without(batch, mask), runs)
-        nested = LazyStackedTensorDict.lazy_stack(list(views), 0)
+        nested = NestedTrajectories.of(list(views))
         nested.names = [None, "time"]
         return nested
     return pad_trajectories(batch.reshape(-1), runs.rows * batch.batch_size[-1] + runs.starts, runs.lengths, mask)
