@@ -13,7 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 
 from rollwright.collectors import Collector
 from rollwright.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
-from rollwright.data.layout import split_trajectories
+from rollwright.data.layout import join_trajectories, split_trajectories
 from rollwright.data.postprocs import MultiStep
 from rollwright.envs import GymEnv
 
@@ -381,3 +381,49 @@ def test_it_travels_to_other_processes():
     assert repr(copy) == "MultiStep(gamma=0.5, n_steps=3)"
     batch = frames(**PEER_BATCH)
     assert (copy(batch) == MultiStep(0.5, 3)(batch)).all()
+
+
+# Masks, and modules ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["mask", ("collector", "mask")])
+@pytest.mark.parametrize("columns", [(), (1,)])
+def test_a_mask_may_have_a_column(key, columns):
+    batch = frames(torch.ones(2, 4))
+    batch[key] = torch.tensor([[T, T, T, F], [T, T, T, T]]).reshape(2, 4, *columns)
+    out = MultiStep(0.5, 3)(batch)
+    assert out["steps_to_next_obs"].tolist() == [[3, 2, 1, 1], [3, 3, 2, 1]]
+    rows = split_trajectories(batch, as_nested=True)
+    assert [len(row) for row in rows] == [3, 4]
+    if not columns or key == "mask":
+        assert len(join_trajectories(batch, mask_key=key)) == 7
+
+
+def test_a_mask_of_another_form_is_refused_where_there_can_be_no_other():
+    for mask in (torch.ones(2, 4, 3, dtype=torch.bool), torch.ones(2, 4), torch.ones(2, 4, 1, dtype=torch.int64)):
+        batch = frames(torch.ones(2, 4))
+        batch["collector", "mask"] = mask
+        with pytest.raises(ValueError, match=r"'mask'.*expected bool \[2, 4\] or \[2, 4, 1\].*got torch\."):
+            MultiStep(0.5, 3)(batch)
+        batch = frames(torch.ones(2, 4))
+        batch["mask"] = mask  # of actions
+        assert MultiStep(0.5, 3)(batch)["steps_to_next_obs"].tolist() == [[3, 3, 2, 1]] * 2
+
+
+class Halved(torch.nn.Module):
+    def forward(self, batch):
+        return batch.set(("next", "reward"), batch["next", "reward"] / 2)
+
+
+def test_it_is_a_module():
+    steps = MultiStep(0.5, 2)
+    assert isinstance(steps, torch.nn.Module)
+    both = torch.nn.Sequential(steps, Halved()).to(torch.float64).eval()
+    copied = pickle.loads(pickle.dumps(both))
+    for module in (both, copied):
+        assert module(frames([1.0, 1.0]))["next", "reward"].flatten().tolist() == [0.75, 0.5]
+    assert not list(both.parameters())
+    assert not both.state_dict()
+    assert repr(steps) == "MultiStep(gamma=0.5, n_steps=2)"
+    with Collector(lambda: GymEnv("CartPole-v1"), frames_per_batch=8, postproc=both) as collector:
+        assert "steps_to_next_obs" in collector.next()

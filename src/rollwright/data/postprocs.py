@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch import nn
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 from rollwright.data.compact import BOUNDARY
@@ -15,7 +16,7 @@ from rollwright.data.layout.runs import find_ends
 __all__ = ["MultiStep"]
 
 
-class MultiStep:
+class MultiStep(nn.Module):
     r"""Rewrites every transition of a batch into one over up to ``n_steps`` steps of its trajectory.
 
     .. math::
@@ -31,8 +32,9 @@ class MultiStep:
     crosses a boundary. At the end of the batch there are no later frames, so the last frames of a trajectory that goes
     on take fewer steps: ``"steps_to_next_obs"`` says how many.
 
-    Made for ``postproc=`` of a collector, and for batches that a sampler of slices returns. The rewritten ``done`` no
-    longer marks one frame a trajectory but up to ``n_steps``: afterwards, tell trajectories apart by their ids.
+    Made for ``postproc=`` of a collector, and for batches that a sampler of slices returns. It is a module without
+    weights, so it can stand in an ``nn.Sequential``. The rewritten ``done`` no longer marks one frame a trajectory but
+    up to ``n_steps``: afterwards, tell trajectories apart by their ids.
 
     Args:
         gamma: discount factor, ``0 < gamma <= 1``.
@@ -56,6 +58,7 @@ class MultiStep:
     """
 
     def __init__(self, gamma: float, n_steps: int, *, reward_keys: NestedKey | Sequence[NestedKey] = "reward") -> None:
+        super().__init__()
         if isinstance(gamma, bool) or not isinstance(gamma, int | float):
             raise TypeError(f"gamma: expected a number, got {gamma!r}. Pass a discount factor such as 0.99.")
         if not 0 < gamma <= 1:
@@ -73,15 +76,12 @@ class MultiStep:
         if not self.reward_keys:
             raise ValueError("reward_keys: expected at least one entry below 'next', got none. Leave it out.")
 
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """See :meth:`forward`."""
-        return self.forward(batch)
-
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
         """Rewrite a batch.
 
         Args:
-            batch: ``[*env, T]``, time last: as a collector delivers it, flat, or padded with its mask.
+            batch: ``[*env, T]``, time last: as a collector delivers it, flat, or padded with its mask, bool
+                ``[*env, T]`` or ``[*env, T, 1]``.
 
         Returns:
             A new TensorDict of the same shape; the batch is left as it is, and the root's entries are shared.
@@ -117,8 +117,9 @@ class MultiStep:
         rewritten.set("nonterminal", follows)
         return rewritten
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(gamma={self.gamma}, n_steps={self.n_steps})"
+    def extra_repr(self) -> str:
+        """See :meth:`torch.nn.Module.extra_repr`."""
+        return f"gamma={self.gamma}, n_steps={self.n_steps}"
 
     def _check(self, batch: TensorDictBase) -> None:
         if batch.get(BOUNDARY, None) is not None:

@@ -11,7 +11,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rollwright._keys import as_tuple
-from rollwright.data.layout import DONE, MASK, TERMINATED, TRAJ_IDS, TRUNCATED, DoneGroup, done_groups
+from rollwright.data.layout import DONE, TERMINATED, TRAJ_IDS, TRUNCATED, DoneGroup, done_groups
+from rollwright.data.layout.runs import find_mask
 
 __all__ = ["EpisodeScan", "Episodes", "Frames", "Totals", "episodes_of"]
 
@@ -73,7 +74,7 @@ class Frames(NamedTuple):
         done = _any_flag(outcome, groups, "done", batch)
         rewards = outcome.get("reward", None)
         ids = batch.get(TRAJ_IDS, None)
-        mask = batch.get(MASK, batch.get("mask", None))
+        mask = next((found for place in ("collector", None) if (found := find_mask(batch, place)) is not None), None)
         taken = np.ones_like(done)
         if ids is not None:
             ids = _rows(ids, batch)[..., 0]

@@ -11,6 +11,7 @@ from rollwright._keys import NestedKey, as_keys, as_tuple, unravel
 from rollwright.data.layout.boundaries import (
     DONE,
     IS_INIT,
+    MASK,
     NEXT_DONE,
     TERMINATED,
     TRUNCATED,
@@ -153,9 +154,28 @@ def mask_of(prefix: str | None) -> NestedKey:
 
 
 def find_mask(batch: TensorDictBase, prefix: str | None) -> torch.Tensor | None:
-    """The mask of a padded batch, bool ``[*env, T]``; an entry of another shape, such as an action mask, is none."""
-    mask: torch.Tensor | None = batch.get(mask_of(prefix), None)
-    return mask if mask is not None and mask.dtype == torch.bool and mask.shape == batch.batch_size else None
+    """The mask of a padded batch, bool ``[*env, T]`` or ``[*env, T, 1]``, as ``[*env, T]``.
+
+    An entry of another shape or dtype, such as an action mask, is none.
+
+    Raises:
+        ValueError: it is below ``"collector"``, where there can be no other.
+    """
+    key = mask_of(prefix)
+    mask: torch.Tensor | None = batch.get(key, None)
+    if mask is None:
+        return None
+    fits = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
+    if fits and mask.shape in (batch.batch_size, (*batch.batch_size, 1)):
+        return mask.reshape(batch.batch_size)
+    if key == MASK:
+        shape = list(batch.batch_size)
+        raise ValueError(
+            f"{key!r}: expected bool {shape} or {[*shape, 1]}, True on real frames, got "
+            f"{getattr(mask, 'dtype', type(mask).__name__)} {list(getattr(mask, 'shape', ()))}. Convert it, or call it "
+            "something else."
+        )
+    return None
 
 
 def _ids(batch: TensorDictBase, prefix: str | None, trajectory_key: NestedKey | None) -> torch.Tensor | None:

@@ -87,8 +87,8 @@ def join_trajectories(
     Args:
         split: padded ``[trajectories, T]`` with its mask, nested ``[trajectories, -1]``, or any sequence of
             trajectories ``[length]``, such as :func:`~rollwright.data.layout.trajectories` gives.
-        mask_key: bool ``[trajectories, T]``, True on real frames; ``("collector", "mask")``, or ``"mask"``, unless
-            given. The result is without it.
+        mask_key: bool ``[trajectories, T]`` or ``[trajectories, T, 1]``, True on real frames; ``("collector",
+            "mask")``, or ``"mask"``, unless given. The result is without it.
 
     Returns:
         ``[N]``, ``N`` the number of real frames, in memory of its own.
@@ -115,6 +115,8 @@ def join_trajectories(
     if key is None:
         return _concatenate(list(split.unbind(0)))
     mask = split.get(key)
+    if mask.shape == (*split.batch_size, 1):
+        mask = mask.squeeze(-1)
     if mask.shape != split.batch_size or mask.dtype != torch.bool:
         raise ValueError(
             f"mask_key: expected {key!r} to be bool {list(split.batch_size)}, got {mask.dtype} {list(mask.shape)}. "
