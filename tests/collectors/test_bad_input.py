@@ -382,3 +382,12 @@ def test_values_outside_the_spec_are_found_where_asked_for():
 
     with pytest.raises(EnvError, match=r"Outside.*'position'.*outside"):
         collect(Outside)
+
+
+def test_an_environment_of_another_library_is_not_called():
+    class OtherEnv(torch.nn.Module):
+        def forward(self, tensordict=None):
+            raise AssertionError
+
+    with pytest.raises(TypeError, match=r"create_env_fn: expected an EnvBase of rollwright.*OtherEnv"):
+        Collector(OtherEnv(), frames_per_batch=4)

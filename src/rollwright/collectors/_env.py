@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs._renewable import RenewableEnv
@@ -41,7 +43,7 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
                 "create_env_fn: on_env_failure='recreate' expected a function that makes the environment, got "
                 f"{type(made).__name__}: {made!r}. Pass for example lambda: GymEnv('CartPole-v1')."
             )
-    elif callable(made):
+    elif callable(made) and not isinstance(made, nn.Module):  # an environment of another library is not called
         maker = partial(made, **(options.create_env_kwargs or {}))
         made = maker()
         if options.on_env_failure == "recreate" and isinstance(made, EnvBase):
@@ -49,8 +51,8 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
             made = RenewableEnv(made, maker, None, partial(notice.tell, "create_env_fn: the environment"))
     if not isinstance(made, EnvBase):
         raise TypeError(
-            f"create_env_fn: expected an EnvBase or a callable that returns one, got {type(made).__name__}: "
-            f"{made!r}. Wrap a gymnasium environment in GymWrapper."
+            f"create_env_fn: expected an EnvBase of rollwright or a callable that returns one, got "
+            f"{type(made).__module__}.{type(made).__qualname__}: {made!r}. Wrap a gymnasium environment in GymWrapper."
         )
     _check_names(made, options)
     device = options.env_device or options.device

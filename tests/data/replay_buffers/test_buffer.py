@@ -213,6 +213,9 @@ def test_transforms_apply_in_order_and_their_inverses_in_reverse():
     assert buffer.append_transform(double) is buffer
     buffer.append_transform(Compose(Shift(in_keys=["serial"], in_keys_inv=["serial"])))
     buffer.insert_transform(0, lambda data: data.set("serial", data["serial"] + 100))
+    for index in (4, -4):
+        with pytest.raises(IndexError, match=rf"index: expected one from -3 to 3, got {index}"):
+            buffer.insert_transform(index, double)
     buffer.extend(numbered(1))
     assert buffer[:]["serial"].tolist() == [-10]
     assert set(buffer.sample()["serial"].tolist()) == {(-10 + 100) * 2 + 1}

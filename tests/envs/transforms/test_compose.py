@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 
 from rollwright.envs import Compose, InitTracker, RewardSum, StepCounter, Transform, TransformedEnv
+from rollwright.testing.mocking_classes import CountingEnv
 
 
 class Append(Transform):
@@ -145,3 +147,27 @@ def test_repr_and_close(ladder):
     assert repr(env.transform) == "Compose(Closing(keys=[]), Compose(Closing(keys=[])))"
     env.close()
     assert closed == [True, True]
+
+
+def test_transforms_of_another_library_are_refused_by_name():
+    class NoopResetEnv(nn.Module):
+        """Has what transforms have, and a forward that is not all of it."""
+
+        def transform_observation_spec(self, spec):
+            return spec
+
+        def forward(self, tensordict):
+            return tensordict
+
+    NoopResetEnv.__module__, NoopResetEnv.__qualname__ = "otherlib.envs.transforms", "NoopResetEnv"
+    foreign = NoopResetEnv()
+    for put in (
+        lambda: TransformedEnv(CountingEnv(), foreign),
+        lambda: Compose(foreign),
+        lambda: TransformedEnv(CountingEnv()).append_transform(foreign),
+        lambda: TransformedEnv(CountingEnv()).insert_transform(0, foreign),
+    ):
+        with pytest.raises(TypeError, match=r"got otherlib\.envs\.transforms\.NoopResetEnv, a transform of another"):
+            put()
+    TransformedEnv(CountingEnv(), foreign.forward).rollout(2)  # all that is wanted of it
+    TransformedEnv(CountingEnv(), nn.Identity()).rollout(2)

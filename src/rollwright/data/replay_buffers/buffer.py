@@ -359,9 +359,16 @@ class ReplayBuffer:
         return self
 
     def insert_transform(self, index: int, transform: Change) -> ReplayBuffer:
-        """Apply a transform before the one at ``index``."""
+        """Apply a transform before the one at ``index``.
+
+        Raises:
+            IndexError: ``index`` lies outside the transforms.
+        """
         if not callable(transform):
             raise TypeError(f"transform: expected a transform, a module or a callable, got {transform!r}.")
+        most = len(self.transforms)
+        if not -most <= index <= most:
+            raise IndexError(f"index: expected one from {-most} to {most}, got {index}.")
         self._drop_ahead()
         self.transforms.insert(index, transform)
         return self

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tensordict import TensorDictBase
 
+from rollwright._foreign import foreign_transform
 from rollwright.envs.transforms.base import Transform
 
 __all__ = ["CallableTransform", "as_transform"]
@@ -37,7 +38,7 @@ def as_transform(transform: object) -> Transform:
     """A transform from a transform or from a function on TensorDicts.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is neither, or a transform of another library.
     """
     if isinstance(transform, Transform):
         return transform
@@ -49,5 +50,13 @@ def as_transform(transform: object) -> Transform:
         raise TypeError(
             f"transform: expected a Transform, or a function from a TensorDict to a TensorDict, got "
             f"{type(transform).__name__}.{remedy or ' Subclass Transform.'}"
+        )
+    foreign = foreign_transform(transform)
+    if foreign is not None:
+        raise TypeError(
+            f"transform: expected a Transform of rollwright.envs, or a function from a TensorDict to a TensorDict, got "
+            f"{foreign}, a transform of another library, of which no more than its forward() would be called. Use the "
+            "transform of that name in rollwright.envs, subclass rollwright.envs.Transform, or pass its forward method "
+            "if that is all that it has to do."
         )
     return CallableTransform(transform)
