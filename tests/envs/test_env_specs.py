@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright.data import Binary, Categorical, Composite, Unbounded
-from rollwright.envs import EnvBase, check_env_specs
+from rollwright.envs import EnvBase, TransformedEnv, check_env_specs
+from rollwright.errors import EnvError
 from rollwright.testing.mocking_classes import (
     CountingEnv,
     CountingEnvWithString,
@@ -61,6 +62,58 @@ def test_specs_may_be_set_before_the_base_constructor() -> None:
     assert env.reward_spec.dtype == torch.float64
     assert env.full_reward_spec.device == torch.device("cpu")
     check_env_specs(env)
+
+
+NAMES = ("observation", "state", "action", "reward", "done")
+
+
+@pytest.mark.parametrize("batch_size", [[], [2]])
+def test_specs_may_be_read_before_they_are_set(batch_size: list[int]) -> None:
+    class Curious(Bare):
+        def __init__(self, **kwargs: Any) -> None:
+            EnvBase.__init__(self, **kwargs)
+            self.seen = {name: getattr(self, f"full_{name}_spec") for name in NAMES}
+            self.full_state_spec["memory"] = Unbounded((*self.batch_size, 1))
+            super().__init__(**kwargs)
+
+    env = Curious(batch_size=batch_size)
+    assert {name for name in NAMES if env.seen[name].is_empty()} == {"observation", "action"}
+    assert env.state_keys == ["memory"]
+    assert list(env.seen["done"].keys()) == ["done", "terminated"]
+    assert env.action_keys == ["action"]
+    check_env_specs(Bare(batch_size=batch_size))
+
+
+def test_specs_read_before_the_base_constructor_are_named() -> None:
+    class Early(Bare):
+        def __init__(self) -> None:
+            _ = self.full_action_spec
+
+    with pytest.raises(EnvError, match=r"Early: full_action_spec was read before EnvBase\.__init__"):
+        Early()
+
+
+@pytest.mark.parametrize("batch_size", [[], [2], [2, 3]])
+def test_specs_of_one_environment_are_expanded_to_the_batch(batch_size: list[int]) -> None:
+    class OfOne(Bare):
+        def __init__(self, **kwargs: Any) -> None:
+            EnvBase.__init__(self, **kwargs)
+            self.observation_spec_unbatched = Composite(observation=Unbounded((2,)))
+            self.action_spec_unbatched = Binary(1, shape=(1,))
+            self.reward_spec_unbatched = Unbounded(())
+            self.full_done_spec_unbatched = Composite(done=Categorical(2, shape=(1,), dtype=torch.bool))
+
+    env, other = OfOne(batch_size=batch_size), Bare(batch_size=batch_size)
+    assert env.specs == other.specs
+    assert env.rollout(3)["action"].shape == (*batch_size, 3, 1)
+    for name in NAMES:
+        spec = getattr(env, f"full_{name}_spec_unbatched")
+        assert spec.shape == ()
+        assert spec.expand(env.batch_size) == getattr(env, f"full_{name}_spec")
+    assert env.action_spec_unbatched == Binary(1, shape=(1,))
+    check_env_specs(env)
+    with pytest.raises(AttributeError, match="those of a TransformedEnv follow from its base environment"):
+        TransformedEnv(env).action_spec_unbatched = Binary(1, shape=(1,))
 
 
 def test_specs_set_early_are_checked_against_the_batch_size() -> None:

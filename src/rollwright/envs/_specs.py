@@ -13,8 +13,27 @@ from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.layout import DoneGroup, done_groups
 from rollwright.data.specs import Categorical, Composite, TensorSpec, Unbounded
 from rollwright.data.specs._shape import as_device
+from rollwright.errors import EnvError
 
 __all__ = ["EnvSpecs"]
+
+
+def _unbatched(name: str) -> property:
+    """A spec of a single environment of the batch, which is expanded to the batch where it is set."""
+
+    def read(env: EnvSpecs) -> TensorSpec:
+        spec: TensorSpec = getattr(env, name)
+        return spec[(0,) * env.ndim] if env.ndim else spec
+
+    def write(env: EnvSpecs, spec: TensorSpec) -> None:
+        if "_modules" not in env.__dict__:
+            raise EnvError(
+                f"{type(env).__name__}: {name}_unbatched was set before EnvBase.__init__, which says the batch size. "
+                "Call it first."
+            )
+        setattr(env, name, spec.expand((*env.batch_size, *spec.shape)) if env.ndim else spec)
+
+    return property(read, write, doc=f":attr:`{name}` of one environment; what is set is expanded to the batch.")
 
 
 class EnvSpecs(nn.Module):
@@ -44,14 +63,26 @@ class EnvSpecs(nn.Module):
         """Fill in the specs that the constructor left open, and check those set before ``EnvBase.__init__``."""
         for name, spec in list(self._full_specs.items()):
             self._set_spec(name, spec, None)
-        for name in ("observation", "state", "action"):
-            self._full_specs.setdefault(name, Composite(shape=self.batch_size, device=self.device))
-        if "reward" not in self._full_specs:
+        for name in ("observation", "state", "action", "reward", "done"):
+            if name not in self._full_specs:
+                self._default_spec(name)
+
+    def _default_spec(self, name: str) -> None:
+        """Set the spec that an environment has where its constructor sets none."""
+        if name == "reward":
             self.reward_spec = Unbounded((*self.batch_size, 1), device=self.device)
-        if "done" not in self._full_specs:
+        elif name == "done":
             self.done_spec = Categorical(2, shape=(*self.batch_size, 1), dtype=torch.bool, device=self.device)
+        else:
+            self._full_specs[name] = Composite(shape=self.batch_size, device=self.device)
 
     def _full_spec(self, name: str) -> Composite:
+        if name not in self._full_specs:  # read before it was set
+            if "_modules" not in self.__dict__:
+                raise EnvError(
+                    f"{type(self).__name__}: full_{name}_spec was read before EnvBase.__init__. Call it first."
+                )
+            self._default_spec(name)
         return self._full_specs[name]
 
     def _set_spec(self, name: str, spec: TensorSpec, default_key: str | None) -> None:
@@ -181,6 +212,17 @@ class EnvSpecs(nn.Module):
     @done_spec.setter
     def done_spec(self, spec: TensorSpec) -> None:
         self.full_done_spec = spec
+
+    observation_spec_unbatched = _unbatched("observation_spec")
+    full_observation_spec_unbatched = _unbatched("full_observation_spec")
+    state_spec_unbatched = _unbatched("state_spec")
+    full_state_spec_unbatched = _unbatched("full_state_spec")
+    action_spec_unbatched = _unbatched("action_spec")
+    full_action_spec_unbatched = _unbatched("full_action_spec")
+    reward_spec_unbatched = _unbatched("reward_spec")
+    full_reward_spec_unbatched = _unbatched("full_reward_spec")
+    done_spec_unbatched = _unbatched("done_spec")
+    full_done_spec_unbatched = _unbatched("full_done_spec")
 
     @property
     def input_spec(self) -> Composite:
