@@ -327,6 +327,26 @@ def test_bad_observations(space: spaces.Space, observation: Any, message: str) -
         env.rand_step()
 
 
+def test_observations_of_very_many_choices_take_no_table() -> None:
+    env = GymWrapper(Scripted(70_000, space=spaces.Discrete(100_000)))
+    observation = env.rand_step()["next", "observation"]
+    assert observation.shape == (100_000,)
+    assert observation.nonzero().tolist() == [[70_000]]
+    pair = GymWrapper(Scripted(np.array([2, 70_000]), space=spaces.MultiDiscrete([3, 100_000])))
+    assert pair.rand_step()["next", "observation"].nonzero().tolist() == [[2], [70_003]]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
+def test_boxes_of_bools(shape: tuple[int, ...]) -> None:
+    space = spaces.Box(0, 1, shape, np.bool_)
+    env = GymWrapper(Echo(space, space))
+    td = env.rand_step()
+    assert (td["next", "observation"].dtype, td["next", "observation"].shape) == (torch.bool, shape)
+    assert env._env.taken[0].dtype == np.bool_
+    assert np.array_equal(env._env.taken[0], td["action"].numpy())
+    check_env_specs(env)
+
+
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_other_floats_are_cast_with_one_warning(shape: tuple[int, ...]) -> None:
     number = 1 / 3

@@ -147,7 +147,14 @@ class TensorSpec(abc.ABC):
     def _reshape_batch(self, batch: torch.Size, ndim: int) -> Self:
         """Reshape the first ``ndim`` dimensions to ``batch``, of the same number of elements."""
 
-    __hash__ = None  # type: ignore[assignment]  # specs compare by value and hold tensors
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep specs hashable that define how they compare."""
+        super().__init_subclass__(**kwargs)
+        cls.__hash__ = TensorSpec.__hash__  # type: ignore[method-assign]
+
+    def __hash__(self) -> int:
+        """Of what equal specs have in common, and what does not change when entries are set."""
+        return hash((type(self), tuple(self.shape)))
 
     # The same for all -------------------------------------------------------------------------
 

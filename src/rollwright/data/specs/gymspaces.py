@@ -54,7 +54,8 @@ def from_gym_space(
     ============================== ==================================================================
     space                          spec
     ============================== ==================================================================
-    ``Box``                        :class:`Bounded`; :class:`Unbounded` where no bound is finite
+    ``Box``                        :class:`Bounded`; :class:`Unbounded` where no bound is finite;
+                                   :class:`Binary` for bool
     ``Discrete``                   :class:`OneHot` (int64), or :class:`Categorical`
     ``MultiDiscrete``              :class:`MultiOneHot` (int64), or :class:`MultiCategorical`, always
                                    so for an ``nvec`` of several dimensions
@@ -95,6 +96,8 @@ def from_gym_space(
 def _convert(space: Any, device: DeviceLike, categorical: bool) -> TensorSpec:
     if isinstance(space, gym_spaces.Box):
         dtype = torch_dtype(space.dtype)
+        if dtype == torch.bool:
+            return Binary(None, space.shape, device, dtype)
         if not (np.isfinite(space.low).any() or np.isfinite(space.high).any()) and space.low.size:
             return Unbounded(space.shape, device, dtype)
         low, high = _clipped(space.low, dtype), _clipped(space.high, dtype)

@@ -22,6 +22,7 @@ from rollwright.errors import SpecError
 __all__ = ["ActionWriter", "Leaf", "ObservationReader", "leaves_of", "spec_of"]
 
 Batch = tuple[int, ...]
+_MOST_ROWS = 1024  # of a table of one-hot rows
 
 
 class Leaf(NamedTuple):
@@ -137,7 +138,11 @@ class ReadIndex:
         self.nvec, self.start = nvec, start
         self.shape = (*batch, *(leaf.space.shape or ()))
         self.dtype = numpy_dtype(_dtype(leaf.spec))
-        self.tables = [np.eye(n, dtype=self.dtype) for n in nvec.flat] if _is_one_hot(leaf.spec) else None
+        self.one_hot = _is_one_hot(leaf.spec)
+        # Rows to copy; of very many choices each row is written when it is needed.
+        self.tables = [
+            np.eye(n, dtype=self.dtype) if self.one_hot and n <= _MOST_ROWS else None for n in self.nvec.flat
+        ]
 
     def __call__(self, value: Any) -> NDArray[Any]:
         index = np.asarray(value)
@@ -152,12 +157,20 @@ class ReadIndex:
                 f"is {value!r}, outside of its space, which has {self.nvec.tolist()} choices that begin at "
                 f"{self.start.tolist()}. Correct the value, or change the space."
             )
-        if self.tables is None:
+        if not self.one_hot:
             return np.array(index, self.dtype)
         if self.nvec.ndim == 0:
-            return np.array(self.tables[0][index])
-        rows = [table[index[..., i]] for i, table in enumerate(self.tables)]
-        return np.concatenate(rows, -1)
+            return self._rows(0, index)
+        return np.concatenate([self._rows(i, index[..., i]) for i in range(len(self.tables))], -1)
+
+    def _rows(self, i: int, index: NDArray[Any]) -> NDArray[Any]:
+        """The one-hot rows of choice number ``i``, ``[*index, n]``."""
+        table = self.tables[i]
+        if table is not None:
+            return np.array(table[index])
+        rows = np.zeros((*index.shape, int(self.nvec.flat[i])), self.dtype)
+        np.put_along_axis(rows, index[..., None], 1, -1)
+        return rows
 
 
 class ReadObject:
