@@ -309,7 +309,7 @@ def test_close(make: Any, backend: str, state: str) -> None:
     pool.shutdown()
     with pytest.raises(EnvError, match="already closed"):
         pool.close()
-    for call in (lambda: pool.async_step_send(root), pool.async_step_recv, pool.reset):
+    for call in (lambda: pool.async_step_send(root), pool.async_step_recv, lambda: pool.step(root)):
         with pytest.raises(EnvError, match=r"after close\(\)"):
             call()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)

@@ -323,7 +323,7 @@ def test_close(make: Make) -> None:
     env.close()
     assert not any(is_alive(pid) for pid in pids)
     with pytest.raises(EnvError, match="clos"):
-        env.reset()
+        env.step(env.fake_tensordict())
     with pytest.raises(EnvError, match="already closed"):
         env.close()
     env.close(raise_if_closed=False)

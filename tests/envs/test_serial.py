@@ -260,7 +260,7 @@ def test_close() -> None:
     env.close()
     assert all(worker.is_closed for worker in env._envs)
     with pytest.raises(EnvError, match="clos"):
-        env.reset()
+        env.step(env.fake_tensordict())
     with pytest.raises(EnvError, match="already closed"):
         env.close()
     env.close(raise_if_closed=False)

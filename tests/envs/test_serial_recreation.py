@@ -197,7 +197,7 @@ def test_what_is_no_failure_of_the_environment_passes() -> None:
     env.close()
     assert env._envs[0].base_env.is_closed
     with pytest.raises(EnvError, match="after close"):
-        env.reset()
+        env.rand_step(env.fake_tensordict())
     assert env.recreations == [0]
 
 

@@ -109,6 +109,8 @@ class AsyncHalves(BatchedEnv):
         Raises:
             RuntimeError, ValueError: as for :meth:`async_step_send`.
         """
+        if self.is_closed and tensordict is None and env_index is None:
+            self._reopen()
         self._send(RESET, tensordict, env_index, **kwargs)
 
     def _send(self, call: str, td: TensorDictBase | None, env_index: Any, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -27,6 +27,8 @@ __all__ = ["BatchedEnv"]
 class BatchedEnv(EnvBase):
     """A batch of environments, ``[num_workers, *batch]``.
 
+    After :meth:`close`, the first reset of all environments (or :meth:`set_seed`) makes new ones.
+
     Args:
         parts: the environments, or what is known of them: ``batch_size``, ``device``, ``allow_done_after_reset`` and
             the five ``full_*_spec``.
@@ -49,7 +51,52 @@ class BatchedEnv(EnvBase):
         listed = {name: [getattr(part, f"full_{name}_spec") for part in parts] for name in SPECS}
         for name, spec in stacked_specs(listed, self.device).items():
             setattr(self, f"full_{name}_spec", spec)
+        self._openings = 1  # how often environments were made
+        self._moved_to: torch.device | None = None
         self._ragged = any(is_ragged(getattr(self, f"full_{name}_spec")) for name in SPECS)
+
+    # Closed, and opened again ---------------------------------------------------------------------
+
+    def _open(self) -> Sequence[Any]:
+        """Make environments in the place of those that were closed; returns what the constructor calls parts.
+
+        Raises:
+            EnvError: that cannot be.
+        """
+        raise NotImplementedError
+
+    def _known_parts(self) -> Sequence[Any]:
+        """The parts that were there before."""
+        raise NotImplementedError
+
+    def _reopen(self) -> None:
+        """See :class:`EnvBase`.
+
+        Raises:
+            EnvError: other environments were made than before, or those that were closed once more.
+        """
+        before = list(self._known_parts())
+        parts = self._open()
+        self.is_closed = False
+        self._openings += 1
+        for i, (new, old) in enumerate(zip(parts, before, strict=True)):
+            if new is old or _entries(new) != _entries(old):
+                self.close()
+                how = "the one that was closed" if new is old else f"one of other specs, {getattr(new, 'text', new)},"
+                raise EnvError(
+                    f"{type(self).__name__}[{i}]: a reset after close() makes new environments, and create_env_fn has "
+                    f"returned {how}. Let it make one like it at each call, or make a new {type(self).__name__}."
+                )
+        if self._moved_to is not None:
+            self.to(self._moved_to)
+
+    def to(self, device: torch.device | str | int | None) -> Self:  # type: ignore[override]
+        """Move the environments and the batch; returns the environment."""
+        super().to(device)
+        self._moved_to = self.device if device is not None else self._moved_to
+        return self
+
+    # Resets and seeds ---------------------------------------------------------------------------
 
     def _seed_for_reset(self, kwargs: dict[str, Any]) -> None:
         """Take a seed out of the arguments of a reset, and seed each environment with its own, as ``set_seed``.
@@ -104,4 +151,10 @@ class BatchedEnv(EnvBase):
         return last
 
     def start(self) -> None:
-        """No effect: the environments are there from the beginning."""
+        """No effect: the environments are there from the beginning, and come back with a reset after close()."""
+
+
+def _entries(part: Any) -> dict[Any, Any]:
+    """Shapes and dtypes of all that an environment reads and returns."""
+    specs = [(name, getattr(part, f"full_{name}_spec")) for name in SPECS]
+    return {(name, key): (leaf.shape, leaf.dtype) for name, spec in specs for key, leaf in spec.items(True, True)}

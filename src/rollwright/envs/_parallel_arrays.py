@@ -41,7 +41,7 @@ class ParallelArrays(ArrayEnv):
         facts: list[ArrayFacts] = list(env._ask(calls.array_facts).values())
         if any(each != facts[0] for each in facts):
             raise NotNative("its environments differ in their entries")
-        self._env = env
+        self._env, self._openings = env, env._openings
         self._take(range(env.num_workers), facts[0])
 
     def _take(self, rows: range, facts: ArrayFacts) -> None:
@@ -73,6 +73,8 @@ class ParallelArrays(ArrayEnv):
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
+        if self._env._openings != self._openings:
+            raise NotNative("its environments were closed, and others were made")
         self._env._ask(calls.check_arrays)
 
     def groups(self, number: int) -> list[ArrayEnv]:
@@ -84,7 +86,7 @@ class ParallelArrays(ArrayEnv):
         made: list[ArrayEnv] = []
         for start, stop in pairwise(edges):
             group = ParallelArrays.__new__(ParallelArrays)
-            group._env = self._env
+            group._env, group._openings = self._env, self._openings
             group._take(range(start, stop), self._facts)
             made.append(group)
         return made

@@ -25,7 +25,7 @@ __all__ = ["RemoteEnvs"]
 class RemoteEnvs(BatchedEnv):
     """All of :class:`~rollwright.envs.parallel.ParallelEnv` but steps and resets."""
 
-    _not_saved = ("_processes", "_outcomes", "_recreation", "_facts")
+    _not_saved = ("_launch", "_openings", "_processes", "_outcomes", "_recreation", "_facts")
 
     _processes: EnvProcesses
     _recreation: Recreation

@@ -27,7 +27,7 @@ class SerialArrays(ArrayEnv):
     def __init__(self, env: SerialEnv, known: type[SerialEnv]) -> None:
         refuse_overrides(env, known)
         check_flags(env)
-        self._env = env
+        self._env, self._openings = env, env._openings
         self._parts = [part._array_form() for part in env._envs]
         first = self._parts[0]
         for part in self._parts:
@@ -45,6 +45,8 @@ class SerialArrays(ArrayEnv):
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
+        if self._env._openings != self._openings:
+            raise NotNative("its environments were closed, and others were made")
         for part in self._parts:
             part.check()
 

@@ -100,11 +100,12 @@ class AsyncEnvPool(AsyncHalves):
         _check(backend, stack, min_get, env_step_timeout, len(makers))
         check_start_method("mp_start_method", mp_start_method)
         name = type(self).__name__
-        slots: Slots
+        launch: Callable[[], Slots]
         if backend == "threading":
-            slots = ThreadSlots(makers, name, env_step_timeout)
+            launch = partial(ThreadSlots, makers, name, env_step_timeout)
         else:
-            slots = ProcessSlots(makers, name, env_step_timeout, mp_start_method)
+            launch = partial(ProcessSlots, makers, name, env_step_timeout, mp_start_method)
+        slots = launch()
         try:
             super().__init__(slots, device, stack=stack, min_get=min_get, env_step_timeout=env_step_timeout)
             if stack == "dense" and self._ragged:
@@ -114,7 +115,10 @@ class AsyncEnvPool(AsyncHalves):
         except BaseException:
             slots.close()
             raise
-        self.backend = backend
+        self.backend, self._launch = backend, launch
+        self._take(slots)
+
+    def _take(self, slots: Slots) -> None:
         if isinstance(slots, ThreadSlots):
             for i, env in enumerate(slots.facts):
                 self.add_module(f"worker{i}", env)
@@ -122,6 +126,16 @@ class AsyncEnvPool(AsyncHalves):
         elif isinstance(slots, ProcessSlots):
             self._lay_out(slots)
         self._slots = slots  # from here on, attributes are looked up in the environments
+        self._ended = False
+
+    def _known_parts(self) -> Sequence[Any]:
+        return self._slots.facts
+
+    def _open(self) -> Sequence[Any]:
+        if not self._ended:  # the call of close() was interrupted
+            self.close()
+        self._take(self._launch())
+        return self._slots.facts
 
     def _lay_out(self, slots: ProcessSlots) -> None:
         full = [self.full_observation_spec, self.full_state_spec, self.full_reward_spec, self.full_done_spec]

@@ -142,6 +142,8 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         if tensordict is not None:
             self._check_batch(tensordict, "reset")
         masks = reset_masks(self, tensordict)
+        if self.is_closed and (masks is None or all(bool(mask.all()) for mask in masks.values())):
+            self._reopen()
         if tensordict is not None and masks and not any(bool(mask.any()) for mask in masks.values()):
             return without(tensordict, "next", *self.reset_keys)
         fresh = self._begin(tensordict, **kwargs)
@@ -288,6 +290,8 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         Returns:
             The seed of the last environment.
         """
+        if self.is_closed:
+            self._reopen()
         if seed is not None:
             torch.manual_seed(seed)
         last = self._seed_envs(seed, static_seed)
@@ -301,6 +305,9 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         if self.is_closed and raise_if_closed:
             raise EnvError(f"{self} is already closed. Pass raise_if_closed=False to allow this.")
         self.is_closed = True
+
+    def _reopen(self) -> None:
+        """Open again after :meth:`close`, for a reset that follows; nothing where that cannot be."""
 
     def _check_batch(self, tensordict: TensorDictBase, call: str) -> None:
         if not isinstance(tensordict, TensorDictBase):

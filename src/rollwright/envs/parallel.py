@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class ParallelEnv(RemoteEnvs):
         >>> env.close()
     """
 
+    _launch: Callable[[], EnvProcesses]
+
     def __new__(cls, num_workers: int, *args: Any, serial_for_single: bool = False, **kwargs: Any) -> Any:
         """A ``SerialEnv`` for a single environment, where that is wanted."""
         if not serial_for_single or num_workers != 1:
@@ -118,7 +121,8 @@ class ParallelEnv(RemoteEnvs):
         for name, threads in (("num_threads", num_threads), ("num_sub_threads", num_sub_threads)):
             if threads is not None and not (isinstance(threads, int) and threads >= 1):
                 raise ValueError(f"{name}: expected a number of at least 1, got {threads!r}.")
-        processes = EnvProcesses(
+        self.__dict__["_launch"] = launch = partial(
+            EnvProcesses,
             makers,
             num_processes or default_num_processes(num_workers),
             describe=calls.describe,
@@ -127,12 +131,12 @@ class ParallelEnv(RemoteEnvs):
             renews=recreates,
             num_threads=num_sub_threads,
         )
+        processes = launch()
         try:
             super().__init__(processes.described, device)
         except BaseException:
             processes.end()
             raise
-        self._facts: list[EnvFacts] = processes.described
         self._options = {
             "num_processes": processes.num_processes,
             "device": device,
@@ -142,12 +146,27 @@ class ParallelEnv(RemoteEnvs):
             "on_env_failure": on_env_failure,
         }
         self._num_seedings = 0
-        self._under_way: dict[int, range] = {}  # rows of steps between send and receive, by ticket
-        self._recreation = Recreation(type(self).__name__, processes, enabled=recreates)
-        self._outcomes = self._lay_out(processes)
+        self._recreates = recreates
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        self._take(processes)
+
+    def _take(self, processes: EnvProcesses) -> None:
+        self._facts: list[EnvFacts] = processes.described
+        self._under_way: dict[int, range] = {}  # rows of steps between send and receive, by ticket
+        self._recreation = Recreation(type(self).__name__, processes, enabled=self._recreates)
+        self._outcomes = self._lay_out(processes)
         self._processes = processes  # from here on, attributes are looked up in the environments
+        self._ended = False
+
+    def _known_parts(self) -> list[EnvFacts]:
+        return self._facts
+
+    def _open(self) -> list[EnvFacts]:
+        if not self._ended:  # the call of close() was interrupted
+            self.close()
+        self._take(self._launch())
+        return self._facts
 
     def _lay_out(self, processes: EnvProcesses) -> Outcomes:
         full = [self.full_observation_spec, self.full_state_spec, self.full_reward_spec, self.full_done_spec]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._processes.channel import ByValue
 from rollwright.envs._batched import BatchedEnv
 from rollwright.envs._renewable import RenewableEnv
 from rollwright.envs._serial_arrays import SerialArrays
 from rollwright.envs._succession import Notice, check_failure
-from rollwright.envs._workers import Factories, FactoryKwargs, call_each, factories, made, own_kwargs, placed
+from rollwright.envs._workers import Factories, Factory, FactoryKwargs, call_each, factories, made, own_kwargs, placed
 from rollwright.envs.arrays import ArrayEnv
+from rollwright.envs.base import EnvBase
 from rollwright.errors import RollwrightError
 
 __all__ = ["SerialEnv"]
@@ -71,6 +73,8 @@ class SerialEnv(BatchedEnv):
         ['CartPole-v1', 'CartPole-v1']
     """
 
+    _not_saved = ("_makers", "_openings")
+
     def __init__(
         self,
         num_workers: int,
@@ -90,17 +94,33 @@ class SerialEnv(BatchedEnv):
     ) -> None:
         makers = factories(num_workers, create_env_fn, create_env_kwargs)
         recreates = check_failure(on_env_failure)
-        envs = [made(i, maker) for i, maker in enumerate(makers)]
-        if recreates:
-            name, notice = type(self).__name__, Notice(".recreations")
-            envs = [
-                RenewableEnv(env, maker, i, partial(notice.tell, f"{name}[{i}]"))
-                for i, (env, maker) in enumerate(zip(envs, makers, strict=True))
-            ]
+        envs = self._made(makers, recreates)
         super().__init__(envs, device)
+        self._makers = [ByValue(maker) for maker in makers]
+        self._recreates = recreates
+        self._take(envs)
+
+    def _made(self, makers: Sequence[Factory], recreates: bool) -> list[EnvBase]:
+        envs = [made(i, maker) for i, maker in enumerate(makers)]
+        if not recreates:
+            return envs
+        name, notice = type(self).__name__, Notice(".recreations")
+        return [
+            RenewableEnv(env, maker, i, partial(notice.tell, f"{name}[{i}]"))
+            for i, (env, maker) in enumerate(zip(envs, makers, strict=True))
+        ]
+
+    def _take(self, envs: list[EnvBase]) -> None:
         for i, env in enumerate(envs):
             self.add_module(f"worker{i}", env)
         self._envs = envs  # from here on, attributes are looked up in them, which may have a "worker0" too
+
+    def _known_parts(self) -> list[EnvBase]:
+        return self._envs
+
+    def _open(self) -> list[EnvBase]:
+        self._take(self._made([maker.value for maker in self._makers], self._recreates))
+        return self._envs
 
     @property
     def recreations(self) -> list[int]:

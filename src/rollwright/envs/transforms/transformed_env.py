@@ -188,6 +188,9 @@ class TransformedEnv(EnvBase):
         self.base_env.close(raise_if_closed=raise_if_closed)
         self.transform.close()
 
+    def _reopen(self) -> None:
+        self.base_env._reopen()
+
     # Specs ------------------------------------------------------------------------------------
 
     def _full_spec(self, name: str) -> Composite:
