@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import threading
 from types import FrameType
@@ -56,6 +57,17 @@ class Uninterrupted:
             held, self._held = self._held, None
             self._handler(*held)
 
+    def _go_on_in_fork(self) -> None:
+        """In a forked child, whose main thread is the one that forked."""
+        global _main
+        before, _main = _main, threading.main_thread()
+        self._held = None  # that signal was for the parent
+        if self._depth and before is not _main:  # the thread that would end the block is not there
+            self._depth = 0
+            _plain.signal(_SIGINT, self._handler)
+
 
 uninterrupted = Uninterrupted()
 """The one of this process: there is but one handler of SIGINT."""
+
+os.register_at_fork(after_in_child=uninterrupted._go_on_in_fork)

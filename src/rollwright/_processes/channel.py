@@ -13,6 +13,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from rollwright._interrupts import uninterrupted
+from rollwright._processes.forks import on_fork
 from rollwright._processes.pickling import dumps
 
 __all__ = ["ByValue", "Channel", "ChannelClosed"]
@@ -91,8 +92,13 @@ class Channel:
         end.setblocking(False)
         self._wait = select.poll()
         self._wait.register(end.fileno(), select.POLLIN)
-        self._held, self._unsent = bytearray(), bytearray()
+        self._held = bytearray()
+        self._begin()
+        on_fork(self, Channel._begin)
+
+    def _begin(self) -> None:
         self._sending = threading.Lock()
+        self._unsent = bytearray()
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:

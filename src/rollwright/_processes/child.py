@@ -69,6 +69,7 @@ class Child:
     ) -> None:
         check_start_method("start_method", start_method)
         self.name = name
+        self._home: int | None = None  # in a forked process: the one that this child is of
         self.channel, theirs = Channel.pair()
         payload = args if start_method == "fork" else ByValue(args)
         self._process = new_process(start_method, _main, (theirs, serve, payload, num_threads), name)
@@ -98,11 +99,13 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended."""
-        return bool(self._process.is_alive())
+        """Whether the process has not ended, and is a child of this one."""
+        return self._home is None and bool(self._process.is_alive())
 
     def how_it_ended(self) -> str:
         """A phrase for messages."""
+        if self._home is not None:
+            return f"is a child of process {self._home}, which this one was forked from: use it there"
         status = self._process.exitcode
         if status is None:
             return "is alive"
@@ -228,6 +231,7 @@ def _forget_all() -> None:
     """In a forked process, whose copies of open ends would keep its siblings from hearing ``ChannelClosed``."""
     for child in list(_living):
         child.channel.close()
+        child._home = os.getppid()
     _living.clear()
     _orphans.clear()
 

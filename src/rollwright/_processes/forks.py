@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["on_fork"]
+__all__ = ["not_here", "on_fork"]
 
 T = TypeVar("T")
 _WAIT_S = 5.0  # of a fork, for all locks together
@@ -62,6 +62,19 @@ def on_fork(owner: T, renew: Callable[[T], None], lock_of: Callable[[T], Any] | 
         0
     """
     _reactions[owner] = _Reaction(renew, lock_of)
+
+
+def not_here(name: str, pid: int) -> RuntimeError:
+    """The error over something whose threads or processes a forked child does not have.
+
+    Args:
+        name: of what is used.
+        pid: of the process that made it.
+    """
+    return RuntimeError(
+        f"{name} belongs to process {pid}, which this one was forked from: its threads and workers are there. Use it "
+        "there, or make another one here."
+    )
 
 
 def _before() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -10,6 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from rollwright._processes.exits import Stage, call_at_exit
+from rollwright._processes.forks import not_here, on_fork
 
 __all__ = ["DaemonThread"]
 
@@ -27,6 +29,7 @@ class DaemonThread(ABC):
         condition: held by whoever reads or changes what the thread shares with others; notified of the end.
         stopping: whether the thread was asked to end.
         finished: whether it has ended.
+        left_behind: whether it runs in the process that this one was forked from, and not here.
 
     Example:
         >>> class Counter(DaemonThread):
@@ -49,10 +52,18 @@ class DaemonThread(ABC):
 
     def __init__(self, name: str) -> None:
         self.condition = threading.Condition()
-        self.stopping = self.finished = False
+        self.stopping = self.finished = self.left_behind = False
+        self._home = os.getpid()
         self._error: BaseException | None = None
         self._num_torch_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        on_fork(self, DaemonThread._leave_behind)
+
+    def _leave_behind(self) -> None:
+        """In a forked child, to which no thread has come along but the one that forked."""
+        self.condition = threading.Condition()
+        if self._thread.ident is not None and not self.finished and not self.inside:
+            self.finished = self.left_behind = True
 
     @abstractmethod
     def _work(self) -> None:
@@ -91,7 +102,9 @@ class DaemonThread(ABC):
         return threading.current_thread() is self._thread
 
     def raise_error(self) -> None:
-        """Raise what ended the thread, once."""
+        """Raise what ended the thread, once; in a forked child that it was left behind, until :meth:`stop`."""
+        if self.left_behind:
+            raise not_here(f"the thread {self._thread.name!r}", self._home)
         with self.condition:
             error, self._error = self._error, None
         if error is not None:
@@ -107,6 +120,9 @@ class DaemonThread(ABC):
         with self.condition:
             self.stopping = True
             self.condition.notify_all()
+            if self.left_behind:
+                self.left_behind, self._error = False, None
+                return True
             if self._thread.ident is None or self.inside:  # it has not begun, or cannot wait for itself
                 return self._thread.ident is None or self.finished
             ended = self.condition.wait_for(lambda: self.finished, timeout_s)

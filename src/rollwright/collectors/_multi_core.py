@@ -16,6 +16,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._processes.forks import on_fork
 from rollwright._processes.pickling import dumps
 from rollwright._processes.segment import Segment
 from rollwright.collectors._delivering import SPLITS
@@ -80,8 +81,8 @@ class MultiCore(BaseCollector):
         frames = others.get("frames_per_batch", CollectorOptions.frames_per_batch)
         self.requested_frames_per_batch = sum(frames) if isinstance(frames, list | tuple) and own.sync else frames
         self._version = 0
-        self._publishing = threading.Lock()
-        self._taking = threading.Lock()  # a batch: of threads that iterate, one at a time
+        self._begin()
+        on_fork(self, MultiCore._leave)
         self._pausers: list[int] = []  # threads inside pause()
         self._runner: Runner | None = None
         self._policy = policy
@@ -102,6 +103,15 @@ class MultiCore(BaseCollector):
         except BaseException:
             self.shutdown(raise_on_error=False)
             raise
+
+    def _begin(self) -> None:
+        self._publishing = threading.Lock()
+        self._taking = threading.Lock()  # a batch: of threads that iterate, one at a time
+
+    def _leave(self) -> None:
+        """In a forked child: whatever is asked here is refused, and there is nothing to shut down."""
+        self._begin()
+        self.closed = self._ended = True
 
     # Construction -----------------------------------------------------------------------------
 
@@ -376,6 +386,8 @@ class MultiCore(BaseCollector):
 
     def _check_open(self) -> None:
         if self.closed:
+            if hasattr(self, "_group"):
+                self._group.check_home()
             raise RuntimeError(f"{type(self).__name__} was shut down. Make a new one to collect more.")
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:

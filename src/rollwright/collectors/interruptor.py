@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from rollwright._processes.forks import on_fork
+
 __all__ = ["Interruptor"]
 
 
@@ -25,6 +27,13 @@ class Interruptor:
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
+        on_fork(self, Interruptor._renew)
+
+    def _renew(self) -> None:
+        """In a forked child, for the lock inside the event."""
+        stopped, self._stopped = self._stopped.is_set(), threading.Event()
+        if stopped:
+            self._stopped.set()
 
     def start_collection(self) -> None:
         """Let rollouts run to their end."""

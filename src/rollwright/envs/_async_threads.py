@@ -150,6 +150,8 @@ class ThreadSlots(Slots):
 
     def post(self, row: int, td: TensorDictBase | None, *, resets: bool, kwargs: dict[str, Any]) -> None:
         """See :class:`Slots`."""
+        if self._places[row].left_behind:
+            self._places[row].raise_error()
         with uninterrupted:
             self._serial += 1
             self._since[row] = self._serial, time.monotonic()
@@ -213,6 +215,7 @@ class ThreadSlots(Slots):
 
     def close(self, *, hurries: bool = False) -> tuple[list[Exception], list[str]]:
         """See :class:`Slots`."""
+        self._ends.update({row: GONE for row, place in enumerate(self._places) if place.left_behind})  # in a fork
         self._leave()
         until = time.monotonic() + (HURRY_S if hurries else CLOSE_S)
         awaited = set(range(len(self._places))) - self._lost

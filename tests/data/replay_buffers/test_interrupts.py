@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.processes.forked import forked
 
 from rollwright._interrupts import uninterrupted
 from rollwright.data import LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
@@ -96,3 +97,20 @@ def test_a_buffer_works_after_ctrl_c_at_any_moment(storage, shared):
         assert len(buffer.sample()) == 4
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     assert interrupts > 50
+
+
+def test_ctrl_c_comes_through_in_a_fork_of_another_thread():
+    def come_through() -> str:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), uninterrupted:
+            signal.raise_signal(signal.SIGINT)
+        return "through"
+
+    found = []
+    with uninterrupted:  # of the main thread, which is not there
+        thread = threading.Thread(target=lambda: found.append(forked(come_through)))
+        thread.start()
+        thread.join(60)
+        assert found == ["through"]
+        assert forked(lambda: uninterrupted._depth) == 1  # of this thread, which ends the block there too

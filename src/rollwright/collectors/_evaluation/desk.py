@@ -212,6 +212,8 @@ class Desk(DaemonThread):
 
     def stop(self, timeout_s: float) -> bool:
         """End after the step under way; returns whether the thread has ended, or is the caller."""
+        if self.left_behind:  # the pulse is that of the parent
+            return super().stop(timeout_s)
         with self.condition:
             self._close_by = time.monotonic() + max(timeout_s / 2, timeout_s - 2.0)
             self.pulse.stop()

@@ -20,6 +20,7 @@ from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ByValue, ChannelClosed
 from rollwright._processes.child import Child
 from rollwright._processes.failures import Failure
+from rollwright._processes.forks import not_here, on_fork
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.member import Listener, Member
 from rollwright.collectors.workers.restarts import Restarts
@@ -61,8 +62,9 @@ class Listening:
         self.listener: Listener | None = None
         self._start_method, self._num_threads = start_method, num_threads
         self.restarts, self._watcher, self._forget_reader = restarts, watch, forget
-        self._changed = threading.Condition(threading.RLock())
-        self._reading = False
+        self._home: int | None = None  # of a fork: the process that it was forked from
+        self._begin()
+        on_fork(self, Listening._leave_workers)
         self._poll = select.poll()
         self._by_fd: dict[int, Member] = {}
         self._waking, self._waker = os.pipe()
@@ -77,6 +79,22 @@ class Listening:
         self.closed = False
         self.forced: list[str] = []
         self.num_pauses = 0
+
+    def _begin(self) -> None:
+        self._changed = threading.Condition(threading.RLock())
+        self._reading = False
+
+    def _leave_workers(self) -> None:
+        """In a forked child: the workers are those of its parent."""
+        self._begin()
+        self._home, self.closed = self._home or os.getppid(), True
+        for worker in self.workers:
+            worker.child = None
+
+    def check_home(self) -> None:
+        """Refuse to do anything in a process that was forked from the one that has the workers."""
+        if self._home is not None:
+            raise not_here("the collector", self._home)
 
     # Starting ---------------------------------------------------------------------------------
 
@@ -158,6 +176,7 @@ class Listening:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Held by whoever reads what workers say, or changes what is known of them; Ctrl-C waits for its end."""
+        self.check_home()
         with uninterrupted, self._changed:
             yield
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +10,8 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 import torch
+
+from rollwright._processes.forks import on_fork
 
 __all__ = ["Ahead", "Turn"]
 
@@ -53,9 +54,9 @@ class Ahead(Generic[T]):
     def __init__(self, count: int, make: Callable[[Turn], T]) -> None:
         self._count, self._make = count, make
         self._begin()
+        on_fork(self, Ahead._begin)  # to which no thread has come along; what was prepared is the parent's
 
     def _begin(self) -> None:
-        self._process = os.getpid()
         self._lock = threading.RLock()
         self._pool: ThreadPoolExecutor | None = None
         self._results: deque[Future[T]] = deque()
@@ -67,8 +68,6 @@ class Ahead(Generic[T]):
         Raises:
             Exception: what ``make`` raised. What was prepared behind it is dropped, and prepared anew.
         """
-        if self._process != os.getpid():  # of a fork, to which no thread has come along
-            self._begin()
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from rollwright._processes.forks import on_fork
+
 __all__ = ["WaitingRoom"]
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.2e-3, 10e-3
@@ -41,6 +43,10 @@ class WaitingRoom:
     """
 
     def __init__(self) -> None:
+        self._begin()
+        on_fork(self, WaitingRoom._begin)
+
+    def _begin(self) -> None:
         self.changed = threading.Condition()
         self._reasons: dict[int, str] = {}  # by thread
 
