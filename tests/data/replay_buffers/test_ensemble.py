@@ -14,6 +14,7 @@ from rollwright.data import (
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     SliceSampler,
+    SampleToInsertRatio,
     TensorDictReplayBuffer,
 )
 
@@ -277,3 +278,19 @@ def test_one_priority_for_all(priority):
     places = index["index"][:, 0].tolist()
     again = ensemble.sample()["index", "index"]
     assert all(place not in row.tolist() for place, row in zip(places, again, strict=True))
+
+
+def test_a_member_that_is_filled_while_another_is_empty_does_not_run_ahead_of_the_limiter():
+    limiter = SampleToInsertRatio(2.0, margin=40, min_size=8)
+    ensemble = ReplayBufferEnsemble(*members(2), batch_size=8, limiter=limiter)
+    for _ in range(20):  # the collector of the other member is slow to begin
+        assert limiter.may_insert(10)
+        ensemble.extend(of_member(0, 10), member=0)
+        assert limiter.balance <= limiter.margin
+    for _ in range(2):  # it was asked before both of these
+        ensemble.extend(of_member(1, 5), member=1)
+    assert 0 <= limiter.balance <= limiter.margin + 2 * 10
+    assert not limiter.may_insert(10)
+    while not limiter.may_insert(10):
+        assert len(ensemble.sample()) == 2
+    assert -limiter.margin <= limiter.balance <= limiter.margin - 2 * 10

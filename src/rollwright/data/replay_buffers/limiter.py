@@ -50,8 +50,9 @@ class SampleToInsertRatio:
     waits to begin while ``balance + samples_per_insert * m > margin``, once ``min_size`` are stored. (After the rate
     limiters of Reverb, Cassirer et al. 2021, https://arxiv.org/abs/2102.04736, where ``margin`` is called the error
     buffer.) Where the buffer holds something already when it is made, is emptied, or is loaded from a state without a
-    limiter, the balance is taken for 0 there, or as soon as ``min_size`` are stored. Neither side waits for the other
-    for ever if::
+    limiter, the balance is taken for 0 there, or as soon as ``min_size`` are stored. What goes into members of an
+    ensemble beyond the margin, while another of them is empty, does not count. Neither side waits for the other for
+    ever if::
 
         2 * margin >= batch_size + samples_per_insert * frames_per_batch
 
@@ -186,7 +187,20 @@ class SampleToInsertRatio:
             return True
         inserted = self.inserted
         ahead = self._balance_at(inserted) + self.samples_per_insert * frames
-        return ahead <= self.margin or not self._is_warm(inserted)
+        if ahead <= self.margin:
+            return True
+        if self._is_warm(inserted):
+            return False
+        self._forgive(frames)
+        return True
+
+    def _forgive(self, frames: int) -> None:
+        """Do not count what goes beyond the margin by so many more, where nothing can be drawn for lack of others."""
+        with self._room.changed:
+            inserted = self.inserted
+            beyond = self._balance_at(inserted) + self.samples_per_insert * frames - self.margin
+            if beyond > 0 and inserted >= self._base and not self._is_warm(inserted):
+                self._base = min(inserted, self._base + math.ceil(beyond / self.samples_per_insert))
 
     def await_insert(self, frames: int, *, stop: Callable[[], bool] = _never, whom: str = "the collector") -> bool:
         """Wait until so many may be inserted; not to be called where a lock is held.
