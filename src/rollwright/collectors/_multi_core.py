@@ -236,12 +236,13 @@ class MultiCore(BaseCollector):
                 if not self._schedule.ready():
                     return
                 found = [self._schedule.next(shaped=self._shaped)]
+            if self.options.replay_buffer is not None:
+                await_publication(self.options.replay_buffer, lambda: self.closed)
             yield found.pop()  # no reference stays here: its memory is the consumer's alone
 
     def _shaped(self, batch: Any) -> TensorDictBase | None:
         """What is done with a batch of all workers that could not be done in each."""
         if batch is None:
-            await_publication(self.options.replay_buffer)
             return None
         shaped: TensorDictBase = batch
         if self._splits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from rollwright.collectors._delivering import DeliveringCore
 
 __all__ = ["StoredBatches", "StoredFrames", "StoredTrajectories", "await_publication", "choose_delivery"]
-
-_PUBLICATION_S, _NAP_S = 0.1, 0.2e-3
 
 
 def choose_delivery(core: DeliveringCore) -> Delivery:
@@ -226,15 +223,17 @@ def _objects_in(spec: Composite) -> list[NestedKey]:
     return [unravel(key) for key in spec.keys(True, True) if isinstance(spec[key], NonTensor)]
 
 
-def await_publication(buffer: Any) -> None:
+def await_publication(buffer: Any, stop: Callable[[], bool] = never) -> None:
     """Wait until what was written can be read: rows before it may still be written, by another process.
 
-    A tenth of a second at most: one that is stuck there keeps nobody from going on.
+    Args:
+        buffer: a replay buffer, or an ensemble of some.
+        stop: asked again and again, whether to wait no longer.
+
+    Raises:
+        TimeoutError: a process that lives does not publish what it reserved before.
     """
-    ledger: Any = getattr(getattr(buffer, "storage", None), "ledger", None)
-    if ledger is None:
-        return
-    end, until = ledger.end(), time.monotonic() + _PUBLICATION_S
-    while ledger.live()[1] < end and time.monotonic() < until:
-        time.sleep(_NAP_S)
-        ledger.settle()
+    for member in getattr(buffer, "members", [buffer]):
+        ledger: Any = getattr(getattr(member, "storage", None), "ledger", None)
+        if ledger is not None:
+            ledger.await_published(stop)

@@ -190,7 +190,7 @@ def test_what_a_worker_has_written_is_there_when_it_is_delivered(make, buffer, o
     collector = make("async", makers(), gain(), frames_per_batch=10, replay_buffer=rb, **options)
     collector.next()
     held = rb.storage.ledger.reserve(1)
-    late = threading.Timer(0.2, rb.storage.ledger.abandon, [held])
+    late = threading.Timer(1.0, rb.storage.ledger.abandon, [held])
     late.start()
     for count in range(1, 8):
         collector.next()

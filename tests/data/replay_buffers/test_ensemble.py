@@ -13,8 +13,8 @@ from rollwright.data import (
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
-    SliceSampler,
     SampleToInsertRatio,
+    SliceSampler,
     TensorDictReplayBuffer,
 )
 

@@ -202,6 +202,24 @@ def test_a_fork_neither_publishes_nor_gives_up_what_its_parent_reserved():
     assert ledger.live() == (0, 7)
 
 
+def test_what_was_published_is_waited_for_behind_what_was_reserved_before():
+    ledger, _, _ = shared_ledger()
+    held = ledger.reserve(3)
+    ledger.await_published(lambda: False)  # nothing was
+    ledger.publish(ledger.reserve(4))
+    last = ledger.reserve(2)  # keeps nothing back that was published
+    ledger.timeout_s = 0.01
+    with pytest.raises(TimeoutError, match=r"can be read: a reservation of 3 rows by this process.*keeps what comes"):
+        ledger.await_published(lambda: False)
+    asked = []
+    ledger.await_published(lambda: bool(asked.append(ledger.live())) or len(asked) > 2)
+    ledger.timeout_s = 60.0
+    threading.Timer(0.05, ledger.abandon, [held]).start()
+    ledger.await_published(lambda: False)
+    assert ledger.live() == (0, 7)
+    ledger.publish(last)
+
+
 def test_readers_share_and_a_writer_waits_for_them():
     ledger, _, _ = shared_ledger()
     done = threading.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -190,6 +190,36 @@ class Ledger:
         if head[_SETTLED] == head[_ISSUED]:
             return head[_PUBLISHED]
         return self._slots[_SLOT * ((head[_ISSUED] - 1) % _SLOTS) + _STOP]
+
+    def await_published(self, stop: Callable[[], bool]) -> None:
+        """Wait until what was published before this call can be read, which what was reserved before it may hold back.
+
+        Args:
+            stop: asked again and again, whether to wait no longer.
+
+        Raises:
+            TimeoutError: a process that lives does not publish what it reserved.
+        """
+        end = self._end_published()
+        until = time.monotonic() + self.timeout_s
+        while self._head[_PUBLISHED] < end and not stop():
+            if time.monotonic() > until:
+                raise TimeoutError(
+                    f"waited {self.timeout_s:g} s until what was written to the replay buffer can be read: "
+                    f"{self._under_way()}, and keeps what comes behind it from being read. End that process, or let "
+                    "it go on."
+                )
+            time.sleep(_NAP_S)
+            self.settle()
+
+    def _end_published(self) -> int:
+        """Where the last published reservation ends, whether it can be read yet or not."""
+        head = self._head
+        for serial in range(head[_ISSUED] - 1, head[_SETTLED] - 1, -1):
+            at = _SLOT * (serial % _SLOTS)
+            if self._slots[at + _STATE] == _DONE:
+                return self._slots[at + _STOP]
+        return head[_PUBLISHED]
 
     def voids(self) -> NDArray[np.int64]:
         """Gaps in what is live: ``[k, 2]`` ranges of positions that hold nothing, ascending, apart from one another."""
