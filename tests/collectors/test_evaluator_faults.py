@@ -162,6 +162,15 @@ def test_stuck_process_is_killed(make: Any) -> None:
         evaluator.trigger_eval()
 
 
+def test_process_that_a_signal_has_stopped_is_killed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollwright.collectors._evaluation.sides.STOPPED_S", 1.0)
+    evaluator = make(Faulty, backend="process", env_step_timeout=1000.0)
+    evaluator.evaluate()
+    os.kill(evaluator._desk.side.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError, match=r"waited 1 s for a step of its environment, after 0 frames"):
+        evaluator.evaluate()
+
+
 @pytest.mark.parametrize("call", ["evaluate", "wait", "poll", "trigger_eval"])
 def test_stuck_thread_is_told(make: Any, call: str) -> None:
     evaluator = make(lambda: Faulty(3, stick), env_step_timeout=0.3)

@@ -319,3 +319,12 @@ def test_interrupted_step_leaves_the_batch_in_order() -> None:
         warnings.simplefilter("error")
         assert env.step(td)["next", "observation"][:, 0].tolist() == [2, 2]
         env.close()
+
+
+def test_process_that_a_signal_has_stopped_is_lost_where_a_step_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollwright.envs._process_lines.STOPPED_S", 1.0)
+    env = batch(faulty(), faulty(), env_step_timeout=None)
+    td = env.rand_action(env.reset())
+    os.kill(env._processes.pids()[1], signal.SIGSTOP)
+    with pytest.raises(EnvError, match=r"ParallelEnv\[1\].*was stopped by a signal, did not go on for 1 s"):
+        env.step(td)

@@ -13,7 +13,7 @@ import torch
 from tests.patience import patient
 
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.child import Child, echo
+from rollwright._processes.child import Child, _is_stopped, echo
 from rollwright._processes.failures import Failure
 from rollwright._processes.segment import Segment
 from rollwright.errors import RemoteTraceback, WorkerError
@@ -169,10 +169,38 @@ def test_an_unknown_start_method_is_refused():
         Child(echo, name="echo", start_method="magic")
 
 
+def test_a_process_that_a_signal_has_stopped(monkeypatch):
+    child = Child(echo, name="echo")
+    child.channel.send(1)
+    assert child.channel.recv(LIMIT_S) == 1
+    now = time.monotonic()
+    monkeypatch.setattr("rollwright._processes.child.time.monotonic", lambda: now)
+
+    def look(after_s):
+        nonlocal now
+        now += after_s
+        return child.stopped_s()
+
+    assert look(2.0) == 0.0
+    os.kill(child.pid, signal.SIGSTOP)
+    while not _is_stopped(child.pid):
+        pass
+    assert look(0.5) == 0.0  # too soon to look again
+    assert [look(2.0), look(2.0)] == [2.5, 4.5]
+    assert look(3600.0) == 9.5  # this process may have been stopped, too
+    os.kill(child.pid, signal.SIGCONT)
+    while _is_stopped(child.pid):
+        pass
+    assert look(2.0) == 0.0
+    monkeypatch.undo()
+    assert child.end(0.0) == "terminated"
+    assert not _is_stopped(child.pid)
+
+
 PROGRAM = """
 import os, signal, sys, time
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.child import Child, echo
+from rollwright._processes.child import Child, _is_stopped, echo
 
 def main():
     child = Child(echo, name="child")

@@ -22,11 +22,14 @@ from rollwright._processes.failures import Failure
 from rollwright._processes.server import allow_interrupts
 from rollwright._processes.starting import check_start_method, new_process
 
-__all__ = ["Child", "end_all"]
+__all__ = ["STOPPED_S", "Child", "end_all"]
+
+STOPPED_S = 120.0  # that a process which a signal has stopped is waited for, where nothing else is said
 
 _EXIT_S = 1.0  # for all children together, when this process ends
 _TERMINATE_S = 1.0
 _LAST_BREATH_S = 2.0
+_LOOK_S, _LONGEST_GAP_S = 1.0, 5.0  # whether a process is stopped
 _ALONE_S = 10.0  # for a process to end by itself when its parent has hung up
 
 
@@ -84,6 +87,7 @@ class Child:
             raise
         finally:
             theirs.close()
+        self._looked_at, self._stopped_s = time.monotonic(), 0.0
         self._unwatch = weakref.finalize(self, _orphans.append, self._process)
         self._unwatch.atexit = False
 
@@ -101,6 +105,18 @@ class Child:
     def alive(self) -> bool:
         """Whether the process has not ended, and is a child of this one."""
         return self._home is None and bool(self._process.is_alive())
+
+    def stopped_s(self) -> float:
+        """For how long the process has been seen stopped by a signal (SIGSTOP); to be asked now and then.
+
+        It looks once a second. A longer time between two looks counts for five seconds at most: this process may have
+        been stopped itself, with its children.
+        """
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_S:
+            gap, self._looked_at = min(now - self._looked_at, _LONGEST_GAP_S), now
+            self._stopped_s = self._stopped_s + gap if _is_stopped(self.pid) else 0.0
+        return self._stopped_s
 
     def how_it_ended(self) -> str:
         """A phrase for messages."""
@@ -169,6 +185,14 @@ def end_all(children: Sequence[Child], timeout_s: float) -> list[str]:
     for child in children:
         child._close()
     return list(hows.values())
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[:1] == [b"T"]
+    except OSError:  # it has ended; or this system has no such files
+        return False
 
 
 def _not_ended(children: Sequence[Child], timeout_s: float) -> list[Child]:

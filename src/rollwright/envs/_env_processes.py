@@ -298,7 +298,7 @@ class EnvProcesses:
             until = time.monotonic() + limit_s
 
     def pump(self, timeout_s: float) -> bool:
-        """Wait until something comes in, and take it; whether a command has got an answer, or never will."""
+        """See :meth:`ProcessLines.pump`."""
         return self._lines.pump(timeout_s)
 
     # Endings ------------------------------------------------------------------------------------

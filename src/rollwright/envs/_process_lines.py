@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.child import Child
+from rollwright._processes.child import STOPPED_S, Child
 from rollwright._processes.failures import Failure
 from rollwright.envs._env_messages import Command
 from rollwright.envs._under_way import UnderWay
 
 __all__ = ["ProcessLines"]
+
+
+_NAP_S = 1.0
 
 
 class _Watched(NamedTuple):
@@ -87,13 +90,16 @@ class ProcessLines:
         return [process for process, child in self.living().items() if child.channel.behind]
 
     def pump(self, timeout_s: float) -> bool:
-        """Wait until something comes in, and take it; whether a command has got an answer, or never will."""
+        """Wait until something comes in, and take it; whether a command has got an answer, or never will.
+
+        It may return before the time is over, with nothing.
+        """
         for child in self._children:
             if child is not None and child.channel.behind:
                 self._poll.register(child.channel.fileno(), select.POLLIN | select.POLLOUT)
-        ready = self._poll.poll(timeout_s * 1e3)
+        ready = self._poll.poll(min(timeout_s, _NAP_S) * 1e3)
         if not ready:
-            return False
+            return timeout_s > 0 and self._lose_stopped()
         advances = False
         with uninterrupted:
             for fd, events in ready:
@@ -108,6 +114,15 @@ class ProcessLines:
                 listen = self._hear_out if watched.is_end else self._listen
                 advances |= listen(watched.process, child)
         return advances
+
+    def _lose_stopped(self) -> bool:
+        """Kill those that a signal has stopped for long; see :meth:`pump`."""
+        stopped = [process for process, child in self.living().items() if child.stopped_s() > STOPPED_S]
+        advances = [
+            self.lose(process, f"was stopped by a signal, did not go on for {STOPPED_S:g} s and was killed")
+            for process in stopped
+        ]
+        return any(advances)
 
     def _listen(self, process: int, child: Child) -> bool:
         """Read the messages that are there, and ask for no more than can have come; see :meth:`pump`."""

@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from rollwright._processes.channel import Channel, ChannelClosed
-from rollwright._processes.child import Child
+from rollwright._processes.child import STOPPED_S, Child
 from rollwright._processes.failures import Failure
 from rollwright._processes.segment import Segment
 from rollwright.collectors._evaluation.rounds import Order, Plan, Pulse, Rounds, Stopped
@@ -123,11 +123,13 @@ class There(Side):
         while not channel.poll():
             if self._pulse.stopped:
                 raise Stopped
-            if self._pulse.silence_s > silence_s:
+            stopped = child.stopped_s() > STOPPED_S
+            if stopped or self._pulse.silence_s > silence_s:
+                limit_s = STOPPED_S if stopped else silence_s
                 child.kill()
                 child.wait(_SLICE_S)
                 raise TimeoutError(
-                    f"{_NAME} (pid {self.pid}): waited {silence_s:g} s for {waiting_for}, after "
+                    f"{_NAME} (pid {self.pid}): waited {limit_s:g} s for {waiting_for}, after "
                     f"{self._pulse.frames} frames of this evaluation, and killed it. Look there for what blocks, or "
                     "raise env_step_timeout."
                 )

@@ -48,6 +48,7 @@ class Member:
         called: what it was asked to call last.
         pulse: of its words, when it was looked at last.
         pulse_at: when that had changed, by ``time.monotonic()``.
+        looked_at: when it was looked at last.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -60,7 +61,7 @@ class Member:
         self.num_collected = 0
         self._told = threading.local()
         self.called = ""
-        self.pulse, self.pulse_at = (0, 0), 0.0
+        self.pulse, self.pulse_at, self.looked_at = (0, 0), 0.0, 0.0
 
     @property
     def there(self) -> bool:

@@ -16,6 +16,7 @@ _WAITING = {
     State.STARTING: "its environment and policy to be made",
     State.WAITING: "being asked for a rollout",
     State.PAUSED: "the end of a pause",
+    State.PREPARING: "its pre_collect_hook",
 }
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from rollwright._processes.segment import Segment
 
-__all__ = ["State", "Time", "Word", "Words"]
+__all__ = ["BEAT_S", "State", "Time", "Word", "Words"]
+
+BEAT_S = 1.0  # the longest nap of a worker that waits
 
 
 class Word(IntEnum):
@@ -28,7 +30,7 @@ class Word(IntEnum):
     OLDEST = 8  # version that acted first in the rollout under way; -1: there is none
     NUM_IDS = 9  # trajectory ids taken
     FRAMES_DROPPED = 10
-    CHANGES = 11  # of its state
+    CHANGES = 11  # of its state, and naps while it waits
     ENV_RECREATIONS = 12  # environments that were made anew
 
 
@@ -60,6 +62,7 @@ class State(IntEnum):
     STOPPING = 6
     ENDED = 7
     DELIVERING = 8
+    PREPARING = 9
 
 
 _PAGE = 512
@@ -98,6 +101,10 @@ class Words:
     @state.setter
     def state(self, state: State) -> None:
         self.whole[Word.STATE] = state
+        self.whole[Word.CHANGES] += 1
+
+    def beat(self) -> None:
+        """Show that the worker is not stuck while it waits."""
         self.whole[Word.CHANGES] += 1
 
     @property

@@ -21,12 +21,12 @@ from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.blocks import BatchForm, Place
 from rollwright.collectors.workers.core import WorkerCore
-from rollwright.collectors.workers.words import State, Word, Words
+from rollwright.collectors.workers.words import BEAT_S, State, Word, Words
 from rollwright.weight_update._feed import WeightFeed
 
 __all__ = ["WorkerSpec", "serve"]
 
-_NAP_S = 1.0
+_NAP_S = BEAT_S
 _BEAT, _ATTENTION = int(Word.BEAT), int(Word.ATTENTION)  # those of each step, without a lookup
 
 
@@ -130,6 +130,7 @@ class Worker:
                 self._inbox.remove(message)
                 return message
             self._channel.poll(_NAP_S)
+            self._words.beat()
             self._read()
 
     def _handle(self, message: Any, *, between_batches: bool) -> bool:
@@ -189,6 +190,7 @@ class Worker:
         core = self._core
         self._run, self._cut = order.run, order.run <= self._interrupted_run
         self._take_weights()
+        self._words.state = State.PREPARING  # which a hook may take long for
         try:
             try:
                 found: Any = core.take_rollout(order)
@@ -220,6 +222,7 @@ class Worker:
                 if not self._paused or self._cut:
                     break
                 self._channel.poll(_NAP_S)
+                self._words.beat()
                 self._take_weights()
             if self._run is not None:
                 self._words.state = State.COLLECTING
