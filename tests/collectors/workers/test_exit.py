@@ -180,3 +180,67 @@ def test_workers_whose_parent_is_killed_end(tmp_path, kind):
     process.communicate(timeout=patient(30))
     assert gone(workers, BOUND_S)
     assert wait_until(lambda: not any(alive(pid) for pid in others), BOUND_S)
+
+
+CHILDREN = """
+import multiprocessing, sys, time
+from rollwright._processes.child import Child, echo
+from rollwright.collectors import Collector, Evaluator, MultiSyncCollector
+from rollwright.data import LazyTensorStorage, ReplayBuffer
+from rollwright.envs import AsyncEnvPool, ParallelEnv
+from tests.collectors.workers.envs import gain, makers
+
+def leave_open(kind):
+    global kept
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), shared=True)
+    if kind == "workers":
+        kept = MultiSyncCollector(makers(), gain(), frames_per_batch=20)
+        kept.next()
+    elif kind == "background":
+        kept = MultiSyncCollector(makers(), gain(), frames_per_batch=20, replay_buffer=buffer)
+        kept.start()
+    elif kind == "thread":
+        kept = Collector(makers(1)[0], gain(), frames_per_batch=20, replay_buffer=buffer)
+        kept.start()
+    elif kind == "parallel":
+        kept = ParallelEnv(2, makers(1)[0])
+        kept.reset()
+    elif kind == "evaluator":
+        kept = Evaluator(makers(1)[0], gain(), num_trajectories=1, max_steps=3, backend="process")
+        kept.trigger_eval()
+    else:
+        kept = AsyncEnvPool(makers(), backend=kind)
+        kept.reset()
+    raise ValueError(f"{kind}: no idea")
+
+Child(echo, name="first")  # the server runs from here on
+kinds = ["workers", "background", "thread", "parallel", "evaluator", "threading", "multiprocessing"]
+context = multiprocessing.get_context("fork")
+children = [context.Process(target=leave_open, args=(kind,)) for kind in kinds]
+for child in children:
+    child.start()
+for child in children:
+    child.join()
+"""
+
+
+@pytest.mark.timeout(240)
+def test_what_children_of_multiprocessing_leave_open_ends_with_them_and_their_error_is_told(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(CHILDREN)
+    source = str(Path(rollwright.__file__).parents[1])
+    program = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([source, str(ROOT)]), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, err = program.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        os.killpg(program.pid, signal.SIGKILL)
+        raise
+    for kind in ("workers", "background", "thread", "parallel", "evaluator", "threading", "multiprocessing"):
+        assert f"ValueError: {kind}: no idea" in err, err
+    assert err.count("Traceback") == 7, err
