@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import AddRenderObservation, OrderEnforcing
 
 from rollwright.envs.libs._registered import registered
-from rollwright.errors import EnvError, RollwrightError
+from rollwright.errors import EnvError
 
 __all__ = ["FrameSkip", "decorate", "make"]
 
@@ -124,12 +124,7 @@ def make(
     if from_pixels:
         kwargs.setdefault("render_mode", "rgb_array")
     _check_frame_skip(frame_skip)
-    try:
-        spec = registered(env_name)
-    except RollwrightError:
-        raise
-    except Exception as error:
-        raise EnvError(f"GymEnv({env_name!r}): importing its module raised {type(error).__name__}: {error}") from error
+    spec = registered(env_name)
     if frame_skip is not None and spec is not None and "frameskip" in spec.kwargs:
         if "frameskip" in kwargs:
             raise ValueError(

@@ -54,7 +54,10 @@ def registered(env_name: str) -> EnvSpec | None:
     """
     module, _, name = env_name.rpartition(":")
     if module:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except Exception:  # gymnasium.make() meets it once more, and says so
+            return None
     elif name not in gymnasium.registry and (package := _package(name)) is not None:
         _import(package, name)
     try:
