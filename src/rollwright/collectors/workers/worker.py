@@ -121,8 +121,9 @@ class Worker:
         self._seen = seen - self._channel.partial  # come again for the rest of a message
 
     def _next_message(self) -> Any:
-        """Wait for what is to be done next: what was said first; rollouts come last, and after a pause."""
+        """Wait for what is to be done next, in the order it was sent; rollouts come last, and after a pause."""
         while True:
+            self._read()
             message = next((m for m in self._inbox if not isinstance(m, say.Collect)), None)
             if message is None and self._inbox and not self._paused:
                 message = self._inbox[0]
@@ -131,7 +132,6 @@ class Worker:
                 return message
             self._channel.poll(_NAP_S)
             self._words.beat()
-            self._read()
 
     def _handle(self, message: Any, *, between_batches: bool) -> bool:
         """Do what a message asks; False if it has to wait for the end of the rollout."""
