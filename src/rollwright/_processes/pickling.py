@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-__all__ = ["dumps"]
+__all__ = ["dumps", "is_sending"]
 
 _Packages = dict[str, tuple[ModuleSpec | None, tuple[str, ...]]]  # outermost ones, by name, and their folders
 
@@ -21,6 +21,7 @@ _lock = threading.RLock()  # a pickle may hold another
 _is_found: dict[tuple[str, str], bool] = {}  # by a module's name and file
 _last: tuple[list[Any], list[str]] = ([], [])  # the modules there were, and the names of those not found
 _registered: list[ModuleType] = []  # while something is pickled
+_depth = threading.local()  # of the pickles under way in a thread
 
 
 def dumps(value: Any) -> bytes:
@@ -35,6 +36,7 @@ def dumps(value: Any) -> bytes:
     """
     with _lock:
         known = cloudpickle.list_registry_pickle_by_value()  # by the user, or by a pickle that holds this one
+        _depth.now = getattr(_depth, "now", 0) + 1
         strangers = [ModuleType(name) for name in _strangers() if name in sys.modules and name not in known]
         try:
             for module in strangers:  # stand-ins with its name: a lazy one would be loaded by a look at it
@@ -42,8 +44,14 @@ def dumps(value: Any) -> bytes:
                 cloudpickle.register_pickle_by_value(module)
             pickled: bytes = cloudpickle.dumps(value, 5)
         finally:
+            _depth.now -= 1
             _unregister(strangers)
     return pickled
+
+
+def is_sending() -> bool:
+    """Whether this thread pickles something for another process, with :func:`dumps`."""
+    return getattr(_depth, "now", 0) > 0
 
 
 def _unregister(modules: list[ModuleType]) -> None:

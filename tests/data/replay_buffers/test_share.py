@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import multiprocessing
 import os
 import pickle
 import threading
@@ -259,3 +261,55 @@ def test_nothing_is_left_of_it():
         del buffer
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# Storages of objects -------------------------------------------------------------------------------
+
+
+class OfMine(ListStorage):
+    """Somebody's own."""
+
+
+@pytest.mark.parametrize("storage", [ListStorage, OfMine])
+def test_a_storage_of_objects_is_not_sent_as_a_silent_copy(storage):
+    buffer = ReplayBuffer(storage=storage(10))
+    buffer.extend(["a", "b"])
+    message = rf"{storage.__name__} holds objects of this process.*shared=True"
+    for way in (buffer, ReplayBufferEnsemble(buffer), {"buffer": buffer.storage}):
+        with pytest.raises(TypeError, match=message):
+            multiprocessing.get_context("spawn").Process(target=print, args=(way,)).start()
+    one, other = multiprocessing.Pipe()
+    with one, other, pytest.raises(TypeError, match=message):
+        one.send(buffer)
+    for twin in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):  # these were asked for
+        twin.extend(["c"])
+        assert (len(twin), len(buffer)) == (3, 2)
+
+
+def extend_and_tell(channel, write) -> None:
+    channel.send(write.buffer.sample(1))  # a copy can be read
+    try:
+        write("c")
+    except TypeError as error:
+        channel.send(str(error))
+
+
+class Write:
+    """A function that a worker is sent, with a buffer that it knows."""
+
+    def __init__(self, buffer) -> None:
+        self.buffer = buffer
+
+    def __call__(self, item) -> None:
+        self.buffer.extend([item])
+
+
+def test_a_copy_that_came_along_with_a_function_is_not_written():
+    buffer = ReplayBuffer(storage=ListStorage(10), collate_fn=list)
+    buffer.extend(["a"])
+    child = Child(extend_and_tell, Write(buffer), name="writer")
+    assert child.channel.recv(LIMIT) == ["a"]
+    assert "copy of a ListStorage of another process" in child.channel.recv(LIMIT)
+    finish(child)
+    buffer.extend(["b"])  # the original goes on
+    assert len(buffer) == 2

@@ -65,13 +65,30 @@ def dimension(name: str, value: int, ndim: int) -> int:
 
 
 def inverse_of(change: Change) -> Change | None:
-    """The inverse of a transform that has one."""
+    """The inverse of a transform that has one, of this library or of another.
+
+    Ours say whether there is anything to invert. Those of others are asked with all data: ``inv`` returns as they are
+    what it has nothing to do with.
+
+    Raises:
+        TypeError: a transform has an inverse that cannot be called.
+    """
+    is_ours = hasattr(change, "_inverts")
     parts = getattr(change, "transforms", None)
-    if parts is not None:
+    if is_ours and parts is not None:
         return cast(Any, change).inv if any(inverse_of(part) is not None for part in parts) else None
-    if not (getattr(change, "in_keys_inv", None) or getattr(change, "_inverts", False)):
+    if is_ours and not (getattr(change, "in_keys_inv", None) or cast(Any, change)._inverts):
         return None
-    return getattr(change, "inv", None)
+    inverse: Change | None = getattr(change, "inv", None)
+    if callable(inverse):
+        return inverse
+    named = [name for name in ("_inv_call", "_inv_apply_transform") if callable(getattr(change, name, None))]
+    if named:
+        raise TypeError(
+            f"transform: {type(change).__name__} has an inverse ({', '.join(named)}), and no method inv() that takes a "
+            "batch: what is written would not be inverted. Give it one, or pass a function without."
+        )
+    return None
 
 
 def stacked(items: list[Any]) -> Any:

@@ -42,8 +42,8 @@ class ReplayBuffer:
             tensors or TensorDicts); applied to the batches of other storages too.
         pin_memory: deliver batches in pinned memory, which a GPU reads without another copy.
         prefetch: number of batches to prepare ahead, in threads.
-        transform: applied to each batch: a transform, a module or a callable. Where a transform has an inverse, it is
-            applied to what is written.
+        transform: applied to each batch: a transform, a module or a callable. Where a transform has an inverse (a
+            method ``inv``, of this library or of another), it is applied to what is written.
         transform_factory: makes the transform, instead.
         batch_size: elements in a batch, unless ``sample`` is told.
         dim_extend: of the data, the dimension that grows; default: the last of the storage's.
@@ -366,6 +366,7 @@ class ReplayBuffer:
         """
         if not callable(transform):
             raise TypeError(f"transform: expected a transform, a module or a callable, got {transform!r}.")
+        inverse_of(transform)  # or an error: it could not be inverted
         most = len(self.transforms)
         if not -most <= index <= most:
             raise IndexError(f"index: expected one from {-most} to {most}, got {index}.")

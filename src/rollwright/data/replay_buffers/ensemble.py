@@ -11,6 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright.data.loading import load_saved, save
+from rollwright.data.replay_buffers._arguments import inverse_of
 from rollwright.data.replay_buffers.buffer import Change, ReplayBuffer
 from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
 from rollwright.data.replay_buffers.storages import positive
@@ -279,6 +280,11 @@ class ReplayBufferEnsemble:
         """Apply a transform to each stacked batch, after those that are there."""
         if not callable(transform):
             raise TypeError(f"transform: expected a transform, a module or a callable, got {transform!r}.")
+        if inverse_of(transform) is not None:
+            raise TypeError(
+                f"transform: {type(transform).__name__} has an inverse, which an ensemble does not apply to what is "
+                "written. Give the transform to each member."
+            )
         self.transforms.append(transform)
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,16 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, key_str, leaf_keys
+from rollwright._processes.pickling import is_sending
 from rollwright.data.replay_buffers._ledger import Ledger, Reservation
 
 __all__ = ["ListStorage", "Storage"]
 
 _UNLIMITED = 1 << 40
+_SENT_REMEDY = (
+    "Pass a LazyTensorStorage or LazyMemmapStorage to a buffer with shared=True, or make the buffer in the process "
+    "that uses it."
+)
 
 
 class Storage(ABC):
@@ -198,6 +204,10 @@ class Storage(ABC):
 class ListStorage(Storage):
     """Elements of any kind, in a list of this process.
 
+    Other processes cannot have it: ``multiprocessing`` refuses to send it (as an argument of a process, through a
+    queue or a pipe). What comes along with a function that is sent to a worker is a copy, which can be read and not
+    written. Copies by :mod:`copy` and :mod:`pickle` are storages of their own.
+
     Args:
         max_size: number of elements; None: no limit.
 
@@ -214,9 +224,25 @@ class ListStorage(Storage):
         self.max_size = _UNLIMITED if max_size is None else positive("max_size", max_size)
         self.ledger = Ledger(capacity=self.max_size)
         self._items: dict[int, tuple[Any]] = {}  # by row; each write makes a tuple of its own
+        self._was_sent = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ForkingPickler.register(cls, _refuse_to_send)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_was_sent": self._was_sent or is_sending()}
+
+    def _check_here(self) -> None:
+        if self._was_sent:
+            raise TypeError(
+                "storage: this is a copy of a ListStorage of another process, where nobody would see what is written "
+                f"here. {_SENT_REMEDY}"
+            )
 
     def append(self, data: Any, *, dim: int = 0) -> Reservation:
         """See :meth:`Storage.append`."""
+        self._check_here()
         batches = data if isinstance(data, _Pieces) else [data]
         items = [item for batch in batches for item in _items_of(batch, dim)]
         if not items:
@@ -249,6 +275,7 @@ class ListStorage(Storage):
 
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
         """See :meth:`Storage.overwrite`."""
+        self._check_here()
         items = _items_of(data, 0)
         if len(items) != len(index):
             raise ValueError(f"data: expected {len(index)} elements to replace as many, got {len(items)}.")
@@ -282,6 +309,16 @@ class ListStorage(Storage):
     def __repr__(self) -> str:
         limit = "" if self.max_size == _UNLIMITED else f", max_size={self.max_size}"
         return f"ListStorage(len={len(self)}{limit})"
+
+
+def _refuse_to_send(storage: ListStorage) -> Any:
+    raise TypeError(
+        f"storage: {type(storage).__name__} holds objects of this process, and another process would get a copy, of "
+        f"which nobody else sees what is written. {_SENT_REMEDY}"
+    )
+
+
+ForkingPickler.register(ListStorage, _refuse_to_send)
 
 
 def _copied(item: Any) -> Any:
