@@ -168,6 +168,16 @@ def test_a_ring_takes_space_once(disk, tmp_path):
     assert buffer.write_count == 150
 
 
+def test_opening_a_file_that_has_its_space_takes_none(disk, tmp_path):
+    """Others may be writing its counters, which some systems allocate by writing them."""
+    one = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path))
+    one.extend(rows(100))
+    disk.free = 0
+    other = ReplayBuffer(storage=LazyMemmapStorage(scratch_dir=tmp_path, existsok=True))
+    other.extend(rows(1, 100))
+    assert one.write_count == 101
+
+
 def test_a_sparse_copy_of_a_folder_takes_its_space_again(disk, tmp_path):
     one = ReplayBuffer(storage=LazyMemmapStorage(10**6, scratch_dir=tmp_path / "one"))
     one.extend(rows(10))

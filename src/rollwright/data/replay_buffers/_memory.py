@@ -227,14 +227,17 @@ class SharedMemory(Memory):
         self._rows, self._lock = rows, lock
         is_new = not self._check_mark()
         rows.grow(_HEAD)
-        rows.allocate(0, _PAGE + Ledger.num_bytes + 8)  # what every process reads at any time
+        row_lock = RowLock.over(lock)
+        if not Space.is_counted_for(rows, os.pread(rows.fd, Space.num_bytes, _SPACE_AT)):
+            with row_lock.writing():
+                rows.allocate(0, _PAGE + Ledger.num_bytes + 8)  # what every process reads at any time
         mark = rows.map(0, _PAGE)
         mark[: len(_MARK)] = _MARK
         self._text = rows.map(_PAGE + Ledger.num_bytes, _SCHEMA_ROOM)
         self._length = self._text[:8].cast("q")
         self._schema: Schema | None = None
         self._tensors: dict[NestedKey, torch.Tensor] = {}
-        self.ledger = Ledger(rows.map(_PAGE, Ledger.num_bytes), RowLock.over(lock))
+        self.ledger = Ledger(rows.map(_PAGE, Ledger.num_bytes), row_lock)
         self._space = self.ledger.space = Space(rows, mark[_SPACE_AT : _SPACE_AT + Space.num_bytes].cast("q"))
         if rows.path is not None or is_new:
             with self.ledger.writing():

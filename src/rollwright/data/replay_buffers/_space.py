@@ -61,8 +61,14 @@ class Space:
 
     def is_of_this_file(self) -> bool:
         """Whether the numbers were written for this file: a copy of it may be sparse where the original was not."""
-        status = os.fstat(self._file.fd)
-        return (self._numbers[_DEVICE], self._numbers[_INODE]) == (_int64(status.st_dev), _int64(status.st_ino))
+        return self.is_counted_for(self._file, bytes(self._numbers))
+
+    @staticmethod
+    def is_counted_for(file: Segment, numbers: bytes) -> bool:
+        """Whether these numbers, read from a file, were written for it."""
+        status = os.fstat(file.fd)
+        read = memoryview(numbers).cast("q")
+        return (read[_DEVICE], read[_INODE]) == (_int64(status.st_dev), _int64(status.st_ino))
 
     def begin(self) -> None:
         """Count from 0 on. For use under the lock."""
