@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
+import weakref
 
 from tests.processes.forked import forked
 
@@ -92,3 +94,30 @@ def test_a_fork_does_not_wait_for_ever(monkeypatch):
     assert forked(lambda: owner.lock.acquire(blocking=False))
     over.set()
     thread.join(LIMIT)
+
+
+def test_a_fork_takes_all_locks_while_other_threads_make_objects(monkeypatch):
+    monkeypatch.setattr(forks, "_reactions", weakref.WeakKeyDictionary())
+    owners, over = [Owner() for _ in range(50)], threading.Event()
+    for owner in owners:
+        on_fork(owner, Owner.renew, lambda owner: owner.lock)
+
+    def make() -> None:
+        while not over.is_set():
+            others = [Owner() for _ in range(200)]
+            for other in others:
+                on_fork(other, Owner.renew)
+
+    thread, interval = threading.Thread(target=make), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(1000):
+            forks._before()  # what the system calls, and whose errors it only prints
+            held = len(forks._held.locks)
+            forks._in_parent()
+            assert held == len(owners)
+    finally:
+        over.set()
+        sys.setswitchinterval(interval)
+        thread.join(LIMIT)

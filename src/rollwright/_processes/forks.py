@@ -23,6 +23,13 @@ class _Reaction(NamedTuple):
 _reactions: weakref.WeakKeyDictionary[Any, _Reaction] = weakref.WeakKeyDictionary()
 
 
+def _now() -> list[tuple[Any, _Reaction]]:
+    """All owners that live, and their reactions; other threads may add some meanwhile."""
+    owners = [ref() for ref in _reactions.keyrefs()]  # a copy, made in one step: items() would notice the change
+    found = [(owner, _reactions.get(owner)) for owner in owners if owner is not None]
+    return [(owner, reaction) for owner, reaction in found if reaction is not None]
+
+
 class _Held(threading.local):
     """Locks that this thread holds while it forks."""
 
@@ -79,7 +86,7 @@ def not_here(name: str, pid: int) -> RuntimeError:
 
 def _before() -> None:
     until = time.monotonic() + _WAIT_S
-    for owner, (_, lock_of) in list(_reactions.items()):
+    for owner, (_, lock_of) in _now():
         if lock_of is not None:
             lock = lock_of(owner)
             if lock.acquire(timeout=max(0.0, until - time.monotonic())):
@@ -94,7 +101,7 @@ def _in_parent() -> None:
 def _in_child() -> None:
     _held.locks.clear()
     failed: list[Exception] = []
-    for owner, (renew, _) in list(_reactions.items()):
+    for owner, (renew, _) in _now():
         try:
             renew(owner)
         except Exception as error:
