@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.data.replay_buffers import _ledger
 from rollwright.data.replay_buffers._ledger import Ledger
 from rollwright.data.replay_buffers._locks import RowLock
+
+LIMIT = 60.0
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -335,3 +338,37 @@ def test_ids_are_given_out_once():
         9,
         9,
     ]
+
+
+def test_threads_that_write_for_the_first_time_at_once_are_one_process(monkeypatch):
+    def write_in_two_threads() -> int:
+        both, random = threading.Barrier(2), os.urandom
+
+        def urandom(n: int) -> bytes:
+            both.wait(LIMIT)
+            return random(n)
+
+        def write() -> int:
+            ledger = Ledger(capacity=4)
+            with ledger.writes(1):
+                both.wait(LIMIT)
+            return ledger.write_count
+
+        monkeypatch.setattr(os, "urandom", urandom)
+        with ThreadPoolExecutor(2) as pool:
+            return sum(future.result() for future in [pool.submit(write), pool.submit(write)])
+
+    assert forked(write_in_two_threads) == 2
+
+
+def test_rows_are_given_up_where_those_that_were_left_out_cannot_be_counted(monkeypatch):
+    ledger = Ledger(capacity=4)
+
+    def skip(n: int) -> None:
+        raise TimeoutError("waited")
+
+    monkeypatch.setattr(ledger, "skip", skip)
+    with pytest.raises(TimeoutError), ledger.writes(4, skipped=2):
+        pass
+    assert ledger.is_settled()
+    assert ledger.num_lost == 4

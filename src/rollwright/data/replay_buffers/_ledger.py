@@ -508,21 +508,29 @@ class Ledger:
             reservation = self.reserve(n)
             try:
                 yield reservation
+                if skipped:
+                    self.skip(skipped)
             except BaseException:
                 self.abandon(reservation)
                 raise
-            if skipped:
-                self.skip(skipped)
             self.publish(reservation)
 
 
-_identity = (0, 0)
+def _new_identity() -> int:
+    return int.from_bytes(os.urandom(7), "little")
+
+
+_identity = _new_identity()
+
+
+def _renew_identity() -> None:
+    global _identity
+    _identity = _new_identity()
+
+
+os.register_at_fork(after_in_child=_renew_identity)  # where there is one thread: each has the same, from the first use
 
 
 def _me() -> int:
     """A number that no other process has or had."""
-    global _identity
-    pid = os.getpid()
-    if _identity[0] != pid:
-        _identity = (pid, int.from_bytes(os.urandom(7), "little"))
-    return _identity[1]
+    return _identity
