@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.processes.forked import resting_fork
 
 from rollwright.data import (
     LazyMemmapStorage,
@@ -25,7 +27,7 @@ from rollwright.data import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
-from rollwright.data.replay_buffers import checkpoint
+from rollwright.data.replay_buffers import _folders, checkpoint
 
 FORK = multiprocessing.get_context("fork")
 SIZE = 40
@@ -441,3 +443,12 @@ def test_a_folder_that_stepped_aside_is_found_by_a_storage_too(tmp_path):
     other = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
     other.loads(tmp_path / "saved")
     assert other[:].tolist() == [0, 1, 2, 3]
+
+
+def test_a_child_that_was_forked_during_a_dump_holds_up_nobody(tmp_path):
+    with contextlib.ExitStack() as children:
+        with _folders._swapping(tmp_path / "rows"):
+            children.enter_context(resting_fork())
+        lock = _folders._locked(tmp_path)
+        assert lock is not None
+        os.close(lock)

@@ -122,4 +122,6 @@ def _swapping(folder: Path) -> Iterator[None]:
             break
         yield
     finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(parent, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
         os.close(parent)
