@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import shutil
 import signal
 import struct
 
@@ -10,10 +12,21 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rollwright._processes.segment import Segment
 from rollwright.cli import main
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from rollwright.data.replay_buffers._ledger import _HEADER, _SLOT, _SLOTS, _VOID, Ledger
-from rollwright.data.replay_buffers._memory import _HEAD, _PAGE, ROWS_FILE
+from rollwright.data.replay_buffers._ledger import (
+    _BASE_CHECK,
+    _HEADER,
+    _ISSUED,
+    _SETTLED,
+    _SKIPPED,
+    _SLOT,
+    _SLOTS,
+    _VOID,
+    Ledger,
+)
+from rollwright.data.replay_buffers._memory import _HEAD, _MARK, _PAGE, ROWS_FILE
 from rollwright.errors import DamagedFileError
 
 SIZE = 50
@@ -192,6 +205,49 @@ def test_a_file_whose_maker_was_killed_is_a_new_one(length, tmp_path):
     buffer = ReplayBuffer(storage=LazyMemmapStorage(SIZE, scratch_dir=tmp_path, existsok=True))
     buffer.extend(rows(5))
     assert len(held(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("length", [10, 60])
+def test_rows_of_versions_that_wrote_no_number_twice_are_opened_again_and_again(length, tmp_path):
+    """They noted only the end of what was published, where rows came from another buffer."""
+    source = ReplayBuffer(storage=LazyTensorStorage(SIZE))
+    source.extend(rows(length))
+    source.dumps(tmp_path / "rows")
+    file = tmp_path / "rows" / ROWS_FILE
+    whole = bytearray(file.read_bytes())
+    whole[len(_MARK) : _PAGE] = bytes(_PAGE - len(_MARK))
+    head = _PAGE, _PAGE + 8 * _HEADER
+    numbers = list(struct.unpack(f"<{_HEADER}q", whole[slice(*head)]))
+    numbers[_ISSUED] = numbers[_SETTLED] = numbers[_SKIPPED] = numbers[_BASE_CHECK] = 0
+    whole[slice(*head)] = struct.pack(f"<{_HEADER}q", *numbers)
+    whole[head[1] : head[1] + 8 * _SLOT * _SLOTS] = bytes(8 * _SLOT * _SLOTS)
+    file.write_bytes(whole)
+    for _ in range(3):
+        storage = LazyMemmapStorage(SIZE, scratch_dir=tmp_path / "rows", existsok=True)
+        assert storage.num_reopened == min(length, SIZE)
+        del storage
+    assert len(held(tmp_path / "rows")) == min(length, SIZE)
+
+
+def test_a_file_that_others_may_be_writing_is_not_allocated_again(tmp_path, monkeypatch):
+    """Where the system cannot allocate, each block is read and written: what is written meanwhile would be lost."""
+    begins: list[int] = []
+    allocate = Segment.allocate
+
+    def noted(segment: Segment, start: int, num_bytes: int) -> None:
+        begins.append(start)
+        allocate(segment, start, num_bytes)
+
+    monkeypatch.setattr(Segment, "allocate", noted)
+    simple(tmp_path / "rows")
+    assert 0 in begins
+    begins.clear()
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(SIZE, scratch_dir=tmp_path / "rows", existsok=True), shared=True)
+    copy.copy(buffer)
+    assert not begins
+    shutil.copytree(tmp_path / "rows", tmp_path / "copy")
+    LazyMemmapStorage(SIZE, scratch_dir=tmp_path / "copy", existsok=True)
+    assert 0 in begins
 
 
 @pytest.mark.filterwarnings("ignore:.*a killed process was writing")

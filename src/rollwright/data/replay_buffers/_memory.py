@@ -30,6 +30,7 @@ _MARK = b"rollwright rows 1\n"
 _SCHEMA_ROOM = 1 << 18
 _PAGE, _HUGE_PAGE = 4096, 1 << 21
 _SPACE_AT = 64  # in the first page, behind the mark
+_CHECKS_AT = _SPACE_AT + Space.num_bytes  # 1 in files whose numbers were written twice from the first on
 _HEAD = _PAGE + Ledger.num_bytes + _SCHEMA_ROOM
 _LENGTH = (1 << 32) - 1  # the lower half of the number before the schema; the upper one is its checksum
 
@@ -225,32 +226,40 @@ class SharedMemory(Memory):
 
     def _connect(self, rows: Segment, lock: Segment) -> None:
         self._rows, self._lock = rows, lock
-        is_new = not self._check_mark()
+        self._check_mark()
         rows.grow(_HEAD)
         row_lock = RowLock.over(lock)
         if not Space.is_counted_for(rows, os.pread(rows.fd, Space.num_bytes, _SPACE_AT)):
             with row_lock.writing():
                 rows.allocate(0, _PAGE + Ledger.num_bytes + 8)  # what every process reads at any time
-        mark = rows.map(0, _PAGE)
-        mark[: len(_MARK)] = _MARK
+        self._mark = rows.map(0, _PAGE)
+        self._has_checks = self._mark[_CHECKS_AT : _CHECKS_AT + 8].cast("q")
         self._text = rows.map(_PAGE + Ledger.num_bytes, _SCHEMA_ROOM)
         self._length = self._text[:8].cast("q")
         self._schema: Schema | None = None
         self._tensors: dict[NestedKey, torch.Tensor] = {}
         self.ledger = Ledger(rows.map(_PAGE, Ledger.num_bytes), row_lock)
-        self._space = self.ledger.space = Space(rows, mark[_SPACE_AT : _SPACE_AT + Space.num_bytes].cast("q"))
-        if rows.path is not None or is_new:
+        self._space = self.ledger.space = Space(rows, self._mark[_SPACE_AT : _SPACE_AT + Space.num_bytes].cast("q"))
+        if rows.path is not None or not self._space.is_of_this_file():
             with self.ledger.writing():
-                self._check()
-                self.ledger.repair_base()
-                if not self._space.is_of_this_file():
-                    self._space.begin()
+                self._open()
         lost = self.ledger.num_lost
         self.ledger.settle()
         self.num_dropped = self.ledger.num_lost - lost
 
-    def _check_mark(self) -> bool:
-        """Whether the file holds anything.
+    def _open(self) -> None:
+        """Make the file ready for use, once; test what it says of itself. For use while writing."""
+        ready = self._space.is_of_this_file()
+        if bytes(self._mark[: len(_MARK)]) != _MARK:
+            self._has_checks[0] = 1
+            self._mark[: len(_MARK)] = _MARK
+        self._check()
+        self.ledger.repair_base()
+        if not ready:
+            self._space.begin()
+
+    def _check_mark(self) -> None:
+        """Test that the file is a new one, or holds rows.
 
         Raises:
             DamagedFileError: it is cut short.
@@ -258,18 +267,17 @@ class SharedMemory(Memory):
         """
         size = self._rows.num_bytes
         if not size:
-            return False
+            return
         begins = os.pread(self._rows.fd, len(_MARK), 0)
         if begins != _MARK:
             if not begins.strip(b"\0"):
                 if size == _HEAD:  # whoever made it was killed
-                    return True
+                    return
                 raise self._damaged(f"it begins with zeros, and has {size} bytes")
             if not _MARK.startswith(begins):
                 raise ValueError(f"{self._rows.path} holds no rows of a replay buffer. Name another folder.")
         if size < _HEAD:
             raise self._damaged(f"it has {size} bytes, expected at least {_HEAD}")
-        return True
 
     def _check(self) -> None:
         """Test what the file says of itself. For use while writing."""
@@ -285,7 +293,7 @@ class SharedMemory(Memory):
             if wrong:
                 raise self._damaged(wrong)
             capacity = schema.capacity
-        wrong = wrong_in(self.ledger, capacity, has_checks=self._space.is_counted)
+        wrong = wrong_in(self.ledger, capacity, has_checks=bool(self._has_checks[0]))
         if wrong:
             raise self._damaged(wrong)
 

@@ -54,11 +54,6 @@ class Space:
         self._columns: Sequence[Column] = ()
         self._capacity = self._row_bytes = 0
 
-    @property
-    def is_counted(self) -> bool:
-        """Whether numbers were ever written; not so in files of versions that took no space ahead."""
-        return bool(self._numbers[_DEVICE] or self._numbers[_INODE])
-
     def is_of_this_file(self) -> bool:
         """Whether the numbers were written for this file: a copy of it may be sparse where the original was not."""
         return self.is_counted_for(self._file, bytes(self._numbers))
