@@ -15,7 +15,7 @@ import pytest
 
 from rollwright._processes import starting
 from rollwright._processes.child import Child, echo
-from rollwright._processes.server import Request
+from rollwright._processes.server import Request, _Server
 
 LIMIT_S = 60.0
 
@@ -152,3 +152,18 @@ def test_an_interrupt_does_not_reach_a_process_that_starts(method, capfd):
     os.kill(child.pid, signal.SIGINT)
     assert answers(child) == "ended"
     assert capfd.readouterr().err == ""
+
+
+def test_a_server_that_cannot_fork_says_so_and_keeps_no_pipe(monkeypatch):
+    def no_fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", no_fork)
+    answer, status = os.pipe()
+    before = os.listdir("/proc/self/fd")
+    asked: _Server = _Server.__new__(_Server)  # without the signals of the process
+    asked._fork(Request(status, -1, -1, -1, -1, ()))
+    assert os.listdir("/proc/self/fd") == before
+    assert forkserver.read_signed(answer) == -errno.EAGAIN
+    os.close(answer)
+    os.close(status)

@@ -122,10 +122,13 @@ class _Server:
             forkserver.write_signed(to, number)
 
     def _fork(self, request: Request) -> None:
+        ends: tuple[int, ...] = ()
         try:
-            told, tell = os.pipe()
+            told, tell = ends = os.pipe()
             pid = os.fork()
         except OSError as error:
+            for end in ends:
+                os.close(end)
             self._tell(request.status, -(error.errno or errno.EAGAIN))
             return
         if not pid:
