@@ -129,12 +129,13 @@ def check(batch: TensorDict) -> None:
         raise RuntimeError("a batch is torn")
 
 
-def _sample(buffer: TensorDictReplayBuffer, segment: Segment, number: int) -> None:
+def _sample(buffer: TensorDictReplayBuffer, segment: Segment, number: int, stop: int) -> None:
+    """Sample until the number at ``stop`` is set, and count batches in the one at ``number``."""
     torch.set_num_threads(1)
-    word = segment.map(8 * number, 8).cast("q")
-    while word[0] >= 0:
+    count, over = (segment.map(8 * at, 8).cast("q") for at in (number, stop))
+    while not over[0]:
         check(buffer.sample())
-        word[0] += word[0] >= 0
+        count[0] += 1
 
 
 def _in_fork(buffer: TensorDictReplayBuffer) -> None:
@@ -186,10 +187,10 @@ def run(seconds: float, *, workers: int = 2, samplers: int = 2) -> Found:
     collector = MultiAsyncCollector([make_env] * workers, policy, frames_per_batch=ROLLOUT, replay_buffer=buffer)
     segment = Segment()
     segment.grow(8 * (samplers + 1))
-    words = np.frombuffer(segment.map(0, 8 * samplers), np.int64)
+    words, over = np.split(np.frombuffer(segment.map(0, 8 * (samplers + 1)), np.int64), [samplers])
     context: Any = multiprocessing.get_context("forkserver")
     processes = [
-        context.Process(target=_sample, args=(buffer, segment, n), name=f"sampler {n}", daemon=True)
+        context.Process(target=_sample, args=(buffer, segment, n, samplers), name=f"sampler {n}", daemon=True)
         for n in range(samplers)
     ]
     try:
@@ -204,7 +205,7 @@ def run(seconds: float, *, workers: int = 2, samplers: int = 2) -> Found:
         collector.async_shutdown()
         counts["batches of samplers"] = int(words.sum())
     finally:
-        words[:] = -(1 << 40)
+        over[:] = 1
         collector.shutdown(raise_on_error=False)
         for process in processes:
             if process.pid is not None:
