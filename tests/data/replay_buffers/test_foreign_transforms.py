@@ -75,5 +75,5 @@ def test_an_inverse_that_cannot_be_applied_is_refused_by_name():
 @pytest.mark.parametrize("index", [1, 10, -1])
 def test_a_transform_beyond_the_end_is_refused(index):
     buffer = ReplayBuffer(storage=LazyTensorStorage(20))
-    with pytest.raises(IndexError, match="index: expected at most 0"):
+    with pytest.raises(IndexError, match="index: expected one from 0 to 0, got"):
         buffer.insert_transform(index, lambda data: data)
