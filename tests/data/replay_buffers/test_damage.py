@@ -15,17 +15,8 @@ from tensordict import TensorDict
 from rollwright._processes.segment import Segment
 from rollwright.cli import main
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from rollwright.data.replay_buffers._ledger import (
-    _BASE_CHECK,
-    _HEADER,
-    _ISSUED,
-    _SETTLED,
-    _SKIPPED,
-    _SLOT,
-    _SLOTS,
-    _VOID,
-    Ledger,
-)
+from rollwright.data.replay_buffers._layout import BASE_CHECK, GAP, HEADER, ISSUED, NUM_SLOTS, SETTLED, SKIPPED, SLOT
+from rollwright.data.replay_buffers._ledger import Ledger
 from rollwright.data.replay_buffers._memory import _HEAD, _MARK, _PAGE, ROWS_FILE
 from rollwright.errors import DamagedFileError
 
@@ -124,10 +115,10 @@ def test_no_number_of_the_ledger_makes_rows_of_nothing(maker, tmp_path):
     file = tmp_path / "rows" / ROWS_FILE
     whole = file.read_bytes()
     assert set(held(tmp_path / "rows")) <= written
-    slots, gaps = _PAGE + 8 * _HEADER, _PAGE + 8 * (_HEADER + _SLOT * _SLOTS)
-    places = [_PAGE + 8 * n for n in range(_HEADER)]
-    places += [slots + 8 * n for n in range(6 * _SLOT)] + [gaps - 8 * n for n in range(1, 5)]
-    places += [gaps + 8 * n for n in range(5 * _VOID)]
+    slots, gaps = _PAGE + 8 * HEADER, _PAGE + 8 * (HEADER + SLOT * NUM_SLOTS)
+    places = [_PAGE + 8 * n for n in range(HEADER)]
+    places += [slots + 8 * n for n in range(6 * SLOT)] + [gaps - 8 * n for n in range(1, 5)]
+    places += [gaps + 8 * n for n in range(5 * GAP)]
     refused = named = unchanged = 0
     for place in places:
         [value] = struct.unpack_from("<q", whole, place)
@@ -216,11 +207,11 @@ def test_rows_of_versions_that_wrote_no_number_twice_are_opened_again_and_again(
     file = tmp_path / "rows" / ROWS_FILE
     whole = bytearray(file.read_bytes())
     whole[len(_MARK) : _PAGE] = bytes(_PAGE - len(_MARK))
-    head = _PAGE, _PAGE + 8 * _HEADER
-    numbers = list(struct.unpack(f"<{_HEADER}q", whole[slice(*head)]))
-    numbers[_ISSUED] = numbers[_SETTLED] = numbers[_SKIPPED] = numbers[_BASE_CHECK] = 0
-    whole[slice(*head)] = struct.pack(f"<{_HEADER}q", *numbers)
-    whole[head[1] : head[1] + 8 * _SLOT * _SLOTS] = bytes(8 * _SLOT * _SLOTS)
+    head = _PAGE, _PAGE + 8 * HEADER
+    numbers = list(struct.unpack(f"<{HEADER}q", whole[slice(*head)]))
+    numbers[ISSUED] = numbers[SETTLED] = numbers[SKIPPED] = numbers[BASE_CHECK] = 0
+    whole[slice(*head)] = struct.pack(f"<{HEADER}q", *numbers)
+    whole[head[1] : head[1] + 8 * SLOT * NUM_SLOTS] = bytes(8 * SLOT * NUM_SLOTS)
     file.write_bytes(whole)
     for _ in range(3):
         storage = LazyMemmapStorage(SIZE, scratch_dir=tmp_path / "rows", existsok=True)
@@ -270,7 +261,9 @@ def test_a_process_killed_between_two_stores_leaves_no_damage(tmp_path):
             seen.append(bytes(memory[: Ledger.num_bytes]))
 
     ledger = storage.ledger
-    ledger._head, ledger._slots, ledger._gap_list = map(Recorded, (ledger._head, ledger._slots, ledger._gap_list))
+    gaps = ledger._gaps
+    ledger._head, ledger._slots, gaps._numbers = map(Recorded, (ledger._head, ledger._slots, gaps._numbers))
+    gaps._head = ledger._head
     for n in range(30):
         taken = ledger.reserve(3)
         if n % 3 == 0:

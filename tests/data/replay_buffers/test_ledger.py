@@ -19,7 +19,7 @@ from tests.processes.forked import forked
 from rollwright._processes import file_locks
 from rollwright._processes.segment import Segment
 from rollwright.data import LazyTensorStorage, ReplayBuffer
-from rollwright.data.replay_buffers import _ledger
+from rollwright.data.replay_buffers._layout import NUM_GAPS
 from rollwright.data.replay_buffers._ledger import Ledger
 from rollwright.data.replay_buffers._locks import RowLock
 
@@ -85,7 +85,7 @@ def test_write_count_leaves_out_what_was_abandoned():
 
 def test_gaps_that_are_overwritten_are_forgotten():
     ledger = Ledger(capacity=4)
-    for _ in range(3 * _ledger._VOIDS):  # more than are remembered at a time
+    for _ in range(3 * NUM_GAPS):  # more than are remembered at a time
         ledger.abandon(ledger.reserve(2))
     ledger.publish(ledger.reserve(4))
     assert len(ledger.voids()) == 0
@@ -297,14 +297,14 @@ def test_a_copy_made_while_rows_are_written_can_be_written():
 
 def test_more_gaps_than_are_remembered_give_up_what_lies_between():
     ledger = Ledger(capacity=1 << 20)
-    for _ in range(_ledger._VOIDS + 10):
+    for _ in range(NUM_GAPS + 10):
         ledger.publish(ledger.reserve(2), voids=[ledger.live()[1] + 1 + np.array([0, 1])])
     ledger.publish(ledger.reserve(5))
     high = ledger.live()[1]
-    assert high == 2 * (_ledger._VOIDS + 10) + 5
-    assert ledger.num_live() <= _ledger._VOIDS + 15
+    assert high == 2 * (NUM_GAPS + 10) + 5
+    assert ledger.num_live() <= NUM_GAPS + 15
     live = set(ledger.positions().tolist())
-    assert not live & set(range(1, 2 * _ledger._VOIDS, 2))
+    assert not live & set(range(1, 2 * NUM_GAPS, 2))
     assert {high - 1, high - 5} <= live
 
 

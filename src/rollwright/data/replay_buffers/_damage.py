@@ -5,24 +5,23 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollwright.data.replay_buffers import _ledger as layout
+from rollwright.data.replay_buffers import _layout as layout
 from rollwright.data.replay_buffers._ledger import Ledger
 
 __all__ = ["wrong_in"]
 
 _COUNTERS = {
-    "capacity": layout._CAPACITY,
-    "issued": layout._ISSUED,
-    "settled": layout._SETTLED,
-    "published": layout._PUBLISHED,
-    "base": layout._BASE,
-    "revision": layout._REVISION,
-    "gaps": layout._GAPS,
-    "oldest_gap": layout._OLDEST_GAP,
-    "ids": layout._IDS,
-    "skipped": layout._SKIPPED,
+    "capacity": layout.CAPACITY,
+    "issued": layout.ISSUED,
+    "settled": layout.SETTLED,
+    "published": layout.PUBLISHED,
+    "base": layout.BASE,
+    "revision": layout.REVISION,
+    "gaps": layout.GAPS,
+    "oldest_gap": layout.OLDEST_GAP,
+    "ids": layout.IDS,
+    "skipped": layout.SKIPPED,
 }
-_SLOTS, _VOIDS = layout._SLOTS, layout._VOIDS
 
 Numbers = NDArray[np.int64]
 
@@ -50,7 +49,7 @@ def wrong_in(ledger: Ledger, capacity: int | None, *, has_checks: bool) -> str:
         return f"the counter 'capacity' is {counters['capacity']}, expected {capacity}"
     return (
         _wrong_in_slots(counters, slots, has_checks)
-        or (_wrong_in_base(counters["base"], ~int(head[layout._BASE_CHECK]), ledger.end()) if has_checks else "")
+        or (_wrong_in_base(counters["base"], ~int(head[layout.BASE_CHECK]), ledger.end()) if has_checks else "")
         or _wrong_in_gaps(counters, gaps, ledger.end(), has_checks)
     )
 
@@ -59,17 +58,18 @@ def _wrong_in_slots(counters: dict[str, int], slots: Numbers, has_checks: bool) 
     """Reservations follow one another, and those under way begin where the published positions end."""
     settled, published = counters["settled"], counters["published"]
     under_way = counters["issued"] - settled
-    if not 0 <= under_way <= _SLOTS:
+    if not 0 <= under_way <= layout.NUM_SLOTS:
         return f"{counters['issued']} reservations were made, and {settled} of them ended"
-    ends = [int(slots[serial % _SLOTS][layout._STOP]) for serial in (settled - 1, settled)]  # one may end just now
-    if has_checks and under_way < _SLOTS and published not in ends:
+    last = (settled - 1, settled)  # one may end just now
+    ends = [int(slots[serial % layout.NUM_SLOTS][layout.STOP]) for serial in last]
+    if has_checks and under_way < layout.NUM_SLOTS and published not in ends:
         return f"{published} positions are published, and the last reservation ended at {ends[0]}"
     at = published
     for serial in range(settled, settled + under_way):
-        start, stop, state, owner = slots[serial % _SLOTS].tolist()
+        start, stop, state, owner = slots[serial % layout.NUM_SLOTS].tolist()
         ends_now = serial == settled and start < stop == published
         follows = (start == at or ends_now) and start <= stop <= published + counters["capacity"]
-        if not follows or not layout._OPEN <= state <= layout._ABANDONED or owner < 0:
+        if not follows or not layout.OPEN <= state <= layout.ABANDONED or owner < 0:
             return f"a reservation under way is of positions {start} to {stop} in state {state}, after {at}"
         at = stop
     return ""
@@ -86,24 +86,24 @@ def _wrong_in_base(base: int, check: int, end: int) -> str:
 def _wrong_in_gaps(counters: dict[str, int], gaps: Numbers, end: int, has_checks: bool) -> str:
     """Gaps lie among the positions, and no count of lost positions grows by more than the gap is wide."""
     oldest, newest = counters["oldest_gap"], counters["gaps"]
-    if not 0 <= newest - oldest <= _VOIDS:
-        return f"the gaps {oldest} to {newest} are more than {_VOIDS}"
-    serials = np.arange(max(0, newest - _VOIDS), newest)
-    start, stop, lost, _ = gaps[serials % _VOIDS].T
+    if not 0 <= newest - oldest <= layout.NUM_GAPS:
+        return f"the gaps {oldest} to {newest} are more than {layout.NUM_GAPS}"
+    serials = np.arange(max(0, newest - layout.NUM_GAPS), newest)
+    start, stop, lost, _ = gaps[serials % layout.NUM_GAPS].T
     known = serials >= oldest
     wrong = known & ((start < 0) | (stop < start) | (stop > end))
     if has_checks and newest:
-        before = np.concatenate([lost[:1] if newest > _VOIDS else np.zeros(1, np.int64), lost[:-1]])
+        before = np.concatenate([lost[:1] if newest > layout.NUM_GAPS else np.zeros(1, np.int64), lost[:-1]])
         wrong |= (lost < before) | (known & (lost - before > stop - start))
         wrong |= ~known & (stop > start) & (stop > end - counters["capacity"])  # it is not over yet
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         return f"a gap is of positions {start[at]} to {stop[at]} of {end}, with {lost[at]} lost until then"
-    next_start, next_stop, next_lost, _ = gaps[newest % _VOIDS].tolist()
+    next_start, next_stop, next_lost, _ = gaps[newest % layout.NUM_GAPS].tolist()
     total = int(lost[-1]) if newest else 0
     if (
         has_checks
-        and newest - oldest < _VOIDS
+        and newest - oldest < layout.NUM_GAPS
         and next_lost > total
         and next_start < next_stop <= counters["published"]
     ):

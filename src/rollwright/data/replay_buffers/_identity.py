@@ -1,0 +1,27 @@
+"""A number for this process, by which it knows the reservations that are its own."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["me"]
+
+
+def _new() -> int:
+    return int.from_bytes(os.urandom(7), "little")
+
+
+_identity = _new()
+
+
+def _renew() -> None:
+    global _identity
+    _identity = _new()
+
+
+os.register_at_fork(after_in_child=_renew)  # where there is one thread: each has the same, from the first use
+
+
+def me() -> int:
+    """A number that no other process has or had."""
+    return _identity
