@@ -89,13 +89,16 @@ def test_processes_write_while_this_one_samples(storage):
     seen: set[int] = set()
     batches = 0
     while any(writer.is_alive() for writer in writers):
-        if len(buffer):
+        try:
             batch = buffer.sample()
-            check_whole(batch)
-            seen |= set(batch["collector", "traj_ids"].tolist())
-            batches += 1
-        else:
+        except RuntimeError as error:  # one writer pauses, and the other has reserved all rows around what it writes
+            if "is empty" not in str(error):
+                raise
             writers[0].join(0.01)
+            continue
+        check_whole(batch)
+        seen |= set(batch["collector", "traj_ids"].tolist())
+        batches += 1
     finish(*writers)
     assert seen
     assert batches
