@@ -113,3 +113,22 @@ def test_environments_that_cannot_be_made_again_are_named() -> None:
     env.close()
     with pytest.raises(EnvError, match=r"one of other specs, GymEnv\(env=Pendulum-v1"):
         env.reset()
+
+
+@pytest.mark.parametrize("kind", ["serial", "parallel"])
+def test_a_step_after_close_says_that_a_reset_opens_it_again(kind: str) -> None:
+    env = BATCHES[kind](cartpole)
+    collector = Collector(env, frames_per_batch=4)
+    collector.next()
+    env.close()
+    with pytest.raises(EnvError, match=r"step after close\(\)\. Reset it first"):
+        collector.next()
+    assert collector.next() is not None  # which begins with a reset
+    collector.shutdown()
+
+
+def test_a_closed_environment_that_cannot_be_opened_is_refused_at_construction() -> None:
+    env = TransformedEnv(cartpole(), StepCounter())
+    env.close()
+    with pytest.raises(EnvError, match=r"create_env_fn: .* is closed\. Make a new environment\."):
+        Collector(env, frames_per_batch=4)

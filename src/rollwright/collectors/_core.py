@@ -80,8 +80,6 @@ class RolloutCore(BaseCollector):
         self._anew = torch.ones(self.env.numel(), dtype=torch.bool).numpy()
         self._check_finite = _plan.finite_check(self.env)
         self._interrupted = _never if self.options.interruptor is None else self.options.interruptor.collection_stopped
-        if self.env.is_closed:  # one that was used before, and opens again
-            self.env._reopen()
         self._take(choose_path(self))
         self._to_compile = bool(self.options.compile_policy)  # at the first batch, which has the first observations
         self._check_inputs(policies.entries_of(self.env, self.options))

@@ -14,6 +14,7 @@ from rollwright.envs._renewable import RenewableEnv
 from rollwright.envs._succession import Notice
 from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms import StepCounter, TransformedEnv
+from rollwright.errors import EnvError
 
 __all__ = ["EnvMaker", "make_env"]
 
@@ -54,6 +55,10 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
             f"create_env_fn: expected an EnvBase of rollwright or a callable that returns one, got "
             f"{type(made).__module__}.{type(made).__qualname__}: {made!r}. Wrap a gymnasium environment in GymWrapper."
         )
+    if made.is_closed:
+        made._reopen()
+    if made.is_closed:
+        raise EnvError(f"create_env_fn: {made} is closed. {made.remedy_when_closed}.")
     _check_names(made, options)
     device = options.env_device or options.device
     env = made if device is None else made.to(device)

@@ -39,6 +39,7 @@ class BatchedEnv(EnvBase):
     """
 
     _returns_copies = True  # stacking copies
+    remedy_when_closed = "Reset it first: that makes its environments again"
 
     def __init__(self, parts: Sequence[Any], device: torch.device | str | int | None) -> None:
         batch = common_batch_size([part.batch_size for part in parts])

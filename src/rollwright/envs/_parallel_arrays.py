@@ -75,6 +75,7 @@ class ParallelArrays(ArrayEnv):
         """See :meth:`ArrayEnv.check`."""
         if self._env._openings != self._openings:
             raise NotNative("its environments were closed, and others were made")
+        check_open(self._env, "step")
         self._env._ask(calls.check_arrays)
 
     def groups(self, number: int) -> list[ArrayEnv]:

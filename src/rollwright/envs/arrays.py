@@ -133,7 +133,7 @@ def array_form(env: EnvBase) -> ArrayEnv:
 def check_open(env: EnvBase, call: str) -> None:
     """Test that an environment was not closed, as the plain path words it."""
     if env.is_closed:
-        raise EnvError(f"{env}: {call} after close(). Make a new environment.")
+        raise EnvError(f"{env}: {call} after close(). {env.remedy_when_closed}.")
 
 
 def named_error(env: EnvBase, call: str, error: Exception) -> EnvError:

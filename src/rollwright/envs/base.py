@@ -89,6 +89,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     """
 
     batch_locked: bool = True
+    remedy_when_closed: str = "Make a new environment"  # for messages
     _returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
 
     def __init__(
@@ -342,7 +343,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     @contextmanager
     def _named_errors(self, call: str, acting_on: TensorDictBase | None = None) -> Iterator[None]:
         if self.is_closed:
-            raise EnvError(f"{self}: {call} after close(). Make a new environment.")
+            raise EnvError(f"{self}: {call} after close(). {self.remedy_when_closed}.")
         try:
             yield
         except RollwrightError:

@@ -255,6 +255,7 @@ class TransformedEnv(EnvBase):
     # Set through ``__setattr__``.
     run_type_checks = property(lambda self: self.base_env.run_type_checks)
     allow_done_after_reset = property(lambda self: self.base_env.allow_done_after_reset)
+    remedy_when_closed = property(lambda self: self.base_env.remedy_when_closed)
     is_closed = property(lambda self: self.base_env.is_closed)
 
     def to(self, device: torch.device | str | int | None) -> Self:  # type: ignore[override]
