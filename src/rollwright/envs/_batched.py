@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Self, cast
 
@@ -58,17 +59,17 @@ class BatchedEnv(EnvBase):
 
     # Closed, and opened again ---------------------------------------------------------------------
 
+    @abstractmethod
     def _open(self) -> Sequence[Any]:
         """Make environments in the place of those that were closed; returns what the constructor calls parts.
 
         Raises:
             EnvError: that cannot be.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _known_parts(self) -> Sequence[Any]:
         """The parts that were there before."""
-        raise NotImplementedError
 
     def _reopen(self) -> None:
         """See :class:`EnvBase`.

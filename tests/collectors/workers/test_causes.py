@@ -1,4 +1,4 @@
-"""The cause of a failure is the one that is told, also where the user's code raises what a lost process raises."""
+"""The reported cause of a failure is the true one, also where the user's code raises what a lost process raises."""
 
 from __future__ import annotations
 

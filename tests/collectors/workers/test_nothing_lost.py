@@ -292,7 +292,7 @@ def test_nothing_is_stacked_or_copied_in_this_process(make, monkeypatch, kind, c
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_batch_when_that_was_asked_for(make, kind):
-    """Made anew only where its entries are others: one comes, and goes again, and random frames lack none."""
+    """Recreated only where its entries are others: one comes, and goes again, and random frames lack none."""
     options = {"frames_per_batch": 20, "init_random_frames": 40, "return_same_td": True, "postproc": Fleeting(4)}
     collector = make(kind, makers(1), sampling(), **options)
     names, batches = [], []

@@ -132,7 +132,7 @@ class WorkerCore(Collector):
         )
 
     def news(self) -> say.Noted | None:
-        """What has changed of that since it was told: a policy is compiled at its first batch."""
+        """What has changed of that since the last report: a policy is compiled at its first batch."""
         how, said = self._how_told, self._take_said()
         return say.Noted(self._how_told, ByValue(said)) if self._tell_how() != how or said else None
 

@@ -332,7 +332,7 @@ class GymEnv(GymWrapper):
         vectorization_mode: ``"sync"`` steps them in turn, ``"async"`` in one process each,
             ``"vector_entry_point"`` uses the environment's own vector form.
         frame_skip: frames of the environment in a step, in all: an environment that skips frames by itself
-            (Atari's ``frameskip``) is told the number, others are stepped so often, and rewards are summed.
+            (Atari's ``frameskip``) is given the number, others are stepped so often, and rewards are summed.
         pixels_only: with ``from_pixels``: leave out all other observations.
         **kwargs: go to ``gymnasium.make``.
 
