@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from tensordict import TensorDict
 from rollwright.data import (
     LazyTensorStorage,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
@@ -26,6 +30,10 @@ def frames(serial: int, n: int) -> TensorDict:
         },
         [n],
     )
+
+
+def by_priority() -> PrioritizedSliceSampler:
+    return PrioritizedSliceSampler(20, 0.7, 0.5, slice_len=4)
 
 
 class Reads:
@@ -118,6 +126,61 @@ def test_a_buffer_of_one_process_is_read_in_one_go():
     assert reads.held == [True]
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [None, lambda: SliceSampler(slice_len=4), lambda: PrioritizedSampler(20, 0.7, 0.5), lambda: by_priority()],
+    ids=["uniform", "slices", "priorities", "slices-priorities"],
+)
+def test_no_lock_is_held_while_a_shared_buffer_is_sampled(sampler):
+    buffer = full_buffer(sampler=sampler)
+    with buffer.storage.ledger.writing(), ThreadPoolExecutor(1) as pool:  # as a process does that was stopped there
+        check(pool.submit(buffer.sample).result(10.0), {0})
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [lambda: SliceSampler(slice_len=4), lambda: by_priority()],
+    ids=["slices", "slices-priorities"],
+)
+@pytest.mark.parametrize("lengths", [(20,), (7,), (13, 20), (3, 5)], ids=str)
+def test_boundaries_that_are_overwritten_while_they_are_read(sampler, lengths):
+    buffer = full_buffer(sampler=sampler)
+    entry, serials = buffer.storage.entry, iter(range(1, 100))
+
+    def meanwhile(*arguments):
+        half = entry(*arguments).copy()
+        for length in written.pop() if written else ():
+            buffer.extend(frames(next(serials), length))
+        whole = entry(*arguments)
+        return np.concatenate([half[: len(half) // 2], whole[len(half) // 2 :]])
+
+    written = [lengths, lengths]
+    buffer.storage.entry = meanwhile
+    for _ in range(4):
+        batch = buffer.sample()
+        check(batch, set(range(100)))
+        starts = batch["is_init"].reshape(-1)
+        slices = torch.tensor_split(batch["episode"], starts.nonzero().reshape(-1)[1:])
+        assert all(len(set(episode.tolist())) == 1 for episode in slices)
+    assert set(batch["serial"].tolist()) <= set(buffer[:]["serial"].tolist())
+
+
+def test_rows_that_somebody_was_killed_at_changing_are_sampled_under_the_lock():
+    buffer = full_buffer()
+    ledger = buffer.storage.ledger
+    child = os.fork()
+    if not child:
+        with ledger.changing_in_place():
+            os._exit(0)
+    os.waitpid(child, 0)
+    reads = Reads(buffer)
+    check(buffer.sample(), {0})
+    assert reads.held == [True]
+    buffer[:] = frames(3, 20)
+    check(buffer.sample(), {3})
+    assert reads.held == [True, False]
+
+
 def test_what_still_holds_is_what_a_simple_model_says():
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -126,7 +189,7 @@ def test_what_still_holds_is_what_a_simple_model_says():
         for _ in range(int(rng.integers(0, 4))):
             ledger.publish(ledger.reserve(int(rng.integers(1, 11))))
         low, high = ledger.live()
-        span, positions = ledger.span(), rng.integers(low, high, 3)
+        span, positions = ledger.steady_span(), rng.integers(low, high, 3)
         for _ in range(int(rng.integers(0, 3))):
             ledger.reserve(int(rng.integers(1, 4)))  # and written, it may be
         expected = bool((positions >= ledger.end() - 10).all())

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rollwright._keys import NestedKey, as_tuple, checked_key, key_str
 from rollwright.data.layout import NEXT_DONE, TRAJ_IDS
+from rollwright.data.replay_buffers._ledger import Span
 from rollwright.data.replay_buffers._runs import Grid, RunIndex
 from rollwright.data.replay_buffers.storages import Storage
 
@@ -85,11 +86,12 @@ class Boundaries:
         twin._forget()
         return dict(twin.__dict__)
 
-    def follow(self, storage: Storage) -> RunIndex | None:
-        """Take in what was written; None where the storage does not have what is needed, see :meth:`missing`."""
-        ledger = storage.ledger
-        low, high = ledger.live()
-        revision = ledger.revision
+    def follow(self, storage: Storage, span: Span) -> RunIndex | None:
+        """Take in what was written; None where the storage does not have what is needed, see :meth:`missing`.
+
+        Where rows are overwritten meanwhile, runs are wrong at positions that are not live any more, and nowhere else.
+        """
+        low, high, revision = span
         if revision != self._revision or storage is not self._storage or high < self._seen:
             self._forget()
             if not self._begin(storage):
@@ -99,7 +101,7 @@ class Boundaries:
             return None
         if high > self._seen:
             self._revision = -1  # where this is interrupted, everything is looked at again
-            self._take_in(storage, self.grid, max(low, self._seen), high)
+            self._take_in(storage, self.grid, span)
             self._seen, self._revision = high, revision
         self._index.trim(low * self.grid.ticks)
         return self._index
@@ -144,10 +146,11 @@ class Boundaries:
         key = self.traj_key if name == "traj_key" else self.end_key
         return KeyError(f"{name}: there is no entry {key!r}; {has}. Name one of these, or leave {name} out.")
 
-    def _take_in(self, storage: Storage, grid: Grid, low: int, high: int) -> None:
+    def _take_in(self, storage: Storage, grid: Grid, span: Span) -> None:
+        low, high = max(span.low, self._seen), span.high
         if low > self._seen:  # overwritten before it was seen
             self._index.skip(low * grid.ticks)
-        voids = storage.ledger.voids()
+        voids = storage.ledger.voids(span)
         for start, stop in voids[voids[:, 1] > low].tolist():
             self._read(storage, grid, low, max(start, low))
             self._index.skip(stop * grid.ticks)

@@ -57,14 +57,16 @@ class Reservation(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What could be read at a moment.
+    """What could be read at a moment: positions ``low <= p < high``, less the gaps.
 
     Attributes:
         low: the first live position.
-        revision: of the rows.
+        high: the one behind the last.
+        revision: of the rows, see :attr:`Ledger.revision`.
     """
 
     low: int
+    high: int
     revision: int
 
 
@@ -206,9 +208,13 @@ class Ledger:
     def end(self) -> int:
         """Where the last reservation ends."""
         head = self._head
-        if head[SETTLED] == head[ISSUED]:
-            return head[PUBLISHED]
-        return self._slots[SLOT * ((head[ISSUED] - 1) % NUM_SLOTS) + STOP]
+        while True:
+            issued = head[ISSUED]
+            if head[SETTLED] == issued:
+                return head[PUBLISHED]
+            stop = self._slots[SLOT * ((issued - 1) % NUM_SLOTS) + STOP]
+            if head[ISSUED] == issued:  # else its slot may have been given to another meanwhile
+                return stop
 
     def await_published(self, stop: Callable[[], bool]) -> None:
         """Wait until what was published before this call can be read, which what was reserved before it may hold back.
@@ -240,31 +246,44 @@ class Ledger:
                 return self._slots[at + STOP]
         return head[PUBLISHED]
 
-    def voids(self) -> NDArray[np.int64]:
-        """Gaps in what is live: ``[k, 2]`` ranges of positions that hold nothing, ascending, apart from one another."""
+    def voids(self, span: Span | None = None) -> NDArray[np.int64]:
+        """Gaps in what is live: ``[k, 2]`` ranges of positions that hold nothing, ascending, apart from one another.
+
+        Args:
+            span: what is live; None: now.
+        """
         head = self._head
         if head[GAPS] == head[OLDEST_GAP]:
             return NO_GAPS
-        return self._gaps.within(*self.live())
+        low, high, _ = span or self.span()
+        return self._gaps.within(low, high)
 
     def positions(self) -> NDArray[np.int64]:
         """All positions that may be read, ascending."""
-        positions = np.arange(*self.live())
-        for start, stop in self.voids().tolist():
+        span = self.span()
+        positions = np.arange(span.low, span.high)
+        for start, stop in self.voids(span).tolist():
             positions = positions[(positions < start) | (positions >= stop)]
         return positions
 
     def span(self) -> Span:
-        """What may be read now. For use while reading."""
-        return Span(self.live()[0], self._head[REVISION])
+        """What may be read now."""
+        revision = self._head[REVISION]
+        return Span(*self.live(), revision)
+
+    def steady_span(self) -> Span | None:
+        """What may be read without the lock, until :meth:`still_holds` tells otherwise; None while rows change."""
+        revision = self._head[REVISION]
+        fence()
+        return None if revision % 2 else Span(*self.live(), revision)
 
     def still_holds(self, span: Span, index: NDArray[np.int64], columns: int) -> bool:
-        """Whether nothing was written, since, to elements that could be read then: what was read of them is whole.
+        """Whether nothing was written, since, to elements that could be read then or later: what was read is whole.
 
         Whoever writes reserves rows, or notes a change in place, before that. For use at any time.
 
         Args:
-            span: of :meth:`span`.
+            span: of :meth:`steady_span`.
             index: int64 ``[n]``, flat indices of the elements.
             columns: elements in a row.
         """
@@ -274,11 +293,15 @@ class Ledger:
         overwritten = self.end() - self.capacity - span.low
         return overwritten <= 0 or not bool(((index // columns - span.low) % self.capacity < overwritten).any())
 
-    def num_live(self) -> int:
-        """Number of positions that may be read."""
-        low, high = self.live()
-        voids = self.voids()
-        return high - low - (int((voids[:, 1] - voids[:, 0]).sum()) if len(voids) else 0)
+    def num_live(self, span: Span | None = None) -> int:
+        """Number of positions that may be read.
+
+        Args:
+            span: what is live; None: now.
+        """
+        span = span or self.span()
+        voids = self.voids(span)
+        return span.high - span.low - (int((voids[:, 1] - voids[:, 0]).sum()) if len(voids) else 0)
 
     def settle(self) -> None:
         """See to reservations whose writer was killed: nobody else may come to do it. Not for use while reading."""
@@ -294,7 +317,10 @@ class Ledger:
 
     @property
     def revision(self) -> int:
-        """Grows when published rows change in place, or all are dropped: what was derived from them is void."""
+        """Grows when published rows change in place, or all are dropped: what was derived from them is void.
+
+        Odd while rows change in place, and after somebody was killed who changed them.
+        """
         return self._head[REVISION]
 
     @property
@@ -430,15 +456,24 @@ class Ledger:
         whose = "this process" if owner == me() else "another process"
         return f"a reservation of {stop - start} rows by {whose} is not published yet"
 
-    def changed_in_place(self) -> None:
-        """Note that published rows are about to be changed. For use while writing."""
-        self._head[REVISION] += 1
+    @contextlib.contextmanager
+    def changing_in_place(self) -> Iterator[None]:
+        """Hold off everyone inside a ``with`` block that changes published rows."""
+        head = self._head
+        with self.writing():
+            head[REVISION] += 1 + head[REVISION] % 2
+            fence()
+            try:
+                yield
+            finally:
+                fence()
+                head[REVISION] += 1
 
     def clear(self) -> None:
         """Drop all that is published."""
         with self.writing():
             self._set_base(self.end())
-            self._head[REVISION] += 1
+            self._head[REVISION] += 2
 
     def _set_base(self, base: int) -> None:
         self._head[BASE_CHECK] = ~base
@@ -455,7 +490,7 @@ class Ledger:
         self._set_base(max(base, check))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take the positions of a saved storage. For use while writing.
+        """Take the positions of a saved storage. For use while rows change in place.
 
         Args:
             state: ``low``, ``high``, ``voids``, ``lost`` and ``skipped`` of what was saved.
@@ -481,7 +516,6 @@ class Ledger:
             self._add_gap(start, stop)
         head[SKIPPED] = state.get("skipped", 0)
         head[IDS] = max(head[IDS], state.get("ids", 0))
-        head[REVISION] += 1
 
     @property
     def next_id(self) -> int:

@@ -265,8 +265,7 @@ class RowStorage(Storage):
                     f"data: expected {key!r} of shape {list(shape)} and {dtype}, got "
                     f"{list(value.shape)} and {value.dtype}."
                 )
-        with self.ledger.writing():
-            self.ledger.changed_in_place()
+        with self.ledger.changing_in_place():
             for key, column in self._columns.items():
                 column.rows[where] = values[key]
 
@@ -374,13 +373,12 @@ class RowStorage(Storage):
                 entries = {key: value.movedim(0, dim) for key, value in entries.items()}
             fields = {key: (tuple(value.shape[self.ndim :]), value.dtype) for key, value in entries.items()}
             self.settle(fields, rest, dim, _batch_of(elements)[1:])
-            with self.ledger.writing():
+        with self.ledger.changing_in_place():
+            if elements is not None:
                 self._memory.make_space(high)
-                self.ledger.changed_in_place()
                 skipped = max(0, high - low - self.capacity)
                 kept = {key: value.narrow(dim, skipped, high - low - skipped) for key, value in entries.items()}
                 self._write(low + skipped, high - low - skipped, kept, dim)
-        with self.ledger.writing():
             self.ledger.restore(state_dict)
 
     def __repr__(self) -> str:

@@ -252,23 +252,34 @@ class ReplayBuffer:
 
     def _read(self, storage: Storage, size: int) -> tuple[Draw, Any]:
         """Draw elements, and read them; of a shared buffer while others write, if that goes well."""
-        ledger, sampler = storage.ledger, self.sampler
-        tries = _TRIES if storage.shared and sampler.repeatable else 0
-        while True:
-            with ledger.reading():
-                if not len(storage):
-                    raise RuntimeError(
-                        f"{type(self).__name__} is empty: nothing to sample from yet. Call extend(), or wait until "
-                        "what writes into it has written."
-                    )
-                draw = sampler.draw(storage, size, self.generator)
-                if not tries:
-                    return draw, storage.read(draw.index)
-                span = ledger.span()
+        if storage.shared and self.sampler.repeatable:
+            for _ in range(_TRIES):
+                found = self._read_beside_writers(storage, size)
+                if found is not None:
+                    return found
+        with storage.ledger.reading():
+            if not len(storage):
+                raise RuntimeError(
+                    f"{type(self).__name__} is empty: nothing to sample from yet. Call extend(), or wait until "
+                    "what writes into it has written."
+                )
+            draw = self.sampler.draw(storage, size, self.generator)
+            return draw, storage.read(draw.index)
+
+    def _read_beside_writers(self, storage: Storage, size: int) -> tuple[Draw, Any] | None:
+        """Draw elements and read them without holding anyone off; None: something was in the way.
+
+        A process that the system suspends inside a lock keeps all writers waiting until it runs again.
+        """
+        span = storage.ledger.steady_span()
+        if span is None or not len(storage):
+            return None
+        try:
+            draw = self.sampler.draw(storage, size, self.generator)
             data = storage.read(draw.index)
-            if ledger.still_holds(span, draw.index, storage.columns):
-                return draw, data
-            tries -= 1
+        except Exception:  # of what changed meanwhile, or what it will raise once more where nothing changes
+            return None
+        return (draw, data) if storage.ledger.still_holds(span, draw.index, storage.columns) else None
 
     def _collated(self, data: Any) -> Any:
         if self.collate_fn is not None:

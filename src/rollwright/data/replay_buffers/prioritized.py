@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollwright.data.replay_buffers._ledger import Span
 from rollwright.data.replay_buffers._sumtree import MinTree, SumTree
 from rollwright.data.replay_buffers.samplers import Draw, Sampler
 from rollwright.data.replay_buffers.storages import Storage, positive
@@ -139,7 +140,10 @@ class PrioritizedSampler(Sampler):
         Raises:
             ValueError: more elements are stored than ``max_capacity``.
         """
-        low, high = storage.ledger.live()
+        self._follow(storage, storage.ledger.span())
+
+    def _follow(self, storage: Storage, span: Span) -> None:
+        low, high, _ = span
         if low == self._low and high == self._high and storage is self._storage:
             return
         if high < self._high or (self._storage is not None and storage is not self._storage):
@@ -150,7 +154,7 @@ class PrioritizedSampler(Sampler):
         self._make_room(min(high, storage.capacity) * storage.columns)
         for start, stop in self._ring(self._low, min(low, self._high)):
             self._clear(start, stop)
-        begin, voids = max(low, self._high), storage.ledger.voids()
+        begin, voids = max(low, self._high), storage.ledger.voids(span)
         for gap_start, gap_stop in [*voids[voids[:, 1] > begin].tolist(), (high, high)]:
             for start, stop in self._ring(begin, gap_start):
                 self._admit(start, stop)

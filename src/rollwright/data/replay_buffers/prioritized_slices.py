@@ -82,8 +82,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def follow(self, storage: Storage) -> None:
         """See :meth:`Sampler.follow`."""
-        PrioritizedSampler.follow(self, storage)
-        index, grid = self._boundaries.follow(storage), self._boundaries.grid
+        span = storage.ledger.span()
+        self._follow(storage, span)
+        index, grid = self._boundaries.follow(storage, span), self._boundaries.grid
         if index is not None and grid is not None and self._length is not None:
             self._open(grid, index, self._length)
 
@@ -142,8 +143,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
         """See :meth:`SliceSampler.draw`; ``info`` has ``"priority_weight"``, of ``dtype``."""
         length, count = self._shape(batch_size)
-        PrioritizedSampler.follow(self, storage)
-        grid, index = self._up_to_date(storage)
+        span = storage.ledger.span()
+        self._follow(storage, span)
+        grid, index = self._up_to_date(storage, span)
         self._open(grid, index, length)
         if not self._masses.total > 0.0:
             raise self._too_long(index, length)

@@ -51,12 +51,14 @@ class Sampler(ABC):
 
     A sampler remembers up to where it has seen the storage and takes in what is new, when it is told that something
     was written and when it draws, so that a draw costs the same however much is stored. It is used by one thread at
-    a time, and only while the storage is being read: inside ``storage.ledger.reading()``.
+    a time.
 
     Attributes:
         repeatable: whether a draw leaves the sampler as it was, apart from what it took in, so that another can take
-            its place. Elements are then read while others write; where one of them is overwritten meanwhile, the
-            batch is drawn again. Otherwise writers wait until the elements are read.
+            its place. It then draws from a shared storage, and elements are read, while others write: it asks for
+            what is stored once (``storage.ledger.span()``) and keeps to that. Where an element is overwritten
+            meanwhile, the batch is drawn again. Otherwise writers wait: both happen inside
+            ``storage.ledger.reading()``.
     """
 
     repeatable: bool = False
@@ -146,13 +148,13 @@ class RandomSampler(Sampler):
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
         """See :meth:`Sampler.draw`."""
-        low, high = storage.ledger.live()
-        voids, columns = storage.ledger.voids(), storage.columns
+        low, high, _ = span = storage.ledger.span()
+        voids, columns = storage.ledger.voids(span), storage.columns
         if not len(voids):
             drawn: Index = torch.randint(low * columns, high * columns, (batch_size,), generator=generator).numpy()
             drawn %= storage.capacity * columns
             return Draw(drawn, {})
-        drawn = torch.randint(storage.ledger.num_live() * columns, (batch_size,), generator=generator).numpy()
+        drawn = torch.randint(storage.ledger.num_live(span) * columns, (batch_size,), generator=generator).numpy()
         rank, column = np.divmod(drawn, columns)
         return Draw(nth_live(rank, low, voids) % storage.capacity * columns + column, {})
 

@@ -14,6 +14,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from rollwright._keys import NestedKey, as_tuple, checked_key, unravel
 from rollwright.data.layout import IS_INIT, MASK
 from rollwright.data.replay_buffers._boundaries import Boundaries
+from rollwright.data.replay_buffers._ledger import Span
 from rollwright.data.replay_buffers._runs import Grid, RunIndex
 from rollwright.data.replay_buffers.samplers import Draw, InPasses, Passes, Sampler, Slices
 from rollwright.data.replay_buffers.storages import Storage, positive
@@ -21,7 +22,7 @@ from rollwright.data.replay_buffers.storages import Storage, positive
 __all__ = ["SliceSampler", "SliceSamplerWithoutReplacement"]
 
 Index = NDArray[np.int64]
-Span = bool | int | tuple[bool | int, bool | int]
+Margin = bool | int | tuple[bool | int, bool | int]
 
 
 class SliceSampler(Sampler):
@@ -88,7 +89,7 @@ class SliceSampler(Sampler):
         init_key: NestedKey | None = IS_INIT,
         strict_length: bool = False,
         pad_output: bool = False,
-        span: Span = False,
+        span: Margin = False,
         ends: torch.Tensor | None = None,
         trajectories: torch.Tensor | None = None,
     ) -> None:
@@ -117,7 +118,7 @@ class SliceSampler(Sampler):
 
     def follow(self, storage: Storage) -> None:
         """See :meth:`Sampler.follow`."""
-        self._boundaries.follow(storage)
+        self._boundaries.follow(storage, storage.ledger.span())
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
         """See :meth:`Sampler.draw`; ``[n]`` with n at most ``batch_size``.
@@ -127,7 +128,7 @@ class SliceSampler(Sampler):
             ValueError: a batch size that slices do not fill, or slices longer than any trajectory.
         """
         length, count = self._shape(batch_size)
-        grid, index = self._up_to_date(storage)
+        grid, index = self._up_to_date(storage, storage.ledger.span())
         runs = index.runs(length if self.strict_length else 1)
         if not runs.shape[1]:
             raise self._too_long(index, length)
@@ -135,8 +136,8 @@ class SliceSampler(Sampler):
         chosen = runs[:, (share[0] * runs.shape[1]).astype(np.int64)]
         return self._sliced(grid, index.low, chosen, share[1], length)
 
-    def _up_to_date(self, storage: Storage) -> tuple[Grid, RunIndex]:
-        index, grid = self._boundaries.follow(storage), self._boundaries.grid
+    def _up_to_date(self, storage: Storage, span: Span) -> tuple[Grid, RunIndex]:
+        index, grid = self._boundaries.follow(storage, span), self._boundaries.grid
         if index is None or grid is None:
             raise self._boundaries.missing(storage)
         return grid, index
@@ -272,7 +273,7 @@ class SliceSamplerWithoutReplacement(InPasses, SliceSampler):
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
         """See :meth:`SliceSampler.draw`."""
         length, count = self._shape(batch_size)
-        grid, index = self._up_to_date(storage)
+        grid, index = self._up_to_date(storage, storage.ledger.span())
         least = length if self.strict_length else 1
         if not index.runs(least).shape[1]:
             raise self._too_long(index, length)
@@ -303,7 +304,7 @@ def _frames_in_elements(shape: Sequence[int], ndim: int) -> ValueError:
     )
 
 
-def _span(span: Span, slice_len: int | None) -> tuple[bool | int, bool | int]:
+def _span(span: Margin, slice_len: int | None) -> tuple[bool | int, bool | int]:
     sides: Any = span if isinstance(span, tuple | list) else (span, span)
     steps = "less steps than a slice has" + ("" if slice_len is None else f" ({slice_len})")
     expected = f"span: expected True, False or {steps}, or a pair of these, one for each side, got {span!r}."

@@ -279,8 +279,7 @@ class ListStorage(Storage):
         items = _items_of(data, 0)
         if len(items) != len(index):
             raise ValueError(f"data: expected {len(index)} elements to replace as many, got {len(items)}.")
-        with self.ledger.writing():
-            self.ledger.changed_in_place()
+        with self.ledger.changing_in_place():
             for row, item in zip(index.tolist(), items, strict=True):
                 self._put(row, item)
 
@@ -300,8 +299,7 @@ class ListStorage(Storage):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`Storage.load_state_dict`."""
         self._check_state(state_dict)
-        with self.ledger.writing():
-            self.ledger.changed_in_place()
+        with self.ledger.changing_in_place():
             for position, item in enumerate(state_dict["elements"] or (), state_dict["low"]):
                 self._put(position % self.max_size, item)
             self.ledger.restore(state_dict)
