@@ -6,7 +6,7 @@ import pytest
 
 from rollwright.collectors.trajectories import TrajectoryPool
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, SliceSampler
-from rollwright.data.replay_buffers._ledger import Ledger
+from rollwright.data.replay_buffers.ledger.ledger import Ledger
 from rollwright.testing.mocking_classes import CountingEnv
 
 IDS = ("collector", "traj_ids")

@@ -20,7 +20,7 @@ from rollwright._processes.segment import Segment
 from rollwright.collectors import Collector
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, ReplayBufferEnsemble
 from rollwright.data.datasets import DatasetWriter, load_dataset
-from rollwright.data.replay_buffers._memory import ROWS_FILE
+from rollwright.data.replay_buffers.storages.memory import ROWS_FILE
 from rollwright.testing.mocking_classes import CountingEnv
 
 FORK = multiprocessing.get_context("fork")

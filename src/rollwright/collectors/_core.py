@@ -32,7 +32,7 @@ from rollwright.collectors.trajectories import TrajectoryPool
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory, mark_truncated
 from rollwright.data.memory import MemoryPool
-from rollwright.data.specs._shape import as_device
+from rollwright.data.specs.shapes import as_device
 from rollwright.envs._policy_hook import provide_for_policy
 from rollwright.envs.utils import set_exploration_type
 from rollwright.errors import NotNative

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rollwright.collectors.options import CollectorOptions
-from rollwright.data.specs._shape import as_device
+from rollwright.data.specs.shapes import as_device
 
 __all__ = ["Devices", "module_device", "nothing", "sync_function"]
 

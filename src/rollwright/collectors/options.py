@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright.collectors._delivery_checks import check_delivery
-from rollwright.data.specs._shape import as_device
+from rollwright.data.specs.shapes import as_device
 from rollwright.envs._succession import check_failure
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update._receiving import check_schemes

@@ -15,7 +15,7 @@ from rollwright.collectors.assembly import Trajectory, TrajectoryAssembler
 from rollwright.collectors.delivery import Batches, Delivery, TrajectoryBatches, copied, never
 from rollwright.collectors.direct import StorageMemory
 from rollwright.data.replay_buffers import SampleToInsertRatio, SliceSampler
-from rollwright.data.replay_buffers.storages import no_objects
+from rollwright.data.replay_buffers.storages.base import no_objects
 from rollwright.data.specs import Composite, NonTensor
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from rollwright.data.replay_buffers._ledger import Ledger
+    from rollwright.data.replay_buffers.ledger.ledger import Ledger
 
 __all__ = ["TrajectoryPool", "renew"]
 

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from rollwright._keys import key_str
 from rollwright._processes.channel import ByValue
 from rollwright.data.specs import Composite, TensorSpec
-from rollwright.data.specs._shape import as_device
+from rollwright.data.specs.shapes import as_device
 from rollwright.envs._exchange import missing_actions
 from rollwright.envs._partial_reset import merge_reset, reset_masks
 from rollwright.envs._succession import MOST_FRUITLESS, Rite, Succession

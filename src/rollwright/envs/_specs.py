@@ -12,7 +12,7 @@ from torch import nn
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.layout import DoneGroup, done_groups
 from rollwright.data.specs import Categorical, Composite, TensorSpec, Unbounded
-from rollwright.data.specs._shape import as_device
+from rollwright.data.specs.shapes import as_device
 from rollwright.errors import EnvError
 
 __all__ = ["EnvSpecs"]

@@ -24,7 +24,7 @@ from rollwright.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from rollwright.data.replay_buffers._ahead import Turn
+from rollwright.data.replay_buffers._prefetch import Turn
 from rollwright.envs.transforms import Compose, RewardScaling, Transform
 
 STORAGES = [LazyTensorStorage, LazyMemmapStorage, ListStorage]

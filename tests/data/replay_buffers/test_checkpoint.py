@@ -27,7 +27,8 @@ from rollwright.data import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
-from rollwright.data.replay_buffers import _folders, checkpoint
+from rollwright.data.replay_buffers import checkpoint
+from rollwright.data.replay_buffers.storages import folders
 
 FORK = multiprocessing.get_context("fork")
 SIZE = 40
@@ -447,8 +448,8 @@ def test_a_folder_that_stepped_aside_is_found_by_a_storage_too(tmp_path):
 
 def test_a_child_that_was_forked_during_a_dump_holds_up_nobody(tmp_path):
     with contextlib.ExitStack() as children:
-        with _folders._swapping(tmp_path / "rows"):
+        with folders._swapping(tmp_path / "rows"):
             children.enter_context(resting_fork())
-        lock = _folders._locked(tmp_path)
+        lock = folders._locked(tmp_path)
         assert lock is not None
         os.close(lock)

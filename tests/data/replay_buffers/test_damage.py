@@ -15,9 +15,18 @@ from tensordict import TensorDict
 from rollwright._processes.segment import Segment
 from rollwright.cli import main
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from rollwright.data.replay_buffers._layout import BASE_CHECK, GAP, HEADER, ISSUED, NUM_SLOTS, SETTLED, SKIPPED, SLOT
-from rollwright.data.replay_buffers._ledger import Ledger
-from rollwright.data.replay_buffers._memory import _HEAD, _MARK, _PAGE, ROWS_FILE
+from rollwright.data.replay_buffers.ledger.layout import (
+    BASE_CHECK,
+    GAP,
+    HEADER,
+    ISSUED,
+    NUM_SLOTS,
+    SETTLED,
+    SKIPPED,
+    SLOT,
+)
+from rollwright.data.replay_buffers.ledger.ledger import Ledger
+from rollwright.data.replay_buffers.storages.memory import _HEAD, _MARK, _PAGE, ROWS_FILE
 from rollwright.errors import DamagedFileError
 
 SIZE = 50

@@ -19,9 +19,9 @@ from tests.processes.forked import forked
 from rollwright._processes import file_locks
 from rollwright._processes.segment import Segment
 from rollwright.data import LazyTensorStorage, ReplayBuffer
-from rollwright.data.replay_buffers._layout import NUM_GAPS
-from rollwright.data.replay_buffers._ledger import Ledger
-from rollwright.data.replay_buffers._locks import RowLock
+from rollwright.data.replay_buffers.ledger.layout import NUM_GAPS
+from rollwright.data.replay_buffers.ledger.ledger import Ledger
+from rollwright.data.replay_buffers.ledger.locks import RowLock
 
 LIMIT = 60.0
 

@@ -14,7 +14,7 @@ from tests.processes.forked import fork
 
 from rollwright._processes import file_locks
 from rollwright._processes.segment import Segment
-from rollwright.data.replay_buffers._locks import _READERS, RowLock
+from rollwright.data.replay_buffers.ledger.locks import _READERS, RowLock
 
 LIMIT = 60.0
 

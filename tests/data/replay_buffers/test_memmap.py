@@ -17,7 +17,7 @@ from tests.patience import patient
 from tests.processes.forked import forked
 
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
-from rollwright.data.replay_buffers._memory import LOCK_FILE, ROWS_FILE
+from rollwright.data.replay_buffers.storages.memory import LOCK_FILE, ROWS_FILE
 
 FORK = multiprocessing.get_context("fork")  # children that use storages of their own, and no other thread
 

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict, assert_close
 
 from rollwright._keys import place
-from rollwright.data.replay_buffers._nests import Nests
+from rollwright.data.replay_buffers.storages.nests import Nests
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rollwright.data import (
     SamplerWithoutReplacement,
     SliceSampler,
 )
-from rollwright.data.replay_buffers._ledger import Ledger
+from rollwright.data.replay_buffers.ledger.ledger import Ledger
 
 
 def frames(serial: int, n: int) -> TensorDict:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from rollwright.data.replay_buffers.kinds import TensorDictPrioritizedReplayBuffer
-from rollwright.data.replay_buffers.prioritized import PrioritizedSampler
-from rollwright.data.replay_buffers.storages import ListStorage
-from rollwright.data.replay_buffers.tensors import LazyTensorStorage
+from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler
+from rollwright.data.replay_buffers.storages.base import ListStorage
+from rollwright.data.replay_buffers.storages.tensors import LazyTensorStorage
 
 EPS = 1e-8
 

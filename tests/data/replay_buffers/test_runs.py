@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollwright.data.replay_buffers._runs import Grid, RunIndex
+from rollwright.data.replay_buffers.samplers.runs import Grid, RunIndex
 
 
 def scan(ids, ends, held, low, period):

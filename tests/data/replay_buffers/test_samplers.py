@@ -7,9 +7,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rollwright.data.replay_buffers.samplers import RandomSampler, SamplerWithoutReplacement, nth_live
-from rollwright.data.replay_buffers.storages import ListStorage
-from rollwright.data.replay_buffers.tensors import LazyTensorStorage
+from rollwright.data.replay_buffers.samplers.base import RandomSampler, SamplerWithoutReplacement, nth_live
+from rollwright.data.replay_buffers.storages.base import ListStorage
+from rollwright.data.replay_buffers.storages.tensors import LazyTensorStorage
 
 
 def write(storage, *shape):

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from rollwright.data.replay_buffers.slices import SliceSampler, SliceSamplerWithoutReplacement
-from rollwright.data.replay_buffers.storages import ListStorage
-from rollwright.data.replay_buffers.tensors import LazyMemmapStorage, LazyTensorStorage
+from rollwright.data.replay_buffers.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
+from rollwright.data.replay_buffers.storages.base import ListStorage
+from rollwright.data.replay_buffers.storages.tensors import LazyMemmapStorage, LazyTensorStorage
 
 IDS, DONE, TRUNCATED, TERMINATED = (
     ("collector", "traj_ids"),

@@ -8,12 +8,12 @@ from rollwright.data.replay_buffers.kinds import (
     TensorDictReplayBuffer,
 )
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
-from rollwright.data.replay_buffers.prioritized import PrioritizedSampler
-from rollwright.data.replay_buffers.prioritized_slices import PrioritizedSliceSampler
-from rollwright.data.replay_buffers.samplers import Draw, RandomSampler, Sampler, SamplerWithoutReplacement
-from rollwright.data.replay_buffers.slices import SliceSampler, SliceSamplerWithoutReplacement
-from rollwright.data.replay_buffers.storages import ListStorage, Storage
-from rollwright.data.replay_buffers.tensors import LazyMemmapStorage, LazyTensorStorage, TensorStorage
+from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler, SamplerWithoutReplacement
+from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler
+from rollwright.data.replay_buffers.samplers.prioritized_slices import PrioritizedSliceSampler
+from rollwright.data.replay_buffers.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
+from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
+from rollwright.data.replay_buffers.storages.tensors import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from rollwright.data.replay_buffers.writers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,

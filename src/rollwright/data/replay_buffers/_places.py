@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
-from rollwright.data.replay_buffers.storages import Storage
+from rollwright.data.replay_buffers.storages.base import Storage
 
 __all__ = ["elements_at", "entry_of"]
 

@@ -14,13 +14,13 @@ from tensordict import TensorDictBase
 
 from rollwright._processes.forks import on_fork
 from rollwright.data.replay_buffers import checkpoint
-from rollwright.data.replay_buffers._ahead import Ahead, Turn
 from rollwright.data.replay_buffers._arguments import Change, check_given, dimension, inverse_of, made, stacked
 from rollwright.data.replay_buffers._places import elements_at, entry_of
-from rollwright.data.replay_buffers._rows import RowStorage
+from rollwright.data.replay_buffers._prefetch import Ahead, Turn
 from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
-from rollwright.data.replay_buffers.samplers import Draw, RandomSampler, Sampler
-from rollwright.data.replay_buffers.storages import ListStorage, Storage, pieces, positive
+from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler
+from rollwright.data.replay_buffers.storages.base import ListStorage, Storage, pieces, positive
+from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
 
 __all__ = ["Change", "ReplayBuffer"]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollwright.data.loading import load_saved, save
-from rollwright.data.replay_buffers._folders import recover, replacing
-from rollwright.data.replay_buffers._memory import ROWS_FILE
-from rollwright.data.replay_buffers._rows import RowStorage
-from rollwright.data.replay_buffers.tensors import LazyMemmapStorage
+from rollwright.data.replay_buffers.storages.folders import recover, replacing
+from rollwright.data.replay_buffers.storages.memory import ROWS_FILE
+from rollwright.data.replay_buffers.storages.rows import RowStorage
+from rollwright.data.replay_buffers.storages.tensors import LazyMemmapStorage
 from rollwright.errors import DamagedFileError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from rollwright.data.loading import load_saved, save
 from rollwright.data.replay_buffers._arguments import inverse_of
 from rollwright.data.replay_buffers.buffer import Change, ReplayBuffer
 from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
-from rollwright.data.replay_buffers.storages import positive
+from rollwright.data.replay_buffers.storages.base import positive
 
 __all__ = ["ReplayBufferEnsemble"]
 

@@ -11,8 +11,8 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
-from rollwright.data.replay_buffers.prioritized import PrioritizedSampler
-from rollwright.data.replay_buffers.storages import ListStorage, Storage
+from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler
+from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
 
 __all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer"]
 

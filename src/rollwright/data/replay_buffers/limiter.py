@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rollwright._interrupts import uninterrupted
 from rollwright.data.replay_buffers._waiting import WaitingRoom
-from rollwright.data.replay_buffers.storages import positive
+from rollwright.data.replay_buffers.storages.base import positive
 
 __all__ = ["Counts", "SampleToInsertRatio"]
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
-from rollwright.data.replay_buffers.storages import Storage, num_rows
+from rollwright.data.replay_buffers.storages.base import Storage, num_rows
 
 __all__ = [
     "ImmutableDatasetWriter",
@@ -39,7 +39,7 @@ class Writer(ABC):
 
         Args:
             storage: where to.
-            data: a batch, or several (of :func:`~rollwright.data.replay_buffers.storages.pieces`).
+            data: a batch, or several (of :func:`~rollwright.data.replay_buffers.storages.base.pieces`).
             dim: of a batch: the dimension that rows are taken from.
         """
 

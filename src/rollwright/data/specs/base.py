@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rollwright._keys import NestedKey
-from rollwright.data.specs._shape import DeviceLike, ShapeLike, star_size
+from rollwright.data.specs.shapes import DeviceLike, ShapeLike, star_size
 
 __all__ = ["IntervalSpace", "OutcomeSpace", "TensorSpec"]
 

@@ -13,10 +13,10 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
-from rollwright.data.specs._shape import DeviceLike, ShapeLike, as_device, as_size, index_shape
 from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.mapping import SpecMapping, is_key
 from rollwright.data.specs.nontensor import NonTensor
+from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_device, as_size, index_shape
 from rollwright.errors import SpecError
 
 __all__ = ["Composite"]

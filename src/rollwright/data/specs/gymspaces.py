@@ -10,7 +10,6 @@ import gymnasium.spaces as gym_spaces
 import numpy as np
 import torch
 
-from rollwright.data.specs._shape import DeviceLike, ShapeLike, as_size
 from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.binary import Binary
 from rollwright.data.specs.composite import Composite
@@ -18,6 +17,7 @@ from rollwright.data.specs.discrete import Categorical, OneHot
 from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
 from rollwright.data.specs.nontensor import NonTensor
 from rollwright.data.specs.numeric import Bounded, Unbounded
+from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
 
 __all__ = ["from_gym_space", "numpy_dtype", "to_gym_space", "to_gym_value", "torch_dtype"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rollwright._keys import NestedKey, unravel
-from rollwright.data.specs._shape import DeviceLike, ShapeLike, as_device, as_size, index_leading, index_shape
 from rollwright.data.specs.base import TensorSpec
+from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_device, as_size, index_leading, index_shape
 from rollwright.errors import SpecError
 
 __all__ = ["DenseSpec", "LeafSpec"]

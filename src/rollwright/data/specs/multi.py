@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollwright.data.specs._shape import DeviceLike, ShapeLike, as_size
 from rollwright.data.specs.base import OutcomeSpace
 from rollwright.data.specs.discrete import DiscreteSpec, OneHot, check_capacity, draw, one_hot, to_outcomes
+from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
 
 __all__ = ["MultiCategorical", "MultiOneHot"]
 

@@ -10,8 +10,8 @@ from tensordict import NonTensorData, NonTensorStack, is_non_tensor, is_tensor_c
 from torch import Tensor
 
 from rollwright._keys import NestedKey
-from rollwright.data.specs._shape import DeviceLike, ShapeLike, as_device, as_size
 from rollwright.data.specs.leaf import LeafSpec
+from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_device, as_size
 from rollwright.errors import SpecError
 
 __all__ = ["NonTensor"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rollwright._keys import NestedKey, unravel
-from rollwright.data.specs._shape import DeviceLike, ShapeLike, as_size, full_index, index_shape
 from rollwright.data.specs.base import TensorSpec
+from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size, full_index, index_shape
 from rollwright.errors import SpecError
 
 __all__ = ["LazyStack", "Stacked"]

@@ -9,9 +9,9 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from rollwright._keys import NestedKey, as_tuple
-from rollwright.data.specs._shape import DeviceLike, ShapeLike, as_size
 from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.composite import Composite
+from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
 from rollwright.data.specs.stacked import LazyStack
 from rollwright.errors import SpecError
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from rollwright.data.replay_buffers.storages import Storage
+from rollwright.data.replay_buffers.storages.base import Storage
 
 __all__ = ["Draw", "InPasses", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "Slices"]
 

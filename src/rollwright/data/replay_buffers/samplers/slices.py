@@ -13,11 +13,11 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, checked_key, unravel
 from rollwright.data.layout import IS_INIT, MASK
-from rollwright.data.replay_buffers._boundaries import Boundaries
-from rollwright.data.replay_buffers._ledger import Span
-from rollwright.data.replay_buffers._runs import Grid, RunIndex
-from rollwright.data.replay_buffers.samplers import Draw, InPasses, Passes, Sampler, Slices
-from rollwright.data.replay_buffers.storages import Storage, positive
+from rollwright.data.replay_buffers.ledger.ledger import Span
+from rollwright.data.replay_buffers.samplers.base import Draw, InPasses, Passes, Sampler, Slices
+from rollwright.data.replay_buffers.samplers.boundaries import Boundaries
+from rollwright.data.replay_buffers.samplers.runs import Grid, RunIndex
+from rollwright.data.replay_buffers.storages.base import Storage, positive
 
 __all__ = ["SliceSampler", "SliceSamplerWithoutReplacement"]
 

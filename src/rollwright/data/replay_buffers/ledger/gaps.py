@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollwright.data.replay_buffers._layout import GAP, GAPS, LOST, NUM_GAPS, OLDEST_GAP, STOP
+from rollwright.data.replay_buffers.ledger.layout import GAP, GAPS, LOST, NUM_GAPS, OLDEST_GAP, STOP
 
 __all__ = ["NO_GAPS", "Gaps"]
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.fences import fence
-from rollwright.data.replay_buffers._gaps import NO_GAPS, Gaps
-from rollwright.data.replay_buffers._identity import me
-from rollwright.data.replay_buffers._layout import (
+from rollwright.data.replay_buffers.ledger.gaps import NO_GAPS, Gaps
+from rollwright.data.replay_buffers.ledger.identity import me
+from rollwright.data.replay_buffers.ledger.layout import (
     ABANDONED,
     BASE,
     BASE_CHECK,
@@ -40,8 +40,8 @@ from rollwright.data.replay_buffers._layout import (
     STATE,
     STOP,
 )
-from rollwright.data.replay_buffers._locks import RowLock
-from rollwright.data.replay_buffers._space import Space
+from rollwright.data.replay_buffers.ledger.locks import RowLock
+from rollwright.data.replay_buffers.ledger.space import Space
 
 __all__ = ["Ledger", "Reservation", "Span"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollwright.data.replay_buffers import _layout as layout
-from rollwright.data.replay_buffers._ledger import Ledger
+from rollwright.data.replay_buffers.ledger import layout
+from rollwright.data.replay_buffers.ledger.ledger import Ledger
 
 __all__ = ["wrong_in"]
 

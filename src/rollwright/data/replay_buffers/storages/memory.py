@@ -17,10 +17,10 @@ import torch
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright._processes.segment import Segment
-from rollwright.data.replay_buffers._damage import wrong_in
-from rollwright.data.replay_buffers._ledger import Ledger
-from rollwright.data.replay_buffers._locks import RowLock
-from rollwright.data.replay_buffers._space import Column, Space
+from rollwright.data.replay_buffers.ledger.damage import wrong_in
+from rollwright.data.replay_buffers.ledger.ledger import Ledger
+from rollwright.data.replay_buffers.ledger.locks import RowLock
+from rollwright.data.replay_buffers.ledger.space import Column, Space
 from rollwright.errors import DamagedFileError
 
 __all__ = ["LOCK_FILE", "ROWS_FILE", "Memory", "PrivateMemory", "Schema", "SharedMemory"]

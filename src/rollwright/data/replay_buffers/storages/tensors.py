@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDictBase
 
-from rollwright.data.replay_buffers._folders import recover
-from rollwright.data.replay_buffers._memory import LOCK_FILE, ROWS_FILE, PrivateMemory, SharedMemory
-from rollwright.data.replay_buffers._rows import RowStorage
-from rollwright.data.specs._shape import as_device
+from rollwright.data.replay_buffers.storages.folders import recover
+from rollwright.data.replay_buffers.storages.memory import LOCK_FILE, ROWS_FILE, PrivateMemory, SharedMemory
+from rollwright.data.replay_buffers.storages.rows import RowStorage
+from rollwright.data.specs.shapes import as_device
 
 __all__ = ["LazyMemmapStorage", "LazyTensorStorage", "TensorStorage"]
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollwright.data.replay_buffers._runs import Grid, RunIndex
-from rollwright.data.replay_buffers.prioritized import WEIGHT, PrioritizedSampler
-from rollwright.data.replay_buffers.samplers import Draw
-from rollwright.data.replay_buffers.slices import SliceSampler
-from rollwright.data.replay_buffers.storages import Storage
+from rollwright.data.replay_buffers.samplers.base import Draw
+from rollwright.data.replay_buffers.samplers.prioritized import WEIGHT, PrioritizedSampler
+from rollwright.data.replay_buffers.samplers.runs import Grid, RunIndex
+from rollwright.data.replay_buffers.samplers.slices import SliceSampler
+from rollwright.data.replay_buffers.storages.base import Storage
 
 __all__ = ["PrioritizedSliceSampler"]
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from rollwright._keys import NestedKey, as_tuple, checked_key, key_str
 from rollwright.data.layout import NEXT_DONE, TRAJ_IDS
-from rollwright.data.replay_buffers._ledger import Span
-from rollwright.data.replay_buffers._runs import Grid, RunIndex
-from rollwright.data.replay_buffers.storages import Storage
+from rollwright.data.replay_buffers.ledger.ledger import Span
+from rollwright.data.replay_buffers.samplers.runs import Grid, RunIndex
+from rollwright.data.replay_buffers.storages.base import Storage
 
 __all__ = ["Boundaries"]
 

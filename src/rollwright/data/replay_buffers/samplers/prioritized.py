@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollwright.data.replay_buffers._ledger import Span
-from rollwright.data.replay_buffers._sumtree import MinTree, SumTree
-from rollwright.data.replay_buffers.samplers import Draw, Sampler
-from rollwright.data.replay_buffers.storages import Storage, positive
+from rollwright.data.replay_buffers.ledger.ledger import Span
+from rollwright.data.replay_buffers.samplers.base import Draw, Sampler
+from rollwright.data.replay_buffers.samplers.sumtree import MinTree, SumTree
+from rollwright.data.replay_buffers.storages.base import Storage, positive
 
 __all__ = ["PrioritizedSampler"]
 

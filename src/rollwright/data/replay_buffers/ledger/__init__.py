@@ -1,0 +1,5 @@
+"""Which positions of a ring of rows are reserved, written, published; between threads and processes."""
+
+from rollwright.data.replay_buffers.ledger.ledger import Ledger, Reservation, Span
+
+__all__ = ["Ledger", "Reservation", "Span"]
