@@ -14,10 +14,10 @@ from tensordict import TensorDict
 from rollwright._keys import NestedKey, as_tuple, place
 from rollwright.collectors import _plan
 from rollwright.collectors._plan import IDS, VERSION
-from rollwright.collectors.flat import FlatPolicy, compile_flat
 from rollwright.data.memory import in_numpy
 from rollwright.envs.arrays import Entry, Values
 from rollwright.errors import NotNative
+from rollwright.policies import FlatPolicy, compile_flat
 
 __all__ = ["Actor", "CastActor", "FlatActor", "TensorDictActor", "as_array"]
 

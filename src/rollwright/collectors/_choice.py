@@ -17,14 +17,14 @@ from rollwright.collectors._alternating import AlternatingPath
 from rollwright.collectors._path import Path
 from rollwright.collectors._plain import PlainPath
 from rollwright.collectors._rows import ArrayPath
-from rollwright.collectors.flat import FlatPolicy, flatten
-from rollwright.collectors.flat.program import RandomActions
 from rollwright.envs._renewable import RenewableEnv
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form
 from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms import TransformedEnv
 from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy
+from rollwright.policies import FlatPolicy, flatten
+from rollwright.policies.program import RandomActions
 
 if TYPE_CHECKING:
     from rollwright.collectors._core import RolloutCore

@@ -9,8 +9,8 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType as Type
 from tensordict.nn import set_interaction_type
 
-from rollwright.collectors.flat import compile_flat, flatten
-from rollwright.collectors.flat.staging import Packing, Staged
+from rollwright.policies import compile_flat, flatten
+from rollwright.policies.staging import Packing, Staged
 
 
 def test_packing_keeps_values_shapes_and_dtypes():

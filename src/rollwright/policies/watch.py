@@ -10,7 +10,7 @@ from tensordict.nn import skip_existing
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from rollwright.collectors.flat.base import NotFlat
+from rollwright.policies.base import NotFlat
 
 __all__ = ["Watch", "check_globals", "is_special"]
 

@@ -9,18 +9,18 @@ import numpy as np
 import torch
 
 from rollwright._keys import NestedKey
-from rollwright.collectors.flat.arrays import Emitter
-from rollwright.collectors.flat.base import NotFlat
-from rollwright.collectors.flat.draws import CategoricalDraw, NormalDraw
-from rollwright.collectors.flat.nodes import Chain, Copy, Node, Own
-from rollwright.collectors.flat.noise import Noise, noise_stream
-from rollwright.collectors.flat.program import Program, counted
+from rollwright.policies.arrays import Emitter
+from rollwright.policies.base import NotFlat
+from rollwright.policies.draws import CategoricalDraw, NormalDraw
+from rollwright.policies.nodes import Chain, Copy, Node, Own
+from rollwright.policies.noise import Noise, noise_stream
+from rollwright.policies.program import Program, counted
 
 __all__ = ["NumpyProgram"]
 
 
 class NumpyProgram:
-    """Runs the steps of a :class:`~rollwright.collectors.flat.program.Program` in NumPy.
+    """Runs the steps of a :class:`~rollwright.policies.program.Program` in NumPy.
 
     Results agree with torch's to rounding. Equal random numbers give equal actions, except where two outcomes tie to
     rounding. New weights, in place or as new tensors, act from the next start on. Infinite or NaN weights give NaN
@@ -82,7 +82,7 @@ class NumpyProgram:
         raise NotFlat(f"{node.label} is not known in NumPy")
 
     def start(self, steps: int) -> None:
-        """Draw the random numbers of ``steps`` steps; see :class:`~rollwright.collectors.flat.FlatPolicy`."""
+        """Draw the random numbers of ``steps`` steps; see :class:`~rollwright.policies.FlatPolicy`."""
         self._program.start(steps)
         if self._emitter.forms() != self._bound:
             self._emit()

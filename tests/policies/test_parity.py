@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollwright.collectors.flat import flatten
+from rollwright.policies import flatten
 
 
 @pytest.mark.filterwarnings("ignore:deterministic_sample wasn't found")

@@ -11,8 +11,8 @@ from tensordict.nn import InteractionType as Type
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import nn
 
-from rollwright.collectors.flat import NotFlat, compile_flat, flatten
-from rollwright.collectors.flat.noise import Noise, noise_stream
+from rollwright.policies import NotFlat, compile_flat, flatten
+from rollwright.policies.noise import Noise, noise_stream
 
 IN_NUMPY = [
     "a linear layer",

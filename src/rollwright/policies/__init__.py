@@ -1,4 +1,4 @@
-"""Flat policies: a policy as a short list of calls on tensors, or as a compiled program, on plain arrays.
+"""Policies on arrays: a policy as a short list of calls on tensors, or as a compiled program.
 
 What runs here gives the bits of the plain path (TensorDict in, TensorDict out) and draws the same random numbers.
 Whether a policy can is decided by what it is made of; :class:`NotFlat` says why not.
@@ -12,12 +12,12 @@ from typing import Any
 from tensordict.nn import InteractionType, TensorDictModuleBase
 
 from rollwright._keys import NestedKey
-from rollwright.collectors.flat.base import FlatPolicy, NotFlat, TensorPolicy
-from rollwright.collectors.flat.compiling import compile_flat
-from rollwright.collectors.flat.program import CalledModule, Program, RandomActions, parameters_of
-from rollwright.collectors.flat.staging import Staged
 from rollwright.modules import RandomPolicy
 from rollwright.modules.signature import SignaturePolicy
+from rollwright.policies.base import FlatPolicy, NotFlat, TensorPolicy
+from rollwright.policies.compiling import compile_flat
+from rollwright.policies.program import CalledModule, Program, RandomActions, parameters_of
+from rollwright.policies.staging import Staged
 
 __all__ = ["FlatPolicy", "NotFlat", "compile_flat", "flatten"]
 

@@ -13,7 +13,7 @@ from tensordict.nn import AddStateIndependentNormalScale, NormalParamExtractor, 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rollwright.collectors.flat.watch import Watch, is_special
+from rollwright.policies.watch import Watch, is_special
 
 __all__ = ["Layer", "reuse_memory", "unroll"]
 

@@ -14,11 +14,11 @@ import torch
 from tensordict.nn import set_interaction_type
 
 from rollwright._keys import NestedKey
-from rollwright.collectors.flat.base import FlatPolicy, NotFlat, TensorPolicy
-from rollwright.collectors.flat.numpy_program import NumpyProgram
-from rollwright.collectors.flat.program import CalledModule, Program, RandomActions
-from rollwright.collectors.flat.staging import Staged
-from rollwright.collectors.flat.torch_program import CompiledModule, TorchProgram
+from rollwright.policies.base import FlatPolicy, NotFlat, TensorPolicy
+from rollwright.policies.numpy_program import NumpyProgram
+from rollwright.policies.program import CalledModule, Program, RandomActions
+from rollwright.policies.staging import Staged
+from rollwright.policies.torch_program import CompiledModule, TorchProgram
 
 __all__ = ["compile_flat"]
 
@@ -33,7 +33,7 @@ def compile_flat(
     It is run on the example. Random numbers and buffers are as if it had not been.
 
     Args:
-        flat: from :func:`~rollwright.collectors.flat.flatten`.
+        flat: from :func:`~rollwright.policies.flatten`.
         arguments: of ``torch.compile``, which they choose; without any, a small known network becomes NumPy calls.
         example: an array per in_key, as the calls will bring them.
 
@@ -42,7 +42,7 @@ def compile_flat(
 
     Example:
         >>> from tensordict.nn import InteractionType, TensorDictModule
-        >>> from rollwright.collectors.flat import flatten
+        >>> from rollwright.policies import flatten
         >>> policy = TensorDictModule(torch.nn.Tanh(), in_keys=["observation"], out_keys=["action"])
         >>> flat = flatten(
         ...     policy, exploration_type=InteractionType.RANDOM, batch_shape=(), available=["observation"]

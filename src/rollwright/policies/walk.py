@@ -21,11 +21,11 @@ from torch import distributions as D
 from torch import nn
 
 from rollwright._keys import NestedKey, as_tuple, is_private, unravel
-from rollwright.collectors.flat.base import NotFlat
-from rollwright.collectors.flat.draws import CategoricalDraw, NormalDraw
-from rollwright.collectors.flat.layers import unroll
-from rollwright.collectors.flat.nodes import Ask, Call, Chain, Copy, Node, Outputs, Own
-from rollwright.collectors.flat.watch import Watch, check_globals, is_special
+from rollwright.policies.base import NotFlat
+from rollwright.policies.draws import CategoricalDraw, NormalDraw
+from rollwright.policies.layers import unroll
+from rollwright.policies.nodes import Ask, Call, Chain, Copy, Node, Outputs, Own
+from rollwright.policies.watch import Watch, check_globals, is_special
 
 __all__ = ["Walk"]
 

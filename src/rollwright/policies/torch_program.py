@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rollwright.collectors.flat.base import TensorPolicy
-from rollwright.collectors.flat.draws import CategoricalDraw, NormalDraw
-from rollwright.collectors.flat.nodes import Ask, Node, Step, Values
-from rollwright.collectors.flat.noise import Noise, noise_stream
-from rollwright.collectors.flat.program import CalledModule, Program
+from rollwright.policies.base import TensorPolicy
+from rollwright.policies.draws import CategoricalDraw, NormalDraw
+from rollwright.policies.nodes import Ask, Node, Step, Values
+from rollwright.policies.noise import Noise, noise_stream
+from rollwright.policies.program import CalledModule, Program
 
 __all__ = ["CompiledModule", "TorchProgram"]
 
@@ -54,7 +54,7 @@ class TorchProgram(TensorPolicy):
         self.how = "torch.compile of " + program.how
 
     def start(self, steps: int) -> None:
-        """Draw the noise of ``steps`` steps; see :class:`~rollwright.collectors.flat.FlatPolicy`."""
+        """Draw the noise of ``steps`` steps; see :class:`~rollwright.policies.FlatPolicy`."""
         self._program.start(steps)
         if self._noises:
             self._noise = noise_stream(self._noises, steps, Tensor.unbind)

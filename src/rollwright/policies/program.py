@@ -10,15 +10,15 @@ from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
-from rollwright.collectors.flat.base import NotFlat, TensorPolicy
-from rollwright.collectors.flat.nodes import Values, as_tensor
-from rollwright.collectors.flat.walk import Walk
-from rollwright.collectors.flat.watch import Watch, check_globals, is_special
 from rollwright.data import specs
 from rollwright.errors import PolicyError
 from rollwright.modules import RandomPolicy
 from rollwright.modules.random_policy import missing_batch
 from rollwright.modules.signature import SignaturePolicy
+from rollwright.policies.base import NotFlat, TensorPolicy
+from rollwright.policies.nodes import Values, as_tensor
+from rollwright.policies.walk import Walk
+from rollwright.policies.watch import Watch, check_globals, is_special
 
 __all__ = ["CalledModule", "Program", "RandomActions"]
 
@@ -62,7 +62,7 @@ class Program(TensorPolicy):
         self._shapes_seen = False
 
     def start(self, steps: int) -> None:
-        """See :class:`~rollwright.collectors.flat.FlatPolicy`."""
+        """See :class:`~rollwright.policies.FlatPolicy`."""
         self._watch.check()
         self._shapes_seen = False
 
@@ -124,7 +124,7 @@ class CalledModule(TensorPolicy):
         return [unravel(key) for key in self.policy.out_keys]
 
     def start(self, steps: int) -> None:
-        """See :class:`~rollwright.collectors.flat.FlatPolicy`."""
+        """See :class:`~rollwright.policies.FlatPolicy`."""
         self._watch.check()
         self._shapes_seen = False
 
@@ -185,7 +185,7 @@ class RandomActions(TensorPolicy):
         self._draws = [(leaf.rand, shape) for _, leaf, shape in draws]
 
     def start(self, steps: int) -> None:
-        """See :class:`~rollwright.collectors.flat.FlatPolicy`."""
+        """See :class:`~rollwright.policies.FlatPolicy`."""
         if self._policy.action_spec is not self._spec:
             raise NotFlat("the policy has changed (RandomPolicy)")
 

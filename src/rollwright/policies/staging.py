@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollwright._keys import NestedKey
-from rollwright.collectors.flat.base import TensorPolicy
+from rollwright.policies.base import TensorPolicy
 
 __all__ = ["Packing", "Staged"]
 
@@ -79,7 +79,7 @@ class Staged:
         return self.policy.out_keys
 
     def start(self, steps: int) -> None:
-        """See :class:`~rollwright.collectors.flat.FlatPolicy`."""
+        """See :class:`~rollwright.policies.FlatPolicy`."""
         self.policy.start(steps)
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:

@@ -14,9 +14,9 @@ from tensordict.nn import AddStateIndependentNormalScale, NormalParamExtractor, 
 from torch import nn
 from torch.nn import functional as F
 
-from rollwright.collectors.flat.base import NotFlat
-from rollwright.collectors.flat.draws import CategoricalDraw, NormalDraw
-from rollwright.collectors.flat.layers import Layer
+from rollwright.policies.base import NotFlat
+from rollwright.policies.draws import CategoricalDraw, NormalDraw
+from rollwright.policies.layers import Layer
 
 __all__ = ["Emitter"]
 

@@ -26,12 +26,12 @@ from torch import distributions as D
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollwright.collectors.flat import NotFlat, flatten
-from rollwright.collectors.flat.draws import _race_is_exact, race
 from rollwright.data import Binary, Bounded, Categorical, Composite, MultiCategorical, NonTensor, OneHot, Unbounded
 from rollwright.errors import PolicyError
 from rollwright.modules import RandomPolicy
 from rollwright.modules.signature import SignaturePolicy
+from rollwright.policies import NotFlat, flatten
+from rollwright.policies.draws import _race_is_exact, race
 
 
 def flat_of(lab, policy, batch=(), kind=Type.RANDOM, available=None):

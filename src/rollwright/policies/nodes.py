@@ -12,8 +12,8 @@ from tensordict import TensorDict, is_tensor_collection
 from torch import Tensor
 
 from rollwright._keys import NestedKey, unravel
-from rollwright.collectors.flat.base import NotFlat
-from rollwright.collectors.flat.layers import Layer, reuse_memory
+from rollwright.policies.base import NotFlat
+from rollwright.policies.layers import Layer, reuse_memory
 
 __all__ = ["Ask", "Call", "Chain", "Copy", "Node", "Outputs", "Own", "Step", "Values", "as_tensor"]
 

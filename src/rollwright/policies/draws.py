@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 
-from rollwright.collectors.flat.nodes import Node, Step, Values
+from rollwright.policies.nodes import Node, Step, Values
 
 __all__ = ["CategoricalDraw", "NormalDraw"]
 
