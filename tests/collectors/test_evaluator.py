@@ -20,8 +20,8 @@ from rollwright.collectors._evaluation.tally import Tally
 from rollwright.collectors.evaluator import Evaluator
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, ExplorationType, GymEnv, SerialEnv, StepCounter, TransformedEnv, VecNorm
-from rollwright.envs.async_pool import AsyncEnvPool
-from rollwright.envs.parallel import ParallelEnv
+from rollwright.envs.batched.async_pool import AsyncEnvPool
+from rollwright.envs.batched.parallel import ParallelEnv
 
 BACKENDS = ["thread", "process"]
 backends = pytest.mark.parametrize("backend", BACKENDS)

@@ -1,7 +1,8 @@
 """Environments: the base class, gymnasium and EnvPool, batches of them, transforms."""
 
-from rollwright.envs.async_pool import AsyncEnvPool
 from rollwright.envs.base import EnvBase
+from rollwright.envs.batched.async_pool import AsyncEnvPool
+from rollwright.envs.batched.parallel import ParallelEnv
 from rollwright.envs.creator import EnvCreator, env_creator
 from rollwright.envs.libs import (
     EnvPoolEnv,
@@ -11,7 +12,6 @@ from rollwright.envs.libs import (
     gym_backend,
     set_gym_backend,
 )
-from rollwright.envs.parallel import ParallelEnv
 from rollwright.envs.serial import SerialEnv
 from rollwright.envs.transforms import (
     ActionMask,

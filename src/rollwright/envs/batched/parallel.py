@@ -13,17 +13,17 @@ from rollwright._interrupts import uninterrupted
 from rollwright._keys import as_tuple
 from rollwright._processes.channel import ByValue
 from rollwright._processes.starting import check_start_method
-from rollwright.envs import _parallel_calls as calls
-from rollwright.envs._env_messages import AHEAD, Form, ResetRows, Some, StepRows
-from rollwright.envs._env_processes import EnvProcesses, default_num_processes
-from rollwright.envs._parallel_arrays import ParallelArrays
-from rollwright.envs._parallel_calls import EnvFacts
-from rollwright.envs._parallel_rows import Outcomes, Sent, overwritten, send_rows, shareable
 from rollwright.envs._recreation import Missed, Recreation, end_rows
-from rollwright.envs._remote import RemoteEnvs
 from rollwright.envs._succession import check_failure
 from rollwright.envs._workers import Factories, FactoryKwargs, factories, placed
 from rollwright.envs.arrays import ArrayEnv
+from rollwright.envs.batched.hosting import calls
+from rollwright.envs.batched.hosting.calls import EnvFacts
+from rollwright.envs.batched.hosting.messages import AHEAD, Form, ResetRows, Some, StepRows
+from rollwright.envs.batched.hosting.outcomes import Outcomes, Sent, overwritten, send_rows, shareable
+from rollwright.envs.batched.hosting.processes import EnvProcesses, default_num_processes
+from rollwright.envs.batched.parallel_arrays import ParallelArrays
+from rollwright.envs.batched.remote import RemoteEnvs
 from rollwright.envs.serial import SerialEnv
 from rollwright.errors import EnvError
 

@@ -23,7 +23,7 @@ from rollwright.envs import (
     check_env_specs,
     step_mdp,
 )
-from rollwright.envs.async_pool import AsyncEnvPool
+from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.testing._compare import differing_key
 from rollwright.testing.mocking_classes import (
     CountingBatchedEnv,

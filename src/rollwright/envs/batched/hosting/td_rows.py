@@ -58,6 +58,7 @@ def nested(leaves: Mapping[NestedKey, Tensor], nests: Nests, batch: Any, device:
 def row_of(
     given: Mapping[NestedKey, Tensor], row: int, nests: Nests, batch: Any, rest: TensorDictBase | None
 ) -> TensorDictBase:
+    """One row as a TensorDict of new tensors, with what went beside shared memory."""
     td = nested({key: rows[row].clone() for key, rows in given.items()}, nests, batch)
     if rest is None:
         return td

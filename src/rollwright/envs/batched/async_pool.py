@@ -14,14 +14,14 @@ from tensordict import TensorDictBase
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import without
 from rollwright._processes.starting import check_start_method
-from rollwright.envs._async_halves import INDEX, AsyncHalves, first_index
-from rollwright.envs._async_processes import ProcessSlots
-from rollwright.envs._async_slots import Came, Slots
-from rollwright.envs._async_threads import ThreadSlots
-from rollwright.envs._env_messages import Form
-from rollwright.envs._parallel_rows import shareable
 from rollwright.envs._workers import own_kwargs
 from rollwright.envs.base import EnvBase
+from rollwright.envs.batched.async_halves import INDEX, AsyncHalves, first_index
+from rollwright.envs.batched.async_processes import ProcessSlots
+from rollwright.envs.batched.async_slots import Came, Slots
+from rollwright.envs.batched.async_threads import ThreadSlots
+from rollwright.envs.batched.hosting.messages import Form
+from rollwright.envs.batched.hosting.outcomes import shareable
 
 __all__ = ["AsyncEnvPool"]
 

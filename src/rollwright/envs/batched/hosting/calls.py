@@ -13,8 +13,8 @@ import torch
 
 from rollwright._keys import NestedKey
 from rollwright.data.specs import Composite
-from rollwright.envs._env_process import Hosted
 from rollwright.envs.arrays import Entry
+from rollwright.envs.batched.hosting.host import Hosted
 
 __all__ = [
     "ITSELF",

@@ -13,11 +13,11 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import leaf_keys
 from rollwright.data.layout import deciding_groups
-from rollwright.envs._async_slots import Came, Slots
-from rollwright.envs._batched import BatchedEnv
-from rollwright.envs._env_processes import PATIENCE_S
 from rollwright.envs._partial_reset import merge_reset, reset_masks
 from rollwright.envs._workers import placed
+from rollwright.envs.batched.async_slots import Came, Slots
+from rollwright.envs.batched.base import BatchedEnv
+from rollwright.envs.batched.hosting.processes import PATIENCE_S
 from rollwright.errors import EnvError
 
 __all__ = ["INDEX", "AsyncHalves", "first_index"]

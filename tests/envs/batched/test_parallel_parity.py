@@ -18,7 +18,7 @@ from rollwright.collectors import Collector
 from rollwright.data import Unbounded
 from rollwright.envs import EnvBase, GymWrapper, SerialEnv, TransformedEnv, default_info_dict_reader
 from rollwright.envs.arrays import ArrayEnv, array_form
-from rollwright.envs.parallel import ParallelEnv
+from rollwright.envs.batched.parallel import ParallelEnv
 from rollwright.envs.transforms import Compose, InitTracker, RewardSum, StepCounter, TensorDictPrimer, VecNorm
 from rollwright.errors import EnvError, NotNative
 from rollwright.modules import RandomPolicy

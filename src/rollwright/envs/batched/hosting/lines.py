@@ -11,8 +11,8 @@ from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import STOPPED_S, Child
 from rollwright._processes.failures import Failure
-from rollwright.envs._env_messages import Command
-from rollwright.envs._under_way import UnderWay
+from rollwright.envs.batched.hosting.messages import Command
+from rollwright.envs.batched.hosting.under_way import UnderWay
 
 __all__ = ["ProcessLines"]
 

@@ -13,13 +13,13 @@ import torch
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.child import Child, end_all
 from rollwright._processes.segment import Segment
-from rollwright.envs._env_messages import Command, Form, Lay, Leave, Raised, Some
-from rollwright.envs._env_process import DONE_ROWS, Hosted, serve_envs
-from rollwright.envs._input_layouts import Entries, InputLayouts, Signature
-from rollwright.envs._process_lines import ProcessLines
-from rollwright.envs._shared_rows import Field, SharedRows, lay_out
-from rollwright.envs._under_way import Gathered, UnderWay
 from rollwright.envs._workers import Factory
+from rollwright.envs.batched.hosting.host import DONE_ROWS, Hosted, serve_envs
+from rollwright.envs.batched.hosting.input_layouts import Entries, InputLayouts, Signature
+from rollwright.envs.batched.hosting.lines import ProcessLines
+from rollwright.envs.batched.hosting.messages import Command, Form, Lay, Leave, Raised, Some
+from rollwright.envs.batched.hosting.shared_rows import Field, SharedRows, lay_out
+from rollwright.envs.batched.hosting.under_way import Gathered, UnderWay
 from rollwright.errors import EnvError
 
 __all__ = ["EnvProcesses", "default_num_processes"]
@@ -52,7 +52,7 @@ class EnvProcesses:
     Args:
         makers: one for each row.
         num_processes: how many processes.
-        describe: see :func:`~rollwright.envs._env_process.serve_envs`.
+        describe: see :func:`~rollwright.envs.batched.hosting.host.serve_envs`.
         start_method: see :class:`~rollwright._processes.child.Child`.
         timeout_s: the longest that an environment may take for a step or a reset; None: an hour.
         renews: make environments that raise anew.

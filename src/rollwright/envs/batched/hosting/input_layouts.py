@@ -10,8 +10,8 @@ import torch
 
 from rollwright._keys import NestedKey
 from rollwright._processes.segment import Segment
-from rollwright.envs._env_messages import Lay
-from rollwright.envs._shared_rows import SharedRows, lay_out
+from rollwright.envs.batched.hosting.messages import Lay
+from rollwright.envs.batched.hosting.shared_rows import SharedRows, lay_out
 
 __all__ = ["Entries", "InputLayouts", "Signature"]
 

@@ -1,6 +1,6 @@
 """A process that hosts environments: it steps and resets them on request, by rows in shared memory.
 
-The other side is :class:`~rollwright.envs._env_processes.EnvProcesses`.
+The other side is :class:`~rollwright.envs.batched.hosting.processes.EnvProcesses`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._processes.channel import ByValue, Channel
 from rollwright._processes.segment import Segment
-from rollwright.envs._env_messages import (
+from rollwright.envs._renewable import RenewableEnv
+from rollwright.envs._succession import Succession
+from rollwright.envs._workers import made, own_kwargs, placed
+from rollwright.envs.arrays import FLAGS, ArrayEnv
+from rollwright.envs.base import EnvBase
+from rollwright.envs.batched.hosting.messages import (
     AHEAD,
     Do,
     Form,
@@ -35,13 +40,8 @@ from rollwright.envs._env_messages import (
     StepRows,
     as_raised,
 )
-from rollwright.envs._renewable import RenewableEnv
-from rollwright.envs._shared_rows import SharedRows
-from rollwright.envs._succession import Succession
-from rollwright.envs._td_rows import dense_leaves, row_of
-from rollwright.envs._workers import made, own_kwargs, placed
-from rollwright.envs.arrays import FLAGS, ArrayEnv
-from rollwright.envs.base import EnvBase
+from rollwright.envs.batched.hosting.shared_rows import SharedRows
+from rollwright.envs.batched.hosting.td_rows import dense_leaves, row_of
 
 __all__ = ["DONE_ROWS", "Hosted", "serve_envs"]
 

@@ -20,7 +20,7 @@ from tests.patience import patient
 from rollwright.collectors import Collector
 from rollwright.envs import EnvBase, GymWrapper, StepCounter, TransformedEnv
 from rollwright.envs.arrays import array_form
-from rollwright.envs.parallel import ParallelEnv
+from rollwright.envs.batched.parallel import ParallelEnv
 from rollwright.errors import EnvError, WorkerError
 from rollwright.modules import RandomPolicy
 from rollwright.testing.mocking_classes import HeterogeneousCountingEnv
@@ -293,7 +293,7 @@ def test_collector_gives_new_ids_where_environments_are_made_anew() -> None:
 
 
 def test_close_does_not_wait_for_a_stuck_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollwright.envs._env_processes.CLOSE_S", 1.0)
+    monkeypatch.setattr("rollwright.envs.batched.hosting.processes.CLOSE_S", 1.0)
 
     class Stuck(Faulty):
         def close(self) -> None:
@@ -322,7 +322,7 @@ def test_interrupted_step_leaves_the_batch_in_order() -> None:
 
 
 def test_process_that_a_signal_has_stopped_is_lost_where_a_step_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollwright.envs._process_lines.STOPPED_S", 1.0)
+    monkeypatch.setattr("rollwright.envs.batched.hosting.lines.STOPPED_S", 1.0)
     env = batch(faulty(), faulty(), env_step_timeout=None)
     td = env.rand_action(env.reset())
     os.kill(env._processes.pids()[1], signal.SIGSTOP)

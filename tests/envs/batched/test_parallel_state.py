@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright.data import Composite, OneHot, Unbounded
 from rollwright.envs import EnvBase, GymEnv, SerialEnv, TransformedEnv
 from rollwright.envs._checkpoint import load_env, save_env
-from rollwright.envs.parallel import ParallelEnv
+from rollwright.envs.batched.parallel import ParallelEnv
 from rollwright.envs.transforms import Compose, StepCounter, VecNorm
 from rollwright.errors import EnvError
 

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._processes.channel import ByValue
-from rollwright.envs import _parallel_calls as calls
-from rollwright.envs._env_messages import AHEAD, ResetArrays, Some, StepArrays
-from rollwright.envs._parallel_calls import ArrayFacts
 from rollwright.envs._recreation import end_array_rows
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values, check_flags, check_open, refuse_overrides
+from rollwright.envs.batched.hosting import calls
+from rollwright.envs.batched.hosting.calls import ArrayFacts
+from rollwright.envs.batched.hosting.messages import AHEAD, ResetArrays, Some, StepArrays
 from rollwright.errors import EnvError, NotNative
 
 if TYPE_CHECKING:
-    from rollwright.envs.parallel import ParallelEnv
+    from rollwright.envs.batched.parallel import ParallelEnv
 
 __all__ = ["ParallelArrays"]
 

@@ -11,10 +11,10 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_
 from rollwright._keys import NestedKey, unravel
 from rollwright._processes.channel import ByValue
 from rollwright.data.specs import Composite, NonTensor, StackedComposite
-from rollwright.envs._env_messages import Form, Reply
-from rollwright.envs._env_processes import EnvProcesses
-from rollwright.envs._shared_rows import SharedRows
-from rollwright.envs._td_rows import Nests, dense_leaves, nested
+from rollwright.envs.batched.hosting.messages import Form, Reply
+from rollwright.envs.batched.hosting.processes import EnvProcesses
+from rollwright.envs.batched.hosting.shared_rows import SharedRows
+from rollwright.envs.batched.hosting.td_rows import Nests, dense_leaves, nested
 
 __all__ = ["Outcomes", "Sent", "overwritten", "send_rows", "shareable"]
 
@@ -55,7 +55,7 @@ def overwritten(td: TensorDictBase, other: TensorDictBase) -> TensorDictBase:
 
 
 class Sent(NamedTuple):
-    """What was written for environments to read; see :class:`~rollwright.envs._env_messages.StepRows`."""
+    """What was written for environments to read; see :class:`~rollwright.envs.batched.hosting.messages.StepRows`."""
 
     layout: int
     nests: Nests

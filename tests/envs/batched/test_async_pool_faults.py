@@ -18,7 +18,7 @@ from tests.patience import patient
 
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymEnv
-from rollwright.envs.async_pool import AsyncEnvPool
+from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.errors import EnvError, RemoteTraceback
 
 BACKENDS = ["threading", "multiprocessing"]
@@ -317,7 +317,7 @@ def test_close(make: Any, backend: str, state: str) -> None:
 
 
 def test_close_with_a_stuck_thread(make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("rollwright.envs._async_threads.CLOSE_S", 0.2)
+    monkeypatch.setattr("rollwright.envs.batched.async_threads.CLOSE_S", 0.2)
     pool = make([lambda: Faulty(stick)] * 2)
     pool.async_step_send(acting(pool, -1.0, 1.0))
     with pytest.warns(RuntimeWarning, match="the thread of environment 0 is left behind"):
@@ -325,7 +325,7 @@ def test_close_with_a_stuck_thread(make: Any, monkeypatch: Any) -> None:
 
 
 def test_thread_that_comes_back_too_late_closes_its_environment(make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("rollwright.envs._async_threads.CLOSE_S", 0.1)
+    monkeypatch.setattr("rollwright.envs.batched.async_threads.CLOSE_S", 0.1)
     closed = threading.Event()
     pool = make([lambda: Faulty(stick, closed.set)])
     pool.async_step_send(acting(pool, -1.0))
@@ -367,7 +367,7 @@ def test_forgotten_pool_ends() -> None:
 SCRIPT = """
 import sys
 from rollwright.envs import GymEnv
-from rollwright.envs.async_pool import AsyncEnvPool
+from rollwright.envs.batched.async_pool import AsyncEnvPool
 
 pool = AsyncEnvPool([lambda: GymEnv("Pendulum-v1")] * 2, backend=sys.argv[1])
 pool.async_step_send(pool.rand_action(pool.reset()))

@@ -11,19 +11,19 @@ from typing import Any, Self
 import torch
 
 from rollwright._processes.channel import ByValue
-from rollwright.envs import _parallel_calls as calls
-from rollwright.envs._batched import BatchedEnv
-from rollwright.envs._env_messages import Do
-from rollwright.envs._env_processes import HURRY_S, EnvProcesses
-from rollwright.envs._parallel_calls import EnvFacts, Sign
 from rollwright.envs._recreation import Recreation
+from rollwright.envs.batched.base import BatchedEnv
+from rollwright.envs.batched.hosting import calls
+from rollwright.envs.batched.hosting.calls import EnvFacts, Sign
+from rollwright.envs.batched.hosting.messages import Do
+from rollwright.envs.batched.hosting.processes import HURRY_S, EnvProcesses
 from rollwright.errors import EnvError, NotNative
 
 __all__ = ["RemoteEnvs"]
 
 
 class RemoteEnvs(BatchedEnv):
-    """All of :class:`~rollwright.envs.parallel.ParallelEnv` but steps and resets."""
+    """All of :class:`~rollwright.envs.batched.parallel.ParallelEnv` but steps and resets."""
 
     _not_saved = ("_launch", "_openings", "_processes", "_outcomes", "_recreation", "_facts")
 
@@ -46,7 +46,7 @@ class RemoteEnvs(BatchedEnv):
     # The environments together ------------------------------------------------------------------
 
     def _ask(self, function: Callable[..., Any], *args: Any, rows: Iterable[int] | None = None) -> dict[int, Any]:
-        """Call a function of :mod:`._parallel_calls` where the environments are; what it returns, by row.
+        """Call a function of :mod:`.hosting.calls` where the environments are; what it returns, by row.
 
         Raises:
             Exception: what the first environment has raised.

@@ -18,9 +18,9 @@ from tests.patience import patient
 
 from rollwright.data import Composite, OneHot, Unbounded
 from rollwright.envs import EnvBase, SerialEnv, StepCounter, TransformedEnv, check_env_specs
+from rollwright.envs.batched.parallel import ParallelEnv
 from rollwright.envs.creator import EnvCreator
 from rollwright.envs.libs import GymEnv
-from rollwright.envs.parallel import ParallelEnv
 from rollwright.errors import EnvError, EnvKeyError
 from rollwright.modules import LSTMModule
 
@@ -352,7 +352,7 @@ def test_processes_end_with_the_last_reference() -> None:
 PROGRAM = """
 import sys
 from rollwright.envs import GymEnv
-from rollwright.envs.parallel import ParallelEnv
+from rollwright.envs.batched.parallel import ParallelEnv
 env = ParallelEnv(2, lambda: GymEnv("CartPole-v1"))
 env.reset()
 print(*env._processes.pids(), flush=True)

@@ -16,8 +16,8 @@ from tests.patience import patient
 from rollwright._processes.channel import Channel
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import AsyncEnvPool, EnvBase, GymEnv
-from rollwright.envs import _parallel_calls as calls
-from rollwright.envs._env_processes import EnvProcesses
+from rollwright.envs.batched.hosting import calls
+from rollwright.envs.batched.hosting.processes import EnvProcesses
 
 
 class Growing(EnvBase):
