@@ -24,7 +24,7 @@ from rollwright.cli.errors import Failure, brief
 from rollwright.data.datasets import load_dataset, remove_dataset
 from rollwright.data.specs import NonTensor
 from rollwright.envs import GymEnv
-from rollwright.envs.libs._codecs import Leaf, leaves_of
+from rollwright.envs.libs.codecs import Leaf, leaves_of
 from rollwright.errors import MissingExtraError, require
 
 __all__ = ["Export"]

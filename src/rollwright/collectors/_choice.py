@@ -17,9 +17,9 @@ from rollwright.collectors._alternating import AlternatingPath
 from rollwright.collectors._path import Path
 from rollwright.collectors._plain import PlainPath
 from rollwright.collectors._rows import ArrayPath
-from rollwright.envs._renewable import RenewableEnv
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form
 from rollwright.envs.base import EnvBase
+from rollwright.envs.recreation.env import RenewableEnv
 from rollwright.envs.transforms import TransformedEnv
 from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy

@@ -33,7 +33,7 @@ from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory, mark_truncated
 from rollwright.data.memory import MemoryPool
 from rollwright.data.specs.shapes import as_device
-from rollwright.envs._policy_hook import provide_for_policy
+from rollwright.envs.priming import provide_for_policy
 from rollwright.envs.utils import set_exploration_type
 from rollwright.errors import NotNative
 from rollwright.modules import set_recurrent_mode

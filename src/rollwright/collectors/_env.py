@@ -10,9 +10,9 @@ from torch import nn
 
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
-from rollwright.envs._renewable import RenewableEnv
-from rollwright.envs._succession import Notice
 from rollwright.envs.base import EnvBase
+from rollwright.envs.recreation.env import RenewableEnv
+from rollwright.envs.recreation.policy import Notice
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 from rollwright.errors import EnvError
 

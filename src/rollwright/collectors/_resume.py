@@ -18,9 +18,9 @@ from rollwright._keys import key_str
 from rollwright.collectors._arguments import checked_state
 from rollwright.collectors._plan import IDS, VERSION
 from rollwright.collectors.devices import module_device
-from rollwright.envs._checkpoint import load_env, save_env
-from rollwright.envs._snapshot import dump
-from rollwright.envs._snapshot import load as undump
+from rollwright.envs.checkpoint import load_env, save_env
+from rollwright.envs.checkpoint.snapshot import dump
+from rollwright.envs.checkpoint.snapshot import load as undump
 from rollwright.modules import RandomPolicy
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rollwright.collectors._backgrounding import BackgroundCore
 from rollwright.collectors._front_door import collector_elsewhere, is_elsewhere
 from rollwright.collectors._paths import resolve
 from rollwright.collectors.options import CollectorOptions
-from rollwright.envs._succession import num_recreations
+from rollwright.envs.recreation.policy import num_recreations
 
 __all__ = ["Collector"]
 

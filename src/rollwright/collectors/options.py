@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 
 from rollwright.collectors._delivery_checks import check_delivery
 from rollwright.data.specs.shapes import as_device
-from rollwright.envs._succession import check_failure
+from rollwright.envs.recreation.policy import check_failure
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update._receiving import check_schemes
 from rollwright.weight_update.updaters import check_updater

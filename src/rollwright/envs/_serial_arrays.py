@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rollwright._keys import NestedKey
-from rollwright.envs._workers import own_kwargs
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values, check_flags, check_open, refuse_overrides
+from rollwright.envs.factories import own_kwargs
 from rollwright.errors import EnvError, NotNative
 
 if TYPE_CHECKING:

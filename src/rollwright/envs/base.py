@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import key_str, leaf_keys, without
 from rollwright.data.layout import deciding_groups, end_of_trajectory
-from rollwright.envs._exchange import check_alive, complete_reset, complete_step, missing_actions
+from rollwright.envs._checks import check_alive, complete_reset, complete_step, missing_actions
 from rollwright.envs._partial_reset import merge_reset, reset_masks
 from rollwright.envs._specs import EnvSpecs
 from rollwright.errors import EnvError, EnvKeyError, NotNative, RollwrightError
@@ -34,7 +34,7 @@ class _EnvMeta(ABCMeta):
         env._finalize()
         if policy is None:
             return env
-        from rollwright.envs._policy_hook import provide_for_policy
+        from rollwright.envs.priming import provide_for_policy
 
         return provide_for_policy(env, policy)
 

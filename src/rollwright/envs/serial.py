@@ -11,13 +11,13 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._processes.channel import ByValue
-from rollwright.envs._renewable import RenewableEnv
 from rollwright.envs._serial_arrays import SerialArrays
-from rollwright.envs._succession import Notice, check_failure
-from rollwright.envs._workers import Factories, Factory, FactoryKwargs, call_each, factories, made, own_kwargs, placed
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.base import BatchedEnv
+from rollwright.envs.factories import Factories, Factory, FactoryKwargs, call_each, factories, made, own_kwargs, placed
+from rollwright.envs.recreation.env import RenewableEnv
+from rollwright.envs.recreation.policy import Notice, check_failure
 from rollwright.errors import RollwrightError
 
 __all__ = ["SerialEnv"]

@@ -12,7 +12,7 @@ from tensordict.nn.probabilistic import interaction_type as exploration_type
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, leaf_keys, unravel, without
 from rollwright.data.layout import done_groups
-from rollwright.envs._exchange import check_entries
+from rollwright.envs._checks import check_entries
 from rollwright.errors import EnvError, EnvKeyError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright.data import Composite, OneHot, Unbounded
 from rollwright.envs import EnvBase, GymEnv, SerialEnv, TransformedEnv
-from rollwright.envs._checkpoint import load_env, save_env
 from rollwright.envs.batched.parallel import ParallelEnv
+from rollwright.envs.checkpoint import load_env, save_env
 from rollwright.envs.transforms import Compose, StepCounter, VecNorm
 from rollwright.errors import EnvError
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rollwright.envs._renewable import RenewableEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.batched.async_processes import ProcessSlots
 from rollwright.envs.batched.hosting.host import Hosted
 from rollwright.envs.batched.parallel import ParallelEnv
+from rollwright.envs.recreation.env import RenewableEnv
 from rollwright.envs.transforms import Transform, VecNorm
 from rollwright.weight_update._forms import State, prepare
 

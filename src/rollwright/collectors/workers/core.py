@@ -28,8 +28,8 @@ from rollwright.collectors.workers.blocks import BatchForm, BlockMemory, Place
 from rollwright.collectors.workers.parcels import ParcelMemory
 from rollwright.collectors.workers.words import State, Time, Word, Words
 from rollwright.data.memory import MemoryPool
-from rollwright.envs._succession import num_recreations
 from rollwright.envs.base import EnvBase
+from rollwright.envs.recreation.policy import num_recreations
 from rollwright.weight_update._forms import describe
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from rollwright._interrupts import uninterrupted
 from rollwright._keys import leaf_keys
 from rollwright.data.layout import deciding_groups
 from rollwright.envs._partial_reset import merge_reset, reset_masks
-from rollwright.envs._workers import placed
 from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.batched.hosting.processes import PATIENCE_S
+from rollwright.envs.factories import placed
 from rollwright.errors import EnvError
 
 __all__ = ["INDEX", "AsyncHalves", "first_index"]

@@ -14,7 +14,6 @@ from tensordict import TensorDictBase
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import without
 from rollwright._processes.starting import check_start_method
-from rollwright.envs._workers import own_kwargs
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_halves import INDEX, AsyncHalves, first_index
 from rollwright.envs.batched.async_processes import ProcessSlots
@@ -22,6 +21,7 @@ from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.async_threads import ThreadSlots
 from rollwright.envs.batched.hosting.messages import Form
 from rollwright.envs.batched.hosting.outcomes import shareable
+from rollwright.envs.factories import own_kwargs
 
 __all__ = ["AsyncEnvPool"]
 

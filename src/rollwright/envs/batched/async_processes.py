@@ -12,13 +12,13 @@ from tensordict import TensorDictBase
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ByValue
-from rollwright.envs._workers import Factory, renamed
 from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.messages import Do, Form, ResetRows, StepRows
 from rollwright.envs.batched.hosting.outcomes import Outcomes
 from rollwright.envs.batched.hosting.processes import HURRY_S, PATIENCE_S, EnvProcesses
 from rollwright.envs.batched.hosting.td_rows import Nests, dense_leaves
+from rollwright.envs.factories import Factory, renamed
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = ["ProcessSlots"]

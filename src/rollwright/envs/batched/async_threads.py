@@ -15,10 +15,10 @@ from tensordict import TensorDictBase
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.threads import DaemonThread
-from rollwright.envs._workers import Factory, call_each, made, placed, renamed
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.hosting.processes import CLOSE_S, HURRY_S, PATIENCE_S, START_S
+from rollwright.envs.factories import Factory, call_each, made, placed, renamed
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = ["ThreadSlots"]

@@ -9,7 +9,8 @@ from typing import Any, Self, cast
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rollwright.envs._workers import (
+from rollwright.envs.base import EnvBase
+from rollwright.envs.factories import (
     EACH,
     SPECS,
     common_batch_size,
@@ -19,7 +20,6 @@ from rollwright.envs._workers import (
     renamed,
     stacked_specs,
 )
-from rollwright.envs.base import EnvBase
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = ["BatchedEnv"]

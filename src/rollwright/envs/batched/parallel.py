@@ -13,9 +13,6 @@ from rollwright._interrupts import uninterrupted
 from rollwright._keys import as_tuple
 from rollwright._processes.channel import ByValue
 from rollwright._processes.starting import check_start_method
-from rollwright.envs._recreation import Missed, Recreation, end_rows
-from rollwright.envs._succession import check_failure
-from rollwright.envs._workers import Factories, FactoryKwargs, factories, placed
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.calls import EnvFacts
@@ -24,6 +21,9 @@ from rollwright.envs.batched.hosting.outcomes import Outcomes, Sent, overwritten
 from rollwright.envs.batched.hosting.processes import EnvProcesses, default_num_processes
 from rollwright.envs.batched.parallel_arrays import ParallelArrays
 from rollwright.envs.batched.remote import RemoteEnvs
+from rollwright.envs.factories import Factories, FactoryKwargs, factories, placed
+from rollwright.envs.recreation.policy import check_failure
+from rollwright.envs.recreation.rows import Missed, Recreation, end_rows
 from rollwright.envs.serial import SerialEnv
 from rollwright.errors import EnvError
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._processes.channel import ByValue
-from rollwright.envs._recreation import end_array_rows
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values, check_flags, check_open, refuse_overrides
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.calls import ArrayFacts
 from rollwright.envs.batched.hosting.messages import AHEAD, ResetArrays, Some, StepArrays
+from rollwright.envs.recreation.rows import end_array_rows
 from rollwright.errors import EnvError, NotNative
 
 if TYPE_CHECKING:

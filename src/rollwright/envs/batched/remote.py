@@ -11,12 +11,12 @@ from typing import Any, Self
 import torch
 
 from rollwright._processes.channel import ByValue
-from rollwright.envs._recreation import Recreation
 from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.calls import EnvFacts, Sign
 from rollwright.envs.batched.hosting.messages import Do
 from rollwright.envs.batched.hosting.processes import HURRY_S, EnvProcesses
+from rollwright.envs.recreation.rows import Recreation
 from rollwright.errors import EnvError, NotNative
 
 __all__ = ["RemoteEnvs"]

@@ -13,11 +13,11 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._keys import key_str, leaf_keys, place, unravel
 from rollwright.data.specs import Categorical, Unbounded
 from rollwright.envs.arrays import ArrayEnv, Rows, Values
-from rollwright.envs.libs._codecs import ActionWriter, ObservationReader, leaves_of, spec_of
 from rollwright.envs.libs._info import BaseInfoDictReader, InfoReadingEnv, default_info_dict_reader
 from rollwright.envs.libs._make import decorate, make
 from rollwright.envs.libs._vector import Readers, VectorEpisodes
 from rollwright.envs.libs.backend import gym_backend, set_gym_backend
+from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, leaves_of, spec_of
 from rollwright.errors import EnvError, EnvKeyError, SpecError
 
 __all__ = [

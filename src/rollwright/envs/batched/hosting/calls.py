@@ -151,7 +151,7 @@ def load_state(hosted: Hosted, states: Mapping[int, Mapping[str, Any]]) -> tuple
 
 def checkpoint(hosted: Hosted) -> tuple[dict[str, Any], list[str]]:
     """All that the environment is, and the global generators of its process; and what could not be saved."""
-    from rollwright.envs._checkpoint import save_env
+    from rollwright.envs.checkpoint import save_env
 
     saved, unsaved = save_env(hosted.env)
     others = pickle.dumps((np.random.get_state(), random.getstate()))
@@ -161,7 +161,7 @@ def checkpoint(hosted: Hosted) -> tuple[dict[str, Any], list[str]]:
 
 def load_checkpoint(hosted: Hosted, states: Mapping[int, Mapping[str, Any]]) -> None:
     """Go on from what :func:`checkpoint` returned."""
-    from rollwright.envs._checkpoint import load_env
+    from rollwright.envs.checkpoint import load_env
 
     saved = dict(states[hosted.row])
     streams = saved.pop("streams")

@@ -19,9 +19,6 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._processes.channel import ByValue, Channel
 from rollwright._processes.segment import Segment
-from rollwright.envs._renewable import RenewableEnv
-from rollwright.envs._succession import Succession
-from rollwright.envs._workers import made, own_kwargs, placed
 from rollwright.envs.arrays import FLAGS, ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.hosting.messages import (
@@ -42,6 +39,9 @@ from rollwright.envs.batched.hosting.messages import (
 )
 from rollwright.envs.batched.hosting.shared_rows import SharedRows
 from rollwright.envs.batched.hosting.td_rows import dense_leaves, row_of
+from rollwright.envs.factories import made, own_kwargs, placed
+from rollwright.envs.recreation.env import RenewableEnv
+from rollwright.envs.recreation.policy import Succession
 
 __all__ = ["DONE_ROWS", "Hosted", "serve_envs"]
 

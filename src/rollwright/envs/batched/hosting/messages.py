@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from rollwright._keys import NestedKey
 from rollwright._processes.channel import ByValue
 from rollwright._processes.failures import Failure
-from rollwright.envs._succession import Succession
 from rollwright.envs.batched.hosting.shared_rows import Field
+from rollwright.envs.recreation.policy import Succession
 from rollwright.errors import EnvError
 
 __all__ = [

@@ -13,13 +13,13 @@ import torch
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.child import Child, end_all
 from rollwright._processes.segment import Segment
-from rollwright.envs._workers import Factory
 from rollwright.envs.batched.hosting.host import DONE_ROWS, Hosted, serve_envs
 from rollwright.envs.batched.hosting.input_layouts import Entries, InputLayouts, Signature
 from rollwright.envs.batched.hosting.lines import ProcessLines
 from rollwright.envs.batched.hosting.messages import Command, Form, Lay, Leave, Raised, Some
 from rollwright.envs.batched.hosting.shared_rows import Field, SharedRows, lay_out
 from rollwright.envs.batched.hosting.under_way import Gathered, UnderWay
+from rollwright.envs.factories import Factory
 from rollwright.errors import EnvError
 
 __all__ = ["EnvProcesses", "default_num_processes"]

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollwright._processes.failures import Failure
-from rollwright.envs._succession import Succession
 from rollwright.envs.batched.hosting.messages import Form, Raised, Renewed, Reply
+from rollwright.envs.recreation.policy import Succession
 
 __all__ = ["Gathered", "Lost", "UnderWay"]
 

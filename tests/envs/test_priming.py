@@ -12,7 +12,7 @@ from torch import nn
 from rollwright.collectors import Collector
 from rollwright.data import Unbounded
 from rollwright.envs import EnvBase, GymEnv, InitTracker, SerialEnv, StepCounter, TensorDictPrimer, TransformedEnv
-from rollwright.envs._policy_hook import provide_for_policy
+from rollwright.envs.priming import provide_for_policy
 from rollwright.errors import EnvKeyError, PolicyKeyError
 from rollwright.modules import GRUModule, LSTMModule, RandomPolicy, set_recurrent_mode
 from rollwright.testing.mocking_classes import CountingEnv

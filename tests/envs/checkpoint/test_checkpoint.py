@@ -20,7 +20,7 @@ from tests.patience import patient
 
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv
-from rollwright.envs._checkpoint import load_env, save_env
+from rollwright.envs.checkpoint import load_env, save_env
 from rollwright.envs.libs import EnvPoolEnv
 from rollwright.envs.transforms import ActionMask, CatFrames, StepCounter, Transform, VecNorm
 from rollwright.errors import EnvError
@@ -125,7 +125,7 @@ RESUME = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 import makers
-from rollwright.envs._checkpoint import load_env
+from rollwright.envs.checkpoint import load_env
 states = torch.load(sys.argv[1] + "/states.pt", weights_only=True)
 starts = torch.load(sys.argv[1] + "/starts.pt", weights_only=False)
 seen = {}

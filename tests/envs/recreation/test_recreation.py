@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tests.envs.test_serial_recreation import rollout, walk
+from tests.envs.recreation.test_serial_recreation import rollout, walk
 
 from rollwright.collectors._evaluation.frozen import freeze
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, ParallelEnv, SerialEnv, TransformedEnv, VecNorm
-from rollwright.envs._checkpoint import load_env, save_env
 from rollwright.envs.arrays import array_form
+from rollwright.envs.checkpoint import load_env, save_env
 from rollwright.errors import EnvError, EnvKeyError
 
 CLASSES: list[Any] = [SerialEnv, ParallelEnv]

@@ -13,12 +13,12 @@ from rollwright._keys import key_str
 from rollwright._processes.channel import ByValue
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.data.specs.shapes import as_device
-from rollwright.envs._exchange import missing_actions
+from rollwright.envs._checks import missing_actions
 from rollwright.envs._partial_reset import merge_reset, reset_masks
-from rollwright.envs._succession import MOST_FRUITLESS, Rite, Succession
-from rollwright.envs._workers import SPECS, made, renamed
 from rollwright.envs.arrays import ArrayEnv, Values, check_open
 from rollwright.envs.base import EnvBase
+from rollwright.envs.factories import SPECS, made, renamed
+from rollwright.envs.recreation.policy import MOST_FRUITLESS, Rite, Succession
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = ["RenewableEnv"]
@@ -214,7 +214,7 @@ class RenewableEnv(EnvBase):
                 return fresh
 
     def _array_form(self) -> ArrayEnv:
-        from rollwright.envs._renewable_arrays import RenewableArrays
+        from rollwright.envs.recreation.arrays import RenewableArrays
 
         return RenewableArrays(self)
 

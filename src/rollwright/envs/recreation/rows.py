@@ -9,12 +9,12 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright.data.layout import DoneGroup, complete_done
-from rollwright.envs._succession import MOST_FRUITLESS, Notice
-from rollwright.envs._workers import renamed
 from rollwright.envs.arrays import Values
 from rollwright.envs.batched.hosting.messages import Raised
 from rollwright.envs.batched.hosting.processes import EnvProcesses
 from rollwright.envs.batched.hosting.under_way import Gathered, Lost
+from rollwright.envs.factories import renamed
+from rollwright.envs.recreation.policy import MOST_FRUITLESS, Notice
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = ["Missed", "Recreation", "end_array_rows", "end_rows"]

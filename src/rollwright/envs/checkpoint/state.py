@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from rollwright._keys import key_str
 from rollwright.data.specs import Composite, TensorSpec
-from rollwright.envs._snapshot import Drawn, draw_generators, dump, gym_parts, load
 from rollwright.envs.base import EnvBase
+from rollwright.envs.checkpoint.snapshot import Drawn, draw_generators, dump, gym_parts, load
 from rollwright.envs.libs.gym import GymWrapper
 from rollwright.envs.transforms import Transform, TransformedEnv
 from rollwright.errors import EnvError

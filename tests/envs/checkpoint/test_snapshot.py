@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollwright.envs import GymEnv
-from rollwright.envs._checkpoint import load_env, save_env
+from rollwright.envs.checkpoint import load_env, save_env
 from rollwright.errors import EnvError
 from rollwright.testing.mocking_classes import CountingEnv
 

@@ -14,13 +14,13 @@ from rollwright.envs.arrays import ArrayEnv, Entry, Rows, Values, check_flags, c
 from rollwright.errors import EnvError, NotNative, RollwrightError
 
 if TYPE_CHECKING:
-    from rollwright.envs._renewable import RenewableEnv
+    from rollwright.envs.recreation.env import RenewableEnv
 
 __all__ = ["RenewableArrays"]
 
 
 class RenewableArrays(ArrayEnv):
-    """The array form of a :class:`~rollwright.envs._renewable.RenewableEnv`.
+    """The array form of a :class:`~rollwright.envs.recreation.env.RenewableEnv`.
 
     Raises:
         NotNative: the environment has no array form.

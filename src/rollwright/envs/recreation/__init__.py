@@ -1,0 +1,1 @@
+"""Environments that are recreated when they fail."""
