@@ -1,1 +1,3 @@
 """Environments that are recreated when they fail."""
+
+__all__: list[str] = []
