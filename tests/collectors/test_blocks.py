@@ -100,7 +100,7 @@ def collector_of(path, num_envs, steps=10, *, size=2, length=7, **options):
     env = Meter() if num_envs == 1 else Meters(num_envs, size, length)
     with pytest.MonkeyPatch.context() as patch:
         if path == "plain":
-            patch.setattr("rollwright.collectors._choice._arrays", refuse)
+            patch.setattr("rollwright.collectors.rollout.paths.choice.arrays_of", refuse)
         collector = Collector(
             GymWrapper(env, categorical_action_encoding=True),
             actor(size, dtype),

@@ -25,7 +25,8 @@ from torch import distributions, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rollwright
-from rollwright.collectors import Collector, recording
+from rollwright.collectors import Collector
+from rollwright.collectors.rollout.paths import recording
 from rollwright.envs import Compose, GymWrapper, InitTracker, RewardSum, StepCounter, TransformedEnv
 from rollwright.errors import NotNative
 
@@ -112,7 +113,7 @@ def refuse(core):
 @pytest.fixture
 def plain_only(monkeypatch):
     """Collectors made from now on take the plain path."""
-    monkeypatch.setattr("rollwright.collectors._choice._arrays", refuse)
+    monkeypatch.setattr("rollwright.collectors.rollout.paths.choice.arrays_of", refuse)
 
 
 class Operations(TorchDispatchMode):
@@ -162,7 +163,7 @@ def per_step(counts, case, plain=False, **options):
     found = []
     with pytest.MonkeyPatch.context() as patch:
         if plain:
-            patch.setattr("rollwright.collectors._choice._arrays", refuse)
+            patch.setattr("rollwright.collectors.rollout.paths.choice.arrays_of", refuse)
         for steps in (SHORT, LONG):
             collector = collector_of(case, steps, **options)
             found.append(counts(collector))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollwright.collectors import delivery
-from rollwright.collectors.assembly import TrajectoryAssembler
+from rollwright.collectors.delivery import batches as delivery
+from rollwright.collectors.delivery.assembler import TrajectoryAssembler
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv
 

@@ -27,7 +27,8 @@ from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from tensordict.nn import TensorDictModule
 from torch import distributions, nn
-from rollwright.collectors import Collector, _choice
+from rollwright.collectors import Collector
+from rollwright.collectors.rollout.paths import choice as path_choice
 from rollwright.collectors.utils import restore_next
 from rollwright.data import Bounded, Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv
@@ -147,11 +148,11 @@ CASES = {
 }
 def make(name, plain):
     make_env, make_policy, options = CASES[name]
-    native = _choice._arrays
+    native = path_choice.arrays_of
     if plain:
         def refuse(core):
             raise NotNative("a test")
-        _choice._arrays = refuse
+        path_choice.arrays_of = refuse
     try:
         policy = make_policy()
         if policy is not None:
@@ -160,7 +161,7 @@ def make(name, plain):
         frames = {"max_frames_per_traj": -1, **options, "frames_per_batch": 45 * make_env().numel()}
         collector = Collector(make_env, policy, **frames)
     finally:
-        _choice._arrays = native
+        path_choice.arrays_of = native
     return collector
 
 def seen(collector, number):

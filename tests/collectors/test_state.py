@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollwright.collectors import _choice
+from rollwright.collectors.rollout.paths import choice as path_choice
 from rollwright.envs import GymEnv, StepCounter, TransformedEnv, VecNorm
 from rollwright.errors import NotNative
 from rollwright.testing.mocking_classes import CountingEnv
@@ -135,7 +135,7 @@ def build(request, monkeypatch, make):
         def refuse(core):
             raise NotNative("a test")
 
-        monkeypatch.setattr(_choice, "_arrays", refuse)
+        monkeypatch.setattr(path_choice, "arrays_of", refuse)
 
     def made(env=cartpoles, policy=None, **options):
         collector = make(env, policy, **{"frames_per_batch": FRAMES, **options})

@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 
 from rollwright.collectors import Collector, Interruptor
-from rollwright.collectors._pieces import Frames, Piece, concatenate, pad
-from rollwright.collectors.assembly import TrajectoryAssembler
+from rollwright.collectors.delivery.assembler import TrajectoryAssembler
+from rollwright.collectors.delivery.rows import Frames, Piece, concatenate, pad
 from rollwright.collectors.utils import split_trajectories
 from rollwright.envs import GymEnv, SerialEnv
 from rollwright.testing.mocking_classes import (

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollwright.collectors import recording
+from rollwright.collectors.rollout.paths import recording
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictMaxValueWriter
 from rollwright.envs import GymEnv
 from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv

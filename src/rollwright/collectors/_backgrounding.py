@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from rollwright.collectors import policy as policies
 from rollwright.collectors._delivering import DeliveringCore
-from rollwright.collectors._delivery_checks import buffer_of
-from rollwright.collectors._twins import copied_policy
-from rollwright.collectors.background import Background, paused_error
+from rollwright.collectors.delivery.background import Background, paused_error
+from rollwright.collectors.delivery.checks import buffer_of
+from rollwright.collectors.rollout import policy as policies
+from rollwright.collectors.rollout.policy_copies import copied_policy
 from rollwright.modules import RandomPolicy
 
 __all__ = ["BackgroundCore"]

@@ -11,10 +11,10 @@ from typing import Any
 from tensordict import TensorDictBase, is_tensor_collection
 
 from rollwright._keys import is_private
-from rollwright.collectors._core import RolloutCore
-from rollwright.collectors._env import EnvMaker
+from rollwright.collectors.delivery.stored import choose_delivery
 from rollwright.collectors.profiling import RolloutProfiler
-from rollwright.collectors.storing import choose_delivery
+from rollwright.collectors.rollout.environment import EnvMaker
+from rollwright.collectors.rollout.rollout import RolloutCore
 from rollwright.data.layout import split_trajectories
 
 __all__ = ["SPLITS", "DeliveringCore"]

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from tensordict import TensorDictBase
 
-from rollwright.collectors._paths import resolve
-from rollwright.collectors._weight_door import WeightDoor
+from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.profiling import ProfileConfig
+from rollwright.collectors.weights.receiving import WeightDoor
 
 __all__ = ["BaseCollector"]
 

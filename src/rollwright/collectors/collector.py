@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rollwright.collectors import _resume
-from rollwright.collectors import weights as weight_forms
+from rollwright.collectors import saved_state as _resume
 from rollwright.collectors._backgrounding import BackgroundCore
 from rollwright.collectors._front_door import collector_elsewhere, is_elsewhere
-from rollwright.collectors._paths import resolve
+from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.weights import updates as weight_forms
 from rollwright.envs.recreation.policy import num_recreations
 
 __all__ = ["Collector"]

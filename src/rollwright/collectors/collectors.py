@@ -7,10 +7,10 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from rollwright.collectors._env import EnvMaker
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.rollout.environment import EnvMaker
 from rollwright.data.layout import MASK
 from rollwright.envs.utils import ExplorationType
 from rollwright.modules import RandomPolicy

@@ -11,14 +11,14 @@ from numbers import Integral
 from typing import Any
 
 from rollwright._processes.channel import ByValue
-from rollwright.collectors import weights as weight_forms
-from rollwright.collectors._arguments import checked_seed, checked_state
-from rollwright.collectors._workers_weights import WorkersWeights
+from rollwright.collectors.arguments import checked_seed, checked_state
 from rollwright.collectors.base import PostHook, PreHook
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.workers.observing import merged_stats
+from rollwright.collectors.weights import updates as weight_forms
+from rollwright.collectors.weights.workers import WorkersWeights
+from rollwright.collectors.workers.counters import Word
 from rollwright.collectors.workers.options import WorkerOptions
-from rollwright.collectors.workers.words import Word
+from rollwright.collectors.workers.stats import merged_stats
 
 __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 

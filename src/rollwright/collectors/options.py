@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch
 from tensordict import TensorDictBase
 
-from rollwright.collectors._delivery_checks import check_delivery
+from rollwright.collectors.delivery.checks import check_delivery
 from rollwright.data.specs.shapes import as_device
 from rollwright.envs.recreation.policy import check_failure
 from rollwright.envs.utils import ExplorationType

@@ -26,7 +26,8 @@ from tensordict.nn import (
 from torch import distributions as D
 from torch import nn
 
-from rollwright.collectors import Collector, _choice
+from rollwright.collectors import Collector
+from rollwright.collectors.rollout.paths import choice as path_choice
 from rollwright.data import Unbounded
 from rollwright.data.specs import Binary, Categorical, MultiCategorical, MultiOneHot, OneHot
 from rollwright.envs import GymEnv, GymWrapper, SerialEnv, TransformedEnv
@@ -431,7 +432,7 @@ def force_plain(monkeypatch):
     def forced():
         context = monkeypatch.context()
         patch = context.__enter__()
-        patch.setattr(_choice, "_arrays", _refused)
+        patch.setattr(path_choice, "arrays_of", _refused)
         return SimpleNamespace(undo=lambda: context.__exit__(None, None, None))
 
     return forced

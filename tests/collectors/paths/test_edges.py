@@ -8,7 +8,8 @@ import torch
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
 from torch import distributions, nn
 
-from rollwright.collectors import Collector, _choice
+from rollwright.collectors import Collector
+from rollwright.collectors.rollout.paths import choice as path_choice
 from rollwright.envs import GymEnv, GymWrapper
 from rollwright.errors import NotNative, PolicyError
 
@@ -21,7 +22,7 @@ def build(request, monkeypatch):
         def refuse(core):
             raise NotNative("a test")
 
-        monkeypatch.setattr(_choice, "_arrays", refuse)
+        monkeypatch.setattr(path_choice, "arrays_of", refuse)
     made = []
 
     def make(policy, env=None, **options):
@@ -167,7 +168,7 @@ def against_plain(monkeypatch):
         for plain in (False, True):
             with monkeypatch.context() as patch:
                 if plain:
-                    patch.setattr(_choice, "_arrays", lambda core: (_ for _ in ()).throw(NotNative("a test")))
+                    patch.setattr(path_choice, "arrays_of", lambda core: (_ for _ in ()).throw(NotNative("a test")))
                 torch.manual_seed(1)
                 policy = make_policy()
                 env = GymEnv("CartPole-v1", categorical_action_encoding=True)

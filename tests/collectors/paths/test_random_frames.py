@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollwright.collectors import _trial
+from rollwright.collectors.rollout import policy_trial as _trial
 
 FEW = ["cartpole", "pendulum", "dict of actions", "odd dtypes", "sync of 4", "transformed serial", "serial of serial"]
 

@@ -31,7 +31,7 @@ from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import burn, gone, heard, wait_until
 from tests.patience import patient
 
-from rollwright.collectors.workers import store
+from rollwright.collectors.workers.memory import store
 from rollwright.errors import EnvError, PolicyError, WorkerError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*It is replaced:RuntimeWarning")

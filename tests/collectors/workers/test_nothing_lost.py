@@ -14,7 +14,7 @@ from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import in_shared_memory, wait_until
 
 from rollwright.collectors.workers import first_come, gather
-from rollwright.collectors.workers.words import State, Word
+from rollwright.collectors.workers.counters import State, Word
 
 KINDS = ["sync", "async"]
 

@@ -19,7 +19,7 @@ from tests.collectors.workers.processes import wait_until
 
 from rollwright.collectors import Collector
 from rollwright.collectors.workers import group
-from rollwright.collectors.workers.words import State, Word
+from rollwright.collectors.workers.counters import State, Word
 from rollwright.envs import GymEnv
 from rollwright.errors import WorkerError
 

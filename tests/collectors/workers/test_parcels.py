@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from rollwright._processes.channel import Channel
 from rollwright._processes.segment import Segment
-from rollwright.collectors.workers.parcels import ParcelMemory, open_parcel
+from rollwright.collectors.workers.memory.packing import ParcelMemory, open_parcel
 
 DTYPES = [
     torch.bool,

@@ -7,7 +7,7 @@ from tests.collectors.workers.envs import gain, makers
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import wait_until
 
-from rollwright.collectors.workers.words import Word
+from rollwright.collectors.workers.counters import Word
 
 KINDS = ["sync", "async"]
 WRITTEN = "replay_buffer.write_count"

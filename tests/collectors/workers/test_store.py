@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollwright._processes.segment import Segment
-from rollwright.collectors.workers.blocks import BatchForm, BlockLayout
-from rollwright.collectors.workers.store import BlockStore, Gaps
+from rollwright.collectors.workers.memory.blocks import BatchForm, BlockLayout
+from rollwright.collectors.workers.memory.store import BlockStore, Gaps
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import burn, heard, left_behind, strangers
 from tests.patience import patient
 
-from rollwright.collectors.workers.words import State
+from rollwright.collectors.workers.counters import State
 from rollwright.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 from rollwright.errors import WorkerError
 

@@ -15,7 +15,7 @@ from tests.collectors.workers.processes import burn, heard, wait_until
 from tests.patience import patient
 
 from rollwright.collectors.workers import watching
-from rollwright.collectors.workers.words import State
+from rollwright.collectors.workers.counters import State
 from rollwright.errors import WorkerError
 from rollwright.testing.mocking_classes import CountingEnv
 

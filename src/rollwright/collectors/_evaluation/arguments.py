@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from rollwright.collectors._twins import copied_policy
+from rollwright.collectors.rollout.policy_copies import copied_policy
 from rollwright.weight_update._forms import State, flat_state
 
 __all__ = ["check_arguments", "check_options", "copy_of", "own_policy", "weights_of"]

@@ -9,7 +9,7 @@ from typing import Any
 from rollwright._processes.threads import DaemonThread
 from rollwright.collectors._evaluation.rounds import Order, Pulse, Stopped
 from rollwright.collectors._evaluation.sides import Side
-from rollwright.collectors.background import exploration_of_this_thread
+from rollwright.collectors.delivery.background import exploration_of_this_thread
 from rollwright.envs.utils import ExplorationType
 
 __all__ = ["Desk", "Ticket"]

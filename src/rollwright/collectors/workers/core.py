@@ -16,17 +16,17 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, unravel
 from rollwright._processes.channel import ByValue
-from rollwright.collectors._delivery_checks import ledger_of
-from rollwright.collectors.background import paused_error
 from rollwright.collectors.collector import Collector
-from rollwright.collectors.delivery import TrajectoryBatches, copied
-from rollwright.collectors.devices import module_device
+from rollwright.collectors.delivery.background import paused_error
+from rollwright.collectors.delivery.batches import TrajectoryBatches, copied
+from rollwright.collectors.delivery.checks import ledger_of
 from rollwright.collectors.profiling import ProfileConfig
-from rollwright.collectors.trajectories import TrajectoryPool
+from rollwright.collectors.rollout.devices import module_device
+from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.blocks import BatchForm, BlockMemory, Place
-from rollwright.collectors.workers.parcels import ParcelMemory
-from rollwright.collectors.workers.words import State, Time, Word, Words
+from rollwright.collectors.workers.counters import State, Time, Word, Words
+from rollwright.collectors.workers.memory.blocks import BatchForm, BlockMemory, Place
+from rollwright.collectors.workers.memory.packing import ParcelMemory
 from rollwright.data.memory import MemoryPool
 from rollwright.envs.base import EnvBase
 from rollwright.envs.recreation.policy import num_recreations

@@ -13,11 +13,11 @@ from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ByValue
 from rollwright._processes.child import Child, end_all
 from rollwright.collectors.workers import messages as say
+from rollwright.collectors.workers.counters import State, Word
 from rollwright.collectors.workers.listening import NAP_S, Listening
 from rollwright.collectors.workers.member import Member
-from rollwright.collectors.workers.store import Block
+from rollwright.collectors.workers.memory.store import Block
 from rollwright.collectors.workers.watching import START_S
-from rollwright.collectors.workers.words import State, Word
 from rollwright.errors import WorkerError
 
 __all__ = ["WorkerGroup"]

@@ -22,10 +22,10 @@ from rollwright._processes.child import Child
 from rollwright._processes.failures import Failure
 from rollwright._processes.forks import not_here, on_fork
 from rollwright.collectors.workers import messages as say
+from rollwright.collectors.workers.counters import State, Word
 from rollwright.collectors.workers.member import Listener, Member
 from rollwright.collectors.workers.restarts import Restarts
 from rollwright.collectors.workers.watching import Watch, failure_of
-from rollwright.collectors.workers.words import State, Word
 from rollwright.collectors.workers.worker import WorkerSpec, serve
 from rollwright.errors import WorkerError
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.store import Block
-from rollwright.collectors.workers.words import Words
+from rollwright.collectors.workers.counters import Words
+from rollwright.collectors.workers.memory.store import Block
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.errors import WorkerError
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rollwright._keys import NestedKey
 from rollwright._processes.failures import Failure
-from rollwright.collectors.workers.blocks import BatchForm, BlockLayout
+from rollwright.collectors.workers.memory.blocks import BatchForm, BlockLayout
 
 __all__ = [
     "Call",
@@ -183,8 +183,8 @@ class Collected(NamedTuple):
         frames: that were stepped.
         steps: of each environment.
         in_block: whether a batch lies in the block of the rollout.
-        rest: what does not lie in the block, packed (see :mod:`~rollwright.collectors.workers.parcels`): the entries
-            beside, or the whole batch, or a list of trajectories; None: nothing.
+        rest: what does not lie in the block, packed (see :mod:`~rollwright.collectors.workers.memory.packing`): the
+            entries beside, or the whole batch, or a list of trajectories; None: nothing.
         lacking: entries of the block that the batch does not have.
         nesting: longer batch sizes of nested entries, by key.
         held: offsets of the blocks that something in the worker still reads.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rollwright._keys import key_str
 from rollwright._processes.starting import check_start_method
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.workers.blocks import Join
+from rollwright.collectors.workers.memory.blocks import Join
 from rollwright.collectors.workers.messages import Ready
 from rollwright.envs.base import EnvBase
 

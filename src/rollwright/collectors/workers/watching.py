@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from rollwright._processes.child import STOPPED_S
+from rollwright.collectors.workers.counters import BEAT_S, State
 from rollwright.collectors.workers.member import Member
-from rollwright.collectors.workers.words import BEAT_S, State
 from rollwright.errors import WorkerError
 
 __all__ = ["ASIDE_S", "START_S", "Watch", "failure_of"]

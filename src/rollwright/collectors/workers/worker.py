@@ -15,13 +15,13 @@ import torch
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.failures import Failure
 from rollwright._processes.segment import Segment
-from rollwright.collectors._paths import resolve
-from rollwright.collectors.background import paused_error
+from rollwright.collectors.attribute_paths import resolve
+from rollwright.collectors.delivery.background import paused_error
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.blocks import BatchForm, Place
 from rollwright.collectors.workers.core import WorkerCore
-from rollwright.collectors.workers.words import BEAT_S, State, Word, Words
+from rollwright.collectors.workers.counters import BEAT_S, State, Word, Words
+from rollwright.collectors.workers.memory.blocks import BatchForm, Place
 from rollwright.weight_update._feed import WeightFeed
 
 __all__ = ["WorkerSpec", "serve"]

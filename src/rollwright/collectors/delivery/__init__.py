@@ -1,0 +1,1 @@
+"""What becomes of rollouts: batches, whole trajectories, frames in a replay buffer."""

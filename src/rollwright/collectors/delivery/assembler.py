@@ -1,0 +1,276 @@
+"""TrajectoryAssembler: takes batches of frames, gives complete trajectories in the order in which they ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+
+from rollwright.collectors.delivery.rows import Frames, Piece, concatenate
+from rollwright.collectors.rollout.paths.stages import IDS
+
+__all__ = ["Trajectory", "TrajectoryAssembler"]
+
+_NONE = -1
+
+
+class Trajectory(NamedTuple):
+    """A complete trajectory: its frames are the rows of its pieces, in order.
+
+    Attributes:
+        pieces: views of the batches that it spans.
+        length: number of frames.
+    """
+
+    pieces: list[Piece]
+    length: int
+
+
+class TrajectoryAssembler:
+    """Holds the trajectories that are under way, as views of the batches that they came in, until they end.
+
+    Nothing is copied, with one exception: a batch of which less than a quarter is still under way is given back, and
+    that part of it kept, so that one long trajectory among many short ones does not keep all of their memory.
+    The work of a batch grows with the trajectories that end in it, not with its frames.
+
+    Args:
+        num_envs: number of environments that step together.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict({"x": torch.arange(5), "collector": {"traj_ids": torch.tensor([0, 0, 1, 1, 1])}}, [5])
+        >>> assembler = TrajectoryAssembler(1)
+        >>> assembler.take(batch, 5, torch.tensor([False, True, False, False, False]))
+        >>> [found] = assembler.pop(1)
+        >>> concatenate(found.pieces)["x"], assembler.frames_held
+        (tensor([0, 1]), 3)
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self._num_envs = num_envs
+        self.frames_dropped = 0
+        self._spoiled_below = 0  # trajectories with lower ids have begun unseen,
+        self._spoiled: set[int] = set()  # and those with these
+        self._rollouts: dict[int, Frames] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._complete: deque[Trajectory] = deque()
+        self._rollouts.clear()
+        self._serial = self._oldest = self._clock = 0
+        # Of the trajectory under way in each environment: the batch it began in (or none), when there, its id, and
+        # the clock then, which counts the steps of an environment.
+        self._since = np.full(self._num_envs, _NONE, np.int64)
+        self._offset = np.zeros(self._num_envs, np.int64)
+        self._id = np.full(self._num_envs, _NONE, np.int64)
+        self._begun = np.zeros(self._num_envs, np.int64)
+
+    # What is held -----------------------------------------------------------------------------
+
+    @property
+    def num_complete(self) -> int:
+        """Trajectories that are complete and wait to be delivered."""
+        return len(self._complete)
+
+    @property
+    def frames_held(self) -> int:
+        """Frames of trajectories that are under way, or wait to be delivered."""
+        under_way = self._since != _NONE
+        return int((self._clock - self._begun)[under_way].sum()) + sum(found.length for found in self._complete.copy())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is kept alive."""
+        sources = {id(piece.frames): piece.frames for found in self._complete.copy() for piece in found.pieces}
+        sources.update((id(frames), frames) for frames in list(self._rollouts.values()))
+        return sum(frames.num_bytes for frames in sources.values())
+
+    def drop(self) -> None:
+        """Forget all that is held; :attr:`frames_dropped` counts it."""
+        self.frames_dropped += self.frames_held
+        self._clear()
+
+    def miss(self, next_id: int) -> None:
+        """Frames are taken that this object does not get: what is under way cannot become whole any more.
+
+        Args:
+            next_id: trajectories with lower ids have begun by now.
+        """
+        self._spoiled_below = max(self._spoiled_below, next_id)
+        self.drop_open(np.ones(self._num_envs, np.bool_))
+
+    def drop_open(self, envs: NDArray[np.bool_]) -> None:
+        """Forget the trajectories under way in the environments that ``envs``, bool ``[num_envs]``, marks."""
+        lost = envs & (self._since != _NONE)
+        self.frames_dropped += int((self._clock - self._begun)[lost].sum())
+        self._since[lost] = _NONE
+
+    def begin_anew(self, num_frames: int) -> None:
+        """Forget what is under way, in whatever state an interrupted :meth:`take` has left it.
+
+        Args:
+            num_frames: all that are held or were dropped until now; those that are not held any more count as dropped.
+        """
+        self._since[:] = _NONE
+        self._rollouts.clear()
+        self._oldest = self._serial
+        self.frames_dropped = num_frames - self.frames_held
+
+    # Batches in, trajectories out --------------------------------------------------------------------
+
+    def take(self, batch: TensorDictBase, steps: int, ended: torch.Tensor) -> None:
+        """Take in a batch.
+
+        Args:
+            batch: ``[*env, T]``, which is not to be written again.
+            steps: those of the T that were taken.
+            ended: bool ``[*env, T]``, the last frame of a trajectory.
+        """
+        shape = (self._num_envs, batch.batch_size[-1])
+        ids = cast(torch.Tensor, batch.get(IDS)).reshape(shape)[:, :steps].cpu().numpy()
+        ends = ended.reshape(shape)[:, :steps].cpu().numpy()
+        serial, self._serial = self._serial, self._serial + 1
+        self._rollouts[serial] = Frames.of(batch, steps)
+        self.drop_open(self._id != ids[:, 0])  # they were reset in the middle: nobody will see their end
+        self._open(np.flatnonzero(self._since == _NONE), serial, 0, ids[:, 0])
+        stops = ends.copy()
+        stops[:, :-1] |= ids[:, 1:] != ids[:, :-1]
+        for t, env in np.argwhere(stops.T).tolist():
+            if ends[env, t] and not self._is_spoiled(int(self._id[env])):
+                self._complete.append(self._close(env, serial, t))
+            else:
+                self.frames_dropped += self._clock + t + 1 - int(self._begun[env])
+            self._since[env] = _NONE
+            if t + 1 < steps:
+                self._open(env, serial, t + 1, ids[:, t + 1])
+        self._clock += steps
+        self._let_go()
+
+    def _is_spoiled(self, name: int) -> bool:
+        return name < self._spoiled_below or name in self._spoiled
+
+    def pop(self, n: int) -> list[Trajectory]:
+        """The ``n`` complete trajectories that ended first."""
+        return [self._complete.popleft() for _ in range(n)]
+
+    def _open(self, envs: Any, serial: int, t: int, ids: NDArray[np.int64]) -> None:
+        self._since[envs], self._offset[envs], self._id[envs] = serial, t, ids[envs]
+        self._begun[envs] = self._clock + t
+
+    def _close(self, env: int, serial: int, t: int) -> Trajectory:
+        since, skipped = int(self._since[env]), int(self._offset[env])
+        pieces = []
+        for at in range(since, serial + 1):
+            frames = self._rollouts[at]
+            start, stop = int(frames.starts[env]), int(frames.stops[env])
+            begin = start + skipped if at == since else start
+            pieces.append(Piece(frames, begin, start + t + 1 if at == serial else stop))
+        return Trajectory(pieces, self._clock + t + 1 - int(self._begun[env]))
+
+    def _let_go(self) -> None:
+        """Give back the memory of batches that hold nothing that is under way, or little of it."""
+        under_way = self._since != _NONE
+        oldest = int(self._since[under_way].min()) if under_way.any() else self._serial
+        for serial in range(self._oldest, oldest):
+            del self._rollouts[serial]
+        self._oldest = oldest
+        age = 1
+        while (serial := self._serial - 1 - age) >= oldest:  # each batch is looked at when its age is a power of two
+            self._shrink(serial)
+            age *= 2
+
+    def _shrink(self, serial: int) -> None:
+        frames = self._rollouts[serial]
+        kept = np.flatnonzero((self._since != _NONE) & (self._since <= serial))
+        skipped = np.where(self._since[kept] == serial, self._offset[kept], 0)
+        starts = frames.starts[kept] + skipped
+        if 4 * int((frames.stops[kept] - starts).sum()) < frames.num_rows:
+            self._rollouts[serial] = frames.narrowed(kept, starts, skipped)
+
+    # State ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is held: the frames of each trajectory as a TensorDict ``[length]`` of its own."""
+        envs = np.flatnonzero(self._since != _NONE).tolist()
+        return {
+            "envs": envs,
+            "open": [concatenate(self._under_way(env)).clone() for env in envs],
+            "complete": [concatenate(found.pieces).clone() for found in self._complete],
+            "frames_dropped": self.frames_dropped,
+            "spoiled_below": self._spoiled_below,
+            "spoiled": sorted(self._spoiled),
+        }
+
+    def _under_way(self, env: int) -> list[Piece]:
+        since, skipped = int(self._since[env]), int(self._offset[env])
+        found = []
+        for at in range(since, self._serial):
+            frames = self._rollouts[at]
+            start = int(frames.starts[env]) + (skipped if at == since else 0)
+            found.append(Piece(frames, start, int(frames.stops[env])))
+        return found
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        ids: NDArray[np.int64] | None,
+        fresh: Iterable[int],
+        saved_ids: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Go on from a saved state.
+
+        Args:
+            state: of :meth:`state_dict`.
+            ids: those of the trajectories under way, int64 ``[num_envs]``; None: they begin anew, and what was saved
+                of them is dropped.
+            fresh: ids for those that are complete; empty: they keep their own.
+            saved_ids: what ``ids`` were when the state was saved; None: the same.
+        """
+        self._clear()
+        self.frames_dropped = int(state["frames_dropped"])
+        self._load_spoiled(state, ids, ids if saved_ids is None else saved_ids)
+        names = iter(fresh)
+        for td in state["complete"]:
+            name = next(names, None)
+            frames = td if name is None else _renamed(td, name)
+            self._complete.append(Trajectory([Piece(Frames.of(frames, len(frames)), 0, len(frames))], len(frames)))
+        held = list(zip(state["envs"], state["open"], strict=True))
+        if ids is None:
+            self.frames_dropped += sum(len(td) for _, td in held)
+            return
+        longest = max((len(td) for _, td in held), default=0)
+        self._clock = longest
+        for env, td in held:  # each in a batch of its own length; the others have no row of it
+            self._since[env], self._offset[env], self._id[env] = 0, 0, ids[env]
+            self._begun[env] = longest - len(td)
+        if held:
+            whole = concatenate([_piece(_renamed(td, int(ids[env]))) for env, td in held])
+            self._rollouts[0] = Frames.of(whole, longest).placed(
+                [env for env, _ in held], [len(td) for _, td in held], self._num_envs
+            )
+            self._serial = 1
+
+    def _load_spoiled(
+        self, state: Mapping[str, Any], ids: NDArray[np.int64] | None, saved_ids: NDArray[np.int64] | None
+    ) -> None:
+        """Those that have begun unseen are never whole, whatever they are called now."""
+        self._spoiled_below, self._spoiled = int(state.get("spoiled_below", 0)), set(state.get("spoiled", ()))
+        if ids is None or saved_ids is None:  # all begin anew
+            self._spoiled_below, self._spoiled = 0, set()
+            return
+        names = zip(ids.tolist(), saved_ids.tolist(), strict=True)
+        self._spoiled = {new for new, old in names if self._is_spoiled(old)}
+        self._spoiled_below = 0
+
+
+def _piece(td: TensorDictBase) -> Piece:
+    return Piece(Frames.of(td, len(td)), 0, len(td))
+
+
+def _renamed(td: TensorDictBase, name: int) -> TensorDictBase:
+    return td.copy().set(IDS, torch.full_like(cast(torch.Tensor, td.get(IDS)), name))

@@ -1,0 +1,1 @@
+"""One environment, one policy, one batch: the loop, and what it is made of."""

@@ -1,0 +1,1 @@
+"""Execution paths: how the steps of a rollout are taken, on TensorDicts or on arrays."""

@@ -1,0 +1,412 @@
+"""ArrayPath: an environment and a policy on NumPy arrays, rows written straight into the batch's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+
+from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys
+from rollwright.collectors.core import Path, UnfitOutputs
+from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.rollout.paths import stages
+from rollwright.collectors.rollout.paths.actors import Actor, CastActor, as_array
+from rollwright.collectors.rollout.paths.layout import Form, Layout, below_next, difference, lay_out, unfit
+from rollwright.collectors.rollout.paths.recording import Block
+from rollwright.collectors.rollout.paths.stages import IDS, VERSION
+from rollwright.collectors.rollout.policy_trial import action_forms
+from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
+from rollwright.data.compact import BoundaryKeeper
+from rollwright.data.memory import MemoryPool
+from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values
+from rollwright.envs.base import EnvBase
+from rollwright.errors import NotNative, PolicyError
+
+__all__ = ["ArrayPath", "begun_anew"]
+
+_FLAG = np.dtype(np.bool_)
+NEXT_VERSION = below_next(VERSION)
+VERSIONS = [VERSION, NEXT_VERSION]
+
+
+GiveUp = Callable[[list[TensorDictBase], TensorDictBase, BoundaryKeeper | None, str], None]
+
+
+_NOTHING: Values = {}
+
+
+class ArrayPath(Path):
+    """Steps an environment on arrays with a policy on arrays.
+
+    The work of a step: the policy's calls, the environment's step, one write into each row. ``done`` and the flags of
+    roots follow from the rows of a batch, and are filled in at its end.
+
+    Args:
+        env: the environment.
+        arrays: its array form.
+        policy: acts.
+        random: acts at random.
+        options: of the collector.
+        device: where batches are delivered.
+        acts_device: where the policy's outputs are delivered; None: as the rest.
+        carrier_device: that of the carrier.
+        steps: T.
+        pool: hands out trajectory ids.
+        memory: lends the memory of batches.
+        version: tells the version of the weights that act.
+        how: why this path was taken.
+        give_up: leaves the batch under way to the plain path: called with the frames so far, the carrier after the
+            policy has acted, the keeper of boundaries, and the reason.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        arrays: ArrayEnv,
+        policy: Actor,
+        random: Actor,
+        *,
+        options: CollectorOptions,
+        device: torch.device | None,
+        acts_device: torch.device | None,
+        carrier_device: torch.device | None,
+        steps: int,
+        pool: TrajectoryPool,
+        memory: MemoryPool,
+        version: Callable[[], int],
+        how: dict[str, str],
+        give_up: GiveUp,
+    ) -> None:
+        self.how = dict(how)
+        self._env, self._arrays, self._steps, self._device = env, arrays, steps, device
+        arrays.resets_ahead = True  # what ends begins anew with the same step
+        self._acts_device, self._carrier_device = acts_device, carrier_device
+        self._give_up = give_up
+        self._pool, self._memory, self._version = pool, memory, version
+        self._batch = arrays.batch
+        self._check_action = stages.action_check(env)
+        flag = Entry((*self._batch, 1), _FLAG, True)
+        flags: dict[NestedKey, Entry] = dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)
+        self._roots = {**arrays.entries, **flags}
+        self._policy, self._random = policy, CastActor(random)
+        self._acting = policy
+        self._like: TensorDictBase | None = None  # what the policy writes, in batches of random actions
+        self._blanks: dict[NestedKey, Form] = {}  # its entries that they have zeros for
+        self._tracks_ids, self._tracks_version = options.track_traj_ids, options.track_policy_version
+        self._reuses = options.return_same_td
+        repeated = set(stages.next_keys(env)) if options.compact_obs else set()
+        self._outcomes = {**arrays.entries, **arrays.rewards, **flags}
+        self._dropped = {below_next(key) for key in repeated}
+        self._keeper = BoundaryKeeper(repeated, env.batch_size, device) if options.compact_obs else None
+        off: Any = np.zeros(self._batch, np.bool_) if self._batch else False
+        self._no_flags: Values = dict.fromkeys(FLAGS, off)
+        self._root: Values | None = None
+        self._ids: NDArray[Any] = np.full(self._batch, -1)
+        self._block: Block | None = None
+        self._layouts: dict[Actor, Layout] = {}
+        self._ahead: Values | None = None  # outputs of the first step, where it was taken already
+
+    # The carrier ------------------------------------------------------------------------------
+
+    @property
+    def started(self) -> bool:
+        """See :attr:`Path.started`."""
+        return self._root is not None
+
+    @property
+    def carrier(self) -> TensorDictBase | None:
+        """See :attr:`Path.carrier`."""
+        root = self._root
+        if root is None:
+            return None
+        carrier = TensorDict({}, batch_size=self._batch, device=self._carrier_device)
+        for key, value in root.items():
+            if key == VERSION or as_tuple(key)[0] == "next" or key in self._arrays.rewards:
+                continue  # of the last step, not of the next one
+            entry = self._roots.get(key)
+            array = np.array(value) if entry is None else np.array(value, entry.dtype).reshape(entry.shape)
+            carrier.set(key, torch.from_numpy(array))
+        if self._tracks_ids:
+            carrier.set(IDS, torch.from_numpy(self._ids.copy()))
+        return carrier
+
+    @carrier.setter
+    def carrier(self, carrier: TensorDictBase | None) -> None:
+        if carrier is None:
+            self._root = None
+            return
+        root: Values = dict(self._no_flags)
+        for key in leaf_keys(carrier):
+            value = np.array(carrier.get(key).detach().cpu().numpy())
+            if key == IDS:
+                self._ids = value
+            elif key not in FLAGS:
+                entry = self._roots.get(key)
+                root[key] = value.reshape(self._batch)[()] if entry is not None and entry.column else value
+        missing = [key for key in self._arrays.entries if key not in root]
+        if missing:
+            raise NotNative(f"the carrier has no {key_str(missing)}")
+        self._root = root
+
+    def reset(self, **kwargs: Any) -> None:
+        """See :meth:`Path.reset`."""
+        self._root = {**self._arrays.reset(None, **kwargs), **self._no_flags}
+
+    def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
+        """See :meth:`Path.reset_some`."""
+        if bool(marked.any()):
+            root = cast(Values, self._root)
+            self._root = begun_anew(self._arrays, root, self._no_flags, marked.numpy(), **kwargs)
+
+    def set_ids(self, ids: torch.Tensor) -> None:
+        """See :meth:`Path.set_ids`."""
+        self._ids = ids.reshape(self._batch).numpy().copy()
+
+    def renew_ids(self, ended: torch.Tensor) -> None:
+        """See :meth:`Path.renew_ids`."""
+        self._renew(ended.reshape(self._batch).numpy())
+
+    def compile(self, arguments: Mapping[str, Any]) -> None:
+        """See :meth:`Path.compile`."""
+        self._policy = self._policy.compiled(arguments, cast(Values, self._root))
+        self.how["policy"] = self._policy.how
+
+    def check(self) -> None:
+        """See :meth:`Path.check`."""
+        self._arrays.check()
+
+    # A rollout ----------------------------------------------------------------------------------------
+
+    def conform(self, outputs: TensorDictBase | None) -> None:
+        """See :meth:`Path.conform`."""
+        if outputs is self._like:
+            return
+        written = {} if outputs is None else {key: as_array(value) for key, value in stages.entries(outputs.cpu())}
+        if against := unfit(written, self._roots):
+            raise UnfitOutputs(against)
+        forms = {key: (value.shape, value.dtype) for key, value in written.items()}
+        self._random.forms = {key: forms[key] for key in action_forms(self._env, outputs)}
+        drawn = set(self._env.action_keys)
+        self._blanks = {key: form for key, form in forms.items() if key not in drawn and as_tuple(key)[0] != "next"}
+        self._layouts.pop(self._random, None)
+        self._like = outputs
+
+    def begin(self, *, random: bool) -> None:
+        """See :meth:`Path.begin`."""
+        self._acting = self._random if random else self._policy
+        self.check()
+        actor = self._acting
+        self._start(actor)
+        self.finite_keys = [key for key in actor.finite_keys if not is_private(key)]
+        self._ahead = None if actor in self._layouts else self._tried(actor)
+        self._version_of_batch = self._version() if actor.frozen else None
+        if self._keeper is not None:
+            self._keeper.begin()
+
+    def _start(self, actor: Actor) -> None:
+        actor.start(self._steps)
+
+    def _first(self, actor: Actor) -> Values:
+        return actor(cast(Values, self._root), self._ids)
+
+    def _tried(self, actor: Actor) -> Values:
+        """The outputs of the first step that a policy takes, which may show that it must take the plain path.
+
+        Raises:
+            NotNative: it must, and random numbers are as before.
+        """
+        numbers = torch.get_rng_state()
+        try:
+            return self._first(actor)
+        except NotNative as reason:
+            torch.set_rng_state(numbers)
+            raise UnfitOutputs(str(reason)) from reason
+
+    def act(self, t: int) -> None:
+        """See :meth:`Path.act`."""
+        root = cast(Values, self._root)
+        if self._tracks_version:  # the version that acts, whatever is published before the frame is written
+            self._acted = self._version() if self._version_of_batch is None else self._version_of_batch
+        if self._ahead is None:
+            outputs = self._called(self._acting, root, self._ids)
+        else:
+            outputs, self._ahead = self._ahead, None
+        if t == 0:
+            if self._acting.varies and (against := unfit(outputs, self._roots)):
+                self._hand_over(0, outputs, against)
+                return
+            self._open(outputs)
+        elif self._acting.varies and (other := difference(outputs, self._acts)):
+            self._hand_over(t, outputs, other)
+            return
+        root.update(outputs)
+
+    def _called(self, actor: Actor, root: Values, ids: NDArray[Any]) -> Values:
+        try:
+            return actor(root, ids)
+        except NotNative as reason:
+            raise PolicyError(
+                f"policy: {reason}, where it has written tensors before. Let it write tensors always, or pass "
+                "use_buffers=False, which collects frames of any content."
+            ) from reason
+
+    def step(self, t: int) -> None:
+        """See :meth:`Path.step`."""
+        root = cast(Values, self._root)
+        preset = {key: root[full] for full, key in self._presets} if self._presets else _NOTHING
+        self._out = out = self._arrays.step(root, preset)
+        for key, value in preset.items():
+            out.setdefault(key, value)
+        self._following = self._continued = continued = {**root, **out}
+        ended = out["done"]
+        if self._batch:
+            if np.count_nonzero(ended):  # far cheaper than any()
+                self._following = begun_anew(self._arrays, continued, self._no_flags, ended)
+        elif ended:
+            self._following = {**continued, **self._arrays.reset(None), **self._no_flags}
+
+    def record(self, t: int) -> None:
+        """See :meth:`Path.record`."""
+        root, out = cast(Values, self._root), self._out
+        for key, row in self._root_rows:
+            row[t] = root[key]
+        for key, row in self._out_rows:
+            row[t] = out[key]
+        if self._tracks_version:
+            self._version_row[t] = self._acted
+        if self._tracks_ids:
+            self._ids_row[t] = self._ids
+        if self._following is not self._continued:
+            self._note_ends(t, np.asarray(out["done"]))
+        self._root = self._following
+
+    def _note_ends(self, t: int, ended: Rows) -> None:
+        """After a step with which trajectories have ended: fresh ids, and their last observations kept."""
+        if self._tracks_ids:
+            self._renew(ended)
+        if self._keeper is not None:
+            self._keep(t, ended, self._out)
+
+    def _renew(self, ended: Rows) -> None:
+        self._ids = ids = self._ids.copy()
+        ids[ended] = self._pool.take(int(np.count_nonzero(ended)))
+
+    def _keep(self, t: int, ended: Rows, out: Values, first: int = 0) -> None:
+        """Keep aside the next observations of step ``t`` where ``ended`` says; ``out`` begins with row ``first``."""
+        keeper = cast(BoundaryKeeper, self._keeper)
+        where = np.flatnonzero(ended)
+        rows = {}
+        for key in keeper.keys:
+            entry = self._roots[key]
+            value = np.asarray(out[key], entry.dtype).reshape(-1, *entry.shape[len(self._batch) :])
+            rows[key] = torch.from_numpy(value[where])
+        keeper.keep_rows(t, torch.from_numpy(where + first), rows)
+
+    def _hand_over(self, t: int, outputs: Values, reason: str) -> None:
+        """Leave the batch at step ``t``, for which the policy has acted, to the plain path."""
+        self._check_action(self._written(outputs))
+        frames = []
+        if t:
+            block = cast(Block, self._block)
+            self._fill(block, slice(t))
+            frames = block.frames(t)
+        carrier = cast(TensorDictBase, self.carrier).update(self._written(outputs))
+        if self._tracks_version:
+            carrier.set(VERSION, torch.full(self._batch, self._acted))
+        self._give_up(frames, carrier, self._keeper, reason)
+
+    def _written(self, outputs: Values) -> TensorDict:
+        written = TensorDict({}, batch_size=self._batch)
+        for key, value in outputs.items():
+            written.set(key, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+        return written
+
+    # The memory of a batch ------------------------------------------------------------------------------
+
+    def _open(self, outputs: Values) -> None:
+        """Lay out the batch by what the policy wrote at its first step."""
+        acts = {key: (value.shape, value.dtype) for key, value in outputs.items()}
+        layout = self._layouts.get(self._acting)
+        if layout is None or layout.acts != acts:
+            self._check_action(self._written(outputs))
+            layout = self._layouts[self._acting] = lay_out(
+                acts,
+                self._roots,
+                self._outcomes,
+                batch=self._batch,
+                dropped=self._dropped,
+                own=[*([IDS] if self._tracks_ids else []), *(VERSIONS if self._tracks_version else [])],
+                blank=self._blanks if self._acting is self._random else {},
+            )
+        self._acts, self._presets = layout.acts, layout.presets
+        old, fields = self._block, layout.fields
+        if self._reuses and old is not None and old.fields == fields:
+            block = old.reopened()
+        else:
+            to_move = self._device is not None and self._device.type != "cpu"
+            device = None if to_move else self._device
+            block = Block(fields, self._batch, self._steps, device, self._memory, pinned=to_move)
+        self._block = block
+        self._root_rows = [(key, _row(block, at, column)) for key, at, column in layout.roots]
+        self._out_rows = [(key, _row(block, at, column)) for key, at, column in layout.outcomes]
+        self._blank = layout.blank
+        for key in layout.blank:
+            block.rows(key)[...] = 0
+        if self._tracks_version:
+            self._version_row = block.rows(VERSION)
+        if self._tracks_ids:
+            self._ids_row = block.rows(IDS)
+
+    def finish(self, steps: int) -> TensorDictBase:
+        """See :meth:`Path.finish`."""
+        block = cast(Block, self._block)
+        self._fill(block, slice(steps))
+        batch = block.finish(steps)
+        if not self._reuses:
+            self._block, self._root_rows, self._out_rows = None, [], []
+        if self._device is not None and batch.device != self._device:
+            batch = batch.to(self._device, non_blocking=True)
+        if self._acts_device is not None:
+            for key in (*self._acts, *self._blank):
+                if not is_private(key):
+                    batch.set(key, batch.get(key).to(self._acts_device))
+        if self._keeper is None:
+            return batch
+        self._keep(steps - 1, ~np.asarray(self._out["done"]), self._out)  # the batch ends here, so no root repeats them
+        return self._keeper.finish(batch)
+
+    def frame(self, t: int) -> TensorDictBase:
+        """See :meth:`Path.frame`."""
+        block = cast(Block, self._block)
+        self._fill(block, slice(t, t + 1))
+        return block.frame(t)
+
+    def _fill(self, block: Block, times: slice) -> None:
+        """Write what follows from the rows of the batch: ``done``, the roots' flags, versions."""
+        done, terminated, truncated = (block.rows(("next", flag))[times] for flag in FLAGS)
+        np.logical_or(terminated, truncated, out=done)
+        for flag in FLAGS:
+            block.rows(flag)[times] = False  # what ended has begun anew before the next step
+        if self._tracks_version:
+            block.rows(NEXT_VERSION)[times] = block.rows(VERSION)[times]
+
+
+def begun_anew(arrays: ArrayEnv, root: Values, no_flags: Values, rows: Rows, **kwargs: Any) -> Values:
+    """``root`` with the first values of new trajectories where ``rows`` marks."""
+    fresh = arrays.reset(rows, **kwargs)
+    if np.count_nonzero(rows) == rows.size:
+        return {**root, **fresh, **no_flags}
+    merged = {**root, **no_flags}
+    for key, value in fresh.items():
+        merged[key] = new = root[key].copy()
+        new[rows] = value[rows]
+    return merged
+
+
+def _row(block: Block, at: NestedKey, column: bool) -> NDArray[Any]:
+    rows = block.rows(at)
+    return rows[..., 0] if column else rows

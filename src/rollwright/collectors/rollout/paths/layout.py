@@ -1,0 +1,117 @@
+"""What a batch on arrays holds, and which values of a step go where in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rollwright._keys import NestedKey, as_tuple, is_private, key_str, unravel
+from rollwright.collectors.rollout.paths.recording import Field
+from rollwright.envs.arrays import FLAGS, Entry, Values
+
+__all__ = ["Layout", "below_next", "difference", "lay_out", "unfit"]
+
+Form = tuple[tuple[int, ...], np.dtype[Any]]
+
+
+class Layout(NamedTuple):
+    """What a batch holds, settled with its first step.
+
+    Attributes:
+        acts: shape and dtype of the policy's outputs.
+        presets: those below ``"next"``: key, and key inside ``"next"``.
+        fields: the entries of a frame.
+        roots: what is written from the carrier at each step: key, place in the frame, whether a column.
+        outcomes: what is written from the outcome at each step, likewise.
+        blank: what is zero in the whole batch.
+    """
+
+    acts: dict[NestedKey, Form]
+    presets: list[tuple[NestedKey, NestedKey]]
+    fields: dict[NestedKey, Field]
+    roots: list[tuple[NestedKey, NestedKey, bool]]
+    outcomes: list[tuple[NestedKey, NestedKey, bool]]
+    blank: list[NestedKey]
+
+
+def lay_out(
+    acts: dict[NestedKey, Form],
+    roots: Mapping[NestedKey, Entry],
+    outcomes: Mapping[NestedKey, Entry],
+    *,
+    batch: tuple[int, ...],
+    dropped: Collection[NestedKey],
+    own: Sequence[NestedKey],
+    blank: Mapping[NestedKey, Form],
+) -> Layout:
+    """Decide what goes where.
+
+    Args:
+        acts: the policy's outputs, those below ``"next"`` among them.
+        roots: entries of the carrier.
+        outcomes: entries of what comes of a step.
+        batch: the environment's batch size.
+        dropped: places in the frame that the batch leaves out.
+        own: what the collector writes itself, int64 ``[*batch]``.
+        blank: shape and dtype of what is zero in the whole batch.
+    """
+    fields: dict[NestedKey, Field] = {}
+    layout = Layout(acts, [], fields, [], [], [])
+    for key, entry in roots.items():
+        fields[key] = _field(entry.shape, entry.dtype)
+        if key not in FLAGS:  # which follow from the rows of the batch
+            layout.roots.append((key, key, entry.column))
+    for key, entry in outcomes.items():
+        fields[below_next(key)] = _field(entry.shape, entry.dtype)
+        if key != "done":
+            layout.outcomes.append((key, below_next(key), entry.column))
+    for key, (shape, dtype) in acts.items():
+        if as_tuple(key)[0] == "next":
+            layout.presets.append((key, unravel(as_tuple(key)[1:])))
+        elif not is_private(key):
+            fields[key] = _field(shape, dtype)
+            layout.roots.append((key, key, False))
+    for key, (shape, dtype) in blank.items():
+        fields[key] = _field(shape, dtype)
+    for key in own:
+        fields[key] = _field(batch, np.dtype(np.int64))
+    for key in [key for key in fields if key in dropped or is_private(key)]:
+        del fields[key]
+    kept = [[row for row in rows if row[1] in fields] for rows in (layout.roots, layout.outcomes)]
+    return layout._replace(roots=kept[0], outcomes=kept[1], blank=[key for key in blank if key in fields])
+
+
+def below_next(key: NestedKey) -> NestedKey:
+    """The key of an entry's outcome.
+
+    >>> below_next("observation"), below_next(("agent", "observation"))
+    (('next', 'observation'), ('next', 'agent', 'observation'))
+    """
+    return unravel(("next", *as_tuple(key)))
+
+
+def _field(shape: Sequence[int], dtype: np.dtype[Any]) -> Field:
+    return Field(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype, torch.device("cpu"))
+
+
+def unfit(outputs: Values, roots: Mapping[NestedKey, Entry]) -> str | None:
+    """Why a policy's outputs cannot lie in rows beside those of the environment, ``roots``."""
+    for key, value in outputs.items():
+        if not isinstance(value, np.ndarray):
+            return f"it writes {key!r}, which is no array"
+        below = unravel(as_tuple(key)[1:]) if as_tuple(key)[0] == "next" else None
+        if key in roots or (below is not None and below not in roots):
+            return f"it writes {key!r}, beside what the environment has"
+    return None
+
+
+def difference(outputs: Values, acts: Mapping[NestedKey, Form]) -> str | None:
+    """What of a policy's outputs is not as it was in the first step of the batch, ``acts``."""
+    if outputs.keys() != acts.keys():
+        return f"it writes {key_str(outputs)} after {key_str(acts)}"
+    forms = {key: (getattr(value, "shape", None), getattr(value, "dtype", None)) for key, value in outputs.items()}
+    varied = [key for key, form in forms.items() if form != acts[key]]
+    return f"{varied[0]!r} varies in shape or dtype" if varied else None

@@ -1,0 +1,214 @@
+"""PlainPath: TensorDict in, TensorDict out, for any environment and any policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey, as_tuple, leaf_keys, unravel
+from rollwright.collectors.core import Path
+from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.rollout.devices import Devices
+from rollwright.collectors.rollout.paths import stages
+from rollwright.collectors.rollout.paths.recording import Recorder
+from rollwright.collectors.rollout.paths.stages import IDS
+from rollwright.collectors.rollout.policy_trial import action_forms
+from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool, renew
+from rollwright.data.compact import BoundaryKeeper
+from rollwright.data.layout import end_of_trajectory
+from rollwright.data.memory import MemoryPool
+from rollwright.envs.base import EnvBase
+from rollwright.modules.signature import Call
+
+__all__ = ["PlainPath"]
+
+
+class PlainPath(Path):
+    """Steps an environment and a policy that speak TensorDict.
+
+    Args:
+        env: the environment.
+        policy: of the collector; what it reads decides which old actions it may see.
+        call: calls it.
+        fresh_outputs: whether its outputs are new tensors at each call.
+        options: of the collector.
+        devices: of the collector.
+        syncs: what to call after a copy to the policy, and after one to the environment.
+        steps: T.
+        pool: hands out trajectory ids.
+        memory: lends the memory of batches.
+        version: tells the version of the weights that act.
+        how: why this path was taken.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: Any,
+        call: Call,
+        *,
+        fresh_outputs: bool,
+        options: CollectorOptions,
+        devices: Devices,
+        syncs: tuple[Callable[[], None], Callable[[], None]],
+        steps: int,
+        pool: TrajectoryPool,
+        memory: MemoryPool,
+        version: Callable[[], int],
+        how: Mapping[str, str],
+    ) -> None:
+        self.how = dict(how)
+        self._env, self._pool, self._device = env, pool, devices.storing
+        self._has_no_device = devices.carrier_has_none
+        self._renews = options.track_traj_ids and options.reset_when_done
+        self._carrier: TensorDictBase | None = None
+
+        check = stages.action_check(env)
+        act = stages.build_act(
+            call,
+            stages.mover(devices.policy if devices.cast_to_policy else None, syncs[0]),
+            check,
+            fresh_outputs=fresh_outputs,
+            stale=stages.stale_actions(env, policy),
+        )
+        random = stages.build_act(self._at_random, lambda td: td, check, fresh_outputs=True)
+        step = stages.build_step(
+            env,
+            stages.mover(devices.env if devices.cast_to_env else None, syncs[1]),
+            reset_when_done=options.reset_when_done,
+            carrier_has_no_device=self._has_no_device,
+        )
+        if options.track_policy_version:
+            act, random = (stages.tag_act(stage, version, env.batch_size) for stage in (act, random))
+            step = stages.tag_step(step)
+        self._policy, self._random, self._step = act, random, step
+        self._acting = act
+        self._forms: dict[NestedKey, torch.Tensor] = {}  # of random actions, where they are not those of the specs
+        self._outputs: TensorDictBase | None = None  # of the policy, zero
+        self._blanks: TensorDictBase | None = None  # those that a frame of random actions lacks
+        repeated = stages.next_keys(env) if options.compact_obs else []
+        self._keeper = BoundaryKeeper(repeated, env.batch_size, devices.storing) if options.compact_obs else None
+        self._recorder = Recorder(
+            steps,
+            devices.storing,
+            dropped={unravel(("next", *as_tuple(key))) for key in repeated},
+            use_blocks=True if options.return_same_td else options.use_buffers,
+            reuse=options.return_same_td,
+            pool=memory,
+        )
+
+    def take_over(self, frames: list[TensorDictBase], carrier: TensorDictBase, keeper: BoundaryKeeper | None) -> None:
+        """Go on with a batch that another path began.
+
+        Args:
+            frames: of the batch so far.
+            carrier: with the actions of the step under way.
+            keeper: of the batch so far.
+        """
+        self._recorder.take_over(frames, carrier)
+        self._carrier, self._keeper = carrier, keeper
+
+    # The carrier ------------------------------------------------------------------------------
+
+    @property
+    def started(self) -> bool:
+        """See :attr:`Path.started`."""
+        return self._carrier is not None
+
+    @property
+    def carrier(self) -> TensorDictBase | None:
+        """See :attr:`Path.carrier`."""
+        return self._carrier
+
+    @carrier.setter
+    def carrier(self, carrier: TensorDictBase | None) -> None:
+        self._carrier = carrier
+
+    def reset(self, **kwargs: Any) -> None:
+        """See :meth:`Path.reset`."""
+        self._carrier = self._prepared(self._env.reset(**kwargs))
+
+    def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
+        """See :meth:`Path.reset_some`."""
+        carrier = cast(TensorDictBase, self._carrier)
+        for group in self._env._done_groups:
+            flags = carrier.get(group.done)
+            mask = marked.reshape(marked.shape + (1,) * (flags.ndim - marked.ndim)).expand(flags.shape)
+            carrier.set(group.reset, mask.to(flags.device).clone())
+        self._carrier = self._prepared(self._env.reset(carrier, **kwargs))
+
+    def _prepared(self, carrier: TensorDictBase) -> TensorDictBase:
+        return carrier.clear_device_() if self._has_no_device else carrier
+
+    def set_ids(self, ids: torch.Tensor) -> None:
+        """See :meth:`Path.set_ids`."""
+        cast(TensorDictBase, self._carrier).set(IDS, ids)
+
+    def renew_ids(self, ended: torch.Tensor) -> None:
+        """See :meth:`Path.renew_ids`."""
+        carrier = cast(TensorDictBase, self._carrier)
+        ids = carrier.get(IDS)
+        fresh = renew(ids, ended, self._pool)
+        if fresh is not ids:
+            carrier.set("collector", carrier.get("collector").copy().set("traj_ids", fresh))
+
+    # A rollout ----------------------------------------------------------------------------------------
+
+    def conform(self, outputs: TensorDictBase | None) -> None:
+        """See :meth:`Path.conform`."""
+        self._forms, self._outputs = action_forms(self._env, outputs), outputs
+
+    def _at_random(self, td: TensorDictBase) -> TensorDictBase:
+        acted = self._env.rand_action(td)
+        for key, like in self._forms.items():
+            acted.set(key, acted.get(key).to(like.dtype).reshape(like.shape))
+        return acted
+
+    def begin(self, *, random: bool) -> None:
+        """See :meth:`Path.begin`."""
+        self._acting = self._random if random else self._policy
+        self._blanks = self._outputs if random else None
+        if self._keeper is not None:
+            self._keeper.begin()
+
+    def act(self, t: int) -> None:
+        """See :meth:`Path.act`."""
+        self._carrier = self._acting(cast(TensorDictBase, self._carrier))
+
+    def step(self, t: int) -> None:
+        """See :meth:`Path.step`."""
+        self._frame, self._carrier = self._step(cast(TensorDictBase, self._carrier))
+
+    def record(self, t: int) -> None:
+        """See :meth:`Path.record`."""
+        if self._blanks is not None:
+            if t == 0:
+                self._blanks = _without(self._blanks, self._frame)
+            self._frame.update(self._blanks)
+        self._recorder.write(t, self._frame)
+        self._ended = end_of_trajectory(self._frame.get("next"), self._env._done_groups, self._env.ndim)
+        if self._renews:
+            self.renew_ids(self._ended)
+        if self._keeper is not None:
+            self._keeper.keep(t, self._frame.get("next"), self._ended)
+
+    def frame(self, t: int) -> TensorDictBase:
+        """See :meth:`Path.frame`."""
+        return self._recorder.frame(t)
+
+    def finish(self, steps: int) -> TensorDictBase:
+        """See :meth:`Path.finish`."""
+        batch = self._recorder.finish(steps)
+        if self._keeper is None:
+            return batch
+        self._keeper.keep(steps - 1, self._frame.get("next"), ~self._ended)  # no root repeats them in this batch
+        return self._keeper.finish(batch)
+
+
+def _without(outputs: TensorDictBase, frame: TensorDictBase) -> TensorDictBase | None:
+    """The outputs that a frame lacks; None: there are none."""
+    lacking = [key for key in leaf_keys(outputs) if frame.get(key, None) is None]
+    return outputs.select(*lacking) if lacking else None

@@ -1,0 +1,226 @@
+"""What to say of an exception that a policy raised, and of a layer that will raise one."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import (
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictModuleWrapper,
+    TensorDictSequential,
+)
+from torch import nn
+
+from rollwright._keys import NestedKey, leaf_keys, unravel
+from rollwright.collectors.core import Path
+from rollwright.collectors.rollout.paths.actors import FlatActor, TensorDictActor
+from rollwright.collectors.rollout.paths.plain import PlainPath
+from rollwright.collectors.rollout.policy_trial import Trial
+from rollwright.data.specs import NonTensor
+from rollwright.envs.base import EnvBase
+from rollwright.errors import PolicyError, RollwrightError
+from rollwright.modules.signature import SignaturePolicy
+
+__all__ = ["check_widths", "explained"]
+
+_KINDS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+_CALLS = {FlatActor.__call__.__code__, FlatActor.compiled.__code__, TensorDictActor.__call__.__code__}
+_SEQUENCES = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
+_RANDOM = PlainPath._at_random.__code__
+
+
+def explained(error: BaseException, trial: Trial, path: Path) -> PolicyError | None:
+    """An error to raise in place of one that a policy raised; it is of the class of that one, too.
+
+    An exception of a class that is not Python's own stays as it is, and gets a note. A policy that runs on arrays is
+    called once more, on TensorDicts, to see which module raises.
+
+    Args:
+        error: raised in a rollout.
+        trial: calls a copy of the policy.
+        path: has what the policy was given.
+
+    Returns:
+        None: ``error`` is to be raised, because it is none of the policy's, or because its class is the user's.
+    """
+    of_policy = isinstance(error, Exception) and _is_of_policy(error.__traceback__)
+    if not of_policy or isinstance(error, RollwrightError):
+        return None
+    try:
+        text = _found_out(error, trial, path.carrier)
+    except Exception:  # whatever went wrong here, the policy's error is what the user has to see
+        return None
+    kind = type(error)
+    if not isinstance(error, _KINDS) or kind is not getattr(builtins, kind.__name__, None):
+        error.add_note(text)
+        return None
+    if issubclass(PolicyError, kind):
+        return PolicyError(text)
+    return _both(kind)(text)
+
+
+@functools.cache
+def _both(kind: type[Exception]) -> type[PolicyError]:
+    """A class of policy errors that are caught as those of one of Python's classes are, too."""
+    made: Any = type(f"PolicyError({kind.__name__})", (PolicyError, kind), {"__init__": _init, "__str__": _str})
+    found: type[PolicyError] = made
+    return found
+
+
+def _init(self: Exception, text: str) -> None:
+    Exception.__init__(self, text)  # some of Python's exceptions take other arguments
+
+
+def _str(self: Exception) -> str:
+    return str(self.args[0])
+
+
+def _is_of_policy(trace: TracebackType | None) -> bool:
+    codes = [frame.f_code for frame in _frames(trace)]
+    calls = [code in _CALLS or code.co_qualname == "build_act.<locals>.act" for code in codes]
+    return any(calls) and _RANDOM not in codes
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _found_out(error: BaseException, trial: Trial, carrier: TensorDictBase | None) -> str:
+    frames, root = list(_frames(error.__traceback__)), trial.call
+    if carrier is not None and isinstance(root, nn.Module):
+        copied, found = trial.failure(carrier)
+        if found is not None:
+            frames, root = list(_frames(found.__traceback__)), copied
+    return _told(error, frames, root, carrier)
+
+
+def _told(error: BaseException, frames: list[FrameType], root: Any, carrier: TensorDictBase | None) -> str:
+    raised = f"{type(error).__name__}: {error}".rstrip(".")
+    modules = [frame for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
+    if not modules:
+        seen = "" if carrier is None else f" It was given {_shapes(carrier, leaf_keys(carrier))}."
+        return f"policy: {_name(root)} raised {raised}.{seen}"
+    module = modules[-1].f_locals["self"]
+    paths = {id(part): path for path, part in root.named_modules()} if isinstance(root, nn.Module) else {}
+    path = paths.get(id(module))
+    keys = _read(frames, root, path, carrier)
+    if path and isinstance(root, SignaturePolicy):
+        path = path.removeprefix("module").removeprefix(".")
+    what = f"policy: {repr(path) + ' ' if path else ''}({_name(module)})"
+    given = [value for value in _arguments(modules[-1]) if isinstance(value, torch.Tensor)]
+    name, dim = _width(module)
+    for tensor in given[:1] if dim else []:
+        size, expected = tensor.shape[dim] if tensor.ndim >= -dim else None, getattr(module, name)
+        if size not in (None, expected):
+            return (
+                f"{what} expected {expected} {name.removeprefix('in_')} in dimension {dim} of its input, got {size}: "
+                f"shape {list(tensor.shape)}.{keys} Make it with {name}={size}. {raised}."
+            )
+    shapes = ", ".join(f"{list(tensor.shape)} {_dtype(tensor)}" for tensor in given)
+    return f"{what} raised {raised}.{f' Its input: {shapes}.' if given else ''}{keys}"
+
+
+def _read(frames: list[FrameType], root: Any, path: str | None, carrier: TensorDictBase | None) -> str:
+    """What the TensorDict module reads that a module is in."""
+    parts = {} if path is None else dict(root.named_modules())
+    places = [] if path is None else ["", *itertools.accumulate(path.split("."), "{}.{}".format)]
+    owners = [part for place in places if isinstance(part := parts.get(place), TensorDictModuleBase)]
+    keys = list(map(unravel, getattr(owners[-1], "in_keys", ()))) if owners else []
+    given = [frame for frame in frames if owners and frame.f_locals.get("self") is owners[-1]]
+    tds = [value for frame in given for value in _arguments(frame) if isinstance(value, TensorDictBase)]
+    td = tds[-1] if tds else carrier
+    known = [] if td is None else [key for key in keys if td.get(key, None) is not None]
+    return f" The module reads {_shapes(td, known)}." if td is not None and known else ""
+
+
+def _shapes(td: TensorDictBase, keys: Iterable[NestedKey]) -> str:
+    told = []
+    for key in keys:
+        value = td.get(key, None)
+        form = f"{list(value.shape)} {_dtype(value)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        told.append(f"{key!r} {form}")
+    return ", ".join(told)
+
+
+def _arguments(frame: FrameType) -> Iterator[Any]:
+    """The values of a function's arguments, those of a tuple one by one."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4)
+    for name in code.co_varnames[:count]:
+        value = frame.f_locals.get(name)
+        yield from value if isinstance(value, tuple) else (value,)
+
+
+def _width(module: nn.Module) -> tuple[str, int]:
+    """The attribute that says how wide a layer's input has to be, and in which dimension; 0: unknown."""
+    if isinstance(module, nn.Linear):
+        return "in_features", -1
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return "in_channels", -1 - len(module.kernel_size)
+    return "", 0
+
+
+def _name(thing: Any) -> str:
+    """A layer as torch prints it, anything larger by its class."""
+    if isinstance(thing, nn.Module) and not isinstance(thing, TensorDictModuleBase) and not list(thing.children()):
+        return repr(thing)
+    return getattr(thing, "__qualname__", type(thing).__name__)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# At construction --------------------------------------------------------------------------------------------
+
+
+def check_widths(policy: nn.Module, env: EnvBase) -> None:
+    """Test that layers which read an entry of the environment as it is have the width of its spec.
+
+    Raises:
+        PolicyError: one does not.
+    """
+    for path, module, key in _first_readers(policy, "", set()):
+        layer = module.module
+        while type(layer) is nn.Sequential and len(layer):
+            path, layer = f"{path}.0", layer[0]
+        hooked = getattr(layer, "_forward_pre_hooks", None) or getattr(module.module, "_forward_pre_hooks", None)
+        spec = next(
+            (s[key] for s in (env.full_observation_spec, env.full_state_spec) if key in s.keys(True, True)), None
+        )
+        if type(layer) is not nn.Linear or hooked or spec is None or isinstance(spec, NonTensor):
+            continue
+        shape = spec.shape[env.ndim :]
+        if len(shape) and shape[-1] not in (-1, layer.in_features):
+            raise PolicyError(
+                f"policy: {path!r} ({layer}) reads {key!r} and expected {layer.in_features} features in its last "
+                f"dimension, got shape {list(shape)} from {env}. Make it with in_features={shape[-1]}."
+            )
+
+
+def _first_readers(
+    module: Any, path: str, written: set[NestedKey]
+) -> Iterator[tuple[str, TensorDictModule, NestedKey]]:
+    """TensorDict modules of one input that no module before them has written."""
+    inside = f"{path}." if path else ""
+    if isinstance(module, TensorDictModuleWrapper) and type(module).forward is TensorDictModuleWrapper.forward:
+        yield from _first_readers(module.td_module, f"{inside}td_module", written)
+    elif type(module).forward in _SEQUENCES and isinstance(module.module, nn.ModuleList):
+        for i, part in enumerate(module.module):
+            yield from _first_readers(part, f"{inside}module.{i}", written)
+    elif isinstance(module, TensorDictModule) and type(module).forward is TensorDictModule.forward:
+        keys = list(map(unravel, module.in_keys))
+        if len(keys) == 1 and keys[0] not in written and module.method is None:
+            yield f"{inside}module", module, keys[0]
+    written.update(map(unravel, getattr(module, "out_keys", ())))

@@ -1,0 +1,153 @@
+"""What a policy writes, seen in one call that changes nothing else."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from rollwright._keys import NestedKey
+from rollwright.collectors.rollout.devices import Devices
+from rollwright.collectors.rollout.paths import stages
+from rollwright.collectors.rollout.paths.stages import IDS, VERSION
+from rollwright.collectors.rollout.policy_copies import modules_in
+from rollwright.envs.base import EnvBase
+from rollwright.modules import RandomPolicy
+from rollwright.modules.signature import Call
+
+__all__ = ["Trial", "action_forms"]
+
+
+class Trial:
+    """Calls a policy on a copy of what it reads, and changes nothing else.
+
+    A module is copied for that, but for its parameters, so that its buffers, counters and generators stay as they are,
+    and modules that take shape at their first call take it later. A function, a bound method or another object is
+    called itself: the buffers of the modules in it are put back afterwards, and what else it changes stays changed.
+    torch's, NumPy's and Python's global generators are put back.
+
+    Args:
+        call: the policy, on TensorDicts.
+        policy: of the collector.
+        env: of the collector.
+        devices: of the collector.
+        sync: to be called after a copy to the policy's device.
+    """
+
+    def __init__(self, call: Call, policy: Any, env: EnvBase, devices: Devices, sync: Callable[[], None]) -> None:
+        self.call, self._policy, self._env = call, policy, env
+        self._move = stages.mover(devices.policy if devices.cast_to_policy else None, sync)
+        self._devices = {device for device in vars(devices).values() if isinstance(device, torch.device)}
+
+    @contextmanager
+    def _acting(self) -> Iterator[tuple[Any, stages.Stage]]:
+        """What is called, and the stage that calls it."""
+        env = self._env
+        own, shared = _copied(self.call)
+        stale = stages.stale_actions(env, self._policy)
+        with _generators_kept(self._devices), _buffers_kept(shared):
+            yield own, stages.build_act(own, self._move, stages.action_check(env), fresh_outputs=True, stale=stale)
+
+    def outputs(self, carrier: TensorDictBase) -> TensorDictBase | None:
+        """What the policy writes: its entries, all zero; objects are those that it wrote.
+
+        Args:
+            carrier: real observations, ``[*env]``.
+
+        Returns:
+            The entries, ``[*env]``; None where random actions are all that the policy writes.
+        """
+        if isinstance(self._policy, RandomPolicy):
+            return None
+        with self._acting() as (_, act):
+            given = carrier.clone()
+            before = dict(stages.entries(given))
+            acted = act(given)
+        actions = set(self._env.action_keys)
+        written = [
+            key
+            for key, value in stages.entries(acted)
+            if key not in (IDS, VERSION) and (key in actions or before.get(key) is not value)
+        ]
+        return cast(TensorDictBase, acted.select(*written).apply(torch.zeros_like))
+
+    def failure(self, carrier: TensorDictBase) -> tuple[Any, Exception | None]:
+        """The copy that was called, and what it raised."""
+        with self._acting() as (own, act):
+            try:
+                act(carrier.clone())
+            except Exception as error:
+                return own, error
+        return own, None
+
+
+def action_forms(env: EnvBase, outputs: TensorDictBase | None) -> dict[NestedKey, torch.Tensor]:
+    """Zeros of the actions that a policy writes in another dtype or shape than their specs; random ones follow it."""
+    forms: dict[NestedKey, torch.Tensor] = {}
+    for key in env.action_keys:
+        spec, value = env.full_action_spec[key], None if outputs is None else outputs.get(key)
+        if not isinstance(value, torch.Tensor) or -1 in spec.shape or spec.dtype is None:
+            continue
+        differs = (value.dtype, value.shape) != (spec.dtype, spec.shape)
+        if differs and value.numel() == spec.shape.numel() and torch.can_cast(spec.dtype, value.dtype):
+            forms[key] = value
+    return forms
+
+
+def _copied(call: Any) -> tuple[Any, list[Any]]:
+    """A module with the same parameters and everything else of its own; and what it calls that was not copied."""
+    if not isinstance(call, nn.Module):
+        return call, [call]
+    memo: dict[int, Any] = {id(own): own for own in call.parameters() if not nn.parameter.is_lazy(own)}
+    around = [module for module in call.modules() if type(vars(module).get("module")) in (FunctionType, MethodType)]
+    functions = [vars(module)["module"] for module in around]
+    shared = [getattr(function, "__self__", function) for function in functions]
+    memo |= {id(one): one for one in shared if not isinstance(one, nn.Module)}  # an agent, with all that it has
+    try:
+        for module in around:  # which tensordict would pickle, with all that the function reaches
+            memo[id(module)] = twin = object.__new__(type(module))
+            twin.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(module).items()}
+        return copy.deepcopy(call, memo), shared
+    except Exception:  # an object may refuse to be copied in any way it likes
+        return call, [call, *shared]
+
+
+@contextmanager
+def _generators_kept(devices: set[torch.device]) -> Iterator[None]:
+    """Give the global generators the states back that they had."""
+    indices = sorted({torch.cuda.current_device() if d.index is None else d.index for d in devices if d.type == "cuda"})
+    numbers, python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(indices):
+            yield
+    finally:
+        np.random.set_state(numbers)
+        random.setstate(python)
+
+
+@contextmanager
+def _buffers_kept(shared: list[Any]) -> Iterator[None]:
+    """Give the buffers of the modules in some objects the values back that they had."""
+    held = [
+        (module._buffers, name, buffer, buffer.clone())
+        for one in shared
+        for outermost in modules_in(one)
+        for module in outermost.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, value in held:
+                buffer.copy_(value)
+                owner[name] = buffer

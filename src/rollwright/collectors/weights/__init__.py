@@ -1,0 +1,1 @@
+"""New weights for the policies of collectors: parsed, applied here, or published to workers."""

@@ -1,0 +1,1 @@
+"""Shared memory between a collector and its workers."""

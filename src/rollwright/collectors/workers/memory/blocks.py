@@ -1,0 +1,239 @@
+"""Blocks: the memory of batches that workers write and the consumer reads, in one segment.
+
+The collector owns it (:mod:`~rollwright.collectors.workers.memory.store`). It gives a worker the place of a free block
+with each rollout, the worker writes its part, and the consumer gets the whole as tensors. Nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+from numpy.typing import NDArray
+
+from rollwright._keys import NestedKey
+from rollwright._processes.segment import Segment
+from rollwright.data.memory import MemoryPool, in_numpy
+
+__all__ = ["BatchForm", "BlockLayout", "BlockMemory", "Join", "Loan", "Place", "aligned"]
+
+Join = Literal["stack", "first", "time", "alone"]
+_ALIGNMENT = 64
+
+
+class BatchForm(NamedTuple):
+    """What a rollout holds.
+
+    Attributes:
+        fields: key, shape of a frame's entry ``[*env, ...]``, dtype.
+        env: the environment's batch size.
+        steps: T.
+    """
+
+    fields: tuple[tuple[NestedKey, tuple[int, ...], torch.dtype], ...]
+    env: tuple[int, ...]
+    steps: int
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How the rollouts of several workers lie in one block.
+
+    Attributes:
+        form: of each rollout, but for its steps.
+        steps: T of each worker.
+        join: ``"stack"``: ``[W, *env, T]``; ``"first"``: along the first dimension; ``"time"``: along the last one;
+            ``"alone"``: one worker's ``[*env, T]``.
+
+    Example:
+        >>> form = BatchForm((("obs", (4,), torch.float32),), (), 5)
+        >>> layout = BlockLayout(form, (5, 5), "stack")
+        >>> layout.batch_size, layout.num_bytes
+        (torch.Size([2, 5]), 192)
+    """
+
+    form: BatchForm
+    steps: tuple[int, ...]
+    join: Join
+
+    @cached_property
+    def batch_size(self) -> torch.Size:
+        """Of the block."""
+        return torch.Size(self._joined(()))
+
+    def _joined(self, rest: tuple[int, ...]) -> tuple[int, ...]:
+        env, steps = self.form.env, self.steps
+        if self.join == "stack":
+            return (len(steps), *env, steps[0], *rest)
+        if self.join == "first" and env:
+            return (len(steps) * env[0], *env[1:], steps[0], *rest)
+        return (*env, sum(steps), *rest)
+
+    def _part(self, tensor: torch.Tensor, part: int) -> torch.Tensor:
+        """What one worker writes of an entry of the block."""
+        env, steps = self.form.env, self.steps
+        if self.join == "stack":
+            return tensor[part]
+        if self.join == "first" and env:
+            return tensor.narrow(0, part * env[0], env[0])
+        return tensor.narrow(len(env), sum(steps[:part]), steps[part])
+
+    @cached_property
+    def _places(self) -> tuple[list[tuple[NestedKey, tuple[int, ...], torch.dtype, int]], int]:
+        """Key, shape, dtype and first byte of each entry, and the size of all."""
+        places, end, ndim = [], 0, len(self.form.env)
+        for key, shape, dtype in self.form.fields:
+            joined = self._joined(shape[ndim:])
+            places.append((key, joined, dtype, end))
+            end += aligned(math.prod(joined) * dtype.itemsize)
+        return places, end
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a block."""
+        return self._places[1]
+
+    def tensors(self, memory: memoryview) -> dict[NestedKey, torch.Tensor]:
+        """The entries of a block; they keep ``memory`` alive."""
+        found = {}
+        for key, shape, dtype, start in self._places[0]:
+            count = math.prod(shape)
+            if count:
+                found[key] = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
+            else:
+                found[key] = torch.empty(shape, dtype=dtype)
+        return found
+
+    def part_of(self, memory: memoryview, part: int) -> dict[NestedKey, torch.Tensor]:
+        """What one worker writes of a block."""
+        return {key: self._part(tensor, part) for key, tensor in self.tensors(memory).items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"form": self.form, "steps": self.steps, "join": self.join}
+
+
+def aligned(num_bytes: int) -> int:
+    """A size, rounded up so that what lies behind it begins at a good place."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Loan:
+    """Memory that is lent out: as long as anything made of it lives, it is lent."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._given: weakref.ref[memoryview] | None = None
+
+    def lend(self) -> memoryview:
+        """A view that stands for the loan; one that is open goes on."""
+        given = None if self._given is None else self._given()
+        if given is None:
+            given = self._memory[:]
+            self._given = weakref.ref(given)
+        return given
+
+    @property
+    def lent(self) -> bool:
+        """Whether something still reads the memory."""
+        return self._given is not None and self._given() is not None
+
+
+# The worker's side -------------------------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """A worker's part of one entry of a block; it stands in for a slab of a pool.
+
+    Attributes:
+        memory: to be lent.
+        base: the same memory, which does not count as a loan.
+    """
+
+    memory: torch.Tensor
+    base: torch.Tensor
+
+    @property
+    def in_numpy(self) -> bool:
+        """See :class:`~rollwright.data.memory.Slab`."""
+        return in_numpy(self.memory.dtype)
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The memory for the collector to write."""
+        array: NDArray[Any] = self.base.numpy()
+        return array
+
+    def lend(self) -> torch.Tensor:
+        """The memory as a tensor ``[*env, T, ...]``."""
+        return self.memory
+
+
+class Place(NamedTuple):
+    """Where a rollout is to lie: in a part of a block, of a layout that has a number."""
+
+    layout: BlockLayout
+    number: int
+    offset: int
+    part: int
+
+
+class BlockMemory(MemoryPool):
+    """Lends a worker's collector the block that its batch is to lie in.
+
+    Args:
+        segment: the memory.
+        ask: for a block of another form than the last one's; None: the batch lies in memory of its own.
+    """
+
+    def __init__(self, segment: Segment, ask: Callable[[BatchForm], Place | None]) -> None:
+        super().__init__()
+        self._segment, self._ask = segment, ask
+        self._form: BatchForm | None = None
+        self._place: Place | None = None
+        self._mapped: dict[int, tuple[Loan, dict[NestedKey, torch.Tensor]]] = {}
+        self._bases: dict[NestedKey, torch.Tensor] = {}
+        self._loans: dict[int, Loan] = {}
+        self._offset: int | None = None
+        self._loan: Loan | None = None
+        self.windows: dict[NestedKey, torch.Tensor] = {}
+
+    def begin(self, offset: int | None, number: int) -> None:
+        """Begin a rollout, for which the block at ``offset``, of a numbered layout, is free; None: there is none."""
+        known = self._place is not None and self._place.number == number
+        self._offset, self.windows, self._loan = offset if known else None, {}, None
+
+    def reserve(self, fields: Mapping[NestedKey, Any], env: tuple[int, ...], steps: int) -> None:
+        """See :class:`~rollwright.data.memory.MemoryPool`."""
+        if self._loan is not None or any(field.device.type != "cpu" for field in fields.values()):
+            return  # a second block in one rollout, of another form: it travels as a whole
+        form = BatchForm(tuple((key, tuple(f.shape), f.dtype) for key, f in fields.items()), tuple(env), steps)
+        if form != self._form or self._offset is None or self._place is None:
+            granted = self._ask(form)
+            if granted is None:
+                return
+            self._place, self._offset, self._form, self._mapped = granted, granted.offset, form, {}
+        offset, (layout, _, _, part) = self._offset, self._place
+        if offset not in self._mapped:
+            memory = self._segment.map(offset, max(1, layout.num_bytes))
+            self._mapped[offset] = Loan(memory), layout.part_of(memory, part)
+        self._loan, self._bases = self._mapped[offset]
+        self._loans[offset] = self._loan
+        self.windows = layout.part_of(self._loan.lend(), part)
+
+    def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """See :class:`~rollwright.data.memory.MemoryPool`."""
+        window = self.windows.get(place)  # type: ignore[call-overload]
+        if window is None:
+            return super().take(place, shape, dtype)
+        return Window(window, self._bases[place])  # type: ignore[index]
+
+    def end(self) -> tuple[int, ...]:
+        """End the rollout; offsets of the blocks that something here still reads."""
+        self.windows, self._loan = {}, None
+        self._loans = {offset: loan for offset, loan in self._loans.items() if loan.lent}
+        return tuple(self._loans)

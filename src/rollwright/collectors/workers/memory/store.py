@@ -1,0 +1,175 @@
+"""BlockStore: which blocks there are in the segment of a collector, and which of them may be written.
+
+A block is free again when the last of the tensors that were lent to the consumer is gone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from rollwright._keys import NestedKey
+from rollwright._processes.segment import Segment
+from rollwright.collectors.workers.memory.blocks import BlockLayout, Loan, aligned
+
+__all__ = ["Block", "BlockStore", "Gaps"]
+
+_UNUSED = 64  # blocks that are taken of other layouts before those of one count as unused
+
+
+class Block:
+    """A block of the store.
+
+    Attributes:
+        layout: how it is divided.
+        number: of the layout; no two layouts of a store have one number.
+        offset: in the segment.
+        runs: rollouts that are written to it, or lie in it undelivered.
+        readers: workers in which someone goes on reading it.
+    """
+
+    def __init__(self, segment: Segment, layout: BlockLayout, number: int, offset: int) -> None:
+        self.layout, self.number, self.offset = layout, number, offset
+        self.runs: set[int] = set()
+        self.readers: set[int] = set()
+        segment.grow(offset + layout.num_bytes)
+        self._loan = Loan(segment.map(offset, max(1, layout.num_bytes)))
+
+    @property
+    def lent(self) -> bool:
+        """Whether the consumer holds tensors of it."""
+        return self._loan.lent
+
+    @property
+    def free(self) -> bool:
+        """Whether it may be written."""
+        return not (self.runs or self.readers or self._loan.lent)
+
+    def lend(self) -> dict[NestedKey, torch.Tensor]:
+        """Its entries, for the consumer."""
+        return self.layout.tensors(self._loan.lend())
+
+
+class _Shelf:
+    """The blocks of one layout.
+
+    Attributes:
+        number: of the layout.
+        taken: how many blocks had been taken from the store when one of these was, last.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number, self.taken = number, 0
+        self.blocks: list[Block] = []
+
+
+class BlockStore:
+    """Hands out blocks of a segment, and takes those back that nobody reads any more.
+
+    Args:
+        segment: the memory.
+        most: blocks that may be lent out at a time.
+    """
+
+    def __init__(self, segment: Segment, most: int) -> None:
+        self.segment, self.most = segment, most
+        self._shelves: dict[BlockLayout, _Shelf] = {}
+        self._read: dict[int, set[Block]] = {}  # by worker
+        self._numbers, self._taken = itertools.count(), 0
+        self._gaps = Gaps()
+
+    def take(self, layout: BlockLayout) -> Block:
+        """A block that nobody reads or writes."""
+        self._taken += 1
+        shelf = self._shelves.get(layout)
+        if shelf is None:
+            shelf = self._shelves[layout] = _Shelf(next(self._numbers))
+        shelf.taken = self._taken
+        if len(self._shelves) > 1:
+            self._drop_unused()
+        block = next((block for block in shelf.blocks if block.free), None)
+        if block is None:
+            block = Block(self.segment, layout, shelf.number, self._gaps.take(layout.num_bytes))
+            shelf.blocks.append(block)
+        return block
+
+    def read_by(self, worker: int, offsets: Sequence[int]) -> None:
+        """Note which blocks someone in a worker goes on reading."""
+        before = self._read.pop(worker, set())
+        for block in before:
+            block.readers.discard(worker)
+        if not offsets:
+            return
+        now = self._read[worker] = {block for block in self._blocks() if block.offset in offsets}
+        for block in now:
+            block.readers.add(worker)
+
+    def _blocks(self) -> Iterator[Block]:
+        return (block for shelf in list(self._shelves.values()) for block in list(shelf.blocks))  # other threads look
+
+    def _drop_unused(self) -> None:
+        """Let free blocks go whose layout is no longer collected."""
+        for layout, shelf in list(self._shelves.items()):
+            if self._taken - shelf.taken < _UNUSED:
+                continue
+            for block in [block for block in shelf.blocks if block.free]:
+                shelf.blocks.remove(block)
+                self._gaps.give(block.offset, layout.num_bytes)
+            if not shelf.blocks:
+                del self._shelves[layout]  # workers that know its number will ask
+
+    @property
+    def num_lent(self) -> int:
+        """Blocks that the consumer holds."""
+        return sum(block.lent for block in self._blocks())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all blocks."""
+        return self._gaps.end
+
+
+class Gaps:
+    """Which stretches of a growing memory are free.
+
+    Attributes:
+        end: all behind it is free.
+
+    Example:
+        >>> gaps = Gaps()
+        >>> first, second, third = (gaps.take(100) for _ in range(3))
+        >>> first, second, third, gaps.end
+        (0, 128, 256, 384)
+        >>> gaps.give(first, 100), gaps.give(second, 100)
+        (None, None)
+        >>> gaps.take(200), gaps.end
+        (0, 384)
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._free: list[tuple[int, int]] = []  # first byte and size, in order, none beside another
+
+    def take(self, num_bytes: int) -> int:
+        """The first byte of a stretch that was free."""
+        size = aligned(num_bytes)
+        for i, (start, room) in enumerate(self._free):
+            if room >= size:
+                self._free[i : i + 1] = [(start + size, room - size)] if room > size else []
+                return start
+        start, self.end = self.end, self.end + size
+        return start
+
+    def give(self, start: int, num_bytes: int) -> None:
+        """A stretch that was taken is free again."""
+        joined: list[tuple[int, int]] = []
+        for first, size in sorted([*self._free, (start, aligned(num_bytes))]):
+            if joined and sum(joined[-1]) == first:
+                joined[-1] = joined[-1][0], joined[-1][1] + size
+            elif size:
+                joined.append((first, size))
+        if joined and sum(joined[-1]) == self.end:
+            self.end = joined.pop()[0]
+        self._free = joined

@@ -1,0 +1,1 @@
+"""When workers collect, and in which order their batches are delivered."""

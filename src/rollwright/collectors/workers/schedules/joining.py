@@ -1,0 +1,160 @@
+"""From what workers have collected to the TensorDict that is delivered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+from rollwright._keys import NestedKey, place
+from rollwright.collectors.rollout.paths.recording import is_dense
+from rollwright.collectors.workers.memory.blocks import Join
+from rollwright.collectors.workers.memory.store import Block
+from rollwright.collectors.workers.messages import Collected
+from rollwright.data.compact import is_table, join_tables
+from rollwright.data.layout import MASK, TRAJ_IDS
+
+__all__ = ["Result", "are_alike", "batch_of", "joined", "mark_taken", "restored"]
+
+
+@dataclass(eq=False)
+class Result:
+    """A rollout that has arrived.
+
+    Attributes:
+        worker: index.
+        number: how many this worker has collected, with this one.
+        found: what the worker said.
+        block: where its batch lies, if it lies in one.
+        part: which part of the block is this worker's.
+        rest: what does not lie there, opened.
+        device: of the batch; None: no common one.
+    """
+
+    worker: int
+    number: int
+    found: Collected
+    block: Block | None
+    part: int
+    rest: Any
+    device: torch.device | None
+
+
+def restored(worker: int, held: Any, device: torch.device | None) -> Result:
+    """A rollout that was saved before it was delivered."""
+    found = Collected(-1, 0, 0, False, None, (), {}, (), 0, 0, 0)
+    return Result(worker, 0, found, None, 0, held, device)
+
+
+def batch_of(result: Result) -> Any:
+    """What one worker has collected: a batch ``[*env, T]`` over its memory, or a list of trajectories."""
+    if not result.found.in_block:
+        return result.rest
+    block = cast(Block, result.block)
+    tensors = {key: block.layout._part(tensor, result.part) for key, tensor in block.lend().items()}
+    form = block.layout.form
+    size = torch.Size([*form.env, block.layout.steps[result.part]])
+    return _built(tensors, size, result.found, result.rest or {}, result.device)
+
+
+def joined(results: Sequence[Result], join: Join) -> TensorDictBase:
+    """What all workers have collected, in one batch: over the memory that they wrote, where they wrote to one block."""
+    blocks = {id(result.block) if result.found.in_block else id(result) for result in results}
+    extras = _joined_extras(results, join) if len(blocks) == 1 and results[0].found.in_block else None
+    if extras is None:
+        return _stacked([batch_of(result) for result in results], join)
+    block = cast(Block, results[0].block)
+    return _built(block.lend(), block.layout.batch_size, results[0].found, extras, results[0].device)
+
+
+def mark_taken(batch: TensorDictBase) -> None:
+    """Write which frames were taken, where workers may have been interrupted."""
+    ids = batch.get(TRAJ_IDS, None)
+    if ids is not None:
+        batch.set(MASK, ids >= 0)
+
+
+def _built(
+    tensors: Mapping[NestedKey, torch.Tensor],
+    size: torch.Size,
+    found: Collected,
+    extras: Mapping[NestedKey, Any],
+    device: torch.device | None,
+) -> TensorDict:
+    nested: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        if key not in found.lacking:
+            place(nested, key, tensor)
+    names: Any = [*[None] * (len(size) - 1), "time"]
+    batch = TensorDict(nested, batch_size=size, device=device, names=names)
+    for key, value in extras.items():
+        batch.set(key, value)
+    for key, rest in found.nesting.items():
+        batch.get(key).batch_size = torch.Size([*size, *rest])
+    return batch
+
+
+def _joined_extras(results: Sequence[Result], join: Join) -> dict[NestedKey, Any] | None:
+    """Entries beside the block of all workers; None where they do not fit together."""
+    first = results[0]
+    rests = [result.rest or {} for result in results]
+    same = all(
+        rest.keys() == rests[0].keys()
+        and set(result.found.lacking) == set(first.found.lacking)
+        and result.found.nesting == first.found.nesting
+        for rest, result in zip(rests, results, strict=True)
+    )
+    if not same:
+        return None
+    if not rests[0]:
+        return {}
+    tables = [{key: value for key, value in rest.items() if is_table(key)} for rest in rests]
+    plain = [{key: value for key, value in rest.items() if not is_table(key)} for rest in rests]
+    if not all(type(value) is torch.Tensor for rest in plain for value in rest.values()):
+        return None
+    env = len(cast(Block, first.block).layout.form.env)
+    if tables[0]:
+        plain = [{**rest, **table} for rest, table in zip(plain, join_tables(plain, tables), strict=True)]
+    found: dict[NestedKey, Any] = {}
+    for key, value in plain[0].items():
+        values = [rest[key] for rest in plain]
+        if is_table(key):
+            found[key] = value
+        elif any(other.shape != value.shape or other.dtype != value.dtype for other in values):
+            return None
+        else:
+            found[key] = torch.stack(values) if join == "stack" else torch.cat(values, 0 if join == "first" else env)
+    return found
+
+
+def _stacked(batches: Sequence[TensorDictBase], join: Join) -> TensorDictBase:
+    """Join by copying; lazily where shapes differ."""
+    ndim = batches[0].ndim
+    stacked: Any
+    if join == "stack":
+        stacked = LazyStackedTensorDict.maybe_dense_stack(list(batches), 0)
+    else:
+        dim = 0 if join == "first" else ndim - 1
+        try:
+            stacked = torch.cat(cast(Any, list(batches)), dim)
+        except (RuntimeError, KeyError) as error:
+            raise ValueError(
+                f"cat_results={0 if join == 'first' else -1}: rollouts of the workers have entries that cannot be "
+                f"concatenated: {error}. Pass cat_results='stack', the default."
+            ) from error
+        ndim -= 1
+    stacked.names = [*[None] * ndim, "time"]
+    return cast(TensorDictBase, stacked)
+
+
+def are_alike(one: TensorDictBase, other: TensorDictBase) -> bool:
+    """Whether the one can be overwritten with the other, and nothing is left of it."""
+    if not is_dense(one) or not is_dense(other) or one.batch_size != other.batch_size:
+        return False
+    ours, theirs = dict(one.items(True, True)), dict(other.items(True, True))
+    return ours.keys() == theirs.keys() and all(
+        (value.shape, value.dtype) == (theirs[key].shape, theirs[key].dtype) for key, value in ours.items()
+    )

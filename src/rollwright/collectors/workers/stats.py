@@ -1,0 +1,101 @@
+"""What is said of workers: their numbers, merged."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rollwright.collectors.workers.counters import State, Time, Word
+
+if TYPE_CHECKING:
+    from rollwright.collectors._multi_core import MultiCore
+
+__all__ = ["merged_stats"]
+
+_WAITING = {
+    State.STARTING: "its environment and policy to be made",
+    State.WAITING: "being asked for a rollout",
+    State.PAUSED: "the end of a pause",
+    State.PREPARING: "its pre_collect_hook",
+}
+
+
+def merged_stats(core: MultiCore) -> dict[str, Any]:
+    """See :meth:`MultiCollector.stats`."""
+    core._group.look()
+    workers = [_of_worker(core, index) for index in range(core.num_workers)]
+    schedule, group = core._schedule, core._group
+    words = [worker.words for worker in group.workers]
+    windows = [word.parts[Time.WINDOW] for word in words]
+    told = [word.parts for word in words if word.whole[Word.EPISODES]]
+    latest = max(told, key=lambda parts: parts[Time.LAST_RETURN_AT], default=None)
+    seconds = {name: sum(worker["seconds"][name] for worker in workers) for name in words[0].seconds()}
+    busiest = max(worker["seconds"]["total"] + worker["seconds"]["wait"] for worker in workers)
+    buffer = core.options.replay_buffer
+    held = schedule.store.num_lent
+    return {
+        "frames": schedule.frames,
+        "batches": schedule.batches,
+        "total_frames": None if math.isinf(core.total_frames) else int(core.total_frames),
+        "total_batches": core._num_batches,
+        "completed": core.completed,
+        "frames_per_batch": core.frames_per_batch,
+        "frames_per_second": schedule.frames / busiest if busiest else None,
+        "seconds": seconds,
+        "episodes": sum(word.whole[Word.EPISODES] for word in words),
+        "mean_return": _mean([word.parts[Time.MEAN_RETURN] for word in words], windows),
+        "mean_length": _mean([word.parts[Time.MEAN_LENGTH] for word in words], windows),
+        "last_return": None if latest is None else latest[Time.LAST_RETURN],
+        "policy_version": core._version,
+        "policy_lag": max(core._version - worker["policy_version"] for worker in workers),
+        "frames_stale": schedule.frames_stale,
+        "workers": workers,
+        "workers_alive": group.num_alive,
+        "restarts": sum(worker["restarts"] for worker in workers),
+        "env_recreations": sum(word.whole[Word.ENV_RECREATIONS] for word in words),
+        "threads": {"workers": [worker["threads"] for worker in workers]},
+        "bytes_held": schedule.store.num_bytes,
+        "leases": {
+            "held": held,
+            "most": schedule.store.most,
+            "batches_copied": schedule.num_copied,
+            "message": f"the consumer holds {held} batches: further ones are copied"
+            if held >= schedule.store.most
+            else None,
+        },
+        "forced": list(group.forced),
+        "messages": schedule.num_messages,
+        "undelivered": schedule.num_undelivered,
+        "paths": next((worker.ready.how for worker in group.workers if worker.ready is not None), {}),
+        "waiting_for": schedule.waiting_for,
+        **({} if buffer is None else {"write_count": getattr(buffer, "write_count", None)}),
+        **({} if core._runner is None else {"background": {"running": core._running, "error": core._runner.told()}}),
+    }
+
+
+def _of_worker(core: MultiCore, index: int) -> dict[str, Any]:
+    worker = core._group.workers[index]
+    words, child = worker.words, worker.child
+    alive = child is not None and child.alive
+    state = words.state if alive else State.ENDED
+    return {
+        "index": index,
+        "alive": alive,
+        "pid": None if child is None else child.pid,
+        "state": state.name.lower(),
+        "frames": words.whole[Word.FRAMES],
+        "batches": words.whole[Word.BATCHES],
+        "episodes": words.whole[Word.EPISODES],
+        "seconds": words.seconds(),
+        "policy_version": words.whole[Word.VERSION],
+        "restarts": core._group.restarts.counts.get(index, 0),
+        "env_recreations": words.whole[Word.ENV_RECREATIONS],
+        "threads": worker.threads,
+        "error": None if worker.error is None else str(worker.error),
+        "waiting_for": _WAITING.get(state),
+    }
+
+
+def _mean(values: list[float], weights: list[float]) -> float | None:
+    total = sum(weights)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else None
