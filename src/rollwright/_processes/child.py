@@ -19,8 +19,8 @@ import torch
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.exits import Stage, call_at_exit
 from rollwright._processes.failures import Failure
-from rollwright._processes.server import allow_interrupts
-from rollwright._processes.starting import check_start_method, new_process
+from rollwright._processes.start.methods import check_start_method, new_process
+from rollwright._processes.start.server import allow_interrupts
 
 __all__ = ["STOPPED_S", "Child", "end_all"]
 

@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from rollwright._keys import key_str
-from rollwright._processes.starting import check_start_method
+from rollwright._processes.start.methods import check_start_method
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.memory.blocks import Join
 from rollwright.collectors.workers.messages import Ready

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import as_tuple
 from rollwright._processes.channel import ByValue
-from rollwright._processes.starting import check_start_method
+from rollwright._processes.start.methods import check_start_method
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.calls import EnvFacts

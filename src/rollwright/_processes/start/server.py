@@ -65,7 +65,7 @@ def main(fd: int) -> None:
     allow_interrupts()
     os.chdir(os.sep)  # torch does not compute in a folder that was deleted, and workers begin in that of the program
     with contextlib.suppress(ImportError):  # which workers tell of
-        importlib.import_module("rollwright._processes.preload")
+        importlib.import_module("rollwright._processes.start.preload")
     util._close_stdin()  # type: ignore[attr-defined]
     with socket.socket(fileno=fd) as line:
         _Server(line).serve()
@@ -152,7 +152,7 @@ class _Server:
             self._line.close()
             for fd in (self._ended, self._notes, *self._statuses.values()):
                 os.close(fd)
-            starting: Any = importlib.import_module("rollwright._processes.starting")
+            starting: Any = importlib.import_module("rollwright._processes.start.methods")
             starting.use_server(request.line)
             server: Any = forkserver._forkserver
             server._inherited_fds = list(request.others)  # where pickled descriptors are looked up

@@ -29,7 +29,7 @@ from multiprocessing.context import reduction, set_spawning_popen  # type: ignor
 from typing import Any
 
 from rollwright._processes.segment import unnamed_file
-from rollwright._processes.server import Request
+from rollwright._processes.start.server import Request
 
 __all__ = ["START_METHODS", "check_start_method", "new_process", "use_server"]
 
@@ -139,7 +139,7 @@ def _line_to_server(gone: _Line | None) -> _Line:
         if _line is None:
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                code = f"from rollwright._processes.server import main; main({theirs.fileno()})"
+                code = f"from rollwright._processes.start.server import main; main({theirs.fileno()})"
                 _line = _Line(mine, _run_python(code, [theirs.fileno()]))
         return _line
 
@@ -269,7 +269,7 @@ class _SpawnPopen(popen_spawn_posix.Popen):
             weakref.finalize(self, os.close, self.sentinel).atexit = False
             fds.callback(os.close, held)
             tracker = _tracker()
-            code = f"from rollwright._processes.server import run; sys.exit(run({data}, {lifeline}, {tracker}))"
+            code = f"from rollwright._processes.start.server import run; sys.exit(run({data}, {lifeline}, {tracker}))"
             others: Any = self._fds  # type: ignore[attr-defined]
             self.pid = _run_python(code, [*others, data, lifeline, tracker, held])
 

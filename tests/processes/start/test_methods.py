@@ -13,9 +13,9 @@ from multiprocessing import forkserver
 
 import pytest
 
-from rollwright._processes import starting
 from rollwright._processes.child import Child, echo
-from rollwright._processes.server import Request, _Server
+from rollwright._processes.start import methods as starting
+from rollwright._processes.start.server import Request, _Server
 
 LIMIT_S = 60.0
 
