@@ -22,7 +22,7 @@ from tensordict import TensorDict
 
 from benchmarks import report
 from benchmarks.replay_cases import Case, fill_ranges, make_rows
-from rollwright._processes.segment import Segment
+from rollwright._memory.segment import Segment
 from rollwright.cli.timing import summary
 from rollwright.collectors import MultiAsyncCollector
 from rollwright.data import LazyTensorStorage, TensorDictReplayBuffer

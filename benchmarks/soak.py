@@ -26,7 +26,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from benchmarks import report
-from rollwright._processes.segment import Segment
+from rollwright._memory.segment import Segment
 from rollwright.collectors import MultiAsyncCollector
 from rollwright.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 from rollwright.envs import GymEnv, StepCounter, TransformedEnv

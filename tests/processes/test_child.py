@@ -12,10 +12,10 @@ import pytest
 import torch
 from tests.patience import patient
 
+from rollwright._memory.segment import Segment
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child, _is_stopped, echo
 from rollwright._processes.failures import Failure
-from rollwright._processes.segment import Segment
 from rollwright.errors import RemoteTraceback, WorkerError
 
 LIMIT_S = 100.0  # for what comes at once, on a busy machine too

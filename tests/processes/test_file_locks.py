@@ -9,9 +9,9 @@ import signal
 import pytest
 from tests.processes.forked import fork, forked, resting_fork
 
+from rollwright._memory.segment import Segment
 from rollwright._processes import file_locks
 from rollwright._processes.file_locks import FileLocks
-from rollwright._processes.segment import Segment
 
 LASTING = file_locks._are_lasting()
 needs_lasting = pytest.mark.skipif(not LASTING, reason="no locks that belong to an open file description")

@@ -9,8 +9,8 @@ import os
 import struct
 import weakref
 
+from rollwright._memory import Segment
 from rollwright._processes.forks import on_fork
-from rollwright._processes.segment import Segment
 
 __all__ = ["FileLocks"]
 

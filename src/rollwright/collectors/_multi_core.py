@@ -16,9 +16,9 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._memory import Segment
 from rollwright._processes.forks import on_fork
 from rollwright._processes.pickling import dumps
-from rollwright._processes.segment import Segment
 from rollwright.collectors._delivering import SPLITS
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.delivery.batches import never

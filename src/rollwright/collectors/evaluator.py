@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from rollwright._keys import NestedKey
-from rollwright._processes.segment import Segment
+from rollwright._memory import Segment
 from rollwright._processes.start.methods import check_start_method
 from rollwright.collectors._evaluation.arguments import check_arguments, check_options, copy_of, own_policy, weights_of
 from rollwright.collectors._evaluation.desk import Desk, Ticket

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rollwright._memory import Segment
 from rollwright._processes.fences import fence
 from rollwright._processes.forks import on_fork
-from rollwright._processes.segment import Segment
 from rollwright.weight_update._forms import State, is_extra
 from rollwright.weight_update._slot import Place, Slot, Torn, dump_extras, load_extras
 from rollwright.weight_update._tables import EntrySpec, Table, aligned, spec_of

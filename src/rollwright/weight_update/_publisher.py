@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from rollwright._processes.segment import Segment
+from rollwright._memory import Segment
 from rollwright.weight_update._board import Board
 from rollwright.weight_update._forms import State
 from rollwright.weight_update._receiving import check_schemes

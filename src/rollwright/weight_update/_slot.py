@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rollwright._memory import Segment
 from rollwright._processes.pickling import dumps
-from rollwright._processes.segment import Segment
 from rollwright.weight_update._tables import Model, Table, aligned
 
 __all__ = ["Place", "Slot", "Torn", "copy_all", "dump_extras", "load_extras"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
+from rollwright._memory.segment import Segment
 from rollwright._processes.channel import Channel
-from rollwright._processes.segment import Segment
 from rollwright.collectors.workers.memory.packing import ParcelMemory, open_parcel
 
 DTYPES = [

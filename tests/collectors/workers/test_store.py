@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from rollwright._processes.segment import Segment
+from rollwright._memory.segment import Segment
 from rollwright.collectors.workers.memory.blocks import BatchForm, BlockLayout
 from rollwright.collectors.workers.memory.store import BlockStore, Gaps
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rollwright._processes.segment import Segment
+from rollwright._memory.segment import Segment
 from rollwright.cli import main
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from rollwright.data.replay_buffers.ledger.layout import (

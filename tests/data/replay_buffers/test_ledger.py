@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.processes.forked import forked
 
+from rollwright._memory.segment import Segment
 from rollwright._processes import file_locks
-from rollwright._processes.segment import Segment
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.data.replay_buffers.ledger.layout import NUM_GAPS
 from rollwright.data.replay_buffers.ledger.ledger import Ledger

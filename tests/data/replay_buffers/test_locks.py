@@ -12,8 +12,8 @@ import pytest
 from tests.collectors.workers.processes import wait_until
 from tests.processes.forked import fork
 
+from rollwright._memory.segment import Segment
 from rollwright._processes import file_locks
-from rollwright._processes.segment import Segment
 from rollwright.data.replay_buffers.ledger.locks import _READERS, RowLock
 
 LIMIT = 60.0

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rollwright._keys import NestedKey, as_tuple, key_str
-from rollwright._processes.segment import Segment
+from rollwright._memory import Segment
 from rollwright.collectors._evaluation.frozen import Guard, check_known, freeze, take_weights
 from rollwright.collectors._evaluation.tally import Tally
 from rollwright.collectors.collector import Collector

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
+from rollwright._memory import Segment
 from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import STOPPED_S, Child
 from rollwright._processes.failures import Failure
-from rollwright._processes.segment import Segment
 from rollwright.collectors._evaluation.rounds import Order, Plan, Pulse, Rounds, Stopped
 from rollwright.errors import WorkerError
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, leaf_keys
+from rollwright._memory import EntryMemory, MemoryPool
 from rollwright.collectors.delivery.checks import buffer_of
 from rollwright.collectors.options import CollectorOptions
-from rollwright.data.memory import MemoryPool, in_numpy
 
 __all__ = ["StorageMemory", "batch_memory", "why_not_direct"]
 
@@ -30,27 +29,6 @@ def why_not_direct(buffer: Any) -> str | None:
         return f"{type(buffer).__name__} has no rows to write in place"
     reason: str | None = buffer.direct_writes()
     return reason
-
-
-class Window(NamedTuple):
-    """Reserved rows of one entry, in the shape of a batch; it stands in for a slab of a pool."""
-
-    memory: torch.Tensor
-
-    @property
-    def in_numpy(self) -> bool:
-        """See :class:`~rollwright.data.memory.Slab`."""
-        return in_numpy(self.memory.dtype)
-
-    @property
-    def array(self) -> NDArray[Any]:
-        """The rows for the collector to write."""
-        array: NDArray[Any] = self.memory.numpy()
-        return array
-
-    def lend(self) -> torch.Tensor:
-        """The rows as a tensor ``[*env, T, ...]``."""
-        return self.memory
 
 
 class StorageMemory(MemoryPool):
@@ -157,10 +135,10 @@ class StorageMemory(MemoryPool):
                     return
                 self._windows[key] = window.unflatten(0, (*env, steps)) if flat else window.movedim(0, len(env))
 
-    def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        """See :class:`~rollwright.data.memory.MemoryPool`."""
+    def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> EntryMemory:
+        """See :class:`~rollwright._memory.pool.MemoryPool`."""
         window = self._windows.get(place)  # type: ignore[call-overload]
-        return Window(window) if window is not None else super().take(place, shape, dtype)
+        return EntryMemory.over(window) if window is not None else super().take(place, shape, dtype)
 
     def publish(self, batch: TensorDictBase, steps: int) -> TensorDictBase | None:
         """Let everyone read the batch, if it lies in the rows.

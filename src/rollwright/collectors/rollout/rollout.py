@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, leaf_keys
+from rollwright._memory import MemoryPool
 from rollwright.collectors._front_door import here
 from rollwright.collectors.arguments import checked_seed
 from rollwright.collectors.base import BaseCollector
@@ -31,7 +32,6 @@ from rollwright.collectors.rollout.stats import EpisodeStats, StageTimer
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory, mark_truncated
-from rollwright.data.memory import MemoryPool
 from rollwright.data.specs.shapes import as_device
 from rollwright.envs.priming import provide_for_policy
 from rollwright.envs.utils import set_exploration_type

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, unravel
+from rollwright._memory import MemoryPool
 from rollwright._processes.channel import ByValue
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.delivery.background import paused_error
@@ -27,7 +28,6 @@ from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import State, Time, Word, Words
 from rollwright.collectors.workers.memory.blocks import BatchForm, BlockMemory, Place
 from rollwright.collectors.workers.memory.packing import ParcelMemory
-from rollwright.data.memory import MemoryPool
 from rollwright.envs.base import EnvBase
 from rollwright.envs.recreation.policy import num_recreations
 from rollwright.weight_update._forms import describe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-from rollwright._processes.segment import Segment
+from rollwright._memory import Segment
 
 __all__ = ["BEAT_S", "State", "Time", "Word", "Words"]
 

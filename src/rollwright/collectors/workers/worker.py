@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollwright._memory import Segment
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.failures import Failure
-from rollwright._processes.segment import Segment
 from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.delivery.background import paused_error
 from rollwright.collectors.options import CollectorOptions

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from rollwright._keys import NestedKey, as_tuple, place
+from rollwright._memory import in_numpy
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
-from rollwright.data.memory import in_numpy
 from rollwright.envs.arrays import Entry, Values
 from rollwright.errors import NotNative
 from rollwright.policies import FlatPolicy, compile_flat

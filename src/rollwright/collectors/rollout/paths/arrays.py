@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys
+from rollwright._memory import MemoryPool
 from rollwright.collectors.core import Path, UnfitOutputs
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.paths import stages
@@ -21,7 +22,6 @@ from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.collectors.rollout.policy_trial import action_forms
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.data.compact import BoundaryKeeper
-from rollwright.data.memory import MemoryPool
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values
 from rollwright.envs.base import EnvBase
 from rollwright.errors import NotNative, PolicyError

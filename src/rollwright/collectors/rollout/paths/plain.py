@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, leaf_keys, unravel
+from rollwright._memory import MemoryPool
 from rollwright.collectors.core import Path
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.devices import Devices
@@ -19,7 +20,6 @@ from rollwright.collectors.rollout.policy_trial import action_forms
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool, renew
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory
-from rollwright.data.memory import MemoryPool
 from rollwright.envs.base import EnvBase
 from rollwright.modules.signature import Call
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, is_private, key_str, place, unravel
-from rollwright.data.memory import MemoryPool
+from rollwright._memory import MemoryPool
 from rollwright.errors import RollwrightError
 
 __all__ = ["Block", "Field", "FrameList", "Recorder", "is_dense"]
@@ -77,10 +77,10 @@ class Block:
             if pinned:
                 self._arrays[key] = tensor.numpy()
             return tensor
-        slab = pool.take(key, shape, field.dtype)
-        if slab.in_numpy:
-            self._arrays[key] = slab.array  # not an array of the tensor, which would keep the loan open
-        return slab.lend()
+        tensor, array = pool.take(key, shape, field.dtype)
+        if array is not None:
+            self._arrays[key] = array  # not an array of the tensor, which would keep the memory borrowed
+        return tensor
 
     def nest_like(self, frame: TensorDictBase) -> Block:
         """Give nested entries the batch sizes that they have in ``frame``, which may be longer than the root's."""

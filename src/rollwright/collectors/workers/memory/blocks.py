@@ -6,24 +6,19 @@ with each rollout, the worker writes its part, and the consumer gets the whole a
 
 from __future__ import annotations
 
-import math
-import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
-from numpy.typing import NDArray
 
 from rollwright._keys import NestedKey
-from rollwright._processes.segment import Segment
-from rollwright.data.memory import MemoryPool, in_numpy
+from rollwright._memory import EntryMemory, Layout, Loan, MemoryPool, Segment
 
-__all__ = ["BatchForm", "BlockLayout", "BlockMemory", "Join", "Loan", "Place", "aligned"]
+__all__ = ["BatchForm", "BlockLayout", "BlockMemory", "Join", "Place"]
 
 Join = Literal["stack", "first", "time", "alone"]
-_ALIGNMENT = 64
 
 
 class BatchForm(NamedTuple):
@@ -84,30 +79,19 @@ class BlockLayout:
         return tensor.narrow(len(env), sum(steps[:part]), steps[part])
 
     @cached_property
-    def _places(self) -> tuple[list[tuple[NestedKey, tuple[int, ...], torch.dtype, int]], int]:
-        """Key, shape, dtype and first byte of each entry, and the size of all."""
-        places, end, ndim = [], 0, len(self.form.env)
-        for key, shape, dtype in self.form.fields:
-            joined = self._joined(shape[ndim:])
-            places.append((key, joined, dtype, end))
-            end += aligned(math.prod(joined) * dtype.itemsize)
-        return places, end
+    def memory(self) -> Layout[NestedKey]:
+        """Where the entries of a block lie in it."""
+        ndim = len(self.form.env)
+        return Layout.of((key, self._joined(shape[ndim:]), dtype) for key, shape, dtype in self.form.fields)
 
     @property
     def num_bytes(self) -> int:
         """Of a block."""
-        return self._places[1]
+        return self.memory.end
 
     def tensors(self, memory: memoryview) -> dict[NestedKey, torch.Tensor]:
         """The entries of a block; they keep ``memory`` alive."""
-        found = {}
-        for key, shape, dtype, start in self._places[0]:
-            count = math.prod(shape)
-            if count:
-                found[key] = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
-            else:
-                found[key] = torch.empty(shape, dtype=dtype)
-        return found
+        return self.memory.tensors(memory)
 
     def part_of(self, memory: memoryview, part: int) -> dict[NestedKey, torch.Tensor]:
         """What one worker writes of a block."""
@@ -117,60 +101,7 @@ class BlockLayout:
         return {"form": self.form, "steps": self.steps, "join": self.join}
 
 
-def aligned(num_bytes: int) -> int:
-    """A size, rounded up so that what lies behind it begins at a good place."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class Loan:
-    """Memory that is lent out: as long as anything made of it lives, it is lent."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-        self._given: weakref.ref[memoryview] | None = None
-
-    def lend(self) -> memoryview:
-        """A view that stands for the loan; one that is open goes on."""
-        given = None if self._given is None else self._given()
-        if given is None:
-            given = self._memory[:]
-            self._given = weakref.ref(given)
-        return given
-
-    @property
-    def lent(self) -> bool:
-        """Whether something still reads the memory."""
-        return self._given is not None and self._given() is not None
-
-
 # The worker's side -------------------------------------------------------------------------------------
-
-
-class Window(NamedTuple):
-    """A worker's part of one entry of a block; it stands in for a slab of a pool.
-
-    Attributes:
-        memory: to be lent.
-        base: the same memory, which does not count as a loan.
-    """
-
-    memory: torch.Tensor
-    base: torch.Tensor
-
-    @property
-    def in_numpy(self) -> bool:
-        """See :class:`~rollwright.data.memory.Slab`."""
-        return in_numpy(self.memory.dtype)
-
-    @property
-    def array(self) -> NDArray[Any]:
-        """The memory for the collector to write."""
-        array: NDArray[Any] = self.base.numpy()
-        return array
-
-    def lend(self) -> torch.Tensor:
-        """The memory as a tensor ``[*env, T, ...]``."""
-        return self.memory
 
 
 class Place(NamedTuple):
@@ -208,7 +139,7 @@ class BlockMemory(MemoryPool):
         self._offset, self.windows, self._loan = offset if known else None, {}, None
 
     def reserve(self, fields: Mapping[NestedKey, Any], env: tuple[int, ...], steps: int) -> None:
-        """See :class:`~rollwright.data.memory.MemoryPool`."""
+        """See :class:`~rollwright._memory.pool.MemoryPool`."""
         if self._loan is not None or any(field.device.type != "cpu" for field in fields.values()):
             return  # a second block in one rollout, of another form: it travels as a whole
         form = BatchForm(tuple((key, tuple(f.shape), f.dtype) for key, f in fields.items()), tuple(env), steps)
@@ -225,12 +156,12 @@ class BlockMemory(MemoryPool):
         self._loans[offset] = self._loan
         self.windows = layout.part_of(self._loan.lend(), part)
 
-    def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        """See :class:`~rollwright.data.memory.MemoryPool`."""
+    def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> EntryMemory:
+        """See :class:`~rollwright._memory.pool.MemoryPool`."""
         window = self.windows.get(place)  # type: ignore[call-overload]
         if window is None:
             return super().take(place, shape, dtype)
-        return Window(window, self._bases[place])  # type: ignore[index]
+        return EntryMemory.over(window, self._bases[place])  # type: ignore[index]
 
     def end(self) -> tuple[int, ...]:
         """End the rollout; offsets of the blocks that something here still reads."""

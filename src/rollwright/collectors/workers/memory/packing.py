@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
-from rollwright._processes.segment import Segment
+from rollwright._memory import Segment
 
 __all__ = ["Parcel", "ParcelMemory", "open_parcel"]
 

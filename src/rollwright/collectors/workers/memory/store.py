@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from rollwright._keys import NestedKey
-from rollwright._processes.segment import Segment
+from rollwright._memory import Loan, Segment, aligned
 from rollwright.collectors.workers.memory.blocks import BlockLayout, Loan, aligned
 
 __all__ = ["Block", "BlockStore", "Gaps"]

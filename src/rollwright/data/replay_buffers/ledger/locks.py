@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from rollwright._interrupts import uninterrupted
+from rollwright._memory import Segment
 from rollwright._processes.file_locks import FileLocks
 from rollwright._processes.forks import on_fork
-from rollwright._processes.segment import Segment
 
 __all__ = ["RowLock"]
 

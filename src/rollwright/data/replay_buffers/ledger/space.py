@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rollwright._processes.segment import Segment
+from rollwright._memory import Segment
 
 __all__ = ["Column", "Space"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollwright.data.memory import in_numpy
+from rollwright._memory import in_numpy
 
 __all__ = ["Column"]
 

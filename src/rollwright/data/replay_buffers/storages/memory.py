@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rollwright._keys import NestedKey, as_tuple, unravel
-from rollwright._processes.segment import Segment
+from rollwright._memory import Segment
 from rollwright.data.replay_buffers.ledger.damage import wrong_in
 from rollwright.data.replay_buffers.ledger.ledger import Ledger
 from rollwright.data.replay_buffers.ledger.locks import RowLock

@@ -17,8 +17,8 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple
+from rollwright._memory import Segment
 from rollwright._processes.channel import ByValue, Channel
-from rollwright._processes.segment import Segment
 from rollwright.envs.arrays import FLAGS, ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.hosting.messages import (

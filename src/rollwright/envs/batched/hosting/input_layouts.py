@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rollwright._keys import NestedKey
-from rollwright._processes.segment import Segment
+from rollwright._memory import Segment
 from rollwright.envs.batched.hosting.messages import Lay
 from rollwright.envs.batched.hosting.shared_rows import SharedRows, lay_out
 

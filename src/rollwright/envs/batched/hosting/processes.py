@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from rollwright._interrupts import uninterrupted
+from rollwright._memory import Segment
 from rollwright._processes.child import Child, end_all
-from rollwright._processes.segment import Segment
 from rollwright.envs.batched.hosting.host import DONE_ROWS, Hosted, serve_envs
 from rollwright.envs.batched.hosting.input_layouts import Entries, InputLayouts, Signature
 from rollwright.envs.batched.hosting.lines import ProcessLines

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollwright._keys import NestedKey
-from rollwright._processes.segment import Segment
+from rollwright._memory import Segment
 
 __all__ = ["Field", "SharedRows", "lay_out"]
 

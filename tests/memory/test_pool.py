@@ -15,7 +15,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
-from rollwright.data.memory import MemoryPool, Slab
+from rollwright._memory.pool import MemoryPool, Slab
 
 FLOAT = torch.float32
 
@@ -24,7 +24,7 @@ def slab_of(*shape, dtype=FLOAT):
     return Slab(shape, dtype)
 
 
-def pool_slab(pool, place="obs", shape=(4,), dtype=FLOAT):
+def borrow(pool, place="obs", shape=(4,), dtype=FLOAT):
     return pool.take(place, shape, dtype)
 
 
@@ -88,7 +88,7 @@ KEEPERS = {
 @pytest.mark.parametrize("name", KEEPERS)
 def test_a_loan_lasts_as_long_as_something_reads_the_memory(name):
     slab = slab_of(2, 3)
-    kept = KEEPERS[name](slab.lend())
+    kept = KEEPERS[name](slab.lend().tensor)
     assert slab.lent
     del kept
     if name == "a cycle":
@@ -120,14 +120,14 @@ COPIES = {
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_ends_the_loan(name):
     slab = slab_of(2, 3)
-    kept = COPIES[name](slab.lend())
+    kept = COPIES[name](slab.lend().tensor)
     assert not slab.lent
     assert kept is not None
 
 
 def test_the_last_of_many_readers_ends_the_loan():
     slab = slab_of(4, 3)
-    tensor = slab.lend()
+    tensor = slab.lend().tensor
     readers = [tensor, *tensor.unbind(0), tensor.numpy(), tensor.untyped_storage(), tensor.detach()]
     del tensor
     random.Random(0).shuffle(readers)
@@ -139,7 +139,7 @@ def test_the_last_of_many_readers_ends_the_loan():
 
 def test_a_graph_reads_what_it_saved_until_its_backward():
     slab = slab_of(2, 3)
-    tensor = slab.lend().fill_(2.0)
+    tensor = slab.lend().tensor.fill_(2.0)
     weight = torch.ones(2, 3, requires_grad=True)
     loss = (weight * tensor).sum()
     del tensor
@@ -160,7 +160,7 @@ def test_a_tensor_that_a_finalizer_brings_back_is_still_lent():
             brought_back.append(self.tensor)
 
     slab = slab_of(2, 3)
-    Phoenix(slab.lend())
+    Phoenix(slab.lend().tensor)
     gc.collect()
     assert len(brought_back) == 1
     assert slab.lent
@@ -170,16 +170,15 @@ def test_a_tensor_that_a_finalizer_brings_back_is_still_lent():
 
 def test_a_tensor_that_moves_into_shared_memory_ends_the_loan_and_keeps_its_values():
     slab = slab_of(2, 3)
-    tensor = slab.lend().fill_(1.0).share_memory_()
+    tensor = slab.lend().tensor.fill_(1.0).share_memory_()
     assert not slab.lent
-    slab.lend().fill_(2.0)
+    slab.lend().tensor.fill_(2.0)
     assert torch.equal(tensor, torch.ones(2, 3))
 
 
 def test_the_array_of_the_owner_is_the_memory_of_the_loan_and_keeps_none_open():
     slab = slab_of(2, 3)
-    array = slab.array
-    tensor = slab.lend()
+    tensor, array = slab.lend()
     array[...] = 7
     assert torch.equal(tensor, torch.full((2, 3), 7.0))
     assert array.__array_interface__["data"][0] == tensor.data_ptr()
@@ -189,15 +188,15 @@ def test_the_array_of_the_owner_is_the_memory_of_the_loan_and_keeps_none_open():
 
 def test_lent_memory_is_not_lent_again():
     slab = slab_of(2, 3)
-    row = slab.lend()[0]
+    row = slab.lend().tensor[0]
     with pytest.raises(RuntimeError, match=r"lent out\. Wait until"):
         slab.lend()
     del row
-    assert slab.lend().shape == (2, 3)
+    assert slab.lend().tensor.shape == (2, 3)
 
 
 def test_a_loan_outlives_its_slab():
-    tensor = slab_of(1000).lend().fill_(3.0)
+    tensor = slab_of(1000).lend().tensor.fill_(3.0)
     gc.collect()
     others = [torch.full((1000,), 5.0) for _ in range(10)]
     assert torch.equal(tensor, torch.full((1000,), 3.0))
@@ -225,7 +224,7 @@ DTYPES = [
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 4), (5, 1)], ids=str)
 def test_memory_of_any_dtype(dtype, shape):
     slab = slab_of(*shape, dtype=dtype)
-    tensor = slab.lend()
+    tensor = slab.lend().tensor
     assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
     assert slab.num_bytes == tensor.nbytes
     assert tensor.data_ptr() % 16 == 0
@@ -242,14 +241,14 @@ def test_memory_of_any_dtype(dtype, shape):
 def test_memory_of_no_elements(shape):
     slab = slab_of(*shape)
     for _ in range(2):
-        tensor = slab.lend()
+        tensor = slab.lend().tensor
         assert (tuple(tensor.shape), tensor.nbytes, slab.num_bytes) == (shape, 0, 0)
         del tensor
 
 
 def test_memory_of_one_number():
     slab = slab_of()
-    number = slab.lend().fill_(4.0)
+    number = slab.lend().tensor.fill_(4.0)
     assert (number.shape, number.item(), slab.num_bytes) == ((), 4.0, 4)
 
 
@@ -258,7 +257,7 @@ def test_memory_of_one_number():
 
 def test_the_same_memory_comes_back_when_nothing_reads_it():
     pool = MemoryPool()
-    addresses = {pool_slab(pool).lend().data_ptr() for _ in range(20)}
+    addresses = {borrow(pool).tensor.data_ptr() for _ in range(20)}
     assert len(addresses) == 1
     assert pool.num_bytes == 16
 
@@ -268,7 +267,7 @@ def test_two_addresses_alternate_where_each_loan_outlives_the_next_taking():
     addresses = []
     held = None
     for _ in range(20):
-        held = pool_slab(pool).lend()  # the one before is dropped only now
+        held = borrow(pool).tensor  # the one before is dropped only now
         addresses.append(held.data_ptr())
     assert addresses[::2] == addresses[:1] * 10
     assert addresses[1::2] == addresses[1:2] * 10
@@ -280,9 +279,10 @@ def test_what_is_held_is_never_lent_again():
     pool, chance = MemoryPool(), random.Random(0)
     held = []
     for stamp in range(300):
-        slab = pool_slab(pool)
-        slab.array[...] = stamp
-        held.append((stamp, slab.lend()))
+        tensor, array = borrow(pool)
+        array[...] = stamp
+        held.append((stamp, tensor))
+        del tensor
         while held and chance.random() < 0.45:
             held.pop(chance.randrange(len(held)))
         assert len({tensor.data_ptr() for _, tensor in held}) == len(held)
@@ -296,36 +296,36 @@ def test_as_many_slabs_as_open_loans_and_one_more():
         if held and chance.random() < 0.5:
             chance.shuffle(held)
             del held[chance.randrange(len(held)) :]
-        held.append(pool_slab(pool).lend())
+        held.append(borrow(pool).tensor)
         assert pool.num_bytes_lent == 16 * len(held)
         assert pool.num_bytes <= 16 * (len(held) + 1)
 
 
 def test_slabs_that_came_back_are_let_go_with_the_next_taking():
     pool = MemoryPool()
-    held = [pool_slab(pool).lend() for _ in range(10)]
+    held = [borrow(pool).tensor for _ in range(10)]
     assert pool.num_bytes == pool.num_bytes_lent == 160
     held.clear()
     assert (pool.num_bytes, pool.num_bytes_lent) == (160, 0)
-    pool_slab(pool)
+    borrow(pool)
     assert pool.num_bytes == 32
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((5,), FLOAT), ((2, 2), FLOAT), ((4,), torch.int32)])
 def test_slabs_of_another_layout_are_let_go(shape, dtype):
     pool = MemoryPool()
-    held = pool_slab(pool).lend().fill_(9.0)
-    other = pool_slab(pool, shape=shape, dtype=dtype)
+    held = borrow(pool).tensor.fill_(9.0)
+    other = borrow(pool, shape=shape, dtype=dtype).tensor
     assert (other.shape, other.dtype) == (shape, dtype)
-    assert pool.num_bytes == other.num_bytes
-    other.lend().zero_()
+    assert pool.num_bytes == other.nbytes
+    other.zero_()
     assert torch.equal(held, torch.full((4,), 9.0))
 
 
 def test_places_do_not_share_memory():
     pool = MemoryPool()
     places = ["obs", ("next", "obs"), "action"]
-    held = [pool_slab(pool, place).lend().fill_(i) for i, place in enumerate(places)]
+    held = [borrow(pool, place).tensor.fill_(i) for i, place in enumerate(places)]
     assert len({tensor.data_ptr() for tensor in held}) == 3
     assert [tensor[0].item() for tensor in held] == [0, 1, 2]
     assert pool.num_bytes == 48
@@ -333,10 +333,10 @@ def test_places_do_not_share_memory():
 
 def test_a_cleared_pool_holds_nothing_and_its_loans_live_on():
     pool = MemoryPool()
-    held = pool_slab(pool).lend().fill_(1.0)
+    held = borrow(pool).tensor.fill_(1.0)
     pool.clear()
     assert (pool.num_bytes, pool.num_bytes_lent) == (0, 0)
-    pool_slab(pool).lend().fill_(2.0)
+    borrow(pool).tensor.fill_(2.0)
     assert torch.equal(held, torch.ones(4))
 
 
@@ -361,9 +361,10 @@ def test_loans_that_other_threads_read_and_drop():
     for thread in threads:
         thread.start()
     for stamp in range(2000):
-        slab = pool_slab(pool, shape=(64,))
-        slab.array[...] = stamp
-        lent.put((stamp, slab.lend()))
+        tensor, array = borrow(pool, shape=(64,))
+        array[...] = stamp
+        lent.put((stamp, tensor))
+        del tensor
         assert pool.num_bytes <= 256 * (4 * 5 + 8 + 4 + 2)  # held, waiting, being handed over, and one more
     for _ in threads:
         lent.put(None)

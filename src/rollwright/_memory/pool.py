@@ -1,0 +1,133 @@
+"""MemoryPool: memory of this process for the entries of batches, used again when nothing reads it any more."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from numpy.typing import NDArray
+
+from rollwright._memory.layout import Field, in_numpy
+from rollwright._memory.loan import Loan
+
+__all__ = ["EntryMemory", "MemoryPool", "Slab"]
+
+
+class EntryMemory(NamedTuple):
+    """Memory for one entry of a batch.
+
+    Attributes:
+        tensor: for the borrower. The memory is borrowed until nothing reads the tensor, its views or its arrays.
+        array: the same memory, for its owner to write; it does not count as borrowed. None: NumPy lacks the dtype.
+    """
+
+    tensor: torch.Tensor
+    array: NDArray[Any] | None
+
+    @classmethod
+    def over(cls, tensor: torch.Tensor, base: torch.Tensor | None = None) -> EntryMemory:
+        """A tensor, and the array of ``base`` (None: of the tensor), which has the same memory."""
+        return cls(tensor, (tensor if base is None else base).numpy() if in_numpy(tensor.dtype) else None)
+
+
+class Slab:
+    """Memory for one tensor at a time.
+
+    The tensor, its views, the arrays that share its memory: as long as any of them lives, the memory is lent.
+
+    Args:
+        shape: of the tensor.
+        dtype: of its elements.
+
+    Example:
+        >>> slab = Slab((2, 3), torch.float32)
+        >>> row = slab.lend().tensor[0]
+        >>> slab.lent
+        True
+        >>> del row
+        >>> slab.lent
+        False
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.field = Field("", tuple(shape), dtype)
+        memory = memoryview(cast(Any, torch.empty(self.field.num_bytes, dtype=torch.uint8).numpy()))
+        self._loan = Loan(memory)
+        self._base = EntryMemory.over(self.field.tensor(memory))
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.field.num_bytes
+
+    @property
+    def lent(self) -> bool:
+        """Whether anything still reads the memory."""
+        return self._loan.lent
+
+    def lend(self) -> EntryMemory:
+        """The memory; what it holds is left over from before.
+
+        Raises:
+            RuntimeError: something still reads it.
+        """
+        if self.lent:
+            raise RuntimeError(
+                "This slab is lent out. Wait until the last tensor over it is gone, or take another one."
+            )
+        return EntryMemory(self.field.tensor(self._loan.lend()), self._base.array)
+
+
+class MemoryPool:
+    """Slabs by place, each used again when nothing reads it.
+
+    As many slabs live as were borrowed at once, and one more: memory does not grow with time, only with what the
+    borrower holds.
+
+    Example:
+        >>> pool = MemoryPool()
+        >>> first, second = (pool.take("obs", (4,), torch.float32).tensor for _ in range(2))
+        >>> first.data_ptr() == second.data_ptr()
+        False
+        >>> address = first.data_ptr()
+        >>> del first
+        >>> pool.take("obs", (4,), torch.float32).tensor.data_ptr() == address
+        True
+    """
+
+    def __init__(self) -> None:
+        self._slabs: dict[Hashable, list[Slab]] = {}
+
+    def reserve(self, fields: Mapping[Any, Any], env: tuple[int, ...], steps: int) -> None:
+        """Prepare for a batch, before the first :meth:`take` of it; nothing to do where entries are apart.
+
+        Args:
+            fields: shape, dtype and device of each entry of a frame ``[*env]``.
+            env: the environment's batch size.
+            steps: T.
+        """
+
+    def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> EntryMemory:
+        """Memory that nothing reads, allocated where there is none; slabs of another shape or dtype are dropped."""
+        slabs = [slab for slab in self._slabs.get(place, ()) if slab.field[1:3] == (shape, dtype)]
+        free = [slab for slab in slabs if not slab.lent]
+        if not free:
+            free = [Slab(shape, dtype)]
+            slabs.append(free[0])
+        self._slabs[place] = [slab for slab in slabs if slab not in free[2:]]
+        return free[0].lend()
+
+    def clear(self) -> None:
+        """Drop all slabs; those that are lent live as long as something reads them."""
+        self._slabs.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all slabs, lent or not."""
+        return sum(slab.num_bytes for slabs in list(self._slabs.values()) for slab in slabs)  # a thread may be adding
+
+    @property
+    def num_bytes_lent(self) -> int:
+        """Size of the slabs that are lent out."""
+        return sum(slab.num_bytes for slabs in self._slabs.values() for slab in slabs if slab.lent)
