@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from rollwright.weight_update._board import Board
-from rollwright.weight_update._feed import WeightFeed
-from rollwright.weight_update._forms import flat_state
-from rollwright.weight_update._publisher import Publisher, Update
+from rollwright.weight_update.feed import WeightFeed
+from rollwright.weight_update.forms import flat_state
+from rollwright.weight_update.publisher import Publisher, Update
 
 
 class Worker:

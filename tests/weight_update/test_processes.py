@@ -11,7 +11,7 @@ from tests.patience import patient
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child
 from rollwright.weight_update._board import Board
-from rollwright.weight_update._feed import WeightFeed
+from rollwright.weight_update.feed import WeightFeed
 
 LIMIT_S = 100.0  # for what comes at once, on a busy machine too
 SIZES = (7, 5000, 300)

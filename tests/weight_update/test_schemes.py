@@ -14,8 +14,8 @@ from rollwright.weight_update import (
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
-from rollwright.weight_update._publisher import Publisher, Update
-from rollwright.weight_update._receiving import receive_all, register_receivers
+from rollwright.weight_update.publisher import Publisher, Update
+from rollwright.weight_update.receiving import receive_all, register_receivers
 
 LIMIT_S = 100.0  # for what comes at once, on a busy machine too
 SENDING = [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]

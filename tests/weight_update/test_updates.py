@@ -6,7 +6,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from rollwright.collectors.weights.updates import parse_update_for_workers
-from rollwright.weight_update._forms import describe, flat_state
+from rollwright.weight_update.forms import describe, flat_state
 
 
 class Tracked(nn.Linear):

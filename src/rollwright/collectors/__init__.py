@@ -3,7 +3,7 @@
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.collectors import SyncDataCollector
-from rollwright.collectors.evaluator import Evaluator
+from rollwright.collectors.evaluation import Evaluator
 from rollwright.collectors.interruptor import Interruptor
 from rollwright.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from rollwright.collectors.options import CollectorOptions

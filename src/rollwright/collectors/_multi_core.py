@@ -39,7 +39,7 @@ from rollwright.collectors.workers.schedules.staleness import Staleness
 from rollwright.collectors.workers.watching import Watch
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.data.layout import split_trajectories
-from rollwright.weight_update._publisher import Publisher
+from rollwright.weight_update.publisher import Publisher
 
 __all__ = ["MultiCore"]
 

@@ -16,7 +16,7 @@ from rollwright.collectors.delivery.checks import check_delivery
 from rollwright.data.specs.shapes import as_device
 from rollwright.envs.recreation.policy import check_failure
 from rollwright.envs.utils import ExplorationType
-from rollwright.weight_update._receiving import check_schemes
+from rollwright.weight_update.receiving import check_schemes
 from rollwright.weight_update.updaters import check_updater
 
 __all__ = ["CollectorOptions", "Device"]

@@ -14,9 +14,9 @@ import torch
 from rollwright._memory import Segment
 from rollwright._processes.fences import fence
 from rollwright._processes.forks import on_fork
-from rollwright.weight_update._forms import State, is_extra
 from rollwright.weight_update._slot import Place, Slot, Torn, dump_extras, load_extras
 from rollwright.weight_update._tables import EntrySpec, Table, aligned, spec_of
+from rollwright.weight_update.forms import State, is_extra
 
 __all__ = ["Board", "ModelWeights", "Publication"]
 

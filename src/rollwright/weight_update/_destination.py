@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from rollwright.weight_update._forms import is_extra, prepare
 from rollwright.weight_update._slot import copy_all
 from rollwright.weight_update._tables import EntrySpec
+from rollwright.weight_update.forms import is_extra, prepare
 
 __all__ = ["Destination"]
 
@@ -31,7 +31,7 @@ class Destination:
         name: what the module is, for messages.
 
     Raises:
-        TypeError, ValueError: as :func:`~rollwright.weight_update._forms.prepare`.
+        TypeError, ValueError: as :func:`~rollwright.weight_update.forms.prepare`.
     """
 
     def __init__(self, target: Any, specs: tuple[EntrySpec, ...], tensors: dict[str, torch.Tensor], name: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from rollwright.weight_update._board import Board
-from rollwright.weight_update._feed import WeightFeed
-from rollwright.weight_update._forms import State, check_state, describe, flat_state
+from rollwright.weight_update.feed import WeightFeed
+from rollwright.weight_update.forms import State, check_state, describe, flat_state
 
 __all__ = ["WeightSyncScheme"]
 

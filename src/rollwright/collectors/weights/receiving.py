@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from rollwright.collectors.weights.updates import pick_weights
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
-from rollwright.weight_update._feed import HasModels
-from rollwright.weight_update._receiving import receive_all, register_receivers
+from rollwright.weight_update.feed import HasModels
+from rollwright.weight_update.receiving import receive_all, register_receivers
 from rollwright.weight_update.updaters import check_updater
 
 __all__ = ["WeightDoor"]

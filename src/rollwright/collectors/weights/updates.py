@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from rollwright.weight_update._forms import Signature, State, check_state, flat_state, prepare
-from rollwright.weight_update._publisher import Update
+from rollwright.weight_update.forms import Signature, State, check_state, flat_state, prepare
+from rollwright.weight_update.publisher import Update
 
 __all__ = ["Update", "parse_update", "parse_update_for_workers", "pick_weights", "prepare", "snapshot"]
 
@@ -91,10 +91,10 @@ def parse_update_for_workers(
         num_workers: how many there are.
         devices: of their policies.
         fallback: where the policy's weights are read when nothing is given.
-        signature: gives, for a worker and a model, what :func:`~rollwright.weight_update._forms.describe` says of
+        signature: gives, for a worker and a model, what :func:`~rollwright.weight_update.forms.describe` says of
             the model in that worker.
         state_of: makes the weights for a model flat; None:
-            :func:`~rollwright.weight_update._forms.flat_state`.
+            :func:`~rollwright.weight_update.forms.flat_state`.
 
     Returns:
         Updates for different workers, in the order of workers. One for None where all get the same. ``models`` is

@@ -16,8 +16,8 @@ from rollwright.collectors.weights import updates as weight_forms
 from rollwright.collectors.workers.counters import Word
 from rollwright.errors import WorkerError
 from rollwright.weight_update import WeightSyncScheme
-from rollwright.weight_update._feed import HasModels
-from rollwright.weight_update._receiving import Relay
+from rollwright.weight_update.feed import HasModels
+from rollwright.weight_update.receiving import Relay
 
 __all__ = ["WorkersWeights"]
 

@@ -30,7 +30,7 @@ from rollwright.collectors.workers.memory.blocks import BatchForm, BlockMemory, 
 from rollwright.collectors.workers.memory.packing import ParcelMemory
 from rollwright.envs.base import EnvBase
 from rollwright.envs.recreation.policy import num_recreations
-from rollwright.weight_update._forms import describe
+from rollwright.weight_update.forms import describe
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.worker import WorkerSpec
@@ -324,7 +324,7 @@ class WorkerCore(Collector):
         return self.options.replay_buffer
 
     def describe_model(self, model_id: str) -> Any:
-        """What a model takes; see :func:`~rollwright.weight_update._forms.describe`."""
+        """What a model takes; see :func:`~rollwright.weight_update.forms.describe`."""
         return describe(self.get_model(model_id), model_id)
 
     def load_saved_state(self, state: Any, **kwargs: Any) -> None:

@@ -22,7 +22,7 @@ from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.core import WorkerCore
 from rollwright.collectors.workers.counters import BEAT_S, State, Word, Words
 from rollwright.collectors.workers.memory.blocks import BatchForm, Place
-from rollwright.weight_update._feed import WeightFeed
+from rollwright.weight_update.feed import WeightFeed
 
 __all__ = ["WorkerSpec", "serve"]
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from rollwright.weight_update._board import Board, ModelWeights, Publication
 from rollwright.weight_update._destination import Destination
-from rollwright.weight_update._forms import State
+from rollwright.weight_update.forms import State
 
 __all__ = ["HasModels", "Held", "WeightFeed"]
 

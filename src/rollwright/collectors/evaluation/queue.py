@@ -1,4 +1,4 @@
-"""Desk: a thread that carries out evaluations one at a time, and what others see of it."""
+"""A thread that runs evaluations one at a time, and what other threads see of it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 from rollwright._processes.threads import DaemonThread
-from rollwright.collectors._evaluation.rounds import Order, Pulse, Stopped
-from rollwright.collectors._evaluation.sides import Side
 from rollwright.collectors.delivery.background import exploration_of_this_thread
+from rollwright.collectors.evaluation.backends import Backend
+from rollwright.collectors.evaluation.episodes import Progress, Request, Stopped
 from rollwright.envs.utils import ExplorationType
 
-__all__ = ["Desk", "Ticket"]
+__all__ = ["EvaluationQueue", "Evaluation"]
 
 _NAP_S = 0.5
 _CLOSE_S = 5.0  # for an environment to be closed when nobody says how long
 
 
-class Ticket:
-    """An order, and what became of it.
+class Evaluation:
+    """A request, and what became of it.
 
     Attributes:
-        order: what was asked for.
+        request: what was asked for.
         awaited: whether the caller waits for it, and gets result or error from here.
         begun: whether the environments are seeded.
         done: whether it is over.
@@ -30,19 +30,19 @@ class Ticket:
         error: what was raised, if anything was.
     """
 
-    def __init__(self, order: Order, *, awaited: bool) -> None:
-        self.order, self.awaited = order, awaited
+    def __init__(self, request: Request, *, awaited: bool) -> None:
+        self.request, self.awaited = request, awaited
         self.begun = self.done = False
         self.result: dict[str, Any] | None = None
         self.error: BaseException | None = None
 
 
-class Desk(DaemonThread):
-    """Carries out orders in a thread; all that others ask of it is asked under its lock.
+class EvaluationQueue(DaemonThread):
+    """Runs requested evaluations in a thread; its state is read and changed under its lock.
 
     Args:
-        make_side: makes what runs evaluations, in the thread.
-        pulse: of the evaluation under way.
+        make_backend: makes what runs evaluations, in the thread.
+        progress: of the evaluation under way.
         on_result: called with each result, in the thread.
         exploration_type: that of the thread, whatever other threads set meanwhile.
         step_timeout_s: the longest silence in an evaluation.
@@ -50,56 +50,56 @@ class Desk(DaemonThread):
 
     def __init__(
         self,
-        make_side: Callable[[], Side],
-        pulse: Pulse,
+        make_backend: Callable[[], Backend],
+        progress: Progress,
         on_result: Callable[[dict[str, Any]], Any] | None,
         *,
         exploration_type: ExplorationType,
         step_timeout_s: float,
     ) -> None:
         super().__init__("rollwright-evaluator")
-        self._make_side, self.pulse, self._on_result = make_side, pulse, on_result
+        self._make_backend, self.progress, self._on_result = make_backend, progress, on_result
         self._exploration = exploration_type
         self._step_timeout_s = step_timeout_s
-        self.current: Ticket | None = None
-        self.next: Ticket | None = None
+        self.current: Evaluation | None = None
+        self.next: Evaluation | None = None
         self.unread: dict[str, Any] | None = None
         self.evaluations = 0
-        self.side: Side | None = None
+        self.backend: Backend | None = None
         self._doing = "its environment and policy"
-        self._close_by: float | None = None  # when its side is made to end
+        self._close_by: float | None = None  # when its backend is made to end
         self.end = "ended"
 
     # The thread -------------------------------------------------------------------------------
 
     def open(self, timeout_s: float) -> None:
-        """Begin; returns when the side is made.
+        """Begin; returns when the backend is made.
 
         Raises:
             TimeoutError: that took too long.
             Exception: what it raised.
         """
-        self.pulse.begin()
+        self.progress.begin()
         self.start()
-        self.wait_until(lambda: self.side is not None or self.finished, "the Evaluator's start", timeout_s)
+        self.wait_until(lambda: self.backend is not None or self.finished, "the Evaluator's start", timeout_s)
         self.raise_error()
 
     def _work(self) -> None:
-        side = None
+        backend = None
         try:
             with exploration_of_this_thread(self._exploration):
-                side = self._make_side()
+                backend = self._make_backend()
                 with self.condition:
-                    self.side = side
+                    self.backend = backend
                     self.condition.notify_all()
-                while (ticket := self._take()) is not None:
-                    self._carry_out(side, ticket)
+                while (evaluation := self._take()) is not None:
+                    self._evaluate(backend, evaluation)
         finally:
-            if side is not None:
-                self.end = side.close(self._closing_time)
+            if backend is not None:
+                self.end = backend.close(self._closing_time)
 
     def _closing_time(self) -> float:
-        """When the side is made to end, if it does not by itself; a later call of :meth:`stop` may change that."""
+        """When the backend is made to end, if it does not by itself; a later call of :meth:`stop` may change that."""
         if self._close_by is None:
             self._close_by = time.monotonic() + _CLOSE_S
         return self._close_by
@@ -107,39 +107,39 @@ class Desk(DaemonThread):
     def _finish(self) -> None:
         self.current = self.next = None
 
-    def _take(self) -> Ticket | None:
+    def _take(self) -> Evaluation | None:
         with self.condition:
             while not self.stopping:
                 if self.next is not None:
                     self.current, self.next = self.next, None
-                    self.pulse.begin()
+                    self.progress.begin()
                     self._doing = "a step of its environment"
                     return self.current
                 self.condition.wait(_NAP_S)
             return None
 
-    def _carry_out(self, side: Side, ticket: Ticket) -> None:
+    def _evaluate(self, backend: Backend, evaluation: Evaluation) -> None:
         try:
-            ticket.result = side.run(ticket.order, lambda: self._begun(ticket))
+            evaluation.result = backend.run(evaluation.request, lambda: self._begun(evaluation))
             self.evaluations += 1
             if self._on_result is not None:
                 self._doing = "on_result"
-                self.pulse.beat()
-                self._on_result(dict(ticket.result))
+                self.progress.beat()
+                self._on_result(dict(evaluation.result))
         except Stopped:
             pass
         except Exception as error:
-            ticket.error = error
+            evaluation.error = error
         with self.condition:
-            if not ticket.awaited:
-                self.unread = ticket.result if ticket.result is not None else self.unread
-                self._error = ticket.error or self._error
-            self.current, ticket.done = None, True
+            if not evaluation.awaited:
+                self.unread = evaluation.result if evaluation.result is not None else self.unread
+                self._error = evaluation.error or self._error
+            self.current, evaluation.done = None, True
             self.condition.notify_all()
 
-    def _begun(self, ticket: Ticket) -> None:
+    def _begun(self, evaluation: Evaluation) -> None:
         with self.condition:
-            ticket.begun = True
+            evaluation.begun = True
             self.condition.notify_all()
 
     # What others ask --------------------------------------------------------------------------------
@@ -149,10 +149,10 @@ class Desk(DaemonThread):
         """Whether an evaluation runs, or is to."""
         return self.current is not None or self.next is not None
 
-    def put(self, ticket: Ticket) -> bool:
-        """Have an order carried out next; returns whether another one that waited has lost its place."""
+    def put(self, evaluation: Evaluation) -> bool:
+        """Run an evaluation next; returns whether it replaced another one that waited."""
         with self.condition:
-            lost, self.next = self.next, ticket
+            lost, self.next = self.next, evaluation
             if lost is not None:
                 lost.done = True
                 lost.error = RuntimeError("the evaluation was replaced by a newer one before it began")
@@ -168,7 +168,7 @@ class Desk(DaemonThread):
     def raise_error(self) -> None:
         """Raise what went wrong, once; and what stands against further evaluations, each time."""
         super().raise_error()
-        ended = None if self.side is None or self.current is not None or self.stopping else self.side.ended()
+        ended = None if self.backend is None or self.current is not None or self.stopping else self.backend.ended()
         if ended is not None:
             raise ended
 
@@ -179,12 +179,12 @@ class Desk(DaemonThread):
             TimeoutError: says what it does.
         """
         # A process is killed when it is silent, and its error comes a little later.
-        limit = self._step_timeout_s + (0.0 if self.side is None or self.side.pid is None else 5.0)
+        limit = self._step_timeout_s + (0.0 if self.backend is None or self.backend.pid is None else 5.0)
         current = self.current  # the thread may be through with it meanwhile
-        if current is not None and self.pulse.silence_s > limit:
+        if current is not None and self.progress.silence_s > limit:
             raise TimeoutError(
-                f"evaluation of step {current.order.step}: waited {self.pulse.silence_s:.1f} s for {self._doing}, "
-                f"after {self.pulse.frames} frames. Look there for what blocks, or raise env_step_timeout."
+                f"evaluation of step {current.request.step}: waited {self.progress.silence_s:.1f} s for {self._doing}, "
+                f"after {self.progress.frames} frames. Look there for what blocks, or raise env_step_timeout."
             )
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float | None) -> None:
@@ -204,7 +204,7 @@ class Desk(DaemonThread):
                 left = _NAP_S if until is None else until - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(
-                        f"waited {timeout_s:g} s for {what}; {self.pulse.frames} frames are taken. "
+                        f"waited {timeout_s:g} s for {what}; {self.progress.frames} frames are taken. "
                         "It goes on; wait again, or call shutdown()."
                     )
                 self.check_lively()
@@ -212,11 +212,11 @@ class Desk(DaemonThread):
 
     def stop(self, timeout_s: float) -> bool:
         """End after the step under way; returns whether the thread has ended, or is the caller."""
-        if self.left_behind:  # the pulse is that of the parent
+        if self.left_behind:  # the progress is that of the parent
             return super().stop(timeout_s)
         with self.condition:
             self._close_by = time.monotonic() + max(timeout_s / 2, timeout_s - 2.0)
-            self.pulse.stop()
+            self.progress.stop()
         return super().stop(timeout_s) or self.inside
 
     def doing(self) -> str:

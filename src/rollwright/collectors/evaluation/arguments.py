@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from rollwright.collectors.rollout.policy_copies import copied_policy
-from rollwright.weight_update._forms import State, flat_state
+from rollwright.weight_update.forms import State, flat_state
 
 __all__ = ["check_arguments", "check_options", "copy_of", "own_policy", "weights_of"]
 
@@ -35,6 +35,11 @@ _OPTIONS = (  # of CollectorOptions: those that leave an evaluation what it is
 def check_arguments(
     num_trajectories: Any, backend: Any, busy_policy: Any, on_result: Any, env_step_timeout: Any, seed: Any
 ) -> None:
+    """Check the arguments of an Evaluator.
+
+    Raises:
+        ValueError, TypeError: one is wrong.
+    """
     for name, value in (("num_trajectories", num_trajectories), ("seed", 1 if seed is None else seed)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name}: expected an integer, got {type(value).__name__}: {value!r}.")
@@ -53,6 +58,11 @@ def check_arguments(
 
 
 def check_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of collectors that an Evaluator takes.
+
+    Raises:
+        TypeError: one is none of them.
+    """
     refused = [name for name in options if name not in _OPTIONS]
     if refused:
         raise TypeError(

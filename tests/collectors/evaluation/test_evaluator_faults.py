@@ -18,7 +18,7 @@ from tensordict.nn import TensorDictModule
 from tests.patience import patient
 from torch import nn
 
-from rollwright.collectors.evaluator import Evaluator
+from rollwright.collectors.evaluation.evaluator import Evaluator
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase
 from rollwright.errors import EnvError, RemoteTraceback, WorkerError
@@ -163,10 +163,10 @@ def test_stuck_process_is_killed(make: Any) -> None:
 
 
 def test_process_that_a_signal_has_stopped_is_killed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollwright.collectors._evaluation.sides.STOPPED_S", 1.0)
+    monkeypatch.setattr("rollwright.collectors.evaluation.backends.STOPPED_S", 1.0)
     evaluator = make(Faulty, backend="process", env_step_timeout=1000.0)
     evaluator.evaluate()
-    os.kill(evaluator._desk.side.pid, signal.SIGSTOP)
+    os.kill(evaluator._queue.backend.pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError, match=r"waited 1 s for a step of its environment, after 0 frames"):
         evaluator.evaluate()
 
@@ -179,7 +179,7 @@ def test_stuck_thread_is_told(make: Any, call: str) -> None:
             evaluator.evaluate()
         return
     evaluator.trigger_eval()
-    while evaluator._desk.pulse.silence_s < 0.35 and call != "wait":
+    while evaluator._queue.progress.silence_s < 0.35 and call != "wait":
         time.sleep(0.01)
     with pytest.raises(TimeoutError, match=r"evaluation of step 1: waited .* for a step of its environment"):
         getattr(evaluator, call)()
@@ -316,7 +316,7 @@ def test_shutdown_that_is_interrupted_goes_on_when_called_again(make: Any, backe
         time.sleep(0.01)
 
     def interrupt() -> None:
-        while not evaluator._desk.stopping:
+        while not evaluator._queue.stopping:
             time.sleep(0.01)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
@@ -351,7 +351,7 @@ def test_forgotten_evaluator_ends() -> None:
 SCRIPT = """
 import os, sys, time
 import torch
-from rollwright.collectors.evaluator import Evaluator
+from rollwright.collectors.evaluation.evaluator import Evaluator
 from rollwright.envs import GymEnv
 
 evaluator = Evaluator(lambda: GymEnv("Pendulum-v1"), num_trajectories=100_000, backend=sys.argv[1])

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from rollwright._memory import Segment
 from rollwright.weight_update._board import Board
-from rollwright.weight_update._forms import State
-from rollwright.weight_update._receiving import check_schemes
 from rollwright.weight_update._scheme import WeightSyncScheme
+from rollwright.weight_update.forms import State
+from rollwright.weight_update.receiving import check_schemes
 from rollwright.weight_update.schemes import SharedMemWeightSyncScheme
 
 __all__ = ["Publisher", "Update"]

@@ -13,10 +13,10 @@ from rollwright._memory import Segment
 from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import STOPPED_S, Child
 from rollwright._processes.failures import Failure
-from rollwright.collectors._evaluation.rounds import Order, Plan, Pulse, Rounds, Stopped
+from rollwright.collectors.evaluation.episodes import EpisodeRunner, Progress, Request, Settings, Stopped
 from rollwright.errors import WorkerError
 
-__all__ = ["Here", "ProcessStart", "Side", "There"]
+__all__ = ["ThreadBackend", "ProcessStart", "Backend", "ProcessBackend"]
 
 _SLICE_S = 0.2
 _NAME = "Evaluator's process"
@@ -38,14 +38,14 @@ class ProcessStart(NamedTuple):
     timeout_s: float
 
 
-class Side(ABC):
+class Backend(ABC):
     """Runs evaluations."""
 
     pid: int | None = None
 
     @abstractmethod
-    def run(self, order: Order, begun: Callable[[], None]) -> dict[str, Any]:
-        """See :meth:`Rounds.run`."""
+    def run(self, request: Request, begun: Callable[[], None]) -> dict[str, Any]:
+        """See :meth:`EpisodeRunner.run`."""
 
     @abstractmethod
     def close(self, until: Callable[[], float]) -> str:
@@ -56,28 +56,28 @@ class Side(ABC):
         return None
 
 
-class Here(Side):
+class ThreadBackend(Backend):
     """In this thread, with torch's generators shared with the rest of the program."""
 
-    def __init__(self, plan: Plan, pulse: Pulse) -> None:
-        self._rounds = Rounds(plan, pulse, _never, own_generators=False)
+    def __init__(self, settings: Settings, progress: Progress) -> None:
+        self._runner = EpisodeRunner(settings, progress, _never, own_generators=False)
 
-    def run(self, order: Order, begun: Callable[[], None]) -> dict[str, Any]:
-        """See :class:`Side`."""
-        return self._rounds.run(order, begun)
+    def run(self, request: Request, begun: Callable[[], None]) -> dict[str, Any]:
+        """See :class:`Backend`."""
+        return self._runner.run(request, begun)
 
     def close(self, until: Callable[[], float]) -> str:
-        """See :class:`Side`."""
-        self._rounds.close()
+        """See :class:`Backend`."""
+        self._runner.close()
         return "ended"
 
 
-class There(Side):
+class ProcessBackend(Backend):
     """In a process.
 
     Args:
-        plan: what and how.
-        pulse: over ``memory``.
+        settings: what and how.
+        progress: over ``memory``.
         memory: goes along.
         start: how.
         step_timeout_s: a process that is silent for longer is killed.
@@ -87,11 +87,13 @@ class There(Side):
         TimeoutError: it takes too long.
     """
 
-    def __init__(self, plan: Plan, pulse: Pulse, memory: Segment, start: ProcessStart, step_timeout_s: float) -> None:
-        self._pulse, self._step_timeout_s = pulse, step_timeout_s
+    def __init__(
+        self, settings: Settings, progress: Progress, memory: Segment, start: ProcessStart, step_timeout_s: float
+    ) -> None:
+        self._progress, self._step_timeout_s = progress, step_timeout_s
         self._child = Child(
             serve,
-            plan,
+            settings,
             memory,
             start.init_fn,
             name="rollwright-evaluator",
@@ -100,17 +102,17 @@ class There(Side):
         )
         self.pid = self._child.pid
         try:
-            self._pulse.begin()
+            self._progress.begin()
             self._answer("its environment and policy", start.timeout_s)
         except BaseException:
             self._child.kill()
             self._child.end(1.0)
             raise
 
-    def run(self, order: Order, begun: Callable[[], None]) -> dict[str, Any]:
-        """See :class:`Side`."""
+    def run(self, request: Request, begun: Callable[[], None]) -> dict[str, Any]:
+        """See :class:`Backend`."""
         try:
-            self._child.channel.send(order, timeout_s=self._step_timeout_s)
+            self._child.channel.send(request, timeout_s=self._step_timeout_s)
         except ChannelClosed:
             raise self._gone() from None
         begun()
@@ -121,16 +123,16 @@ class There(Side):
         """What the process sends next; it is alive, or gets killed."""
         channel, child = self._child.channel, self._child
         while not channel.poll():
-            if self._pulse.stopped:
+            if self._progress.stopped:
                 raise Stopped
             stopped = child.stopped_s() > STOPPED_S
-            if stopped or self._pulse.silence_s > silence_s:
+            if stopped or self._progress.silence_s > silence_s:
                 limit_s = STOPPED_S if stopped else silence_s
                 child.kill()
                 child.wait(_SLICE_S)
                 raise TimeoutError(
                     f"{_NAME} (pid {self.pid}): waited {limit_s:g} s for {waiting_for}, after "
-                    f"{self._pulse.frames} frames of this evaluation, and killed it. Look there for what blocks, or "
+                    f"{self._progress.frames} frames of this evaluation, and killed it. Look there for what blocks, or "
                     "raise env_step_timeout."
                 )
             wait([channel.fileno(), child.sentinel], _SLICE_S)
@@ -139,7 +141,7 @@ class There(Side):
         try:
             answer = channel.recv(silence_s, waiting_for)
         except ChannelClosed:
-            if self._pulse.stopped:
+            if self._progress.stopped:
                 raise Stopped from None
             raise self._gone() from None
         if isinstance(answer, Failure):
@@ -150,39 +152,39 @@ class There(Side):
         self._child.wait(1.0)  # its channel closes before it ends
         return WorkerError(
             f"{_NAME} (pid {self.pid}) {self._child.how_it_ended()} in the middle of an evaluation, after "
-            f"{self._pulse.frames} frames. Make a new Evaluator to go on."
+            f"{self._progress.frames} frames. Make a new Evaluator to go on."
         )
 
     def ended(self) -> WorkerError | None:
-        """See :class:`Side`."""
+        """See :class:`Backend`."""
         if self._child.alive:
             return None
         return WorkerError(f"{_NAME} (pid {self.pid}) {self._child.how_it_ended()}. Make a new Evaluator to go on.")
 
     def close(self, until: Callable[[], float]) -> str:
-        """See :class:`Side`."""
+        """See :class:`Backend`."""
         self._child.channel.close()
         while (left_s := until() - time.monotonic()) > 0 and not self._child.wait(min(left_s, _SLICE_S)):
             pass
         return self._child.end(0.0)
 
 
-def serve(channel: Channel, plan: Plan, memory: Segment, init_fn: Callable[[], None] | None) -> None:
+def serve(channel: Channel, settings: Settings, memory: Segment, init_fn: Callable[[], None] | None) -> None:
     """What the process runs."""
     if init_fn is not None:
         init_fn()
-    pulse = Pulse(memory)
+    progress = Progress(memory)
     # While an evaluation runs, nothing is sent here: what can be read then is the end of the line.
-    rounds = Rounds(plan, pulse, channel.poll, own_generators=True)
+    runner = EpisodeRunner(settings, progress, channel.poll, own_generators=True)
     try:
         channel.send(None)
         while True:
             while not channel.poll(1.0):
                 pass
-            order = channel.recv(1.0)
-            pulse.begin()
+            request = channel.recv(1.0)
+            progress.begin()
             try:
-                answer: Any = rounds.run(order, _nothing)
+                answer: Any = runner.run(request, _nothing)
             except Stopped:
                 return
             except Exception as error:
@@ -190,7 +192,7 @@ def serve(channel: Channel, plan: Plan, memory: Segment, init_fn: Callable[[], N
             channel.send(answer)
     finally:
         with contextlib.suppress(Exception):  # the process ends anyway, and an earlier error tells more
-            rounds.close()
+            runner.close()
 
 
 def _never() -> bool:

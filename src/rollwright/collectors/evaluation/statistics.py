@@ -17,9 +17,9 @@ from rollwright.envs.batched.hosting.host import Hosted
 from rollwright.envs.batched.parallel import ParallelEnv
 from rollwright.envs.recreation.env import RenewableEnv
 from rollwright.envs.transforms import Transform, VecNorm
-from rollwright.weight_update._forms import State, prepare
+from rollwright.weight_update.forms import State, prepare
 
-__all__ = ["Guard", "check_known", "freeze", "take_weights"]
+__all__ = ["FrozenBuffers", "check_statistics", "freeze", "prepare_weights"]
 
 
 def freeze(env: EnvBase) -> EnvBase:
@@ -41,14 +41,14 @@ def _inherit(env: EnvBase, before: EnvBase | None) -> None:
     """Freeze an environment that takes the place of a frozen one, with the statistics of that."""
     freeze(env)
     if before is None:  # they were in a process that is lost
-        check_known(env)
+        check_statistics(env)
         return
     for new, old in zip(env.modules(), before.modules(), strict=False):
         if isinstance(new, Transform) and type(new) is type(old) and hasattr(new, "freeze"):
-            take_weights(new, dict(old.state_dict()), type(new).__name__)()
+            prepare_weights(new, dict(old.state_dict()), type(new).__name__)()
 
 
-def check_known(env: EnvBase) -> None:
+def check_statistics(env: EnvBase) -> None:
     """Test that frozen statistics are there to normalise by.
 
     Raises:
@@ -90,10 +90,10 @@ def _freeze_hosted(hosted: Hosted) -> None:
 
 
 def _check_hosted(hosted: Hosted) -> None:
-    check_known(hosted.env)
+    check_statistics(hosted.env)
 
 
-def take_weights(target: Any, weights: State, name: str) -> Callable[[], None]:
+def prepare_weights(target: Any, weights: State, name: str) -> Callable[[], None]:
     """Check weights for a model; returns the call that copies them, see :func:`prepare`.
 
     A transform takes statistics that it has no memory for yet, too.
@@ -114,7 +114,7 @@ class _Held(NamedTuple):
     saved: torch.Tensor | None
 
 
-class Guard:
+class FrozenBuffers:
     """Puts buffers and extra state of a policy back, after each step in which they moved.
 
     Args:
@@ -129,7 +129,7 @@ class Guard:
         ...         self.seen += 1
         ...         return x
         >>> policy = Counts()
-        >>> guard = Guard(policy)
+        >>> guard = FrozenBuffers(policy)
         >>> _ = policy(torch.ones(1))
         >>> guard.restore()
         >>> policy.seen

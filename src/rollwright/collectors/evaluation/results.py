@@ -1,4 +1,4 @@
-"""Tally: the first episodes of each environment of a batch, and nothing else."""
+"""Results: the first episodes of each environment of a batch, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tally"]
+__all__ = ["EpisodeResults"]
 
 
-class Tally:
+class EpisodeResults:
     """Counts a fixed number of episodes for each environment, so that short ones are not preferred.
 
     Of ``n`` episodes over ``e`` environments, environment ``i`` gives its first ``n // e + (i < n % e)``. To take
@@ -21,10 +21,10 @@ class Tally:
         num_envs: number of environments that step together.
 
     Example:
-        >>> tally = Tally(num_episodes=2, num_envs=2)
+        >>> results = EpisodeResults(num_episodes=2, num_envs=2)
         >>> ended = np.array([[True, True, True], [False, False, True]])
-        >>> tally.take(np.ones((2, 3)), ended)
-        >>> tally.complete, tally.returns, tally.lengths
+        >>> results.take(np.ones((2, 3)), ended)
+        >>> results.complete, results.returns, results.lengths
         (True, [1.0, 3.0], [1, 3])
     """
 

@@ -12,10 +12,10 @@ from typing import Any, Literal, Self
 from rollwright._keys import NestedKey
 from rollwright._memory import Segment
 from rollwright._processes.start.methods import check_start_method
-from rollwright.collectors._evaluation.arguments import check_arguments, check_options, copy_of, own_policy, weights_of
-from rollwright.collectors._evaluation.desk import Desk, Ticket
-from rollwright.collectors._evaluation.rounds import Order, Plan, Pulse
-from rollwright.collectors._evaluation.sides import Here, ProcessStart, Side, There
+from rollwright.collectors.evaluation.arguments import check_arguments, check_options, copy_of, own_policy, weights_of
+from rollwright.collectors.evaluation.backends import Backend, ProcessBackend, ProcessStart, ThreadBackend
+from rollwright.collectors.evaluation.episodes import Progress, Request, Settings
+from rollwright.collectors.evaluation.queue import Evaluation, EvaluationQueue
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
 from rollwright.envs.utils import ExplorationType
@@ -121,25 +121,25 @@ class Evaluator:
         CollectorOptions.parse({**named, "policy_factory": policy_factory}, type(self).__name__)
         acting, self._source, target = own_policy(policy, policy_factory, backend)
         named["policy_factory"] = policy_factory
-        plan = Plan(create_env_fn, acting, target, num_trajectories, seed, reward_key, named)
+        settings = Settings(create_env_fn, acting, target, num_trajectories, seed, reward_key, named)
         self._version = self._asked = self._skipped = self._replaced = 0
         start_s = max(_START_S, self._step_timeout_s)
         start = ProcessStart(init_fn, start_method, num_threads, start_s)
-        make, pulse = _side(backend, plan, start, self._step_timeout_s)
-        self._desk = Desk(
+        make, progress = _backend(backend, settings, start, self._step_timeout_s)
+        self._queue = EvaluationQueue(
             make,
-            pulse,
+            progress,
             None if on_result is None else partial(_call_with, on_result, log_prefix),
             exploration_type=exploration_type,
             step_timeout_s=self._step_timeout_s,
         )
         try:
-            self._desk.open(start_s)
+            self._queue.open(start_s)
         except BaseException:
-            self._desk.stop(_SHUTDOWN_S if backend == "process" else 0.0)
+            self._queue.stop(_SHUTDOWN_S if backend == "process" else 0.0)
             raise
         # Nobody can ask for results of an evaluator that is gone.
-        weakref.finalize(self, self._desk.stop, 0.0).atexit = False
+        weakref.finalize(self, self._queue.stop, 0.0).atexit = False
         self._closed = self._ended = False
 
     # Evaluations ------------------------------------------------------------------------------
@@ -179,19 +179,19 @@ class Evaluator:
         """
         self._check("evaluate")
         self._check_outside("evaluate")
-        order = self._order(weights, step, weights_dict, policy_version)
-        desk = self._desk
-        ticket = Ticket(order, awaited=True)
-        with desk.condition:  # no order of another thread comes between
-            desk.wait_until(lambda: not desk.busy or desk.finished, "the evaluation that runs", timeout)
-            desk.put(ticket)
-        desk.wait_until(lambda: ticket.done or desk.finished, f"the evaluation of step {order.step}", timeout)
-        if ticket.error is not None:
-            raise ticket.error
-        if ticket.result is None:
-            desk.raise_error()
+        request = self._request(weights, step, weights_dict, policy_version)
+        queue = self._queue
+        evaluation = Evaluation(request, awaited=True)
+        with queue.condition:  # no request of another thread comes between
+            queue.wait_until(lambda: not queue.busy or queue.finished, "the evaluation that runs", timeout)
+            queue.put(evaluation)
+        queue.wait_until(lambda: evaluation.done or queue.finished, f"the evaluation of step {request.step}", timeout)
+        if evaluation.error is not None:
+            raise evaluation.error
+        if evaluation.result is None:
+            queue.raise_error()
             raise RuntimeError("evaluate: the evaluator was shut down before the evaluation was complete.")
-        return _named(self._prefix, ticket.result)
+        return _named(self._prefix, evaluation.result)
 
     def trigger_eval(
         self,
@@ -212,8 +212,8 @@ class Evaluator:
             Exception: what went wrong in an earlier one.
         """
         self._check("trigger_eval")
-        desk = self._desk
-        if desk.busy and self._busy_policy != "queue":
+        queue = self._queue
+        if queue.busy and self._busy_policy != "queue":
             if self._busy_policy == "error":
                 raise RuntimeError(
                     "trigger_eval: another evaluation runs. Call wait() first, look at pending, or pass "
@@ -221,12 +221,12 @@ class Evaluator:
                 )
             self._skipped += 1
             return False
-        ticket = Ticket(self._order(weights, step, weights_dict, policy_version), awaited=False)
-        was_idle = not desk.busy
-        self._replaced += desk.put(ticket)
-        if was_idle and self._seed is not None and self._backend == "thread" and not desk.inside:
+        evaluation = Evaluation(self._request(weights, step, weights_dict, policy_version), awaited=False)
+        was_idle = not queue.busy
+        self._replaced += queue.put(evaluation)
+        if was_idle and self._seed is not None and self._backend == "thread" and not queue.inside:
             # Environments seed torch's generator too; it is put back before the caller draws from it again.
-            desk.wait_until(lambda: ticket.begun or ticket.done or desk.finished, "a reset", None)
+            queue.wait_until(lambda: evaluation.begun or evaluation.done or queue.finished, "a reset", None)
         return True
 
     def poll(self, timeout: float = 0.0) -> dict[str, Any] | None:
@@ -237,15 +237,15 @@ class Evaluator:
             Exception: what went wrong in one.
         """
         self._check("poll")
-        desk = self._desk
-        if timeout > 0 and desk.unread is None and desk.busy and not desk.inside:
+        queue = self._queue
+        if timeout > 0 and queue.unread is None and queue.busy and not queue.inside:
             try:
-                desk.wait_until(lambda: desk.unread is not None or not desk.busy, "a result", timeout)
+                queue.wait_until(lambda: queue.unread is not None or not queue.busy, "a result", timeout)
             except TimeoutError:
-                desk.check_lively()
+                queue.check_lively()
                 return None
-            desk.raise_error()
-        result = desk.read()
+            queue.raise_error()
+        result = queue.read()
         return None if result is None else _named(self._prefix, result)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any] | None:
@@ -260,18 +260,20 @@ class Evaluator:
         """
         self._check("wait")
         self._check_outside("wait")
-        desk = self._desk
-        desk.wait_until(lambda: not desk.busy or desk.finished, "the evaluation that runs", timeout)
-        desk.raise_error()
-        result = desk.read()
+        queue = self._queue
+        queue.wait_until(lambda: not queue.busy or queue.finished, "the evaluation that runs", timeout)
+        queue.raise_error()
+        result = queue.read()
         return None if result is None else _named(self._prefix, result)
 
     @property
     def pending(self) -> bool:
         """Whether an evaluation runs, or is to."""
-        return self._desk.busy
+        return self._queue.busy
 
-    def _order(self, weights: Any, step: int | None, by_model: Mapping[str, Any] | None, version: int | None) -> Order:
+    def _request(
+        self, weights: Any, step: int | None, by_model: Mapping[str, Any] | None, version: int | None
+    ) -> Request:
         given = {} if by_model is None else dict(by_model)
         if weights is not None:
             if "policy" in given:
@@ -282,17 +284,17 @@ class Evaluator:
         taken = {name: copy_of(new, name) for name, new in given.items()}
         self._asked += 1
         self._version += bool(taken)
-        return Order(self._asked if step is None else step, self._version if version is None else version, taken)
+        return Request(self._asked if step is None else step, self._version if version is None else version, taken)
 
     def _check(self, what: str) -> None:
         if self._closed:
             raise RuntimeError(f"{what}: this Evaluator was shut down. Make a new one.")
-        if not self._desk.inside:
-            self._desk.raise_error()
-            self._desk.check_lively()
+        if not self._queue.inside:
+            self._queue.raise_error()
+            self._queue.check_lively()
 
     def _check_outside(self, what: str) -> None:
-        if self._desk.inside:
+        if self._queue.inside:
             raise RuntimeError(f"{what}: called from on_result, it would wait for itself. Call trigger_eval() there.")
 
     extract_weights = staticmethod(weights_of)
@@ -307,20 +309,20 @@ class Evaluator:
             vain, see ``busy_policy``), ``pending``, ``frames`` (of the evaluation that runs), ``policy_version``
             (of the last weights taken), ``alive``, ``pid`` of the process, ``waiting_for``.
         """
-        desk = self._desk
-        running = desk.current is not None
+        queue = self._queue
+        running = queue.current is not None
         return {
             "backend": self._backend,
-            "evaluations": desk.evaluations,
+            "evaluations": queue.evaluations,
             "asked": self._asked,
             "skipped": self._skipped,
             "replaced": self._replaced,
-            "pending": desk.busy,
-            "frames": desk.pulse.frames if running else 0,
+            "pending": queue.busy,
+            "frames": queue.progress.frames if running else 0,
             "policy_version": self._version,
-            "alive": not desk.finished and desk.side is not None and desk.side.ended() is None,
-            "pid": None if desk.side is None else desk.side.pid,
-            "waiting_for": desk.doing() if running else None,
+            "alive": not queue.finished and queue.backend is not None and queue.backend.ended() is None,
+            "pid": None if queue.backend is None else queue.backend.pid,
+            "waiting_for": queue.doing() if running else None,
         }
 
     def state_dict(self) -> dict[str, int]:
@@ -354,22 +356,22 @@ class Evaluator:
             return
         self._closed = True
         limit = _SHUTDOWN_S if timeout is None else timeout
-        desk = self._desk
-        ended = desk.stop(limit)
+        queue = self._queue
+        ended = queue.stop(limit)
         self._ended = True  # not before: an interrupt may have come in the middle
-        if desk.end != "ended":
+        if queue.end != "ended":
             warnings.warn(
-                f"shutdown: the Evaluator's process (pid {desk.side and desk.side.pid}) did not end within {limit:g} s "
-                f"and was {desk.end}, while it was busy with {desk.doing()}.",
+                f"shutdown: the Evaluator's process (pid {queue.backend and queue.backend.pid}) did not end within "
+                f"{limit:g} s and was {queue.end}, while it was busy with {queue.doing()}.",
                 UserWarning,
                 stacklevel=2,
             )
-        if not raise_on_error or desk.inside:
+        if not raise_on_error or queue.inside:
             return
-        desk.raise_error()
+        queue.raise_error()
         if not ended:
             raise TimeoutError(
-                f"shutdown: waited {limit:g} s for {desk.doing()} to end. The Evaluator's thread is left behind, and "
+                f"shutdown: waited {limit:g} s for {queue.doing()} to end. The Evaluator's thread is left behind, and "
                 "ends when that returns. Look there for what it waits for."
             )
 
@@ -382,14 +384,16 @@ class Evaluator:
         self.shutdown(raise_on_error=error is None)
 
 
-def _side(backend: str, plan: Plan, start: ProcessStart, step_timeout_s: float) -> tuple[Callable[[], Side], Pulse]:
+def _backend(
+    backend: str, settings: Settings, start: ProcessStart, step_timeout_s: float
+) -> tuple[Callable[[], Backend], Progress]:
     """What makes the place where evaluations run, and what is shared with it."""
     memory = Segment()
-    memory.grow(Pulse.num_bytes)
-    pulse = Pulse(memory)
+    memory.grow(Progress.num_bytes)
+    progress = Progress(memory)
     if backend == "thread":
-        return partial(Here, plan, pulse), pulse
-    return partial(There, plan, pulse, memory, start, step_timeout_s), pulse
+        return partial(ThreadBackend, settings, progress), progress
+    return partial(ProcessBackend, settings, progress, memory, start, step_timeout_s), progress
 
 
 def _named(prefix: str, result: Mapping[str, Any]) -> dict[str, Any]:

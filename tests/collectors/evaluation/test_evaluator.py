@@ -16,8 +16,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from rollwright.collectors._evaluation.tally import Tally
-from rollwright.collectors.evaluator import Evaluator
+from rollwright.collectors.evaluation.evaluator import Evaluator
+from rollwright.collectors.evaluation.results import EpisodeResults
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, ExplorationType, GymEnv, SerialEnv, StepCounter, TransformedEnv, VecNorm
 from rollwright.envs.batched.async_pool import AsyncEnvPool
@@ -145,11 +145,11 @@ def test_every_evaluation_begins_with_a_reset(make: Any) -> None:
 
 
 def test_tally_counts_over_batches() -> None:
-    tally = Tally(2, 1)
+    results = EpisodeResults(2, 1)
     for t in range(6):
-        assert not tally.complete
-        tally.take(np.full((1, 1), t, np.float32), np.array([[t in (1, 5)]]))
-    assert (tally.complete, tally.returns, tally.lengths) == (True, [1.0, 14.0], [2, 4])
+        assert not results.complete
+        results.take(np.full((1, 1), t, np.float32), np.array([[t in (1, 5)]]))
+    assert (results.complete, results.returns, results.lengths) == (True, [1.0, 14.0], [2, 4])
 
 
 # Weights ---------------------------------------------------------------------------------------
@@ -466,7 +466,7 @@ def test_evaluate_lets_the_one_before_end(make: Any) -> None:
 
 def test_threads_that_evaluate_at_once_take_turns(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluator, results, meeting = make(lambda: Episodes((1,)), scaled(), num_trajectories=1), [], threading.Barrier(2)
-    wait_until = evaluator._desk.wait_until
+    wait_until = evaluator._queue.wait_until
 
     def together(condition: Any, what: str, timeout_s: float | None) -> None:
         wait_until(condition, what, timeout_s)
@@ -474,7 +474,7 @@ def test_threads_that_evaluate_at_once_take_turns(make: Any, monkeypatch: pytest
             with contextlib.suppress(threading.BrokenBarrierError):  # the other one is not let in
                 meeting.wait(0.3)
 
-    monkeypatch.setattr(evaluator._desk, "wait_until", together)
+    monkeypatch.setattr(evaluator._queue, "wait_until", together)
     threads = [threading.Thread(target=lambda: results.append(evaluator.evaluate())) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -1,4 +1,4 @@
-"""Rounds: evaluations one after another, with a collector of their own."""
+"""Runs the episodes of evaluations, with a collector of its own."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import nn
 
 from rollwright._keys import NestedKey, as_tuple, key_str
 from rollwright._memory import Segment
-from rollwright.collectors._evaluation.frozen import Guard, check_known, freeze, take_weights
-from rollwright.collectors._evaluation.tally import Tally
 from rollwright.collectors.collector import Collector
+from rollwright.collectors.evaluation.results import EpisodeResults
+from rollwright.collectors.evaluation.statistics import FrozenBuffers, check_statistics, freeze, prepare_weights
 from rollwright.data.layout import end_of_trajectory
 from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms import StepCounter, TransformedEnv
-from rollwright.weight_update._forms import State
+from rollwright.weight_update.forms import State
 
-__all__ = ["Order", "Plan", "Pulse", "Rounds", "Stopped"]
+__all__ = ["Request", "Settings", "Progress", "EpisodeRunner", "Stopped"]
 
 _STEPS = 100  # of a batch, at most: how far an evaluation steps beyond its end
 
@@ -30,7 +30,7 @@ class Stopped(Exception):
     """An evaluation was ended before it was complete."""
 
 
-class Plan(NamedTuple):
+class Settings(NamedTuple):
     """All that evaluations have in common; goes to another process.
 
     Attributes:
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     options: dict[str, Any]
 
 
-class Order(NamedTuple):
+class Request(NamedTuple):
     """One evaluation.
 
     Attributes:
@@ -66,7 +66,7 @@ class Order(NamedTuple):
     weights: Mapping[str, State]
 
 
-class Pulse:
+class Progress:
     """Three numbers that an evaluation and those who wait for it share: frames so far, the last sign of life, a stop.
 
     Args:
@@ -110,12 +110,12 @@ class Pulse:
         self._words[2] = 1
 
 
-class Rounds:
+class EpisodeRunner:
     """Evaluates, as often as it is told to; also the interruptor of its collector, which calls it after each step.
 
     Args:
-        plan: what and how.
-        pulse: shared with those who wait.
+        settings: what and how.
+        progress: shared with those who wait.
         gone: whether nobody waits any more; asked about twice a second.
         own_generators: whether torch's generators are this object's to seed, and not shared with training.
 
@@ -124,14 +124,16 @@ class Rounds:
         EnvError, PolicyError, TypeError: those of the collector.
     """
 
-    def __init__(self, plan: Plan, pulse: Pulse, gone: Callable[[], bool], *, own_generators: bool) -> None:
-        self._plan, self._pulse, self._gone = plan, pulse, gone
+    def __init__(
+        self, settings: Settings, progress: Progress, gone: Callable[[], bool], *, own_generators: bool
+    ) -> None:
+        self._settings, self._progress, self._gone = settings, progress, gone
         self._own_generators = own_generators
-        self._guard = Guard(None)
+        self._buffers = FrozenBuffers(None)
         self._asked = time.monotonic()
-        env = _frozen_env(plan.create_env_fn, plan.options.get("create_env_kwargs"))
+        env = _frozen_env(settings.create_env_fn, settings.options.get("create_env_kwargs"))
         num_envs = env.numel() if isinstance(env, EnvBase) else 1
-        options: dict[str, Any] = {**plan.options, "create_env_kwargs": None}
+        options: dict[str, Any] = {**settings.options, "create_env_kwargs": None}
         limit = options.get("max_frames_per_traj") or 0
         if limit > 0 and isinstance(env, EnvBase) and _counts_steps(env):
             env = TransformedEnv(env, StepCounter(limit, step_count_key="eval_step_count"))
@@ -140,7 +142,7 @@ class Rounds:
         if factory is not None:
             options["policy_factory"] = lambda: _in_eval_mode(factory())
         steps = min(limit, _STEPS) if limit > 0 else _STEPS
-        policy = None if factory is not None else _in_eval_mode(plan.policy)
+        policy = None if factory is not None else _in_eval_mode(settings.policy)
         options.setdefault("frames_per_batch", steps * num_envs)
         try:
             self._collector = Collector(env, policy, interruptor=self, **options)
@@ -149,16 +151,16 @@ class Rounds:
                 env.close(raise_if_closed=False)
             raise
         self._num_envs = num_envs
-        if plan.target is not None and not isinstance(plan.policy, nn.Module):
-            plan.target.eval()
-            self._collector._policy_target = plan.target
-        self._reward_key = _reward_key(self._collector.env, plan.reward_key)
+        if settings.target is not None and not isinstance(settings.policy, nn.Module):
+            settings.target.eval()
+            self._collector._policy_target = settings.target
+        self._reward_key = _reward_key(self._collector.env, settings.reward_key)
 
     def collection_stopped(self) -> bool:
         """After each step: a sign of life; statistics are put back; whether the evaluation ends here."""
-        self._guard.restore()
-        self._pulse.beat(self._num_envs)
-        return self._pulse.stopped or self._alone()
+        self._buffers.restore()
+        self._progress.beat(self._num_envs)
+        return self._progress.stopped or self._alone()
 
     def _alone(self) -> bool:
         now = time.monotonic()
@@ -167,11 +169,11 @@ class Rounds:
         self._asked = now
         return self._gone()
 
-    def run(self, order: Order, begun: Callable[[], None]) -> dict[str, Any]:
+    def run(self, request: Request, begun: Callable[[], None]) -> dict[str, Any]:
         """Evaluate.
 
         Args:
-            order: with which weights.
+            request: with which weights.
             begun: called when the environments are seeded.
 
         Returns:
@@ -183,42 +185,42 @@ class Rounds:
             Exception: what environment or policy raised.
         """
         collector, start = self._collector, time.perf_counter()
-        ready = [take_weights(collector.get_model(name), new, name) for name, new in order.weights.items()]
+        ready = [prepare_weights(collector.get_model(name), new, name) for name, new in request.weights.items()]
         for apply in ready:
             apply()
-        self._guard = Guard(collector.get_model("policy"))
-        check_known(collector.env)
+        self._buffers = FrozenBuffers(collector.get_model("policy"))
+        check_statistics(collector.env)
         self._seed()
         begun()
-        tally = Tally(self._plan.num_episodes, self._num_envs)
-        while not tally.complete:
+        results = EpisodeResults(self._settings.num_episodes, self._num_envs)
+        while not results.complete:
             batch = collector.next()
-            if batch is None or self._pulse.stopped or self._gone():
+            if batch is None or self._progress.stopped or self._gone():
                 raise Stopped
             ended = end_of_trajectory(batch.get("next"), collector.env._done_groups, batch.ndim)
             reward: Any = batch.get(("next", *as_tuple(self._reward_key)))
             rewards = reward.reshape(*batch.shape, -1).double().sum(-1)
             shape = (self._num_envs, batch.shape[-1])
-            tally.take(rewards.reshape(shape).cpu().numpy(), ended.reshape(shape).cpu().numpy())
+            results.take(rewards.reshape(shape).cpu().numpy(), ended.reshape(shape).cpu().numpy())
         seconds = time.perf_counter() - start
         return {
-            **tally.summary(),
-            "frames_stepped": tally.frames_stepped,
+            **results.summary(),
+            "frames_stepped": results.frames_stepped,
             "seconds": seconds,
-            "fps": tally.frames_stepped / seconds,
-            "policy_version": order.policy_version,
-            "step": order.step,
+            "fps": results.frames_stepped / seconds,
+            "policy_version": request.policy_version,
+            "step": request.step,
         }
 
     def _seed(self) -> None:
         """Begin new episodes."""
-        if self._plan.seed is None:
+        if self._settings.seed is None:
             self._collector.reset()
             return
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         kept = nullcontext() if self._own_generators else torch.random.fork_rng(devices)
         with kept:
-            self._collector.set_seed(self._plan.seed)
+            self._collector.set_seed(self._settings.seed)
 
     def close(self) -> None:
         """Close the environment."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollwright.weight_update._feed import HasModels, Held
 from rollwright.weight_update._scheme import WeightSyncScheme
+from rollwright.weight_update.feed import HasModels, Held
 
 __all__ = ["Relay", "check_schemes", "receive_all", "register_receivers"]
 
