@@ -15,8 +15,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rollwright._memory import segment
 from rollwright._memory.segment import Segment
-from rollwright._processes import segment
 from rollwright.collectors import Collector
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, ReplayBufferEnsemble
 from rollwright.data.datasets import DatasetWriter, load_dataset

@@ -13,8 +13,8 @@ from tests.collectors.workers.envs import IDS, STEP, VERSION, Gain, gain, makers
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import in_shared_memory, wait_until
 
-from rollwright.collectors.workers import first_come, gather
 from rollwright.collectors.workers.counters import State, Word
+from rollwright.collectors.workers.schedules import first_come, gather
 
 KINDS = ["sync", "async"]
 

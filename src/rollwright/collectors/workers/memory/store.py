@@ -12,7 +12,7 @@ import torch
 
 from rollwright._keys import NestedKey
 from rollwright._memory import Loan, Segment, aligned
-from rollwright.collectors.workers.memory.blocks import BlockLayout, Loan, aligned
+from rollwright.collectors.workers.memory.blocks import BlockLayout
 
 __all__ = ["Block", "BlockStore", "Gaps"]
 
