@@ -10,31 +10,31 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
+from rollwright._processes.connection import NOTHING, end_all
 from rollwright._processes.exits import Stage, call_at_exit
 from rollwright._processes.failures import Failure
 from rollwright._processes.start.methods import check_start_method, new_process
 from rollwright._processes.start.server import allow_interrupts
 
-__all__ = ["STOPPED_S", "Child", "end_all"]
+__all__ = ["STOPPED_S", "Child"]
 
 STOPPED_S = 120.0  # that a process which a signal has stopped is waited for, where nothing else is said
 
 _EXIT_S = 1.0  # for all children together, when this process ends
-_TERMINATE_S = 1.0
 _LAST_BREATH_S = 2.0
 _LOOK_S, _LONGEST_GAP_S = 1.0, 5.0  # whether a process is stopped
 _ALONE_S = 10.0  # for a process to end by itself when its parent has hung up
 
 
 class Child:
-    """Runs ``serve(channel, *args)`` in a new process.
+    """Runs ``serve(channel, *args)`` in a new process of this machine, and is the connection to it.
 
     ``serve`` returns when it is asked to, or when its channel raises ``ChannelClosed``: its parent has closed it, or
     has ended. What else it raises is sent as a :class:`~rollwright._processes.failures.Failure`, its last message.
@@ -101,6 +101,38 @@ class Child:
         """A file descriptor that is ready to be read when the process has ended."""
         return int(self._process.sentinel)
 
+    # Messages, see Connection --------------------------------------------------------------------
+
+    def filenos(self) -> tuple[int, ...]:
+        """The channel, and the sentinel."""
+        return self.channel.fileno(), self.sentinel
+
+    def post(self, message: Any) -> None:
+        """Send a message without waiting, see :meth:`Channel.post`."""
+        self.channel.post(message)
+
+    @property
+    def behind(self) -> bool:
+        """Whether something was posted that there was no room for."""
+        return self.channel.behind
+
+    def flush(self) -> None:
+        """Send what there was no room for, as far as there is now."""
+        self.channel.flush()
+
+    def take(self) -> Any:
+        """The next message that has arrived, or ``NOTHING``."""
+        return self.channel.recv(0.0) if self.channel.poll() else NOTHING
+
+    def close(self) -> None:
+        """Close the channel, which asks the process to end; forget it if it has ended."""
+        self.channel.close()
+        if not self.alive:
+            self._unwatch.detach()
+            _living.discard(self)
+
+    # Its end --------------------------------------------------------------------------------------
+
     @property
     def alive(self) -> bool:
         """Whether the process has not ended, and is a child of this one."""
@@ -143,9 +175,18 @@ class Child:
             time.sleep(1e-3)
         return not self.alive
 
+    def terminate(self) -> None:
+        """Ask the process to end, by SIGTERM."""
+        self._signal(signal.SIGTERM)
+
     def kill(self) -> None:
         """End the process at once."""
         self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def end(self, timeout_s: float) -> str:
         """Wait until the process has ended, and make it end if it does not. The caller has asked it to, before.
@@ -160,32 +201,6 @@ class Child:
         [how] = end_all([self], timeout_s)
         return how
 
-    def _close(self) -> None:
-        self.channel.close()
-        if not self.alive:
-            self._unwatch.detach()
-            _living.discard(self)
-
-    def _signal(self, number: int) -> None:
-        if self.alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-
-def end_all(children: Sequence[Child], timeout_s: float) -> list[str]:
-    """:meth:`Child.end` of several, in the time of one; what each returns."""
-    hows = dict.fromkeys(children, "ended")
-    left_s = timeout_s
-    for how, number in (("terminated", signal.SIGTERM), ("killed", signal.SIGKILL)):
-        for child in _not_ended(children, left_s):
-            hows[child] = how
-            child._signal(number)
-        left_s = _TERMINATE_S
-    _not_ended(children, left_s)
-    for child in children:
-        child._close()
-    return list(hows.values())
-
 
 def _is_stopped(pid: int) -> bool:
     try:
@@ -193,12 +208,6 @@ def _is_stopped(pid: int) -> bool:
             return file.read().rpartition(b")")[2].split()[:1] == [b"T"]
     except OSError:  # it has ended; or this system has no such files
         return False
-
-
-def _not_ended(children: Sequence[Child], timeout_s: float) -> list[Child]:
-    """Those that have not ended after a while."""
-    until = time.monotonic() + timeout_s
-    return [child for child in children if not child.wait(until - time.monotonic())]
 
 
 def _main(channel: Channel, serve: Callable[..., None], payload: Any, num_threads: int) -> None:
@@ -269,12 +278,12 @@ def _end_all() -> None:
     for child in children:
         child.channel.close()
     processes = [child._process for child in children] + [process for process in _orphans if process.is_alive()]
-    for give_up in (None, signal.SIGTERM, signal.SIGKILL):
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
         processes = [process for process in processes if process.is_alive()]
         for process in processes:
-            if give_up is not None:
+            if number is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, give_up)
+                    os.kill(process.pid, number)
         until = time.monotonic() + _EXIT_S
         for process in processes:
             process.join(max(1e-3, until - time.monotonic()))

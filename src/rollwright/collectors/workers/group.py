@@ -11,7 +11,8 @@ from typing import Any
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ByValue
-from rollwright._processes.child import Child, end_all
+from rollwright._processes.child import Child
+from rollwright._processes.connection import end_all
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import State, Word
 from rollwright.collectors.workers.listening import NAP_S, Listening

@@ -12,7 +12,8 @@ import torch
 
 from rollwright._interrupts import uninterrupted
 from rollwright._memory import Segment
-from rollwright._processes.child import Child, end_all
+from rollwright._processes.child import Child
+from rollwright._processes.connection import end_all
 from rollwright.envs.batched.hosting.host import DONE_ROWS, Hosted, serve_envs
 from rollwright.envs.batched.hosting.input_layouts import Entries, InputLayouts, Signature
 from rollwright.envs.batched.hosting.lines import ProcessLines

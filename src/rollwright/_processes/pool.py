@@ -1,0 +1,277 @@
+"""Pool: connections to several processes, one for each place: messages, questions, losses, and the end."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from rollwright._interrupts import uninterrupted
+from rollwright._processes.channel import ChannelClosed
+from rollwright._processes.connection import NOTHING, Connection, Loss, end_all
+from rollwright._processes.failures import Failure
+from rollwright._processes.questions import Questions
+
+__all__ = ["Answer", "Ended", "Pool", "Ready"]
+
+_NAP_S = 0.2
+_EXIT_S = 1.0  # for a process to end that has closed its connection
+
+Ready = list[tuple[int, int]]
+
+
+class Answer(NamedTuple):
+    """What a message answers, see :class:`~rollwright._processes.questions.Questions`."""
+
+    ticket: int
+    value: Any
+
+
+class Ended(NamedTuple):
+    """The end of a process that was asked to end.
+
+    Attributes:
+        how: ``"ended"``, ``"terminated"`` or ``"killed"``.
+        failure: what it raised at its end.
+    """
+
+    how: str
+    failure: Failure | None
+
+
+class _Watched(NamedTuple):
+    place: int
+    is_end: bool  # ready when the process has ended; otherwise, when a message has arrived
+
+
+class Pool:
+    """Places for processes, each with a connection, until it is lost; another may be added in its place.
+
+    Nothing here waits but :meth:`select`, :meth:`run_once`, :meth:`flush` and :meth:`end`; they are used by one thread
+    at a time. No message is taken by halves: Ctrl-C is held off until its handler has returned.
+
+    Args:
+        num_places: how many.
+        received: takes each message, with the place of its sender; returns an :class:`Answer` if it is one.
+        lost: takes the place of a process that has gone, and why; all that it owed is settled by then.
+        flushed: takes the place of a process that can read more of what it was sent.
+        only_answers: processes send nothing but answers, one to each question.
+
+    Attributes:
+        questions: that processes were asked.
+        num_messages: sent and received so far.
+    """
+
+    def __init__(
+        self,
+        num_places: int,
+        received: Callable[[int, Any], Answer | None],
+        *,
+        lost: Callable[[int, Loss], None] | None = None,
+        flushed: Callable[[int], None] | None = None,
+        only_answers: bool = False,
+    ) -> None:
+        self._received, self._lost, self._flushed = received, lost, flushed
+        self._only_answers = only_answers
+        self._connections: list[Connection | None] = [None] * num_places
+        self._losses = [Loss("has ended")] * num_places
+        self._failures: dict[int, Failure | None] | None = None  # at the end: of those that have closed
+        self._poll = select.poll()
+        self._watched: dict[int, _Watched] = {}  # by file descriptor
+        self._others: dict[int, Callable[[], None]] = {}
+        self.questions = Questions()
+        self.num_messages = 0
+
+    def add(self, place: int, connection: Connection) -> None:
+        """Let a connection be the one of a place."""
+        self._connections[place] = connection
+        for index, fd in enumerate(connection.filenos()):
+            self._poll.register(fd, select.POLLIN)
+            self._watched[fd] = _Watched(place, index > 0)
+
+    def watch(self, fd: int, ready: Callable[[], None]) -> None:
+        """Let :meth:`select` wait for a file descriptor, too, and call a function when it can be read."""
+        self._poll.register(fd, select.POLLIN)
+        self._others[fd] = ready
+
+    def __getitem__(self, place: int) -> Connection | None:
+        """The connection of a place; None: it was lost, or there never was one."""
+        return self._connections[place]
+
+    @property
+    def connections(self) -> dict[int, Connection]:
+        """Those that were not lost, by place."""
+        return {place: connection for place, connection in enumerate(self._connections) if connection is not None}
+
+    # Messages ---------------------------------------------------------------------------------
+
+    def send(self, place: int, message: Any) -> None:
+        """Send a message, without waiting: what there is no room for goes in :meth:`run_once`.
+
+        If the process is gone, what it was asked is settled, now or in :meth:`run_once`.
+        """
+        connection = self._connections[place]
+        if connection is None:
+            self.questions.lose(place, self._losses[place])
+            return
+        try:
+            connection.post(message)
+            self.num_messages += 1
+        except ChannelClosed:
+            if connection.filenos()[0] < 0:  # closed on this side, as in a forked process: it cannot be waited for
+                self._take_in(place, connection, ended=True)
+
+    def select(self, timeout_s: float) -> Ready:
+        """Wait until something is ready, or the time is over, for :meth:`dispatch`."""
+        for connection in self._connections:
+            if connection is not None and connection.behind and (fd := connection.filenos()[0]) in self._watched:
+                self._poll.register(fd, select.POLLIN | select.POLLOUT)
+        return self._poll.poll(max(0.0, timeout_s) * 1e3)
+
+    def dispatch(self, ready: Ready) -> None:
+        """Take in all that is ready."""
+        with uninterrupted:
+            for fd, events in ready:
+                if fd in self._others:
+                    self._others[fd]()
+                watched = self._watched.get(fd)
+                connection = None if watched is None else self._connections[watched.place]
+                if watched is None or connection is None:
+                    continue  # it was lost a moment ago
+                if events & select.POLLOUT:
+                    self._poll.register(fd, select.POLLIN)
+                    with contextlib.suppress(ChannelClosed):  # seen below
+                        connection.flush()
+                    if self._flushed is not None:
+                        self._flushed(watched.place)
+                self._take_in(watched.place, connection, ended=watched.is_end)
+
+    def run_once(self, timeout_s: float) -> bool:
+        """Wait until something is ready, and take it in; False if the time is over before."""
+        ready = self.select(timeout_s)
+        self.dispatch(ready)
+        return bool(ready)
+
+    def read(self, place: int) -> None:
+        """Take in what has arrived from one process."""
+        connection = self._connections[place]
+        if connection is not None:
+            with uninterrupted:
+                self._take_in(place, connection, ended=False)
+
+    def _take_in(self, place: int, connection: Connection, *, ended: bool) -> None:
+        try:
+            while self._connections[place] is connection:  # a handler may have dropped it
+                message = connection.take()
+                if message is NOTHING:
+                    break
+                self.num_messages += 1
+                if isinstance(message, Failure):
+                    self._lose(place, Loss("has failed", message))
+                    return
+                answer = self._received(place, message)
+                if answer is not None:
+                    self.questions.answer(answer.ticket, place, answer.value)
+                    if self._only_answers and not ended and not self.questions.owes(place):
+                        return  # there is nothing more to come
+        except ChannelClosed:
+            ended = True
+        if ended and self._connections[place] is connection:
+            self._lose(place, None)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until all that was sent is on its way; drop a process that does not read it in time."""
+        until = time.monotonic() + timeout_s
+        while self._behind() and (rest := until - time.monotonic()) > 0:
+            self.run_once(rest)
+        for place in self._behind():
+            self.drop(place, "did not read what it was sent")
+
+    def _behind(self) -> list[int]:
+        return [place for place, connection in enumerate(self._connections) if connection and connection.behind]
+
+    # Losses -----------------------------------------------------------------------------------
+
+    def drop(self, place: int, how: str) -> None:
+        """Kill a process that is of no use, and settle what it was asked. Nothing is handed to ``lost``."""
+        with uninterrupted:
+            connection = self._forget(place)
+            if connection is not None:
+                connection.kill()
+                end_all([connection], 1.0)
+                self._losses[place] = Loss(how)
+            self.questions.lose(place, self._losses[place])
+
+    def stopped(self, limit_s: float) -> list[int]:
+        """Places of processes that are known not to run for longer than this; to be asked now and then."""
+        return [place for place, connection in self.connections.items() if connection.stopped_s() > limit_s]
+
+    def _lose(self, place: int, loss: Loss | None) -> None:
+        """A process has gone; without a loss, look how."""
+        if self._failures is not None:  # it was asked to
+            self._unwatch(place)
+            self._failures[place] = None if loss is None else loss.failure
+            return
+        connection = self._forget(place)
+        assert connection is not None
+        end_all([connection], _EXIT_S)
+        loss = self._losses[place] = loss or Loss(connection.how_it_ended())
+        self.questions.lose(place, loss)
+        if self._lost is not None:
+            self._lost(place, loss)
+
+    def _forget(self, place: int) -> Connection | None:
+        self._unwatch(place)
+        connection, self._connections[place] = self._connections[place], None
+        return connection
+
+    def _unwatch(self, place: int) -> None:
+        for fd in [fd for fd, watched in self._watched.items() if watched.place == place]:
+            self._poll.unregister(fd)
+            del self._watched[fd]
+
+    # The end ----------------------------------------------------------------------------------
+
+    def end(self, until: Callable[[], float], *, hang_up: bool = False) -> dict[int, Ended]:
+        """Wait until all processes have ended, and make those end that do not.
+
+        What they send meanwhile is taken in. After an interrupt it may be called again, and goes on.
+
+        Args:
+            until: by ``time.monotonic()``, when they are made to end that have not closed their connection; asked again
+                and again.
+            hang_up: close all connections at once, which asks processes to end; otherwise the caller has asked them.
+
+        Returns:
+            By place: how it came to that.
+        """
+        self._failures = {} if self._failures is None else self._failures
+        if hang_up:
+            for place, connection in self.connections.items():
+                self._unwatch(place)
+                connection.close()
+        left_s = until() - time.monotonic()
+        while self._watched:
+            self.run_once(min(left_s, _NAP_S))
+            if left_s <= 0:
+                break
+            left_s = until() - time.monotonic()
+        ending = self.connections
+        for connection in ending.values():
+            while (left_s := until() - time.monotonic()) > 0 and not connection.wait(min(left_s, _NAP_S)):
+                pass
+        closed = {place: connection for place, connection in ending.items() if place in self._failures}
+        open_ = {place: connection for place, connection in ending.items() if place not in closed}
+        hows = dict(zip(open_, end_all(list(open_.values()), 0.0), strict=True))
+        hows.update(zip(closed, end_all(list(closed.values()), max(_EXIT_S, left_s)), strict=True))
+        found = {place: Ended(hows[place], self._failures.get(place)) for place in ending}
+        self.forget_all()
+        self._failures = None
+        return found
+
+    def forget_all(self) -> None:
+        """Have nothing more to do with any process."""
+        for place in self.connections:
+            self._forget(place)
