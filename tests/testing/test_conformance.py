@@ -145,7 +145,7 @@ class LeavesThePastInTheRoot(Sound):
 
 
 class LendsItsMemory(Sound):
-    _returns_copies = True  # it does not
+    returns_copies = True  # it does not
 
     def _counted(self) -> TensorDictBase:
         return super()._counted().set("observation", self.count)

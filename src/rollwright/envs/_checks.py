@@ -199,7 +199,7 @@ def _as_outcome(env: EnvBase, given: TensorDictBase | None, td: object, call: st
         raise EnvError(f"{env}: _{call} returned the TensorDict it was given. Return a new one.")
     if td.get("next", None) is not None:
         raise EnvError(f"{env}: _{call} returned an entry 'next'. Return its content at the root; step() nests it.")
-    if not env._returns_copies:  # or a buffer that the next step overwrites would rewrite the frames before
+    if not env.returns_copies:  # or a buffer that the next step overwrites would rewrite the frames before
         td = td.clone()
     expected = env.batch_size if env.batch_locked or given is None else given.batch_size
     if td.batch_size != expected:
@@ -225,7 +225,7 @@ def complete_step(env: EnvBase, given: TensorDictBase, outcome: object) -> Tenso
     td = _as_outcome(env, given, outcome, "step")
     _match_trailing_one(env, td, "reward", "step")
     _match_trailing_one(env, td, "done", "step")
-    complete_done(td, env._done_groups)
+    complete_done(td, env.done_groups)
     check_entries(env, td, "observation", "step")
     check_entries(env, td, "reward", "step")
     check_entries(env, td, "done", "step")
@@ -236,7 +236,7 @@ def complete_reset(env: EnvBase, given: TensorDictBase | None, fresh: object) ->
     """The result of ``_reset``: flags completed (False where absent), all checked."""
     td = _as_outcome(env, given, fresh, "reset")
     _match_trailing_one(env, td, "done", "reset")
-    complete_done(td, env._done_groups)
+    complete_done(td, env.done_groups)
     spec = env.full_done_spec
     for key in env.done_keys:
         if td.get(key, None) is None:
@@ -257,7 +257,7 @@ def check_alive(env: EnvBase, td: TensorDictBase, masks: Masks | None) -> None:
     """
     if env.allow_done_after_reset:
         return
-    for group in env._done_groups:
+    for group in env.done_groups:
         done = td.get(group.done)
         if masks is not None:
             done = done & mask_like(masks, group.prefix, done, td.ndim)

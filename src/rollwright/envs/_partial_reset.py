@@ -27,7 +27,7 @@ def reset_masks(env: EnvBase, td: TensorDictBase | None) -> Masks | None:
     if td is None:
         return None
     masks: Masks = {}
-    for group in env._done_groups:
+    for group in env.done_groups:
         mask = td.get(group.reset, None)
         if mask is None:
             continue

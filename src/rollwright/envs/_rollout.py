@@ -67,7 +67,7 @@ def rollout(
         if stop_at_any or break_when_all_done:
             td = env.step(td)
             frames.append(td.clone())  # policies may write into what they see, and into buffers of their own
-            ends = end_of_trajectory(td.get("next"), env._done_groups, td.ndim)
+            ends = end_of_trajectory(td.get("next"), env.done_groups, td.ndim)
             ended = ended | ends if break_when_all_done else ends.any()
             if bool(torch.as_tensor(ended).all()) or t == max_steps - 1:
                 break
@@ -82,7 +82,7 @@ def rollout(
         out = cast(TensorDictBase, LazyStackedTensorDict.maybe_dense_stack(frames, ndim))
         out.names = [*[None] * ndim, "time"]
     if set_truncated:
-        mark_truncated(env._done_groups, out[..., -1].get("next"), ndim)
+        mark_truncated(env.done_groups, out[..., -1].get("next"), ndim)
     return out
 
 

@@ -298,21 +298,24 @@ class EnvSpecs(nn.Module):
         return keys[0]
 
     @property
-    def _done_groups(self) -> list[DoneGroup]:
+    def done_groups(self) -> list[DoneGroup]:
+        """The flags, one group for each place that holds some."""
         groups = self._cache.get("done_groups")
         if groups is None:
             groups = self._cache["done_groups"] = done_groups(self.done_keys)
         return cast(list[DoneGroup], groups)
 
+    _done_groups = done_groups
+
     @property
     def done_keys_groups(self) -> list[list[NestedKey]]:
         """The flags' keys, one list for each place that holds flags."""
-        return [group.keys for group in self._done_groups]
+        return [group.keys for group in self.done_groups]
 
     @property
     def reset_keys(self) -> list[NestedKey]:
         """The ``"_reset"`` key of each place that holds flags."""
-        return [group.reset for group in self._done_groups]
+        return [group.reset for group in self.done_groups]
 
     def fake_tensordict(self) -> TensorDictBase:
         """A step of zeros, with every entry that a step has.

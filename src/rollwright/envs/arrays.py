@@ -163,8 +163,8 @@ def entries_of(spec: Composite, batch_ndim: int, columns: Iterable[NestedKey] = 
 
 
 STEPPING = (
-    "_advance",
-    "_begin",
+    "step_outcome",
+    "reset_outcome",
     "_step_mdp",
     "any_done",
     "maybe_reset",

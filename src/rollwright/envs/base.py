@@ -90,7 +90,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     batch_locked: bool = True
     remedy_when_closed: str = "Make a new environment"  # for messages
-    _returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
+    returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             self._reopen()
         if tensordict is not None and masks and not any(bool(mask.any()) for mask in masks.values()):
             return without(tensordict, "next", *self.reset_keys)
-        fresh = self._begin(tensordict, **kwargs)
+        fresh = self.reset_outcome(tensordict, **kwargs)
         if tensordict is None:
             return fresh
         merged = merge_reset(self, tensordict, fresh, masks)
@@ -168,7 +168,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             EnvError: the environment raised or returned what its specs do not describe.
         """
         self._check_batch(tensordict, "step")
-        outcome = self._advance(tensordict)
+        outcome = self.step_outcome(tensordict)
         preset = tensordict.get("next", None)
         if preset is not None:
             outcome.update(preset.exclude(*leaf_keys(outcome)))
@@ -200,7 +200,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reset the environments that ``tensordict`` (of :meth:`step_mdp`) shows as done."""
-        flags = [(group.reset, tensordict.get(group.done)) for group in deciding_groups(self._done_groups)]
+        flags = [(group.reset, tensordict.get(group.done)) for group in deciding_groups(self.done_groups)]
         if not any(bool(flag.any()) for _, flag in flags):
             return tensordict
         marked = without(tensordict)
@@ -210,7 +210,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def any_done(self, tensordict: TensorDictBase) -> bool:
         """Whether any environment of ``tensordict`` (flags at its root) is done."""
-        return bool(end_of_trajectory(tensordict, self._done_groups, tensordict.ndim).any())
+        return bool(end_of_trajectory(tensordict, self.done_groups, tensordict.ndim).any())
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Write random actions from the action spec."""
@@ -291,8 +291,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         Returns:
             The seed of the last environment.
         """
-        if self.is_closed:
-            self._reopen()
+        self.reopen()
         if seed is not None:
             torch.manual_seed(seed)
         last = self._seed_envs(seed, static_seed)
@@ -307,8 +306,13 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             raise EnvError(f"{self} is already closed. Pass raise_if_closed=False to allow this.")
         self.is_closed = True
 
-    def _reopen(self) -> None:
+    def reopen(self) -> None:
         """Open again after :meth:`close`, for a reset that follows; nothing where that cannot be."""
+        if self.is_closed:
+            self._reopen()
+
+    def _reopen(self) -> None:
+        """How a subclass opens again; an environment that does not override it stays closed."""
 
     def _check_batch(self, tensordict: TensorDictBase, call: str) -> None:
         if not isinstance(tensordict, TensorDictBase):
@@ -328,14 +332,14 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     # The exchange with _reset and _step, checked ---------------------------------------------------
 
-    def _advance(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """``_step``, its errors named, its result completed and checked."""
+    def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """What :meth:`step` puts below ``"next"``: the result of ``_step``, completed and checked."""
         with self._named_errors("step", tensordict):
             outcome = self._step(tensordict)
         return complete_step(self, tensordict, outcome)
 
-    def _begin(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
-        """``_reset``, its errors named, its result completed and checked."""
+    def reset_outcome(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
+        """The result of ``_reset``, completed and checked; :meth:`reset` merges it with what goes on."""
         with self._named_errors("reset"):
             fresh = self._reset(tensordict, **kwargs)
         return complete_reset(self, tensordict, fresh)

@@ -91,7 +91,7 @@ def _missing_marks(env: EnvBase, modules: list[Any], known: Specs) -> list[str]:
         *prefix, name = as_tuple(key)
         if key in known or name in names:
             continue
-        places = [group.prefix for group in deciding_groups(env._done_groups)]
+        places = [group.prefix for group in deciding_groups(env.done_groups)]
         if tuple(prefix) not in places:
             raise EnvKeyError(
                 f"policy: {type(module).__name__} reads the mark of first steps at {key!r}, and {env} can have one "

@@ -133,7 +133,7 @@ class SerialEnv(BatchedEnv):
         outcomes = []
         for i, (env, row) in enumerate(zip(self._envs, tensordict.unbind(0), strict=True)):
             with self._naming(i):
-                outcomes.append(env._advance(placed(row, env.device)))
+                outcomes.append(env.step_outcome(placed(row, env.device)))
         return self._stack(outcomes)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
@@ -145,7 +145,9 @@ class SerialEnv(BatchedEnv):
                 if not self._is_marked(row):
                     fresh.append(None)
                 else:
-                    fresh.append(env._begin(None if row is None else placed(row, env.device), **own_kwargs(kwargs, i)))
+                    fresh.append(
+                        env.reset_outcome(None if row is None else placed(row, env.device), **own_kwargs(kwargs, i))
+                    )
         return self._stack(self._filled(fresh, self._envs))
 
     @contextmanager

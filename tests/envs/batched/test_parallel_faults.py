@@ -267,7 +267,7 @@ def test_unlike_environments_are_made_anew() -> None:
     with pytest.warns(RuntimeWarning, match="boom"):
         data = env.rollout(3, break_when_any_done=False)
     row = data[1]["next"]
-    group = env._done_groups[0]
+    group = env.done_groups[0]
     assert bool(row[1].get(group.done).all())
     assert bool(row[1].get(group.truncated).all())
     assert not bool(data[0]["next"][1].get(group.done).any())

@@ -319,7 +319,7 @@ def test_unlike_environments() -> None:
     env = serial(HeterogeneousCountingEnv, Failing)
     with pytest.warns(RuntimeWarning, match="boom"):
         data = env.rollout(3, break_when_any_done=False)
-    row, group = data[1]["next"], env._done_groups[0]
+    row, group = data[1]["next"], env.done_groups[0]
     assert bool(row[1].get(group.done).all())
     assert bool(row[1].get(group.truncated).all())
     assert not bool(data[0]["next"][1].get(group.done).any())

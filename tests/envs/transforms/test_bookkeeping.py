@@ -285,7 +285,7 @@ def test_few_tensor_operations(ladder, do_nothing):
     def count(transform, limits=(9, 9)):
         env = TransformedEnv(ladder(list(limits)), transform)
         td = do_nothing(env.reset())
-        outcome = env.base_env._advance(td)
+        outcome = env.base_env.step_outcome(td)
         _ = env.specs, env.transform._step(td, outcome.clone())
         with Count() as counter:
             env.transform._step(td, outcome)

@@ -123,7 +123,7 @@ class Delivery(ABC):
         known = assembler.frames_held + assembler.frames_dropped - core._frames
         try:
             batch = core._collect()
-            ended = end_of_trajectory(batch.get("next"), core.env._done_groups, batch.ndim)
+            ended = end_of_trajectory(batch.get("next"), core.env.done_groups, batch.ndim)
             assembler.take(batch, core._taken // core.env.numel(), ended)
         except BaseException:
             if core._begun:

@@ -197,7 +197,7 @@ class EpisodeRunner:
             batch = collector.next()
             if batch is None or self._progress.stopped or self._gone():
                 raise Stopped
-            ended = end_of_trajectory(batch.get("next"), collector.env._done_groups, batch.ndim)
+            ended = end_of_trajectory(batch.get("next"), collector.env.done_groups, batch.ndim)
             reward: Any = batch.get(("next", *as_tuple(self._reward_key)))
             rewards = reward.reshape(*batch.shape, -1).double().sum(-1)
             shape = (self._num_envs, batch.shape[-1])

@@ -56,7 +56,7 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
             f"{type(made).__module__}.{type(made).__qualname__}: {made!r}. Wrap a gymnasium environment in GymWrapper."
         )
     if made.is_closed:
-        made._reopen()
+        made.reopen()
     if made.is_closed:
         raise EnvError(f"create_env_fn: {made} is closed. {made.remedy_when_closed}.")
     _check_names(made, options)
@@ -64,9 +64,9 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
     env = made if device is None else made.to(device)
     if options.max_frames_per_traj is not None and options.max_frames_per_traj > 0:
         env = _limit_trajectories(env, options.max_frames_per_traj)
-    if options.set_truncated and any(group.truncated is None for group in env._done_groups):
+    if options.set_truncated and any(group.truncated is None for group in env.done_groups):
         env = env.add_truncated_keys()
-        alone = [group.done for group in env._done_groups if group.truncated is None]
+        alone = [group.done for group in env.done_groups if group.truncated is None]
         if alone:
             raise ValueError(
                 f"set_truncated: {env} ends trajectories by {key_str(alone)}, which cannot tell a cut from an end. "

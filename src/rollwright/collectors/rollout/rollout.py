@@ -278,7 +278,7 @@ class RolloutCore(BaseCollector):
         taken = batch if steps == self._counts.steps else batch[..., :steps]
         self._count_episodes(taken)
         if self.options.set_truncated:
-            groups = self.env._done_groups
+            groups = self.env.done_groups
             cut = mark_truncated(groups, batch[..., steps - 1].get("next"), self.env.ndim)
             if self.options.track_traj_ids:
                 self._update_traj_ids(cut)
@@ -287,7 +287,7 @@ class RolloutCore(BaseCollector):
 
     def _count_episodes(self, taken: TensorDictBase) -> None:
         outcome = taken.get("next")
-        groups = self.env._done_groups
+        groups = self.env.done_groups
         ended = end_of_trajectory(outcome, groups, taken.ndim)
         if not self.options.reset_when_done:  # frames go on after the end, and the episode is over once
             ended = ended & ~end_of_trajectory(taken, groups, taken.ndim)
@@ -311,7 +311,7 @@ class RolloutCore(BaseCollector):
     def _make_carrier(self, **kwargs: Any) -> None:
         """Reset the environment and begin new trajectories."""
         if self.env.is_closed:
-            self.env._reopen()
+            self.env.reopen()
         self._check_path()
         with torch.no_grad():
             self._path.reset(**kwargs)

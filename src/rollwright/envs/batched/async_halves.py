@@ -317,7 +317,7 @@ class AsyncHalves(BatchedEnv):
 
     def _mark(self, root: TensorDictBase) -> bool:
         """Mark what has ended; returns whether anything has."""
-        flags = [(group.reset, root.get(group.done)) for group in deciding_groups(self._done_groups)]
+        flags = [(group.reset, root.get(group.done)) for group in deciding_groups(self.done_groups)]
         if not any(bool(flag.any()) for _, flag in flags):
             return False
         for key, flag in flags:

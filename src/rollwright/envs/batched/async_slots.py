@@ -17,7 +17,7 @@ class Came(NamedTuple):
 
     Attributes:
         row: whose.
-        outcome: as of ``_advance`` or ``_begin``; None if it failed.
+        outcome: as of ``step_outcome`` or ``reset_outcome``; None if it failed.
         error: why.
     """
 

@@ -139,7 +139,7 @@ class ThreadSlots(Slots):
             result: Any
             try:
                 td = None if work.td is None else placed(work.td, env.device)
-                result = env._begin(td, **work.kwargs) if work.resets else env._advance(td)  # type: ignore[arg-type]
+                result = env.reset_outcome(td, **work.kwargs) if work.resets else env.step_outcome(td)  # type: ignore[arg-type]
             except Exception as error:
                 result = error
             self._tell(row, work.serial, result)

@@ -39,7 +39,7 @@ class BatchedEnv(EnvBase):
         num_workers: number of environments.
     """
 
-    _returns_copies = True  # stacking copies
+    returns_copies = True  # stacking copies
     remedy_when_closed = "Reset it first: that makes its environments again"
 
     def __init__(self, parts: Sequence[Any], device: torch.device | str | int | None) -> None:

@@ -233,9 +233,9 @@ class ParallelEnv(RemoteEnvs):
 
     def _end(self, out: TensorDictBase, missed: Missed) -> None:
         if missed.failed:
-            end_rows(out, self._done_groups, missed.failed, failed=True)
+            end_rows(out, self.done_groups, missed.failed, failed=True)
         if missed.cut:
-            end_rows(out, self._done_groups, missed.cut, failed=False)
+            end_rows(out, self.done_groups, missed.cut, failed=False)
 
     def _unlike(self, root: TensorDictBase, rest: dict[int, TensorDictBase], missed: Missed) -> TensorDictBase:
         """The outcome where rows differ, or hold more than tensors."""

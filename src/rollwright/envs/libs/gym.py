@@ -79,7 +79,7 @@ class GymWrapper(InfoReadingEnv):
         (torch.Size([3, 3]), 200)
     """
 
-    _returns_copies = True  # readers copy
+    returns_copies = True  # readers copy
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ class RenewableEnv(EnvBase):
     ) -> None:
         self.__dict__["base_env"] = env  # for the constructor, which sets what belongs to it
         env.add_truncated_keys()
-        if alone := [group.done for group in env._done_groups if group.truncated is None]:
+        if alone := [group.done for group in env.done_groups if group.truncated is None]:
             raise ValueError(
                 f"on_env_failure='recreate': {env} ends trajectories by {key_str(alone)}, which cannot tell a cut from "
                 "an end. Name the environment's flag 'done', or leave on_env_failure out."
@@ -140,11 +140,11 @@ class RenewableEnv(EnvBase):
 
     # Steps and resets -------------------------------------------------------------------------
 
-    def _advance(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
         check_open(self, "step")
         if not self._is_new:
             try:
-                outcome = self.base_env._advance(tensordict)
+                outcome = self.base_env.step_outcome(tensordict)
             except RollwrightError as error:
                 if self._last is None or missing_actions(self, tensordict):
                     raise
@@ -166,20 +166,20 @@ class RenewableEnv(EnvBase):
                 spec = self.full_observation_spec[key]
                 td.set(key, torch.as_tensor((last or {})[key]).to(spec.dtype).reshape(spec.shape).clone())
         flags = self.full_done_spec.zero()
-        for group in self._done_groups:
+        for group in self.done_groups:
             for flag in (group.done, group.truncated):
                 if flag is not None:
                     flags.set(flag, torch.ones_like(flags.get(flag)))
         return td.update(self.full_reward_spec.zero()).update(flags)
 
-    def _begin(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
+    def reset_outcome(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
         check_open(self, "reset")
         masks = reset_masks(self, tensordict)
         partial = masks is not None and not all(bool(mask.all()) for mask in masks.values())
 
         def begin(whole: bool) -> TensorDictBase:
             given = tensordict.exclude(*self.reset_keys) if tensordict is not None and whole else tensordict
-            return self.base_env._begin(given, **kwargs)
+            return self.base_env.reset_outcome(given, **kwargs)
 
         fresh: TensorDictBase = self._begun(begin, partial, kwargs)
         last = self._last

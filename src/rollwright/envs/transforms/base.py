@@ -216,7 +216,7 @@ class Transform(nn.Module):
     @property
     def _all_groups(self) -> list[DoneGroup]:
         parent = self.parent
-        return done_groups(["done", "terminated", "truncated"]) if parent is None else parent._done_groups
+        return done_groups(["done", "terminated", "truncated"]) if parent is None else parent.done_groups
 
     def _fresh(self, tensordict: TensorDictBase, key: NestedKey, value: torch.Tensor) -> torch.Tensor | None:
         """Which elements of ``value``, at ``key``, begin anew: bool that broadcasts to it; None: all."""

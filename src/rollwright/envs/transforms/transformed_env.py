@@ -52,7 +52,7 @@ class TransformedEnv(EnvBase):
 
     base_env: EnvBase
     transform: Transform
-    _returns_copies = True  # what the base environment returned was copied already
+    returns_copies = True  # what the base environment returned was copied already
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class TransformedEnv(EnvBase):
         if not self.cache_specs:
             self._cache.clear()
         given = self.transform.inv(tensordict) if self._inverts else tensordict
-        outcome = self.base_env._advance(given)
+        outcome = self.base_env.step_outcome(given)
         preset = tensordict.get("next", None)
         if preset is not None:  # recurrent states that the policy wrote: transforms must see them
             outcome.update(preset.exclude(*leaf_keys(outcome)))
@@ -155,7 +155,7 @@ class TransformedEnv(EnvBase):
         given = None
         if tensordict is not None:
             given = tensordict.select(*base.reset_keys, *base.state_keys, strict=False)
-        fresh = base._begin(given, **kwargs)
+        fresh = base.reset_outcome(given, **kwargs)
         return self.transform._reset(fresh.empty() if tensordict is None else tensordict, fresh)
 
     def _array_form(self) -> ArrayEnv:
@@ -189,7 +189,7 @@ class TransformedEnv(EnvBase):
         self.transform.close()
 
     def _reopen(self) -> None:
-        self.base_env._reopen()
+        self.base_env.reopen()
 
     # Specs ------------------------------------------------------------------------------------
 

@@ -134,7 +134,7 @@ class PlainPath(Path):
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
         """See :meth:`Path.reset_some`."""
         carrier = cast(TensorDictBase, self._carrier)
-        for group in self._env._done_groups:
+        for group in self._env.done_groups:
             flags = carrier.get(group.done)
             mask = marked.reshape(marked.shape + (1,) * (flags.ndim - marked.ndim)).expand(flags.shape)
             carrier.set(group.reset, mask.to(flags.device).clone())
@@ -189,7 +189,7 @@ class PlainPath(Path):
                 self._blanks = _without(self._blanks, self._frame)
             self._frame.update(self._blanks)
         self._recorder.write(t, self._frame)
-        self._ended = end_of_trajectory(self._frame.get("next"), self._env._done_groups, self._env.ndim)
+        self._ended = end_of_trajectory(self._frame.get("next"), self._env.done_groups, self._env.ndim)
         if self._renews:
             self.renew_ids(self._ended)
         if self._keeper is not None:

@@ -214,7 +214,11 @@ class _Host:
             row, env = hosted.row, hosted.env
             td = None if given is None else row_of(given, row, command.nests, env.batch_size, rest.get(row))
             td = None if td is None else placed(td, env.device)
-            outcome = env._begin(td, **own_kwargs(kwargs, row)) if resets else env._advance(cast(TensorDictBase, td))
+            outcome = (
+                env.reset_outcome(td, **own_kwargs(kwargs, row))
+                if resets
+                else env.step_outcome(cast(TensorDictBase, td))
+            )
             form, rest_of_row = self._put(row, outcome)
             if self._forms.get((place, row)) != form:
                 forms[place, row] = self._forms[place, row] = form
