@@ -1,5 +1,6 @@
 """Environments: the base class, gymnasium and EnvPool, batches of them, transforms."""
 
+from rollwright.envs import priming as priming  # registers policy=
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.batched.parallel import ParallelEnv

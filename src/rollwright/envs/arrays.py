@@ -8,8 +8,8 @@ dictionaries from keys to arrays, in *row form*: an entry whose spec ends in a d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,17 +18,21 @@ from numpy.typing import NDArray
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.specs import Composite, NonTensor
 from rollwright.data.specs.gymspaces import numpy_dtype
-from rollwright.envs.base import EnvBase
 from rollwright.errors import EnvError, NotNative
+
+if TYPE_CHECKING:
+    from rollwright.envs.base import EnvBase
 
 __all__ = [
     "ArrayEnv",
+    "ArrayTransform",
     "Entry",
     "Rows",
     "Values",
     "array_form",
     "check_flags",
     "check_open",
+    "constant",
     "entries_of",
     "named_error",
     "refuse_overrides",
@@ -52,6 +56,22 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     column: bool
+
+
+class ArrayTransform(NamedTuple):
+    """What a transform does on arrays, see :meth:`~rollwright.envs.Transform.on_arrays`.
+
+    Attributes:
+        entries: what it adds to the entries of the environment.
+        reads: what it reads from the root.
+        step: called as ``step(root, out)``; changes ``out``, the content of ``"next"``, in place.
+        reset: called as ``reset(fresh)``; adds first values of all rows to what a reset returned.
+    """
+
+    entries: dict[NestedKey, Entry]
+    reads: list[NestedKey]
+    step: Callable[[Values, Values], None]
+    reset: Callable[[Values], None]
 
 
 class ArrayEnv(ABC):
@@ -128,6 +148,11 @@ def array_form(env: EnvBase) -> ArrayEnv:
         NotNative: it has none.
     """
     return env._array_form()
+
+
+def constant(entry: Entry, value: int) -> Any:
+    """An array for an entry, of one value; a NumPy number for a column of a single environment."""
+    return np.full(entry.shape[:-1] if entry.column else entry.shape, value, entry.dtype)[()]
 
 
 def check_open(env: EnvBase, call: str) -> None:

@@ -14,15 +14,29 @@ from rollwright._keys import key_str, leaf_keys, without
 from rollwright.data.layout import deciding_groups, end_of_trajectory
 from rollwright.envs._checks import check_alive, complete_reset, complete_step, missing_actions
 from rollwright.envs._partial_reset import merge_reset, reset_masks
+from rollwright.envs._rollout import rollout
 from rollwright.envs._specs import EnvSpecs
+from rollwright.envs.utils import check_env_specs
 from rollwright.errors import EnvError, EnvKeyError, NotNative, RollwrightError
 
 if TYPE_CHECKING:
     from rollwright.envs.arrays import ArrayEnv
 
-__all__ = ["EnvBase"]
+__all__ = ["EnvBase", "register_extension"]
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
+
+_extensions: dict[str, Callable[[EnvBase, Any], EnvBase]] = {}
+
+
+def register_extension(name: str, extend: Callable[[EnvBase, Any], EnvBase]) -> None:
+    """Register what is built on top of :class:`EnvBase` and offered by it.
+
+    Args:
+        name: ``"append_transform"`` or ``"policy"``.
+        extend: from an environment and the argument of that name to an environment.
+    """
+    _extensions[name] = extend
 
 
 class _EnvMeta(ABCMeta):
@@ -32,11 +46,7 @@ class _EnvMeta(ABCMeta):
         policy = None if _takes_policy(cls) else kwargs.pop("policy", None)
         env = super().__call__(*args, **kwargs)
         env._finalize()
-        if policy is None:
-            return env
-        from rollwright.envs.priming import provide_for_policy
-
-        return provide_for_policy(env, policy)
+        return env if policy is None else _extensions["policy"](env, policy)
 
 
 def _takes_policy(cls: type) -> bool:
@@ -262,8 +272,6 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         Returns:
             ``[*batch, T]``, the last dimension named ``"time"``.
         """
-        from rollwright.envs._rollout import rollout
-
         return rollout(
             self,
             max_steps,
@@ -370,15 +378,11 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def check_env_specs(self, **kwargs: Any) -> None:
         """Same as :func:`~rollwright.envs.check_env_specs` of this environment."""
-        from rollwright.envs.utils import check_env_specs
-
         check_env_specs(self, **kwargs)
 
     def append_transform(self, transform: Any) -> EnvBase:
         """A :class:`~rollwright.envs.TransformedEnv` of this environment with ``transform``."""
-        from rollwright.envs.transforms import TransformedEnv
-
-        return TransformedEnv(self, transform)
+        return _extensions["append_transform"](self, transform)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Same as :meth:`step`."""

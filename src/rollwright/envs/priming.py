@@ -6,18 +6,16 @@ first steps at their ``init_key`` (``"is_init"`` unless they have one).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.data.layout import IS_INIT, deciding_groups
 from rollwright.data.specs import TensorSpec
+from rollwright.envs.base import EnvBase, register_extension
 from rollwright.envs.transforms import Compose, InitTracker, Transform, TransformedEnv
 from rollwright.errors import EnvKeyError
-
-if TYPE_CHECKING:
-    from rollwright.envs.base import EnvBase
 
 __all__ = ["provide_for_policy"]
 
@@ -125,3 +123,6 @@ def _check_same(env: EnvBase, module: Any, key: NestedKey, wanted: TensorSpec, p
         f"policy: {type(module).__name__} carries {key!r} of shape {list(wanted.shape)}, and {env} has an entry of "
         f"that name of shape {list(present.shape)}. Give the module another key, or take that primer out."
     )
+
+
+register_extension("policy", provide_for_policy)

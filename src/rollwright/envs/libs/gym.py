@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._keys import key_str, leaf_keys, place, unravel
 from rollwright.data.specs import Categorical, Unbounded
 from rollwright.envs.arrays import ArrayEnv, Rows, Values
+from rollwright.envs.libs._gym_arrays import GymArrays
 from rollwright.envs.libs._info import BaseInfoDictReader, InfoReadingEnv, default_info_dict_reader
 from rollwright.envs.libs._make import decorate, make
 from rollwright.envs.libs._vector import Readers, VectorEpisodes
@@ -294,8 +295,6 @@ class GymWrapper(InfoReadingEnv):
         return array.astype(dtype).reshape(self.batch_size)[()]
 
     def _array_form(self) -> ArrayEnv:
-        from rollwright.envs.libs._gym_arrays import GymArrays
-
         return GymArrays(self, GymWrapper)
 
     # The object itself ------------------------------------------------------------------------

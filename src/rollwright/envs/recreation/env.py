@@ -18,6 +18,7 @@ from rollwright.envs._partial_reset import merge_reset, reset_masks
 from rollwright.envs.arrays import ArrayEnv, Values, check_open
 from rollwright.envs.base import EnvBase
 from rollwright.envs.factories import SPECS, made, renamed
+from rollwright.envs.recreation.arrays import RenewableArrays
 from rollwright.envs.recreation.policy import MOST_FRUITLESS, Rite, Succession
 from rollwright.errors import EnvError, RollwrightError
 
@@ -214,8 +215,6 @@ class RenewableEnv(EnvBase):
                 return fresh
 
     def _array_form(self) -> ArrayEnv:
-        from rollwright.envs.recreation.arrays import RenewableArrays
-
         return RenewableArrays(self)
 
     # What belongs to the base environment -----------------------------------------------------

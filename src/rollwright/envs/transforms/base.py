@@ -15,6 +15,8 @@ from rollwright._keys import NestedKey, as_keys, as_tuple, key_str
 from rollwright.data.layout import DoneGroup, deciding_groups, done_groups
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs._partial_reset import mask_like
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Values
+from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
     from rollwright.envs.transforms.transformed_env import TransformedEnv
@@ -118,6 +120,19 @@ class Transform(nn.Module):
         """What the environment is given for ``tensordict``, which is left as it is."""
         return self._inv_call(tensordict.clone(recurse=False))
 
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """What the transform does where an environment is stepped on arrays; bit for bit what it does on TensorDicts.
+
+        A subclass that changes how steps or resets are transformed says so anew: the method is not inherited.
+
+        Args:
+            env: the environment that it follows, with the transforms before it.
+
+        Raises:
+            NotNative: it works on TensorDicts only (the default).
+        """
+        raise NotNative(f"{type(self).__name__} works on TensorDicts")
+
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """The spec of all observations after this transform."""
         return observation_spec
@@ -182,24 +197,25 @@ class Transform(nn.Module):
             )
         return list(zip(ins, outs, strict=True))
 
-    def _read(self, tensordict: TensorDictBase, key: NestedKey) -> torch.Tensor:
+    def _read(self, tensordict: TensorDictBase | Values, key: NestedKey) -> Any:
         value = tensordict.get(key, None)
         if value is None:
+            names = tensordict if isinstance(tensordict, dict) else tensordict.keys(True, True)
             raise KeyError(
-                f"{type(self).__name__}: no entry {key!r}; there are {key_str(tensordict.keys(True, True))}. "
+                f"{type(self).__name__}: no entry {key!r}; there are {key_str(names)}. "
                 "Correct the transform's keys, or the order of transforms."
             )
-        return cast(torch.Tensor, value)
+        return value
 
-    def _carried(self, tensordict: TensorDictBase, key: NestedKey) -> torch.Tensor:
+    def _carried(self, root: TensorDictBase | Values, key: NestedKey) -> Any:
         """An entry that an earlier reset wrote, and that each step carries on."""
-        value = tensordict.get(key, None)
+        value = root.get(key, None)
         if value is None:
             raise KeyError(
                 f"{type(self).__name__}: the data to step from has no {key!r}, which a reset writes. Begin "
                 "from env.reset(), and go on with what step_mdp() or step_and_maybe_reset() return."
             )
-        return cast(torch.Tensor, value)
+        return value
 
     @property
     def _inverts(self) -> bool:

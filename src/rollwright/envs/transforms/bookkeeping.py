@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 from rollwright.data.layout import IS_INIT, DoneGroup
 from rollwright.data.specs import Bounded, Composite, Unbounded
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Values, constant
 from rollwright.envs.transforms._time import expand_right, time_axis, trajectory_starts
 from rollwright.envs.transforms.base import KeySeq, Transform, kept
+from rollwright.errors import NotNative
 
 __all__ = ["InitTracker", "RewardSum", "StepCounter"]
 
@@ -80,6 +83,20 @@ class InitTracker(_Bookkeeping):
             tensordict_reset.set(key, first)
         return tensordict_reset
 
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`."""
+        (_, key), *_ = self._entries
+        entry = Entry((*env.batch, 1), np.dtype(np.bool_), True)
+        no, yes = constant(entry, False), constant(entry, True)
+
+        def step(root: Values, out: Values) -> None:
+            out[key] = no
+
+        def reset(fresh: Values) -> None:
+            fresh[key] = yes
+
+        return ArrayTransform({key: entry}, [], step, reset)
+
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Announce the mark."""
         output_spec = output_spec.clone()
@@ -131,28 +148,31 @@ class StepCounter(_Bookkeeping):
         self.update_done = update_done
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        for group, key in self._entries:
-            count = self._carried(tensordict, key) + 1
-            next_tensordict.set(key, count)
-            if self.max_steps is not None:
-                self._cut(next_tensordict, group, count >= self.max_steps)
+        self._count(tensordict, next_tensordict)
         return next_tensordict
 
-    def _cut(self, td: TensorDictBase, group: DoneGroup, cut: torch.Tensor) -> None:
+    def _count(self, root: TensorDictBase | Values, out: TensorDictBase | Values) -> None:
+        for group, key in self._entries:
+            out[key] = count = self._carried(root, key) + 1
+            if self.max_steps is not None:
+                self._cut(out, group, count >= self.max_steps)
+
+    def _cut(self, out: TensorDictBase | Values, group: DoneGroup, cut: Any) -> None:
         """Set the flag of the group, and those of agents below it."""
-        for place in self._all_groups:
-            if place.prefix[: len(group.prefix)] != group.prefix:
-                continue
-            done = td.get(place.done)
+        for place, flag, done_key in self._remember(f"flags {group.prefix}", lambda: self._flags_below(group)):
+            done, truncated = out[place.done], out.get(flag, None)
             here = cut if place.prefix == group.prefix else _as_deep(cut, done)
-            key = self._beside(place, self.truncated_key)
-            truncated = td.get(key, None)
-            td.set(key, here.clone() if truncated is None else truncated | here)
-            if self._beside(place, "done") != place.done:  # a flag of another name: it stays as it is
-                td.set(self._beside(place, "terminated"), td.get(place.terminated))
-                td.set(self._beside(place, "done"), done)
+            out[flag] = here.clone() if truncated is None else truncated | here
+            if done_key != place.done:  # a flag of another name: it stays as it is
+                out[self._beside(place, "terminated")] = out[place.terminated]
+                out[done_key] = done
             if self.update_done:
-                td.set(self._beside(place, "done"), done | here)
+                out[done_key] = done | here
+
+    def _flags_below(self, group: DoneGroup) -> list[tuple[DoneGroup, NestedKey, NestedKey]]:
+        """The groups in the place of ``group`` and below it, with the keys of the flags that are set there."""
+        below = [place for place in self._all_groups if place.prefix[: len(group.prefix)] == group.prefix]
+        return [(place, self._beside(place, self.truncated_key), self._beside(place, "done")) for place in below]
 
     @staticmethod
     def _beside(group: DoneGroup, name: str) -> NestedKey:
@@ -163,6 +183,19 @@ class StepCounter(_Bookkeeping):
             zeros = torch.zeros_like(self._flags(tensordict_reset, group), dtype=torch.int64)
             tensordict_reset.set(key, zeros)
         return tensordict_reset
+
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`."""
+        if self.max_steps is not None and (self.truncated_key != "truncated" or not self.update_done):
+            raise NotNative("StepCounter sets another flag than done and truncated")
+        (_, key), *_ = self._entries
+        entry = Entry((*env.batch, 1), np.dtype(np.int64), True)
+        zero = constant(entry, 0)
+
+        def reset(fresh: Values) -> None:
+            fresh[key] = zero
+
+        return ArrayTransform({key: entry}, [key], self._count, reset)
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Announce the count, and the flag that it may set."""
@@ -253,10 +286,26 @@ class RewardSum(Transform):
         return super()._pairs()
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        for in_key, out_key in self._pairs():
-            total = self._carried(tensordict, out_key) + self._read(next_tensordict, in_key)
-            next_tensordict.set(out_key, total)
+        self._sum(tensordict, next_tensordict)
         return next_tensordict
+
+    def _sum(self, root: TensorDictBase | Values, out: TensorDictBase | Values) -> None:
+        for in_key, out_key in self._pairs():
+            out[out_key] = self._carried(root, out_key) + self._read(out, in_key)
+
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`."""
+        if self.reset_keys:
+            raise NotNative("RewardSum has reset_keys")
+        if unknown := [key for key, _ in self._pairs() if key not in env.rewards]:
+            raise NotNative(f"RewardSum sums {unknown[0]!r}")
+        entries = {out_key: env.rewards[in_key] for in_key, out_key in self._pairs()}
+        zeros = {key: constant(entry, 0) for key, entry in entries.items()}
+
+        def reset(fresh: Values) -> None:
+            fresh.update(zeros)
+
+        return ArrayTransform(entries, list(entries), self._sum, reset)
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         specs = self._rewards()

@@ -11,7 +11,10 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, key_str, unravel
 from rollwright.data.specs import Composite, NonTensor, TensorSpec
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Values, entries_of
 from rollwright.envs.transforms.base import Transform, kept
+from rollwright.errors import NotNative
+from rollwright.modules.primers import register_primer
 
 __all__ = ["TensorDictPrimer"]
 
@@ -111,10 +114,13 @@ class TensorDictPrimer(Transform):
     # Data -------------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        for key in self._remember("keys", lambda: self._keys):
-            if next_tensordict.get(key, None) is None:
-                next_tensordict.set(key, self._carried(tensordict, key))
+        self._carry(tensordict, next_tensordict)
         return next_tensordict
+
+    def _carry(self, root: TensorDictBase | Values, out: TensorDictBase | Values) -> None:
+        for key in self._remember("keys", lambda: self._keys):
+            if out.get(key, None) is None:
+                out[key] = self._carried(root, key)
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         specs = self._placed(tensordict_reset.batch_size)
@@ -177,6 +183,23 @@ class TensorDictPrimer(Transform):
         """Write first values into data of any batch size."""
         return self._reset(tensordict.empty(), tensordict)
 
+    # Arrays -----------------------------------------------------------------------------------
+
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`."""
+        if self.single_default_value or self.reset_key is not None:
+            raise NotNative("TensorDictPrimer has a reset_key, or one default value for all")
+        specs = self._placed(torch.Size(env.batch))
+        if any(isinstance(spec, NonTensor) for spec in specs.values()):
+            raise NotNative("TensorDictPrimer holds objects")
+        entries = entries_of(self.transform_observation_spec(self.primers.empty().expand(env.batch)), len(env.batch))
+
+        def reset(fresh: Values) -> None:
+            for key, spec in specs.items():
+                fresh[key] = self._first(key, spec).detach().cpu().numpy()
+
+        return ArrayTransform(entries, list(specs), self._carry, reset)
+
     # Specs ------------------------------------------------------------------------------------
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
@@ -192,3 +215,6 @@ class TensorDictPrimer(Transform):
 
     def __repr__(self) -> str:
         return f"TensorDictPrimer({key_str(self._keys)})"
+
+
+register_primer(TensorDictPrimer)

@@ -11,7 +11,8 @@ from tensordict import TensorDictBase
 from rollwright._keys import leaf_keys
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs.arrays import ArrayEnv
-from rollwright.envs.base import EnvBase
+from rollwright.envs.base import EnvBase, register_extension
+from rollwright.envs.transforms.arrays import TransformedArrays
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.compose import Compose, TransformLike
 from rollwright.envs.transforms.functions import as_transform
@@ -159,9 +160,7 @@ class TransformedEnv(EnvBase):
         return self.transform._reset(fresh.empty() if tensordict is None else tensordict, fresh)
 
     def _array_form(self) -> ArrayEnv:
-        from rollwright.envs.transforms.arrays import TransformedArrays
-
-        return TransformedArrays(self)
+        return TransformedArrays(self, TransformedEnv)
 
     @property
     def _inverts(self) -> bool:
@@ -282,3 +281,6 @@ class TransformedEnv(EnvBase):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.base_env!r}, {self.transform!r})"
+
+
+register_extension("append_transform", TransformedEnv)

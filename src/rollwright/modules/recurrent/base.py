@@ -14,6 +14,7 @@ from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 from rollwright.data.layout import IS_INIT
 from rollwright.data.specs import Unbounded
 from rollwright.errors import PolicyKeyError
+from rollwright.modules.primers import make_primer
 from rollwright.modules.recurrent.cells import States
 from rollwright.modules.recurrent.kernels import run_pieces, take_step
 from rollwright.modules.recurrent.mode import Mode, as_flag, recurrent_mode
@@ -96,8 +97,6 @@ class RecurrentModule(TensorDictModuleBase):
         Raises:
             ValueError: a state is written elsewhere than at ``("next", <key where it is read>)``.
         """
-        from rollwright.envs.transforms import TensorDictPrimer
-
         for read, written in zip(self.state_keys, self.out_keys[1:], strict=True):
             if as_tuple(cast(NestedKey, written)) != ("next", *as_tuple(read)):
                 raise ValueError(
@@ -106,7 +105,7 @@ class RecurrentModule(TensorDictModuleBase):
                 )
         dtype = next(self._rnn.parameters()).dtype
         shapes = zip(self.state_keys, self._state_shapes(), strict=True)
-        return TensorDictPrimer({key: Unbounded(shape, dtype=dtype) for key, shape in shapes}, expand_specs=True)
+        return make_primer({key: Unbounded(shape, dtype=dtype) for key, shape in shapes})
 
     # Running ----------------------------------------------------------------------------------
 
