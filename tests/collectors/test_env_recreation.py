@@ -93,7 +93,7 @@ def test_trajectory_ends_where_the_environment_is_made_anew(path: str) -> None:
     options = dict(PATHS[path])
     policy = options.pop("policy", None)
     collector = recreating(walk(5), policy, **options)
-    with pytest.warns(RuntimeWarning, match=r"create_env_fn: the environment was made anew, .*boom.*env_recreations"):
+    with pytest.warns(RuntimeWarning, match=r"create_env_fn: the environment was recreated, .*boom.*env_recreations"):
         data = collector.next()
     data = restore_next(data) if path == "compact" else data
     assert data["observation"][:, 0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
@@ -198,7 +198,7 @@ def test_environment_that_always_fails_is_an_error() -> None:
     with recreating(walk(1)) as collector:
         with (
             pytest.warns(RuntimeWarning),
-            pytest.raises(EnvError, match=r"made anew 3 times without a step in between: .*boom") as caught,
+            pytest.raises(EnvError, match=r"recreated 3 times without a step in between: .*boom") as caught,
         ):
             collector.next()
         assert isinstance(caught.value.__cause__.__cause__, ValueError)

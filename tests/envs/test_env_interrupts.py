@@ -187,7 +187,7 @@ def test_interrupts_while_a_process_is_replaced() -> None:
     draw = random.Random(0)
     caller.together()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*was made anew", category=RuntimeWarning)
+        warnings.filterwarnings("ignore", message=".*was recreated", category=RuntimeWarning)
         for round_ in range(8):
             pid = env._processes.pids()[round_ % 2]
             assert pid is not None

@@ -223,7 +223,7 @@ class Collector(BackgroundCore):
             ``frames``, ``batches`` (delivered), ``total_frames``, ``total_batches`` (None without an end),
             ``completed``, ``frames_per_batch``, ``frames_per_second``, ``seconds`` by stage, ``episodes``,
             ``mean_return`` and ``mean_length`` (over the last 100), ``last_return``, ``policy_version``,
-            ``env_recreations`` (environments made anew by ``on_env_failure="recreate"``), ``devices``,
+            ``env_recreations`` (environments recreated by ``on_env_failure="recreate"``), ``devices``,
             ``paths`` (what runs environment and policy, how a buffer is written, and why), ``bytes_held``,
             ``waiting_for``. With ``trajs_per_batch``: ``trajectories_held`` (complete, not delivered yet),
             ``frames_held`` (of these, and of those under way) and ``frames_dropped`` (of those that a reset has cut).

@@ -75,8 +75,8 @@ class CollectorOptions:
             ``truncated`` and ``done`` set. What the environment kept in buffers begins anew, and its seed is made of
             the old one. The first time is told by a ``RuntimeWarning``, all are counted in
             ``stats()["env_recreations"]``; four failures without a step in between are raised. A batch of environments
-            is made anew as a whole: ``SerialEnv`` and ``ParallelEnv`` have an option of this name for the single ones.
-            An environment that does not come back from a step cannot be made anew in its own process: one of a
+            is recreated as a whole: ``SerialEnv`` and ``ParallelEnv`` have an option of this name for the single ones.
+            An environment that does not come back from a step cannot be recreated in its own process: one of a
             ``ParallelEnv`` with ``env_step_timeout`` can, and so can a worker, by ``on_worker_failure="restart"``.
         use_buffers: write frames into memory allocated for the batch, and refuse those whose shapes vary; frames that
             hold objects are stacked at its end. False: stack all frames. None: True, unless shapes vary.
@@ -216,7 +216,7 @@ class CollectorOptions:
         if check_failure(self.on_env_failure):
             if not self.reset_when_done:
                 raise ValueError(
-                    "on_env_failure='recreate' ends a trajectory where its environment is made anew, and "
+                    "on_env_failure='recreate' ends a trajectory where its environment is recreated, and "
                     "reset_when_done=False goes on after the end under the same id. Drop one of the two."
                 )
             if self.env_groups > 1:

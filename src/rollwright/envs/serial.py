@@ -16,8 +16,8 @@ from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.factories import Factories, Factory, FactoryKwargs, call_each, factories, made, own_kwargs, placed
-from rollwright.envs.recreation.env import RenewableEnv
-from rollwright.envs.recreation.policy import Notice, check_failure
+from rollwright.envs.recreation.env import RecreatedEnv
+from rollwright.envs.recreation.policy import RecreationWarning, check_failure
 from rollwright.errors import RollwrightError
 
 __all__ = ["SerialEnv"]
@@ -104,9 +104,9 @@ class SerialEnv(BatchedEnv):
         envs = [made(i, maker) for i, maker in enumerate(makers)]
         if not recreates:
             return envs
-        name, notice = type(self).__name__, Notice(".recreations")
+        name, notice = type(self).__name__, RecreationWarning(".recreations")
         return [
-            RenewableEnv(env, maker, i, partial(notice.tell, f"{name}[{i}]"))
+            RecreatedEnv(env, maker, i, partial(notice.warn, f"{name}[{i}]"))
             for i, (env, maker) in enumerate(zip(envs, makers, strict=True))
         ]
 
@@ -125,7 +125,7 @@ class SerialEnv(BatchedEnv):
     @property
     def recreations(self) -> list[int]:
         """How many environments were in each place before."""
-        return [env.recreations if isinstance(env, RenewableEnv) else 0 for env in self._envs]
+        return [env.recreations if isinstance(env, RecreatedEnv) else 0 for env in self._envs]
 
     # Stepping ---------------------------------------------------------------------------------
 

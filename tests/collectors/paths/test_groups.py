@@ -330,7 +330,7 @@ def test_environments_are_made_anew_in_groups(collect: Make, fault: str) -> None
         return ParallelEnv(4, makers, num_processes=2, on_env_failure="recreate")
 
     collector = collect(2, env=env, frames_per_batch=80, compact_obs=True)
-    with pytest.warns(RuntimeWarning, match="was made anew"):
+    with pytest.warns(RuntimeWarning, match="was recreated"):
         batch = restore_next(collector.next())
     ids, ended = batch["collector", "traj_ids"], batch["next", "done"][..., 0]
     assert batch["next", "truncated"][1, 3]

@@ -135,7 +135,7 @@ def test_failure_is_an_error_that_names_the_environment(what: str, native: bool)
 @pytest.mark.parametrize("what", ["raise", "kill", "stuck"])
 def test_environment_is_made_anew_and_its_trajectory_ends(what: str, native: bool) -> None:
     env = batch(faulty(), faulty(4, what), faulty(), faulty(), on_env_failure="recreate")
-    with pytest.warns(RuntimeWarning, match=r"ParallelEnv\[1\] was made anew, and its trajectory ends as truncated"):
+    with pytest.warns(RuntimeWarning, match=r"ParallelEnv\[1\] was recreated, and its trajectory ends as truncated"):
         data = rollout(env, 6, native=native)
     counts = data["observation"][..., 0].T.tolist()
     spared, hit = [1, 2, 3, 4, 5, 6], [1, 2, 3, 3, 1, 2]
@@ -155,7 +155,7 @@ def test_environment_is_made_anew_and_its_trajectory_ends(what: str, native: boo
 @pytest.mark.parametrize("native", [False, True])
 def test_neighbour_that_has_stepped_keeps_its_frame(native: bool) -> None:
     env = batch(faulty(), faulty(), faulty(), faulty(4, "kill"), on_env_failure="recreate")
-    with pytest.warns(RuntimeWarning, match=r"ParallelEnv\[3\] was made anew"):
+    with pytest.warns(RuntimeWarning, match=r"ParallelEnv\[3\] was recreated"):
         data = rollout(env, 6, native=native)
     assert data["observation"][:, 1, 0].tolist() == [1, 2, 3, 4, 1, 2]  # stepped before its process was lost
     assert data["reward"][:, 1].tolist() == [1] * 6
@@ -168,7 +168,7 @@ def test_neighbour_that_has_stepped_keeps_its_frame(native: bool) -> None:
 @pytest.mark.parametrize("what", ["raise", "kill"])
 def test_failure_in_a_reset(what: str, native: bool) -> None:
     env = batch(faulty(), faulty(2, what, resets=True), on_env_failure="recreate", num_processes=1)
-    with pytest.warns(RuntimeWarning, match=r"ParallelEnv\[1\] was made anew"):
+    with pytest.warns(RuntimeWarning, match=r"ParallelEnv\[1\] was recreated"):
         data = rollout(env, 10, native=native)
     assert data["observation"][7:, 1, 0].tolist() == [8, 1, 2]
     assert data["terminated"][7].all()  # their real ends
@@ -181,7 +181,7 @@ def test_neighbour_of_a_failed_reset_is_cut_at_its_next_step() -> None:
     td = env.rand_step(env.reset())
     td = env._step_mdp(td)
     td["_reset"] = torch.tensor([[False], [True]])
-    with pytest.warns(RuntimeWarning, match=r"ParallelEnv\[1\] was made anew"):
+    with pytest.warns(RuntimeWarning, match=r"ParallelEnv\[1\] was recreated"):
         td = env.reset(td)
     assert td["observation"][:, 0].tolist() == [1, 0]
     outcome = env.rand_step(td)["next"]
@@ -203,7 +203,7 @@ def test_failure_between_the_halves_of_a_step() -> None:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             outs = roots = [first, parts[1].receive()]
-    assert [str(one.message).split(",")[0] for one in told] == ["ParallelEnv[2] was made anew"]
+    assert [str(one.message).split(",")[0] for one in told] == ["ParallelEnv[2] was recreated"]
     assert outs[1]["observation"][:, 0].tolist() == [1, 1]
     assert outs[1]["truncated"].tolist() == [True, True]
     assert outs[0]["observation"][:, 0].tolist() == [2, 2]  # stepped, and then their process was lost
@@ -281,7 +281,7 @@ def test_unlike_environments_are_made_anew() -> None:
 def test_collector_gives_new_ids_where_environments_are_made_anew() -> None:
     env = batch(faulty(), faulty(4, "kill"), faulty(), faulty(), on_env_failure="recreate")
     collector = Collector(env, RandomPolicy(), frames_per_batch=24, total_frames=24)
-    with pytest.warns(RuntimeWarning, match="made anew"):
+    with pytest.warns(RuntimeWarning, match="recreated"):
         data = next(iter(collector))
     ids = data["collector", "traj_ids"]
     assert (ids[0] == ids[0, 0]).all()

@@ -1,4 +1,4 @@
-"""Environments that are made anew are so by one mechanism: in this process and in others, with what they hand on."""
+"""Environments are recreated by one mechanism: in this process and in others, with what they hand on."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make() -> Iterator[Any]:
         return made[-1]
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*was made anew", RuntimeWarning)
+        warnings.filterwarnings("ignore", ".*was recreated", RuntimeWarning)
         yield build
     for env in made:
         env.close(raise_if_closed=False)
@@ -104,7 +104,7 @@ def test_process_that_is_replaced_knows_what_was_handed_on(make: Any) -> None:
     with pytest.raises(EnvError, match="was replaced"):
         env.count  # noqa: B018
     env.reset()
-    twin._envs[0]._make()
+    twin.worker0.recreate(EnvError("lost with its process"))
     twin.reset()
     assert drawn(env) == drawn(twin)
     assert env.recreations == twin.recreations == [6]
@@ -177,7 +177,7 @@ def test_reset_that_fails_is_tried_as_often(make: Any, cls: Any) -> None:
         return walk(reset=2 if len(made) == 1 else 1)()
 
     env = make(cls, create)
-    with pytest.raises(EnvError, match=r"\[0\]: made anew 3 times without a step in between: .*raised in reset"):
+    with pytest.raises(EnvError, match=r"\[0\]: recreated 3 times without a step in between: .*raised in reset"):
         env.rollout(9, break_when_any_done=False)
     assert env.recreations == [3]
 
@@ -195,7 +195,7 @@ def test_step_without_an_action_on_arrays(make: Any) -> None:
     arrays = array_form(make(SerialEnv, walk())._envs[0])
     with pytest.raises(EnvKeyError, match="found no 'action'"):
         arrays.step(arrays.reset(None), {})
-    assert arrays._env.recreations == 0  # type: ignore[attr-defined]
+    assert arrays.env.recreations == 0  # type: ignore[attr-defined]
 
 
 def test_what_cannot_take_the_place_is_closed(make: Any) -> None:
@@ -222,7 +222,7 @@ def test_single_one_in_this_process_keeps_the_option(policy: str) -> None:
         with pytest.raises(ValueError, match="on_env_failure: expected one of"):
             single()
         return
-    with pytest.warns(RuntimeWarning, match=r"SerialEnv\[0\] was made anew"):
+    with pytest.warns(RuntimeWarning, match=r"SerialEnv\[0\] was recreated"):
         assert single().rollout(6, break_when_any_done=False).shape == (1, 6)
 
 
@@ -234,7 +234,7 @@ def statistics(env: EnvBase) -> dict[str, Any]:
 
 
 @both
-def test_frozen_statistics_hold_still_when_made_anew(make: Any, cls: Any) -> None:
+def test_frozen_statistics_hold_still_when_recreated(make: Any, cls: Any) -> None:
     env = make(cls, normed)
     env.set_seed(0)
     drawn(env, 2)

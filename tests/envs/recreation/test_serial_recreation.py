@@ -85,9 +85,9 @@ BOTH = pytest.mark.parametrize("native", [False, True])
 
 
 @BOTH
-def test_environment_is_made_anew_alone_and_its_trajectory_ends(native: bool) -> None:
+def test_environment_is_recreated_alone_and_its_trajectory_ends(native: bool) -> None:
     env = serial(walk(), walk(4), walk())
-    with pytest.warns(RuntimeWarning, match=r"SerialEnv\[1\] was made anew, .* truncated: .*step: ValueError: boom\. "):
+    with pytest.warns(RuntimeWarning, match=r"SerialEnv\[1\] was recreated, .* truncated: .*step: ValueError: boom\. "):
         data = rollout(env, 7, native=native)
     spared, hit = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 3, 1, 2, 3]
     assert data["observation"][..., 0].T.tolist() == [spared, hit, spared]
@@ -108,7 +108,7 @@ def test_the_same_as_in_other_processes(native: bool) -> None:
     found = []
     for env in (serial(*makers), ParallelEnv(3, makers, num_processes=1, on_env_failure="recreate")):
         env.set_seed(1)
-        with pytest.warns(RuntimeWarning, match="made anew"):
+        with pytest.warns(RuntimeWarning, match="recreated"):
             found.append(rollout(env, 12, native=native))
         assert env.recreations == [0, 3, 1]
         env.close()
@@ -119,7 +119,7 @@ def test_the_same_as_in_other_processes(native: bool) -> None:
 @BOTH
 def test_failure_in_a_reset(native: bool) -> None:
     env = serial(walk(), walk(reset=2))
-    with pytest.warns(RuntimeWarning, match=r"SerialEnv\[1\] was made anew, .*raised in reset"):
+    with pytest.warns(RuntimeWarning, match=r"SerialEnv\[1\] was recreated, .*raised in reset"):
         data = rollout(env, 10, native=native)
     assert data["observation"][7:, 1, :2].tolist() == [[8, 8], [1, 1], [2, 2]]
     assert data["terminated"][7].all()  # their real ends
@@ -144,7 +144,7 @@ def test_environment_that_always_fails_is_an_error(native: bool, where: dict[str
     env = serial(walk(), lambda: sound[0]() if sound else walk(**where)())
     with (
         pytest.warns(RuntimeWarning),
-        pytest.raises(EnvError, match=r"SerialEnv\[1\]: made anew 3 times without a step in between: .*boom") as caught,
+        pytest.raises(EnvError, match=r"SerialEnv\[1\]: recreated 3 times without a step in between: .*boom") as caught,
     ):
         rollout(env, 20, native=native)
     errors = [caught.value]
@@ -253,7 +253,7 @@ def test_failure_in_a_partial_reset_ends_what_was_under_way() -> None:
         return env.step_and_maybe_reset(td.set("action", torch.tensor(actions).reshape(2, 2)))
 
     td = step(env.reset(), 0, 0, 0, 0)[1]
-    with pytest.warns(RuntimeWarning, match=r"SerialEnv\[0\] was made anew"):
+    with pytest.warns(RuntimeWarning, match=r"SerialEnv\[0\] was recreated"):
         frame, td = step(td, 0, 2, 0, 0)  # its reset fails, and the one beside it was under way
     assert frame["next", "terminated"].flatten().tolist() == [False, True, False, False]
     assert td["count"].flatten().tolist() == [2, 0, 2, 2]
@@ -287,7 +287,7 @@ def test_failure_in_a_partial_reset_on_arrays() -> None:
 
     ended = step(2, 0)["done"]
     assert ended.tolist() == [[True, False]]
-    with pytest.warns(RuntimeWarning, match="made anew"):
+    with pytest.warns(RuntimeWarning, match="recreated"):
         fresh = arrays.reset(ended)
     assert fresh["observation"][0, 0, :2].tolist() == [0, 0]
     out = step(0, 0)  # no step: the second one's environment is gone
@@ -329,7 +329,7 @@ def test_unlike_environments() -> None:
     assert (before == after).all()
 
 
-def test_transforms_inside_are_made_anew_and_those_outside_stay() -> None:
+def test_transforms_inside_are_recreated_and_those_outside_stay() -> None:
     def doubled(td: TensorDictBase) -> TensorDictBase:
         return td.set("observation", td["observation"] * 2)
 
@@ -385,7 +385,7 @@ def test_copies_go_their_own_way(twin_of: Any) -> None:
     assert env.recreations == twin.recreations == [2]
 
 
-def test_moved_environments_are_moved_when_made_anew() -> None:
+def test_moved_environments_are_moved_when_recreated() -> None:
     env = serial(walk(2)).to("cpu")
     with pytest.warns(RuntimeWarning):
         assert env.rollout(4, break_when_any_done=False).device == torch.device("cpu")

@@ -15,7 +15,7 @@ from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.batched.async_processes import ProcessSlots
 from rollwright.envs.batched.hosting.host import Hosted
 from rollwright.envs.batched.parallel import ParallelEnv
-from rollwright.envs.recreation.env import RenewableEnv
+from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.transforms import Transform, VecNorm
 from rollwright.weight_update.forms import State, prepare
 
@@ -29,8 +29,8 @@ def freeze(env: EnvBase) -> EnvBase:
         halt: Any = getattr(module, "freeze", None) if isinstance(module, Transform) else None
         if callable(halt):
             halt()
-        if isinstance(module, RenewableEnv):
-            module._hand_on(_inherit)
+        if isinstance(module, RecreatedEnv):
+            module.on_recreation(_inherit)
         elsewhere = _ask_of(module)
         if elsewhere is not None:
             elsewhere(_freeze_hosted)

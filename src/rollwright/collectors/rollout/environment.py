@@ -11,8 +11,8 @@ from torch import nn
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
-from rollwright.envs.recreation.env import RenewableEnv
-from rollwright.envs.recreation.policy import Notice
+from rollwright.envs.recreation.env import RecreatedEnv
+from rollwright.envs.recreation.policy import RecreationWarning
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 from rollwright.errors import EnvError
 
@@ -48,8 +48,8 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
         maker = partial(made, **(options.create_env_kwargs or {}))
         made = maker()
         if options.on_env_failure == "recreate" and isinstance(made, EnvBase):
-            notice = Notice('stats()["env_recreations"]')
-            made = RenewableEnv(made, maker, None, partial(notice.tell, "create_env_fn: the environment"))
+            notice = RecreationWarning('stats()["env_recreations"]')
+            made = RecreatedEnv(made, maker, None, partial(notice.warn, "create_env_fn: the environment"))
     if not isinstance(made, EnvBase):
         raise TypeError(
             f"create_env_fn: expected an EnvBase of rollwright or a callable that returns one, got "

@@ -31,7 +31,7 @@ class Word(IntEnum):
     NUM_IDS = 9  # trajectory ids taken
     FRAMES_DROPPED = 10
     CHANGES = 11  # of its state, and naps while it waits
-    ENV_RECREATIONS = 12  # environments that were made anew
+    ENV_RECREATIONS = 12  # environments that were recreated
 
 
 class Time(IntEnum):

@@ -40,7 +40,7 @@ class RemoteEnvs(BatchedEnv):
         return self._processes.renewals
 
     @property
-    def _num_recreated(self) -> int:
+    def num_recreated(self) -> int:
         return self._processes.num_recreated
 
     # The environments together ------------------------------------------------------------------

@@ -107,7 +107,7 @@ def load_env(env: EnvBase, state: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: ``state`` is no such state, or that of another kind of environment.
-        EnvError: a class or function that the state names is not there; ``env`` is to be made anew then.
+        EnvError: a class or function that the state names is not there; make a new ``env`` then.
     """
     if not isinstance(state, Mapping) or not set(ENTRIES) <= state.keys():
         found = key_str(state.keys()) if isinstance(state, Mapping) else type(state).__name__

@@ -1,4 +1,4 @@
-"""The array form of an environment that is made anew when it raises."""
+"""The array form of an environment that is recreated when it raises."""
 
 from __future__ import annotations
 
@@ -10,27 +10,37 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
-from rollwright.envs.arrays import ArrayEnv, Entry, Rows, Values, check_flags, check_open, refuse_overrides
+from rollwright.envs.arrays import (
+    ArrayEnv,
+    Entry,
+    Rows,
+    Values,
+    array_form,
+    check_flags,
+    check_open,
+    constant,
+    refuse_overrides,
+)
 from rollwright.errors import EnvError, NotNative, RollwrightError
 
 if TYPE_CHECKING:
-    from rollwright.envs.recreation.env import RenewableEnv
+    from rollwright.envs.recreation.env import RecreatedEnv
 
-__all__ = ["RenewableArrays"]
+__all__ = ["RecreatedArrays"]
 
 
-class RenewableArrays(ArrayEnv):
-    """The array form of a :class:`~rollwright.envs.recreation.env.RenewableEnv`.
+class RecreatedArrays(ArrayEnv):
+    """The array form of a :class:`~rollwright.envs.recreation.env.RecreatedEnv`.
 
     Raises:
         NotNative: the environment has no array form.
     """
 
-    def __init__(self, env: RenewableEnv) -> None:
+    def __init__(self, env: RecreatedEnv) -> None:
         refuse_overrides(env, type(env))
         check_flags(env)
-        self._env = env
-        self._of, self._base = env.base_env, env.base_env._array_form()
+        self.env = env
+        self._of, self._base = env.base_env, array_form(env.base_env)
         self.batch, self.entries, self.rewards = self._base.batch, self._base.entries, self._base.rewards
         self.reads = self._base.reads
 
@@ -45,20 +55,20 @@ class RenewableArrays(ArrayEnv):
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
-        with suppress(EnvError):  # what is broken raises in the next step, which makes it anew
+        with suppress(EnvError):  # what is broken raises in the next step, which recreates it
             self._form().check()
 
     def groups(self, number: int) -> list[ArrayEnv]:
         """See :meth:`ArrayEnv.groups`."""
-        raise NotNative("on_env_failure='recreate' makes the batch anew as a whole")
+        raise NotNative("on_env_failure='recreate' recreates the batch as a whole")
 
     def _form(self) -> ArrayEnv:
         """The array form of the environment that is there now."""
-        env = self._env.base_env
+        env = self.env.base_env
         if self._of is not env:
             ahead = self._base.resets_ahead
             try:
-                self._base = env._array_form()
+                self._base = array_form(env)
             except NotNative as reason:
                 raise EnvError(
                     f"create_env_fn: it made {env} in the place of one on arrays, and this one is not: {reason}. With "
@@ -69,48 +79,48 @@ class RenewableArrays(ArrayEnv):
 
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
-        env = self._env
+        env = self.env
         check_open(env, "step")
-        if not env._is_new:
+        if not env.awaits_reset:
             try:
                 out = self._form().step(root, preset)
             except RollwrightError as error:
-                if env._last is None or not root.keys() >= set(self.reads):
+                if env.last_observed is None or not root.keys() >= set(self.reads):
                     raise
-                env._renew(error)
+                env.recreate(error)
             else:
-                env._taken(out)
+                env.note_step(out)
                 return out
-        env._owes_end = False
+        env.note_end()
         return self._missed()
 
     def _missed(self) -> Values:
         """The outcome of a step that was none."""
         last = self._last()
         out: Values = {key: np.array(last[key])[()] for key in self.entries}
-        for key, entry in self.rewards.items():
-            out[key] = np.zeros(entry.shape[:-1] if entry.column else entry.shape, entry.dtype)[()]
+        out.update({key: constant(entry, 0) for key, entry in self.rewards.items()})
         for flag, value in (("done", True), ("terminated", False), ("truncated", True)):
             out[flag] = np.full(self.batch, value)[()]
         return out
 
     def _last(self) -> Values:
-        last = self._env._last
+        last = self.env.last_observed
         if not isinstance(last, TensorDictBase):
             return cast(Values, last)
         return {key: _row_form(cast(torch.Tensor, last.get(key)), entry) for key, entry in self.entries.items()}
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
-        env = self._env
+        env = self.env
         check_open(env, "reset")
         partial = rows is not None and not bool(rows.all())
 
-        def begin(whole: bool) -> Values:
+        def reset(whole: bool) -> Values:
             return self._form().reset(None if whole else rows, **kwargs)
 
-        fresh = cast(Values, env._begun(begin, partial, kwargs))
-        env._last = self._merged(fresh, cast(Rows, rows)) if partial and env._last is not None else fresh
+        fresh = cast(Values, env.reset_with(reset, partial, kwargs))
+        merges = partial and env.last_observed is not None
+        env.last_observed = self._merged(fresh, cast(Rows, rows)) if merges else fresh
         return fresh
 
     def _merged(self, fresh: Values, rows: Rows) -> Values:

@@ -1,4 +1,4 @@
-"""RenewableEnv: an environment that is made anew when it raises."""
+"""RecreatedEnv: an environment that is recreated when it raises."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rollwright.envs._checks import missing_actions
 from rollwright.envs._partial_reset import merge_reset, reset_masks
 from rollwright.envs.arrays import ArrayEnv, Values, check_open
 from rollwright.envs.base import EnvBase
-from rollwright.envs.factories import SPECS, made, renamed
-from rollwright.envs.recreation.arrays import RenewableArrays
-from rollwright.envs.recreation.policy import MOST_FRUITLESS, Rite, Succession
+from rollwright.envs.factories import SPECS, made
+from rollwright.envs.recreation.arrays import RecreatedArrays
+from rollwright.envs.recreation.policy import RecreationPolicy
 from rollwright.errors import EnvError, RollwrightError
 
-__all__ = ["RenewableEnv"]
+__all__ = ["RecreatedEnv"]
 
 
-class RenewableEnv(EnvBase):
-    """An environment around another one, ``base_env``, in whose place a new one is made when it raises.
+class RecreatedEnv(EnvBase):
+    """An environment around another one, ``base_env``, which is replaced by a new one when it raises.
 
     A step that raised is answered by the last observation once more, a reward of 0, and ``truncated`` and ``done`` set
     in all of the batch, so that trajectories end there. In place of a reset that raised, the new environment's is
@@ -38,7 +38,12 @@ class RenewableEnv(EnvBase):
         env: the first one.
         maker: makes others of the same make.
         worker: its index in a batch, None for one alone.
-        tell: called each time that another one has been made, with the reason.
+        report: called each time that another one has been made, with the reason.
+
+    Attributes:
+        recreation: the policy: counts failures, and says what the next environment takes over.
+        awaits_reset: whether all of the batch waits for a reset, so that nothing is stepped.
+        last_observed: the outcome of the last step or reset, a TensorDict or arrays.
 
     Raises:
         ValueError: the environment cannot say that a trajectory was cut.
@@ -46,16 +51,16 @@ class RenewableEnv(EnvBase):
     Example:
         >>> from rollwright.envs import GymEnv
         >>> make = lambda: GymEnv("CartPole-v1")
-        >>> env = RenewableEnv(make(), make, None, print)
+        >>> env = RecreatedEnv(make(), make, None, print)
         >>> env.rollout(3).batch_size, env.recreations
         (torch.Size([3]), 0)
     """
 
     base_env: EnvBase
-    _not_saved = ("_maker", "_tell")
+    _not_saved = ("_maker", "_report")
 
     def __init__(
-        self, env: EnvBase, maker: Callable[[], EnvBase], worker: int | None, tell: Callable[[str], Any]
+        self, env: EnvBase, maker: Callable[[], EnvBase], worker: int | None, report: Callable[[str], Any]
     ) -> None:
         self.__dict__["base_env"] = env  # for the constructor, which sets what belongs to it
         env.add_truncated_keys()
@@ -72,17 +77,17 @@ class RenewableEnv(EnvBase):
         )
         self._maker = ByValue(maker)
         self._worker = worker
-        self._tell = tell
-        self._past = Succession()
-        self._is_new = False  # whether all of the batch waits for a reset, and steps are none
+        self._report = report
+        self.recreation = RecreationPolicy()
+        self.awaits_reset = False
+        self.last_observed: TensorDictBase | Values | None = None
         self._owes_end = False  # whether trajectories are under way that no environment goes on with
-        self._last: TensorDictBase | Values | None = None  # observed last, of both forms
-        self._take(env)
+        self._hold(env)
 
     def _finalize(self) -> None:
         """Specs are those of the base environment."""
 
-    def _take(self, env: EnvBase) -> None:
+    def _hold(self, env: EnvBase) -> None:
         self.base_env = env
         self.__dict__["base_env"] = env  # as in TransformedEnv
         self._cache.clear()
@@ -90,75 +95,98 @@ class RenewableEnv(EnvBase):
     @property
     def recreations(self) -> int:
         """How many environments were here before."""
-        return self._past.renewals
+        return self.recreation.num_recreated
 
     @property
-    def _num_recreated(self) -> int:
-        return self._past.renewals + self._past.renewals_inside
+    def num_recreated(self) -> int:
+        """How many environments were replaced, those inside of them included."""
+        return self.recreation.num_recreated + self.recreation.num_recreated_inside
 
-    def _take_over(self, past: Succession | None, tell: Callable[[str], Any]) -> None:
-        """Take a place in another process, and ``past``, where there was an environment before."""
-        self._tell = tell
-        if past is not None:
-            self._past = past
-            self.to(past.device)
-            past.settle_in(self.base_env)
+    def continue_from(self, recreation: RecreationPolicy | None, report: Callable[[str], Any]) -> None:
+        """Run in another process, and take the place of what was there before, if anything was."""
+        self._report = report
+        if recreation is not None:
+            self.recreation = recreation
+            self.to(recreation.device)
+            recreation.prepare(self.base_env)
 
-    def _hand_on(self, rite: Rite) -> None:
-        """Let something be done to all environments that follow, see :class:`Succession`."""
-        if rite not in self._past.rites:
-            self._past.rites.append(rite)
+    def on_recreation(self, hook: Callable[[EnvBase, EnvBase | None], Any]) -> None:
+        """Call ``hook`` with each environment that follows, and the one before it; None: it was lost."""
+        if hook not in self.recreation.hooks:
+            self.recreation.hooks.append(hook)
 
-    # Failures ---------------------------------------------------------------------------------
+    # Failures, in steps and resets of either form -----------------------------------------------
 
-    def _renew(self, error: RollwrightError) -> None:
+    def recreate(self, error: RollwrightError) -> None:
         """Make another environment in the place of the one that has raised.
 
         Raises:
-            RollwrightError: others before it have failed since the last step, or there is none to be had.
+            RollwrightError: others before it have failed since the last step, or none can be made.
         """
-        past = self._past
-        if past.fruitless >= MOST_FRUITLESS:
-            raise renamed(f"made anew {MOST_FRUITLESS} times without a step in between", error) from error
-        past.fruitless += 1
-        self._is_new = True
-        self._make()
-        self._tell(str(error))
+        self.recreation.note_failure(error)
+        self.awaits_reset = True
+        self._replace()
+        self._report(str(error))
 
-    def _make(self) -> None:
+    def _replace(self) -> None:
         old = self.base_env
-        check = partial(_check_follows, old=old, facts=_facts(old))
-        self._take(self._past.follow(old, lambda: made(self._worker, self._maker.value), check))
+        check = partial(_check_fits, old=old, facts=_facts(old))
+        self._hold(self.recreation.replace(old, lambda: made(self._worker, self._maker.value), check))
 
-    def _taken(self, last: TensorDictBase | Values) -> None:
-        """Note a step."""
-        self._past.fruitless = 0
-        self._last = last
+    def note_step(self, observed: TensorDictBase | Values) -> None:
+        """Note a step that the environment took."""
+        self.recreation.failures = 0
+        self.last_observed = observed
 
-    def _has_begun(self, *, renewed: bool, partial: bool) -> None:
-        """Note a reset."""
-        self._is_new = self._owes_end = (self._owes_end or renewed) and partial
+    def note_end(self) -> None:
+        """Note that the trajectories under way were ended, by a step that was not taken."""
+        self._owes_end = False
 
-    # Steps and resets -------------------------------------------------------------------------
+    def reset_with(self, reset: Callable[[bool], Any], partial: bool, kwargs: dict[str, Any]) -> Any:
+        """What a reset returns, of another environment where it fails.
+
+        Args:
+            reset: resets: all of the batch if its argument is True, else what is marked.
+            partial: whether not all of the batch is marked.
+            kwargs: of the reset; a seed is taken out of it when it was used.
+        """
+        if isinstance(seed := kwargs.get("seed"), int):
+            self.recreation.note_seed(seed)
+        if self.base_env.is_closed:  # making it has failed the last time
+            self._replace()
+        replaced = False
+        while True:
+            try:
+                fresh = reset(self.awaits_reset)
+            except RollwrightError as error:
+                self.recreate(error)
+                replaced = True
+                kwargs.pop("seed", None)  # the new one has a seed of its own
+            else:
+                self.awaits_reset = self._owes_end = (self._owes_end or replaced) and partial
+                return fresh
+
+    # On TensorDicts -----------------------------------------------------------------------------
 
     def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """See :meth:`EnvBase.step_outcome`; of a step that failed, the end of its trajectory."""
         check_open(self, "step")
-        if not self._is_new:
+        if not self.awaits_reset:
             try:
                 outcome = self.base_env.step_outcome(tensordict)
             except RollwrightError as error:
-                if self._last is None or missing_actions(self, tensordict):
+                if self.last_observed is None or missing_actions(self, tensordict):
                     raise
-                self._renew(error)
+                self.recreate(error)
             else:
-                self._taken(outcome.copy())
+                self.note_step(outcome.copy())
                 return outcome
-        self._owes_end = False
+        self.note_end()
         return self._missed()
 
     def _missed(self) -> TensorDictBase:
         """The outcome of a step that was none."""
-        last = self._last
+        last = self.last_observed
         if isinstance(last, TensorDictBase):
             td = last.clone()
         else:
@@ -174,56 +202,34 @@ class RenewableEnv(EnvBase):
         return td.update(self.full_reward_spec.zero()).update(flags)
 
     def reset_outcome(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
+        """See :meth:`EnvBase.reset_outcome`; of another environment where the reset fails."""
         check_open(self, "reset")
         masks = reset_masks(self, tensordict)
         partial = masks is not None and not all(bool(mask.all()) for mask in masks.values())
 
-        def begin(whole: bool) -> TensorDictBase:
+        def reset(whole: bool) -> TensorDictBase:
             given = tensordict.exclude(*self.reset_keys) if tensordict is not None and whole else tensordict
             return self.base_env.reset_outcome(given, **kwargs)
 
-        fresh: TensorDictBase = self._begun(begin, partial, kwargs)
-        last = self._last
+        fresh: TensorDictBase = self.reset_with(reset, partial, kwargs)
+        last = self.last_observed
         if partial and isinstance(last, TensorDictBase):
-            self._last = merge_reset(self, last, fresh, masks)
+            self.last_observed = merge_reset(self, last, fresh, masks)
         else:
-            self._last = fresh.copy()
+            self.last_observed = fresh.copy()
         return fresh
 
-    def _begun(self, begin: Callable[[bool], Any], partial: bool, kwargs: dict[str, Any]) -> Any:
-        """What a reset returns, of another environment where it fails.
-
-        Args:
-            begin: resets: all of the batch if its argument is True, else what is marked.
-            partial: whether not all of the batch is marked.
-            kwargs: of the reset; a seed is taken out of it when it was used.
-        """
-        if isinstance(seed := kwargs.get("seed"), int):
-            self._past.note_seed(seed)
-        if self.base_env.is_closed:  # making it has failed the last time
-            self._make()
-        renewed = False
-        while True:
-            try:
-                fresh = begin(self._is_new)
-            except RollwrightError as error:
-                self._renew(error)
-                renewed = True
-                kwargs.pop("seed", None)  # the new one has a seed of its own
-            else:
-                self._has_begun(renewed=renewed, partial=partial)
-                return fresh
-
     def _array_form(self) -> ArrayEnv:
-        return RenewableArrays(self)
+        return RecreatedArrays(self)
 
     # What belongs to the base environment -----------------------------------------------------
 
     def _full_spec(self, name: str) -> Composite:
-        return self.base_env._full_spec(name)
+        spec: Composite = getattr(self.base_env, f"full_{name}_spec")
+        return spec
 
     def _set_spec(self, name: str, spec: TensorSpec, default_key: str | None) -> None:
-        raise AttributeError(f"{name}_spec: {self} makes environments anew. Let create_env_fn set their specs.")
+        raise AttributeError(f"{name}_spec: {self} recreates environments. Let create_env_fn set their specs.")
 
     def add_truncated_keys(self) -> Self:
         """No effect: all groups of flags have one."""
@@ -240,13 +246,13 @@ class RenewableEnv(EnvBase):
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         """Seed the base environment, see :meth:`EnvBase.set_seed`; those that follow it get seeds made of this one."""
-        self._past.note_seed(seed, static_seed)
+        self.recreation.note_seed(seed, static_seed)
         return self.base_env.set_seed(seed, static_seed)
 
     def to(self, device: torch.device | str | int | None) -> Self:  # type: ignore[override]
         """Move the base environment, and those that will follow it; returns this environment."""
         if device is not None:
-            self._past.device = as_device(device)
+            self.recreation.device = as_device(device)
             self.base_env.to(device)
             super().to(device)
         return self
@@ -279,7 +285,7 @@ class RenewableEnv(EnvBase):
 
 
 def _facts(env: EnvBase) -> dict[Any, Any]:
-    """What environments that follow one another have in common."""
+    """What an environment and its replacement have in common."""
     facts: dict[Any, Any] = {"batch_size": env.batch_size}
     for name in SPECS:
         for key, spec in getattr(env, f"full_{name}_spec").items(True, False):
@@ -288,7 +294,7 @@ def _facts(env: EnvBase) -> dict[Any, Any]:
     return facts
 
 
-def _check_follows(new: EnvBase, *, old: EnvBase, facts: dict[Any, Any]) -> None:
+def _check_fits(new: EnvBase, *, old: EnvBase, facts: dict[Any, Any]) -> None:
     """Test that an environment may take the place of another one, of which these are the facts."""
     if new is old:
         raise EnvError(

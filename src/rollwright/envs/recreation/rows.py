@@ -14,7 +14,7 @@ from rollwright.envs.batched.hosting.messages import Raised
 from rollwright.envs.batched.hosting.processes import EnvProcesses
 from rollwright.envs.batched.hosting.under_way import Gathered, Lost
 from rollwright.envs.factories import renamed
-from rollwright.envs.recreation.policy import MOST_FRUITLESS, Notice
+from rollwright.envs.recreation.policy import MAX_FAILURES, RecreationWarning
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = ["Missed", "Recreation", "end_array_rows", "end_rows"]
@@ -36,34 +36,34 @@ NONE = Missed(frozenset(), frozenset())
 
 
 class Recreation:
-    """Decides what follows from failures: raises them, or has environments made anew and says whose trajectories end.
+    """Decides what follows from failures: raises them, or has environments recreated and says whose trajectories end.
 
     Args:
         name: of the batch, for messages.
         processes: that host the environments.
-        enabled: whether environments are made anew.
+        enabled: whether environments are recreated.
     """
 
     def __init__(self, name: str, processes: EnvProcesses, *, enabled: bool) -> None:
         self._name = name
         self._processes = processes
         self._enabled = enabled
-        self._orphans: set[int] = set()  # rows with new environments, which were not reset yet
-        self._fruitless = [0] * processes.num_processes
-        self._notice = Notice(".recreations")
+        self._unreset: set[int] = set()  # rows with new environments, which were not reset yet
+        self._failures = [0] * processes.num_processes
+        self._warning = RecreationWarning(".recreations")
 
     def due(self, rows: range) -> frozenset[int]:
         """Rows that cannot be stepped: their environments are new and wait for a reset."""
-        return frozenset(self._orphans.intersection(rows)) if self._orphans else NONE.failed
+        return frozenset(self._unreset.intersection(rows)) if self._unreset else NONE.failed
 
     def load(self, rows: Iterable[int]) -> None:
         """Take these for the rows that cannot be stepped."""
-        self._orphans = set(rows)
+        self._unreset = set(rows)
 
     def begun(self, rows: Iterable[int]) -> None:
         """These were reset."""
-        if self._orphans:
-            self._orphans.difference_update(rows)
+        if self._unreset:
+            self._unreset.difference_update(rows)
 
     def settle(self, ticket: int, gathered: Gathered, call: str) -> Missed:
         """See to what went wrong with a command.
@@ -72,7 +72,7 @@ class Recreation:
             The rows it concerns; in a reset, ``failed`` are those to be reset once more.
 
         Raises:
-            RollwrightError: an environment has failed, and is not made anew.
+            RollwrightError: an environment has failed, and is not recreated.
         """
         for row, text in gathered.renewed:
             self._tell(row, text)
@@ -87,7 +87,7 @@ class Recreation:
             failed |= set(lost.rows) - done
         if call == "step":
             for process in gathered.replies:
-                self._fruitless[process] = 0
+                self._failures[process] = 0
         else:
             failed, cut = failed | cut, set()
         return Missed(frozenset(failed), frozenset(cut))
@@ -95,19 +95,19 @@ class Recreation:
     def _replace(self, lost: Lost, call: str) -> None:
         said = f"{self._name}[{lost.row}]: its process {lost.how}, in {call}"
         cause = None if lost.failure is None else lost.failure.error(f"process {lost.process}")
-        self._fruitless[lost.process] += 1
+        self._failures[lost.process] += 1
         if not self._enabled:
             raise EnvError(
-                f"{said}. It hosted the environments {list(self._processes.rows[lost.process])}. Make the batch anew, "
+                f"{said}. It hosted the environments {list(self._processes.rows[lost.process])}. Make a new batch, "
                 "or pass on_env_failure='recreate'."
             ) from cause
         if self._processes.is_there(lost.process):
             return  # replaced with the command before
-        if self._fruitless[lost.process] > MOST_FRUITLESS:
+        if self._failures[lost.process] > MAX_FAILURES:
             raise EnvError(
-                f"{said}. {MOST_FRUITLESS} processes before it ended in the same place, without a step in between."
+                f"{said}. {MAX_FAILURES} processes before it ended in the same place, without a step in between."
             ) from cause
-        self._orphans.update(self._processes.rows[lost.process])
+        self._unreset.update(self._processes.rows[lost.process])
         self._processes.replace(lost.process)
         self._tell(lost.row, f"its process {lost.how}, in {call}")
 
@@ -117,7 +117,7 @@ class Recreation:
         return renamed(place, error) if isinstance(error, RollwrightError) else EnvError(f"{place}: {raised.text}")
 
     def _tell(self, row: int, text: str) -> None:
-        self._notice.tell(f"{self._name}[{row}]", text)
+        self._warning.warn(f"{self._name}[{row}]", text)
 
 
 def end_rows(td: TensorDictBase, groups: list[DoneGroup], rows: Iterable[int], *, failed: bool) -> None:

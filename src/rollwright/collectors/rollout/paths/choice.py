@@ -19,7 +19,7 @@ from rollwright.collectors.rollout.paths.groups import AlternatingPath
 from rollwright.collectors.rollout.paths.plain import PlainPath
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form
 from rollwright.envs.base import EnvBase
-from rollwright.envs.recreation.env import RenewableEnv
+from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.transforms import TransformedEnv
 from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy
@@ -235,8 +235,8 @@ def _lands(key: NestedKey, available: set[NestedKey]) -> bool:
 def _random(core: RolloutCore, arrays: ArrayEnv) -> FlatPolicy:
     """Random actions, as the environment would draw them."""
     env: EnvBase = core.env
-    passing = (TransformedEnv.rand_action, RenewableEnv.rand_action)
-    while isinstance(env, TransformedEnv | RenewableEnv) and type(env).rand_action in passing:
+    passing = (TransformedEnv.rand_action, RecreatedEnv.rand_action)
+    while isinstance(env, TransformedEnv | RecreatedEnv) and type(env).rand_action in passing:
         env = env.base_env
     if type(env).rand_action is not EnvBase.rand_action:
         raise NotNative(f"{type(env).__name__} overrides rand_action")

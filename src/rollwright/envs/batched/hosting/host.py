@@ -40,8 +40,8 @@ from rollwright.envs.batched.hosting.messages import (
 from rollwright.envs.batched.hosting.shared_rows import SharedRows
 from rollwright.envs.batched.hosting.td_rows import dense_leaves, row_of
 from rollwright.envs.factories import made, own_kwargs, placed
-from rollwright.envs.recreation.env import RenewableEnv
-from rollwright.envs.recreation.policy import Succession
+from rollwright.envs.recreation.env import RecreatedEnv
+from rollwright.envs.recreation.policy import RecreationPolicy
 
 __all__ = ["DONE_ROWS", "Hosted", "serve_envs"]
 
@@ -59,11 +59,11 @@ class Hosted:
 
     Attributes:
         row: as above.
-        env: the environment; one that is made anew is a :class:`RenewableEnv`.
+        env: the environment; one that is made anew is a :class:`RecreatedEnv`.
     """
 
     def __init__(
-        self, row: int, maker: Callable[[], EnvBase], past: Succession | None, renewed: list[Renewed] | None
+        self, row: int, maker: Callable[[], EnvBase], past: RecreationPolicy | None, renewed: list[Renewed] | None
     ) -> None:
         self.row = row
         self._arrays: ArrayEnv | None = None
@@ -73,14 +73,14 @@ class Hosted:
             def tell(text: str) -> None:
                 renewed.append(Renewed(row, text))
 
-            if not isinstance(self.env, RenewableEnv):  # a copy of a batch has them
-                self.env = RenewableEnv(self.env, maker, row, tell)
-            self.env._take_over(past, tell)
+            if not isinstance(self.env, RecreatedEnv):  # a copy of a batch has them
+                self.env = RecreatedEnv(self.env, maker, row, tell)
+            self.env.continue_from(past, tell)
 
     @property
     def inner(self) -> EnvBase:
         """The environment as it was made."""
-        return self.env.base_env if isinstance(self.env, RenewableEnv) else self.env
+        return self.env.base_env if isinstance(self.env, RecreatedEnv) else self.env
 
     def array_form(self, *, anew: bool = False) -> ArrayEnv:
         """The environment on arrays.
@@ -273,7 +273,7 @@ def serve_envs(
     channel: Channel,
     segment: Segment,
     makers: dict[int, Callable[[], EnvBase]],
-    pasts: dict[int, Succession],
+    pasts: dict[int, RecreationPolicy],
     describe: Callable[[Hosted], Any],
     torch_seed: int,
     renews: bool,
@@ -326,9 +326,9 @@ def serve_envs(
                 hosted.env.close(raise_if_closed=False)
 
 
-def _pasts(envs: Iterable[Hosted]) -> dict[int, Succession] | None:
+def _pasts(envs: Iterable[Hosted]) -> dict[int, RecreationPolicy] | None:
     """By row: what environments hand on, where they are made anew."""
-    return {hosted.row: hosted.env._past for hosted in envs if isinstance(hosted.env, RenewableEnv)} or None
+    return {hosted.row: hosted.env.recreation for hosted in envs if isinstance(hosted.env, RecreatedEnv)} or None
 
 
 def _below_next(key: NestedKey) -> NestedKey:

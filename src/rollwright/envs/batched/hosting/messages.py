@@ -9,7 +9,7 @@ from rollwright._keys import NestedKey
 from rollwright._processes.channel import ByValue
 from rollwright._processes.failures import Failure
 from rollwright.envs.batched.hosting.shared_rows import Field
-from rollwright.envs.recreation.policy import Succession
+from rollwright.envs.recreation.policy import RecreationPolicy
 from rollwright.errors import EnvError
 
 __all__ = [
@@ -145,7 +145,7 @@ class Reply(NamedTuple):
     ticket: int
     raised: tuple[Raised, ...] = ()
     renewed: tuple[Renewed, ...] = ()
-    pasts: dict[int, Succession] | None = None
+    pasts: dict[int, RecreationPolicy] | None = None
     forms: dict[tuple[str, int], Form] | None = None
     rest: ByValue | None = None
     values: bytes | None = None

@@ -107,12 +107,12 @@ class EnvProcesses:
     def renewals(self) -> list[int]:
         """How many environments were in each row's place before."""
         pasts = self._under_way.pasts
-        return [pasts[row].renewals if row in pasts else 0 for row in range(len(self._makers))]
+        return [pasts[row].num_recreated if row in pasts else 0 for row in range(len(self._makers))]
 
     @property
     def num_recreated(self) -> int:
         """How many environments were made anew, those inside of them included."""
-        return sum(past.renewals + past.renewals_inside for past in self._under_way.pasts.values())
+        return sum(past.num_recreated + past.num_recreated_inside for past in self._under_way.pasts.values())
 
     @property
     def num_messages(self) -> int:

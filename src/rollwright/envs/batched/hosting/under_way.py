@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rollwright._processes.failures import Failure
 from rollwright.envs.batched.hosting.messages import Form, Raised, Renewed, Reply
-from rollwright.envs.recreation.policy import Succession
+from rollwright.envs.recreation.policy import RecreationPolicy
 
 __all__ = ["Gathered", "Lost", "UnderWay"]
 
@@ -66,7 +66,7 @@ class UnderWay:
     def __init__(self, num_rows: int) -> None:
         self.marks: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.forms: dict[tuple[str, int], Form] = {}
-        self.pasts: dict[int, Succession] = {}
+        self.pasts: dict[int, RecreationPolicy] = {}
         self._due: dict[int, dict[int, tuple[int, ...]]] = {}  # by ticket and process: rows
         self._come: dict[int, Gathered] = {}
         self.dropped: set[int] = set()
