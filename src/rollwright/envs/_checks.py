@@ -90,10 +90,7 @@ def check_entries(
         EnvKeyError: an entry is missing.
         EnvError: an entry has another shape or dtype, or lies outside its spec.
     """
-    cached = env._cache.get(("entries", name))
-    if cached is None:
-        cached = entries(getattr(env, f"full_{name}_spec"), env.ndim)
-        env._cache["entries", name] = cached
+    cached = env.remember(("entries", name), lambda: entries(env.full_spec(name), env.ndim))
     checks = Checks(env, name, call, dtypes, env.run_type_checks if domains is None else domains)
     checks.check(td, cached, td.batch_size)
 
@@ -176,8 +173,8 @@ def _other_dtype(value: torch.Tensor, name: str, dtype: torch.dtype | None) -> s
 
 def _match_trailing_one(env: EnvBase, td: TensorDictBase, name: str, call: str) -> None:
     """Reshape rewards or flags that lack (or have one too many) trailing dimensions of one."""
-    spec = getattr(env, f"full_{name}_spec")
-    for key in env._keys_of(name):
+    spec = env.full_spec(name)
+    for key in getattr(env, f"{name}_keys"):
         value = td.get(key, None)
         if value is None or not isinstance(value, torch.Tensor):
             continue

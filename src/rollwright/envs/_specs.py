@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Self, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -16,6 +16,62 @@ from rollwright.data.specs.shapes import as_device
 from rollwright.errors import EnvError
 
 __all__ = ["EnvSpecs"]
+
+
+S = TypeVar("S", bound=TensorSpec)
+T = TypeVar("T")
+
+NAMES = ("observation", "state", "action", "reward", "done")
+LEAVES = ("action", "reward", "done")  # may be set as a leaf, which goes under this key
+
+
+class FullSpec:
+    """Descriptor of ``full_<name>_spec``: a Composite; what is set may be a leaf, for actions, rewards and flags."""
+
+    def __init__(self, name: str, doc: str) -> None:
+        self.name, self.__doc__ = name, doc
+
+    def __get__(self, env: EnvSpecs | None, kind: Any = None) -> Composite:
+        return cast(Composite, self) if env is None else env.full_spec(self.name)
+
+    def __set__(self, env: EnvSpecs, spec: TensorSpec) -> None:
+        env.set_full_spec(self.name, spec)
+
+
+class ShortSpec(Generic[S]):
+    """Descriptor of ``<name>_spec``: ``full_<name>_spec``, or the leaf of an only action or reward."""
+
+    def __init__(self, name: str, doc: str) -> None:
+        self.name, self.__doc__ = name, doc
+        self._takes_leaf = name in ("action", "reward")
+
+    def __get__(self, env: EnvSpecs | None, kind: Any = None) -> S:
+        if env is None:
+            return cast(S, self)
+        spec = getattr(env, f"full_{self.name}_spec")
+        return cast(S, _single_leaf(spec) if self._takes_leaf else spec)
+
+    def __set__(self, env: EnvSpecs, spec: TensorSpec) -> None:
+        setattr(env, f"full_{self.name}_spec", spec)
+
+
+class Keys:
+    """Descriptor of ``<name>_keys``: keys of all leaves of a spec, the root's first."""
+
+    def __init__(self, name: str, doc: str) -> None:
+        self.name, self.__doc__ = name, doc
+
+    def __get__(self, env: EnvSpecs | None, kind: Any = None) -> list[NestedKey]:
+        if env is None:
+            return cast("list[NestedKey]", self)
+        return env.remember(self.name, lambda: _sorted_keys(getattr(env, f"full_{self.name}_spec")))
+
+    def __set__(self, env: EnvSpecs, keys: Any) -> None:
+        raise AttributeError(f"{self.name}_keys: follow from {self.name}_spec. Set that.")
+
+
+def _sorted_keys(spec: Composite) -> list[NestedKey]:
+    return sorted((unravel(key) for key in spec.keys(True, True)), key=lambda key: (len(as_tuple(key)), as_tuple(key)))
 
 
 def _unbatched(name: str) -> property:
@@ -61,10 +117,10 @@ class EnvSpecs(nn.Module):
 
     def _finalize(self) -> None:
         """Fill in the specs that the constructor left open, and check those set before ``EnvBase.__init__``."""
-        for name, spec in list(self._full_specs.items()):
-            self._set_spec(name, spec, None)
-        for name in ("observation", "state", "action", "reward", "done"):
-            if name not in self._full_specs:
+        for name in NAMES:
+            if name in self._full_specs:
+                self.set_full_spec(name, self._full_specs[name])
+            else:
                 self._default_spec(name)
 
     def _default_spec(self, name: str) -> None:
@@ -76,7 +132,14 @@ class EnvSpecs(nn.Module):
         else:
             self._full_specs[name] = Composite(shape=self.batch_size, device=self.device)
 
-    def _full_spec(self, name: str) -> Composite:
+    def remember(self, name: Hashable, find: Callable[[], T]) -> T:
+        """``find()``, called once until specs change."""
+        if name not in self._cache:
+            self._cache[name] = find()
+        return cast(T, self._cache[name])
+
+    def full_spec(self, name: str) -> Composite:
+        """``full_<name>_spec``, of ``"observation"``, ``"state"``, ``"action"``, ``"reward"`` or ``"done"``."""
         if name not in self._full_specs:  # read before it was set
             if "_modules" not in self.__dict__:
                 raise EnvError(
@@ -85,71 +148,31 @@ class EnvSpecs(nn.Module):
             self._default_spec(name)
         return self._full_specs[name]
 
-    def _set_spec(self, name: str, spec: TensorSpec, default_key: str | None) -> None:
+    def set_full_spec(self, name: str, spec: TensorSpec) -> None:
+        """Set ``full_<name>_spec``.
+
+        Raises:
+            TypeError: observations or states are given as a leaf.
+            ValueError: its shape does not begin with the batch size.
+        """
         if not isinstance(spec, Composite):
-            if default_key is None:
+            if name not in LEAVES:
                 raise TypeError(
                     f"{name}_spec: expected a Composite that names each entry, got {type(spec).__name__}. "
                     f"Write Composite({name}=spec)."
                 )
-            spec = Composite({default_key: spec}, shape=self.batch_size)
+            if name != "action" and spec.shape == self.batch_size:
+                spec = spec.unsqueeze(-1)
+            spec = Composite({name: spec}, shape=self.batch_size)
         if spec.shape[: len(self.batch_size)] != self.batch_size:
             raise ValueError(
                 f"{name}_spec: expected a shape that begins with the environment's batch size "
                 f"{list(self.batch_size)}, got {list(spec.shape)}. Pass Composite(..., shape=env.batch_size)."
             )
         self._full_specs[name] = spec.clone().to(self.device)
+        if name == "done":
+            self._complete_done_spec()
         self._cache.clear()
-
-    @property
-    def full_observation_spec(self) -> Composite:
-        """Composite of all observations."""
-        return self._full_spec("observation")
-
-    @full_observation_spec.setter
-    def full_observation_spec(self, spec: Composite) -> None:
-        self._set_spec("observation", spec, None)
-
-    @property
-    def full_state_spec(self) -> Composite:
-        """Composite of what ``_step`` reads beside the action."""
-        return self._full_spec("state")
-
-    @full_state_spec.setter
-    def full_state_spec(self, spec: Composite) -> None:
-        self._set_spec("state", spec, None)
-
-    @property
-    def full_action_spec(self) -> Composite:
-        """Composite of all actions."""
-        return self._full_spec("action")
-
-    @full_action_spec.setter
-    def full_action_spec(self, spec: TensorSpec) -> None:
-        self._set_spec("action", spec, "action")
-
-    @property
-    def full_reward_spec(self) -> Composite:
-        """Composite of all rewards."""
-        return self._full_spec("reward")
-
-    @full_reward_spec.setter
-    def full_reward_spec(self, spec: TensorSpec) -> None:
-        if not isinstance(spec, Composite) and spec.shape == self.batch_size:
-            spec = spec.unsqueeze(-1)
-        self._set_spec("reward", spec, "reward")
-
-    @property
-    def full_done_spec(self) -> Composite:
-        """Composite of all ``done``, ``terminated`` and ``truncated`` flags."""
-        return self._full_spec("done")
-
-    @full_done_spec.setter
-    def full_done_spec(self, spec: TensorSpec) -> None:
-        if not isinstance(spec, Composite) and spec.shape == self.batch_size:
-            spec = spec.unsqueeze(-1)
-        self._set_spec("done", spec, "done")
-        self._complete_done_spec()
 
     def _complete_done_spec(self, *, truncated: bool = False) -> None:
         spec = self._full_specs["done"]
@@ -168,50 +191,19 @@ class EnvSpecs(nn.Module):
         self._complete_done_spec(truncated=True)
         return self
 
-    @property
-    def observation_spec(self) -> Composite:
-        """Same as :attr:`full_observation_spec`."""
-        return self.full_observation_spec
+    full_observation_spec = FullSpec("observation", "Composite of all observations.")
+    full_state_spec = FullSpec("state", "Composite of what ``_step`` reads beside the action.")
+    full_action_spec = FullSpec("action", "Composite of all actions.")
+    full_reward_spec = FullSpec("reward", "Composite of all rewards.")
+    full_done_spec = FullSpec("done", "Composite of all ``done``, ``terminated`` and ``truncated`` flags.")
 
-    @observation_spec.setter
-    def observation_spec(self, spec: Composite) -> None:
-        self.full_observation_spec = spec
-
-    @property
-    def state_spec(self) -> Composite:
-        """Same as :attr:`full_state_spec`."""
-        return self.full_state_spec
-
-    @state_spec.setter
-    def state_spec(self, spec: Composite) -> None:
-        self.full_state_spec = spec
-
-    @property
-    def action_spec(self) -> TensorSpec:
-        """The action's spec; the Composite where there are several."""
-        return _single_leaf(self.full_action_spec)
-
-    @action_spec.setter
-    def action_spec(self, spec: TensorSpec) -> None:
-        self.full_action_spec = spec
-
-    @property
-    def reward_spec(self) -> TensorSpec:
-        """The reward's spec; the Composite where there are several."""
-        return _single_leaf(self.full_reward_spec)
-
-    @reward_spec.setter
-    def reward_spec(self, spec: TensorSpec) -> None:
-        self.full_reward_spec = spec
-
-    @property
-    def done_spec(self) -> TensorSpec:
-        """Same as :attr:`full_done_spec` (there are always ``done`` and ``terminated``)."""
-        return self.full_done_spec
-
-    @done_spec.setter
-    def done_spec(self, spec: TensorSpec) -> None:
-        self.full_done_spec = spec
+    observation_spec = ShortSpec[Composite]("observation", "Same as :attr:`full_observation_spec`.")
+    state_spec = ShortSpec[Composite]("state", "Same as :attr:`full_state_spec`.")
+    action_spec = ShortSpec[TensorSpec]("action", "The action's spec; the Composite where there are several.")
+    reward_spec = ShortSpec[TensorSpec]("reward", "The reward's spec; the Composite where there are several.")
+    done_spec = ShortSpec[TensorSpec](
+        "done", "Same as :attr:`full_done_spec`: there are always ``done`` and ``terminated``."
+    )
 
     observation_spec_unbatched = _unbatched("observation_spec")
     full_observation_spec_unbatched = _unbatched("full_observation_spec")
@@ -246,40 +238,11 @@ class EnvSpecs(nn.Module):
         """``input_spec`` and ``output_spec`` in one Composite."""
         return Composite(input_spec=self.input_spec, output_spec=self.output_spec, shape=self.batch_size)
 
-    def _keys_of(self, name: str) -> list[NestedKey]:
-        keys = self._cache.get(name)
-        if keys is None:
-            spec = getattr(self, f"full_{name}_spec")
-            keys = sorted(
-                (unravel(key) for key in spec.keys(True, True)), key=lambda k: (len(as_tuple(k)), as_tuple(k))
-            )
-            self._cache[name] = keys
-        return cast(list[NestedKey], keys)
-
-    @property
-    def observation_keys(self) -> list[NestedKey]:
-        """Keys of all observations, the root's first."""
-        return self._keys_of("observation")
-
-    @property
-    def state_keys(self) -> list[NestedKey]:
-        """Keys of what ``_step`` reads beside actions."""
-        return self._keys_of("state")
-
-    @property
-    def action_keys(self) -> list[NestedKey]:
-        """Keys of all actions."""
-        return self._keys_of("action")
-
-    @property
-    def reward_keys(self) -> list[NestedKey]:
-        """Keys of all rewards."""
-        return self._keys_of("reward")
-
-    @property
-    def done_keys(self) -> list[NestedKey]:
-        """Keys of all flags."""
-        return self._keys_of("done")
+    observation_keys = Keys("observation", "Keys of all observations, the root's first.")
+    state_keys = Keys("state", "Keys of what ``_step`` reads beside actions.")
+    action_keys = Keys("action", "Keys of all actions.")
+    reward_keys = Keys("reward", "Keys of all rewards.")
+    done_keys = Keys("done", "Keys of all flags.")
 
     @property
     def action_key(self) -> NestedKey:
@@ -292,7 +255,7 @@ class EnvSpecs(nn.Module):
         return self._only("reward")
 
     def _only(self, name: str) -> NestedKey:
-        keys = self._keys_of(name)
+        keys: list[NestedKey] = getattr(self, f"{name}_keys")
         if len(keys) != 1:
             raise KeyError(f"{self} has {len(keys)} {name} keys, {keys}. Read {name}_keys instead of {name}_key.")
         return keys[0]
@@ -300,10 +263,7 @@ class EnvSpecs(nn.Module):
     @property
     def done_groups(self) -> list[DoneGroup]:
         """The flags, one group for each place that holds some."""
-        groups = self._cache.get("done_groups")
-        if groups is None:
-            groups = self._cache["done_groups"] = done_groups(self.done_keys)
-        return cast(list[DoneGroup], groups)
+        return self.remember("done_groups", lambda: done_groups(self.done_keys))
 
     _done_groups = done_groups
 

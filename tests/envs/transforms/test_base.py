@@ -193,7 +193,7 @@ def test_copies_do_not_drag_the_environment_along(ladder):
     for twin in (pickle.loads(pickle.dumps(env.transform)), copy.deepcopy(env.transform)):
         assert twin.container is None
         assert [t.container for t in twin] == [None, None]
-        assert twin[0]._holder() is twin
+        assert twin[0].holder is twin
         TransformedEnv(ladder([3]), twin).reset()
 
 

@@ -62,7 +62,7 @@ def check_statistics(env: EnvBase) -> None:
             continue
         written = {*env.observation_keys, *env.reward_keys}
         for index, (key, out_key) in enumerate(zip(module.in_keys, module.out_keys, strict=True)):
-            stats = module._stats(index)
+            stats = module.stats(index)
             unknown = out_key in written if stats is None else not bool(stats.weight.all())
             if unknown:
                 raise RuntimeError(

@@ -73,11 +73,11 @@ def inverse_of(change: Change) -> Change | None:
     Raises:
         TypeError: a transform has an inverse that cannot be called.
     """
-    is_ours = hasattr(change, "_inverts")
+    is_ours = hasattr(change, "inverts")
     parts = getattr(change, "transforms", None)
     if is_ours and parts is not None:
         return cast(Any, change).inv if any(inverse_of(part) is not None for part in parts) else None
-    if is_ours and not (getattr(change, "in_keys_inv", None) or cast(Any, change)._inverts):
+    if is_ours and not (getattr(change, "in_keys_inv", None) or cast(Any, change).inverts):
         return None
     inverse: Change | None = getattr(change, "inv", None)
     if callable(inverse):

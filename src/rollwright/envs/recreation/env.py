@@ -224,11 +224,12 @@ class RecreatedEnv(EnvBase):
 
     # What belongs to the base environment -----------------------------------------------------
 
-    def _full_spec(self, name: str) -> Composite:
-        spec: Composite = getattr(self.base_env, f"full_{name}_spec")
-        return spec
+    def full_spec(self, name: str) -> Composite:
+        """That of the base environment."""
+        return self.base_env.full_spec(name)
 
-    def _set_spec(self, name: str, spec: TensorSpec, default_key: str | None) -> None:
+    def set_full_spec(self, name: str, spec: TensorSpec) -> None:
+        """An error: specs are those of each environment that is made."""
         raise AttributeError(f"{name}_spec: {self} recreates environments. Let create_env_fn set their specs.")
 
     def add_truncated_keys(self) -> Self:
@@ -288,7 +289,7 @@ def _facts(env: EnvBase) -> dict[Any, Any]:
     """What an environment and its replacement have in common."""
     facts: dict[Any, Any] = {"batch_size": env.batch_size}
     for name in SPECS:
-        for key, spec in getattr(env, f"full_{name}_spec").items(True, False):
+        for key, spec in env.full_spec(name).items(True, False):
             if not isinstance(spec, Composite):
                 facts[key] = spec.shape, spec.dtype
     return facts

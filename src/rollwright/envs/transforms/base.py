@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -21,7 +22,7 @@ from rollwright.errors import NotNative
 if TYPE_CHECKING:
     from rollwright.envs.transforms.transformed_env import TransformedEnv
 
-__all__ = ["KeySeq", "Transform", "kept", "map_spec"]
+__all__ = ["EntryTransform", "KeySeq", "Transform", "kept", "map_spec"]
 
 T = TypeVar("T")
 KeySeq = NestedKey | Sequence[NestedKey] | None
@@ -82,6 +83,14 @@ class Transform(nn.Module):
             "_apply_transform(self, obs), or _call(self, next_tensordict)."
         )
 
+    def transform_step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """What a step returned, changed; see :meth:`_step`, which a subclass overrides."""
+        return self._step(tensordict, next_tensordict)
+
+    def transform_reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        """What a reset returned, changed; see :meth:`_reset`, which a subclass overrides."""
+        return self._reset(tensordict, tensordict_reset)
+
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Change what a step returned (the content of ``"next"``)."""
         return self._apply_to(next_tensordict, may_lack=False)
@@ -98,7 +107,7 @@ class Transform(nn.Module):
                 that begin anew, all do where there is none.
             tensordict_reset: the first data of those rows; what it holds in others is dropped later.
         """
-        if type(self)._call is not Transform._call:
+        if _overrides(self, "_call"):
             return tensordict_reset
         return self._apply_to(tensordict_reset, may_lack=True)
 
@@ -218,11 +227,9 @@ class Transform(nn.Module):
         return value
 
     @property
-    def _inverts(self) -> bool:
+    def inverts(self) -> bool:
         """Whether the transform changes what the environment is given."""
-        kind = type(self)
-        overrides = kind._inv_call is not Transform._inv_call or kind.inv is not Transform.inv
-        return overrides or bool(self.in_keys_inv)
+        return bool(self.in_keys_inv) or _overrides(self, "_inv_call") or _overrides(self, "inv")
 
     @property
     def _groups(self) -> list[DoneGroup]:
@@ -258,18 +265,23 @@ class Transform(nn.Module):
         Raises:
             RuntimeError: another one holds it.
         """
-        if self._holder() is not container:
-            self._check_free()
+        if self.holder is not container:
+            self.check_free()
         self._release()
-        self._belong_to(container)
+        self.add_container(container)
 
-    def _belong_to(self, container: nn.Module) -> None:
-        """Belong to ``container``, and again to what holds the transform now once ``container`` is gone."""
+    def add_container(self, container: nn.Module) -> None:
+        """Let ``container`` hold the transform too; what holds it now has it again once ``container`` is gone."""
         self.empty_cache()
         self.__dict__["_containers"] += (weakref.ref(container),)
 
-    def _check_free(self) -> None:
-        holder = self._holder()
+    def check_free(self) -> None:
+        """Test that nothing holds the transform.
+
+        Raises:
+            RuntimeError: something does.
+        """
+        holder = self.holder
         if holder is not None:
             raise RuntimeError(
                 f"transform: this {type(self).__name__} already belongs to another {type(holder).__name__}. "
@@ -280,14 +292,16 @@ class Transform(nn.Module):
         """Take the transform out of what holds it, so that another environment can have it."""
         self._release()
 
-    def _holder(self) -> nn.Module | None:
+    @property
+    def holder(self) -> nn.Module | None:
+        """What holds the transform: a :class:`Compose` or a :class:`TransformedEnv`; None if it is free."""
         holders = (reference() for reference in reversed(self.__dict__["_containers"]))
         return next((holder for holder in holders if holder is not None), None)
 
     @property
     def container(self) -> TransformedEnv | None:
         """The environment that has this transform, if any."""
-        holder = self._holder()
+        holder = self.holder
         return holder.container if isinstance(holder, Transform) else cast("TransformedEnv | None", holder)
 
     @property
@@ -295,20 +309,25 @@ class Transform(nn.Module):
         """The environment as this transform meets it: with the transforms before it, if there is any."""
         parent = self.__dict__["_parent"]
         if parent is None and (env := self.container) is not None:
-            parent = self.__dict__["_parent"] = env._with_only(self._before())
+            parent = env.with_only(self.transforms_before())
+            self.set_parent(parent)
         return cast("TransformedEnv | None", parent)
 
-    def _before(self) -> list[Transform]:
+    def transforms_before(self) -> list[Transform]:
         """The transforms that act before this one."""
-        holder = self._holder()
+        holder = self.holder
         if not isinstance(holder, Transform):
             return []
-        before = holder._before()
+        before = holder.transforms_before()
         for transform in cast(Iterable[Transform], holder):  # a Compose: no other transform holds some
             if transform is self:
                 break
             before.append(transform)
         return before
+
+    def set_parent(self, parent: TransformedEnv | None) -> None:
+        """Take ``parent`` for :attr:`parent`, where that is known already."""
+        self.__dict__["_parent"] = parent
 
     def empty_cache(self) -> None:
         """Forget what was derived from the environment's specs."""
@@ -337,6 +356,34 @@ class Transform(nn.Module):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(keys={self.in_keys})"
+
+
+class EntryTransform(Transform):
+    """Changes each of some entries alike, and their specs with them: a base for transforms that have in_keys."""
+
+    @abstractmethod
+    def _change_spec(self, spec: TensorSpec) -> TensorSpec:
+        """The spec of an entry as the policy sees it."""
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Observations after the change."""
+        return map_spec(observation_spec, self._pairs(), self._change_spec)
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Rewards after the change."""
+        return map_spec(reward_spec, self._pairs(), self._change_spec)
+
+    def transform_action_spec(self, action_spec: Composite) -> Composite:
+        """Actions as the policy sees them."""
+        return map_spec(action_spec, self._pairs_inv(), self._change_spec, move=True)
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """States as the policy sees them."""
+        return map_spec(state_spec, self._pairs_inv(), self._change_spec, move=True)
+
+
+def _overrides(transform: Transform, method: str) -> bool:
+    return getattr(type(transform), method) is not getattr(Transform, method)
 
 
 def map_spec(

@@ -46,9 +46,9 @@ class Compose(Transform):
         transform.set_container(self)
         self.transforms.insert(index, transform)
 
-    def _share(self, transform: Transform) -> None:
+    def share(self, transform: Transform) -> None:
         """Add a transform that goes on belonging to another chain or environment as well."""
-        transform._belong_to(self)
+        transform.add_container(self)
         self.transforms.append(transform)
 
     def append(self, transform: TransformLike) -> None:
@@ -67,7 +67,7 @@ class Compose(Transform):
         transform = as_transform(transform)
         added = list(transform) if type(transform) is Compose else [transform]
         if type(transform) is Compose:
-            transform._check_free()
+            transform.check_free()
             for part in added:
                 part.reset_parent()
         for offset, part in enumerate(added):
@@ -114,12 +114,12 @@ class Compose(Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         for transform in self:
-            next_tensordict = transform._step(tensordict, next_tensordict)
+            next_tensordict = transform.transform_step(tensordict, next_tensordict)
         return next_tensordict
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         for transform in self:
-            tensordict_reset = transform._reset(tensordict, tensordict_reset)
+            tensordict_reset = transform.transform_reset(tensordict, tensordict_reset)
         return tensordict_reset
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -128,8 +128,9 @@ class Compose(Transform):
         return tensordict
 
     @property
-    def _inverts(self) -> bool:
-        return any(transform._inverts for transform in self)
+    def inverts(self) -> bool:
+        """See :class:`Transform`."""
+        return any(transform.inverts for transform in self)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply each transform's ``forward``."""

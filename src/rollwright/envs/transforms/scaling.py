@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, unravel
 from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
-from rollwright.envs.transforms.base import KeySeq, Transform, map_spec
+from rollwright.envs.transforms.base import EntryTransform, KeySeq
 
 __all__ = ["DoubleToFloat", "ObservationNorm", "RewardScaling"]
 
@@ -39,7 +39,7 @@ def _mapped(spec: TensorSpec, change: Callable[[torch.Tensor], torch.Tensor]) ->
     return Unbounded(shape, device=spec.device, dtype=example.dtype)
 
 
-class _Affine(Transform):
+class _Affine(EntryTransform):
     """``x * scale + loc``, or with ``standard_normal`` its inverse ``(x - loc) / scale``."""
 
     loc: torch.Tensor | None
@@ -74,13 +74,8 @@ class _Affine(Transform):
         loc, scale = self._numbers()
         return state * scale + loc if self.standard_normal else (state - loc) / scale
 
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Entries with their bounds scaled."""
-        return map_spec(observation_spec, self._pairs(), lambda spec: _mapped(spec, self._apply_transform))
-
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Entries with their bounds scaled."""
-        return self.transform_observation_spec(reward_spec)
+    def _change_spec(self, spec: TensorSpec) -> TensorSpec:
+        return _mapped(spec, self._apply_transform)
 
     def __repr__(self) -> str:
         numbers = ""
@@ -228,17 +223,8 @@ class ObservationNorm(_Affine):
         data = torch.cat(rollouts, cat_dim)
         return data if data.is_floating_point() else data.to(torch.get_default_dtype())
 
-    def transform_action_spec(self, action_spec: Composite) -> Composite:
-        """Actions as the policy sees them."""
-        pairs = self._pairs_inv()
-        return map_spec(action_spec, pairs, lambda spec: _mapped(spec, self._apply_transform), move=True)
 
-    def transform_state_spec(self, state_spec: Composite) -> Composite:
-        """States as the policy sees them."""
-        return self.transform_action_spec(state_spec)
-
-
-class DoubleToFloat(Transform):
+class DoubleToFloat(EntryTransform):
     """Casts float64 to float32 on the way out of the environment, and back on the way in.
 
     Args:
@@ -287,7 +273,8 @@ class DoubleToFloat(Transform):
         return super()._pairs_inv()
 
     @property
-    def _inverts(self) -> bool:
+    def inverts(self) -> bool:
+        """See :class:`Transform`."""
         return bool(self._pairs_inv())
 
     def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
@@ -305,26 +292,10 @@ class DoubleToFloat(Transform):
             return tensordict
         return super().forward(tensordict)
 
-    def _cast_spec(self, spec: TensorSpec) -> TensorSpec:
+    def _change_spec(self, spec: TensorSpec) -> TensorSpec:
         if spec.dtype != torch.float64:
             raise TypeError(f"DoubleToFloat: expected an entry of float64, got {spec}. Leave its key out.")
         return spec.to(torch.float32)
-
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Observations in float32."""
-        return map_spec(observation_spec, self._pairs(), self._cast_spec)
-
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Rewards in float32."""
-        return map_spec(reward_spec, self._pairs(), self._cast_spec)
-
-    def transform_action_spec(self, action_spec: Composite) -> Composite:
-        """Actions in float32."""
-        return map_spec(action_spec, self._pairs_inv(), self._cast_spec, move=True)
-
-    def transform_state_spec(self, state_spec: Composite) -> Composite:
-        """States in float32."""
-        return map_spec(state_spec, self._pairs_inv(), self._cast_spec, move=True)
 
 
 def _doubles(spec: Composite) -> list[NestedKey]:

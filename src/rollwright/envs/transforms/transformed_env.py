@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Self, cast
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -72,12 +72,12 @@ class TransformedEnv(EnvBase):
         super().__init__()
         self.cache_specs = cache_specs
         transform = Compose() if transform is None else as_transform(transform)
-        transform._check_free()
+        transform.check_free()
         if auto_unwrap and type(base_env) is TransformedEnv and type(self) is TransformedEnv:
             # The environment unwrapped keeps its transforms too: freezing one there freezes it here.
             inner, chain = base_env.transform, Compose()
             for part in inner if isinstance(inner, Compose) else [inner]:
-                chain._share(part)
+                chain.share(part)
             chain.append(transform)
             base_env, transform = base_env.base_env, chain
         self.base_env = base_env if device is None else base_env.to(device)
@@ -100,9 +100,9 @@ class TransformedEnv(EnvBase):
             setattr(self.base_env, name, value)
 
     def _set_transform(self, transform: Transform) -> None:
-        transform._check_free()
+        transform.check_free()
         old = self._modules.get("transform")
-        if isinstance(old, Transform) and old._holder() is self:
+        if isinstance(old, Transform) and old.holder is self:
             old.reset_parent()
         if self.base_env.device is not None:
             transform.to(self.base_env.device)
@@ -127,14 +127,13 @@ class TransformedEnv(EnvBase):
             self.transform = Compose(single)
         return self.transform
 
-    def _with_only(self, transforms: Iterable[Transform]) -> TransformedEnv:
+    def with_only(self, transforms: Sequence[Transform]) -> TransformedEnv:
         """The base environment with clones of ``transforms``, some of this environment's."""
-        listed = list(transforms)
-        twins = [transform.clone() for transform in listed]
-        env = TransformedEnv(self.base_env, Compose(*twins), self.cache_specs, auto_unwrap=False)
-        for transform, twin in zip(listed, twins, strict=True):
-            # Without this, each twin would build environments for those before it, and they theirs.
-            twin.__dict__["_parent"] = transform.parent
+        chain = Compose(*(transform.clone() for transform in transforms))
+        env = TransformedEnv(self.base_env, chain, self.cache_specs, auto_unwrap=False)
+        for transform, clone in zip(transforms, chain, strict=True):
+            # Without this, each clone would build environments for those before it, and they theirs.
+            clone.set_parent(transform.parent)
         return env
 
     # Stepping ---------------------------------------------------------------------------------
@@ -142,12 +141,13 @@ class TransformedEnv(EnvBase):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         if not self.cache_specs:
             self._cache.clear()
-        given = self.transform.inv(tensordict) if self._inverts else tensordict
+        inverts = self.remember("inverts", lambda: self.transform.inverts)
+        given = self.transform.inv(tensordict) if inverts else tensordict
         outcome = self.base_env.step_outcome(given)
         preset = tensordict.get("next", None)
         if preset is not None:  # recurrent states that the policy wrote: transforms must see them
             outcome.update(preset.exclude(*leaf_keys(outcome)))
-        return self.transform._step(given, outcome)
+        return self.transform.transform_step(given, outcome)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         if not self.cache_specs:
@@ -157,18 +157,10 @@ class TransformedEnv(EnvBase):
         if tensordict is not None:
             given = tensordict.select(*base.reset_keys, *base.state_keys, strict=False)
         fresh = base.reset_outcome(given, **kwargs)
-        return self.transform._reset(fresh.empty() if tensordict is None else tensordict, fresh)
+        return self.transform.transform_reset(fresh.empty() if tensordict is None else tensordict, fresh)
 
     def _array_form(self) -> ArrayEnv:
         return TransformedArrays(self, TransformedEnv)
-
-    @property
-    def _inverts(self) -> bool:
-        """Whether any transform changes what the base environment is given."""
-        known = self._cache.get("inverts")
-        if known is None:
-            known = self._cache["inverts"] = self.transform._inverts
-        return cast(bool, known)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Write random actions, by the base environment's own method where it has one that still fits."""
@@ -192,7 +184,8 @@ class TransformedEnv(EnvBase):
 
     # Specs ------------------------------------------------------------------------------------
 
-    def _full_spec(self, name: str) -> Composite:
+    def full_spec(self, name: str) -> Composite:
+        """See :class:`EnvBase`; computed from that of the base environment when it is first asked for."""
         spec = self._full_specs.get(name)
         if spec is None or not self.cache_specs:
             self._compute_specs(OUTPUTS if name in OUTPUTS else INPUTS)
@@ -208,7 +201,8 @@ class TransformedEnv(EnvBase):
             raise EnvError(f"{self}: transform_{kind} raised AttributeError: {error}") from error
         self._full_specs.update({name: changed[f"full_{name}_spec"] for name in names})
 
-    def _set_spec(self, name: str, spec: TensorSpec, default_key: str | None) -> None:
+    def set_full_spec(self, name: str, spec: TensorSpec) -> None:
+        """An error: specs follow from the base environment and the transform."""
         raise AttributeError(
             f"{name}_spec: those of a TransformedEnv follow from its base environment and its transform. "
             f"Set env.base_env.{name}_spec and call env.empty_cache(), or write a transform."

@@ -8,12 +8,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey
-from rollwright.data.specs import Composite, TensorSpec, Unbounded
-from rollwright.envs.transforms.base import KeySeq, Transform, map_spec
+from rollwright.data.specs import TensorSpec, Unbounded
+from rollwright.envs.transforms.base import EntryTransform, KeySeq
 from rollwright.envs.transforms.compose import Compose
 from rollwright.envs.transforms.scaling import ObservationNorm
 
 __all__ = ["VecNorm"]
+
+
+BUFFERS = ("weight", "mean", "spread")
 
 
 class Stats(NamedTuple):
@@ -24,7 +27,7 @@ class Stats(NamedTuple):
     spread: torch.Tensor
 
 
-class VecNorm(Transform):
+class VecNorm(EntryTransform):
     r"""Normalises entries by the mean and deviation of what it has seen, older data counting less.
 
     With :math:`x_1 \dots x_n` the values that one step (or reset) of a batch of ``n`` environments brings,
@@ -79,7 +82,7 @@ class VecNorm(Transform):
         self.eps = eps
         self.frozen = False
         for index in range(len(self.in_keys)):
-            for name in Stats._fields:
+            for name in BUFFERS:
                 self.register_buffer(f"{name}_{index}", None)
 
     # Statistics -------------------------------------------------------------------------------
@@ -96,10 +99,10 @@ class VecNorm(Transform):
 
     def frozen_copy(self) -> Self:
         """A frozen transform with statistics of its own, equal to those of now, on no environment."""
-        twin = self.clone()
+        copy = self.clone()
         for name, buffer in self._buffers.items():
-            twin._buffers[name] = None if buffer is None else buffer.clone()
-        return twin.freeze()
+            setattr(copy, name, None if buffer is None else buffer.clone())
+        return copy.freeze()
 
     @property
     def loc(self) -> TensorDict:
@@ -125,12 +128,13 @@ class VecNorm(Transform):
             norms.append(ObservationNorm(loc, scale, [in_key], [out_key], standard_normal=True))
         return norms[0] if len(norms) == 1 else Compose(*norms)
 
-    def _stats(self, index: int) -> Stats | None:
-        weight, mean, spread = (self._buffers[f"{name}_{index}"] for name in Stats._fields)
+    def stats(self, index: int) -> Stats | None:
+        """The statistics of an entry, by its place among ``in_keys``; None before it was seen."""
+        weight, mean, spread = (self._buffers[f"{name}_{index}"] for name in BUFFERS)
         return None if weight is None or mean is None or spread is None else Stats(weight, mean, spread)
 
     def _known(self) -> dict[NestedKey, Stats]:
-        found = {key: self._stats(index) for index, key in enumerate(self.in_keys)}
+        found = {key: self.stats(index) for index, key in enumerate(self.in_keys)}
         return {key: stats for key, stats in found.items() if stats is not None}
 
     def _deviation(self, stats: Stats) -> torch.Tensor:
@@ -141,10 +145,10 @@ class VecNorm(Transform):
     def _normalise(self, index: int, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int) -> torch.Tensor:
         if not value.is_floating_point():
             value = value.to(torch.get_default_dtype())
-        stats = self._stats(index)
+        stats = self.stats(index)
         if stats is None:
-            stats = Stats(*(value.new_zeros(value.shape[ndim:]) for _ in Stats._fields))
-            for name, zeros in stats._asdict().items():
+            stats = Stats(*(value.new_zeros(value.shape[ndim:]) for _ in BUFFERS))
+            for name, zeros in zip(BUFFERS, stats, strict=True):
                 self._buffers[f"{name}_{index}"] = zeros
         if not self.frozen:
             self._count(stats, value, fresh, ndim)
@@ -184,15 +188,8 @@ class VecNorm(Transform):
         """Normalise data of any batch size, which count as one step (freeze the transform to avoid that)."""
         return self._normalise_all(tensordict, None)
 
-    # Specs ------------------------------------------------------------------------------------
-
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Observations without bounds."""
-        return map_spec(observation_spec, self._pairs(), _unbounded)
-
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Rewards without bounds."""
-        return self.transform_observation_spec(reward_spec)
+    def _change_spec(self, spec: TensorSpec) -> TensorSpec:
+        return _unbounded(spec)
 
     def __repr__(self) -> str:
         frozen = ", frozen" if self.frozen else ""
