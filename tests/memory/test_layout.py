@@ -67,10 +67,19 @@ def test_a_layout_is_equal_after_pickling_and_names_its_arrays():
 
 def test_processes_that_map_a_segment_see_the_same_tensors():
     layout, segment = Layout.of([("a", (2, 3), torch.float32)]), Segment()
-    segment.grow(layout.end)
-    mine, theirs = (layout.tensors(segment.map(0, layout.end))["a"] for _ in range(2))
+    segment.grow(layout.stop)
+    mine, theirs = (layout.map(segment)["a"] for _ in range(2))
     mine.fill_(3)
     assert bool((theirs == 3).all())
+    segment.close()
+
+
+@pytest.mark.parametrize("entries", [[], [("a", (0, 3), torch.int64)]])
+def test_a_layout_without_elements_needs_no_memory(entries):
+    segment = Segment()
+    layout = Layout.of(entries, 128)
+    assert (layout.start, layout.stop, layout.end) == (128, 128, 128)
+    assert [tuple(tensor.shape) for tensor in layout.map(segment).values()] == [shape for _, shape, _ in entries]
     segment.close()
 
 

@@ -9,6 +9,8 @@ from typing import Generic, NamedTuple, Self, TypeVar
 
 import torch
 
+from rollwright._memory.segment import Segment
+
 __all__ = ["ALIGNMENT", "Field", "Layout", "aligned", "in_numpy"]
 
 ALIGNMENT = 64  # bytes: a cache line, so that no two arrays share one
@@ -106,6 +108,20 @@ class Layout(NamedTuple, Generic[K]):
             fields.append(field)
             end = aligned(field.stop, alignment)
         return cls(tuple(fields), end)
+
+    @property
+    def start(self) -> int:
+        """The first byte of the arrays."""
+        return self.fields[0].start if self.fields else self.end
+
+    @property
+    def stop(self) -> int:
+        """The byte behind the last one of the arrays, which :attr:`end` rounds up."""
+        return self.fields[-1].stop if self.fields else self.end
+
+    def map(self, segment: Segment) -> dict[K, torch.Tensor]:
+        """The arrays as tensors over a segment, which is long enough for them."""
+        return self.tensors(segment.map(self.start, self.stop - self.start), self.start)
 
     def tensors(self, memory: memoryview, origin: int = 0) -> dict[K, torch.Tensor]:
         """The arrays as tensors; see :meth:`Field.tensor`."""

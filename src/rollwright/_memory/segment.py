@@ -103,6 +103,8 @@ class Segment:
 
         ``start`` may be any multiple of 8 inside the file.
         """
+        if not num_bytes:
+            return memoryview(b"")
         page = start - start % mmap.ALLOCATIONGRANULARITY
         mapped = mmap.mmap(self.fd, start - page + num_bytes, access=mmap.ACCESS_WRITE, offset=page)
         return memoryview(mapped)[start - page :]

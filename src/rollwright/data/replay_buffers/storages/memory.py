@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rollwright._keys import NestedKey, as_tuple, unravel
-from rollwright._memory import Segment
+from rollwright._memory import Layout, Segment
 from rollwright.data.replay_buffers.ledger.damage import wrong_in
 from rollwright.data.replay_buffers.ledger.ledger import Ledger
 from rollwright.data.replay_buffers.ledger.locks import RowLock
@@ -91,6 +91,11 @@ class Schema(NamedTuple):
     def shape_of(self, key: NestedKey) -> tuple[int, ...]:
         """Shape of an entry's memory."""
         return (self.capacity, *self.rest, *self.fields[key][0])
+
+    @property
+    def layout(self) -> Layout[NestedKey]:
+        """Where each entry lies in a file: from the start of a page."""
+        return Layout.of(((key, self.shape_of(key), dtype) for key, (_, dtype) in self.fields.items()), _HEAD, _PAGE)
 
 
 class Memory(ABC):
@@ -288,8 +293,8 @@ class SharedMemory(Memory):
                 wrong = schema.wrong()
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
                 raise self._damaged(f"what its rows hold cannot be read ({type(error).__name__}: {error})") from error
-            if not wrong and self._rows.num_bytes < _places(schema)[1]:
-                wrong = f"it has {self._rows.num_bytes} bytes, expected {_places(schema)[1]}"
+            if not wrong and self._rows.num_bytes < schema.layout.stop:
+                wrong = f"it has {self._rows.num_bytes} bytes, expected {schema.layout.stop}"
             if wrong:
                 raise self._damaged(wrong)
             capacity = schema.capacity
@@ -324,7 +329,7 @@ class SharedMemory(Memory):
             raise ValueError(f"a frame has too many entries for a shared storage: {len(schema.fields)}.")
         with self.ledger.writing():
             if not self._length[0]:
-                self._rows.grow(_places(schema)[1])
+                self._rows.grow(schema.layout.stop)
                 self._rows.allocate(_PAGE + Ledger.num_bytes, 8 + len(text))
                 self.ledger.set_capacity(schema.capacity)
                 self._text[8 : 8 + len(text)] = text
@@ -332,17 +337,9 @@ class SharedMemory(Memory):
         self.schema()
 
     def _map(self, schema: Schema) -> None:
-        places = _places(schema)[0]
-        sizes = {key: math.prod(schema.shape_of(key)[1:]) * schema.fields[key][1].itemsize for key in places}
-        self._space.lay_out([Column(start, sizes[key]) for key, start in places.items()], schema.capacity)
-        for key, start in places.items():
-            shape, dtype = schema.shape_of(key), schema.fields[key][1]
-            num_bytes = math.prod(shape) * dtype.itemsize
-            if num_bytes:
-                memory = torch.from_numpy(np.frombuffer(self._rows.map(start, num_bytes), np.uint8))
-                self._tensors[key] = memory.view(dtype).view(shape)
-            else:
-                self._tensors[key] = torch.empty(shape, dtype=dtype)
+        layout, capacity = schema.layout, schema.capacity
+        self._space.lay_out([Column(field.start, field.num_bytes // capacity) for field in layout.fields], capacity)
+        self._tensors = layout.map(self._rows)
 
     def tensors(self) -> dict[NestedKey, torch.Tensor]:
         """See :meth:`Memory.tensors`."""
@@ -373,13 +370,3 @@ class SharedMemory(Memory):
 
 def _checksum(text: bytes) -> int:
     return zlib.crc32(text) & 0x7FFFFFFF
-
-
-def _places(schema: Schema) -> tuple[dict[NestedKey, int], int]:
-    """Where each entry begins in the file, and where the file ends."""
-    end = _HEAD
-    places: dict[NestedKey, int] = {}
-    for key, (_, dtype) in schema.fields.items():
-        places[key] = end = -(-end // _PAGE) * _PAGE
-        end += math.prod(schema.shape_of(key)) * dtype.itemsize
-    return places, end
