@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rollwright._memory import Segment
+from rollwright._memory import Segment, aligned
 from rollwright._processes.fences import fence
 from rollwright._processes.forks import on_fork
 from rollwright.weight_update._slot import Place, Slot, Torn, dump_extras, load_extras
-from rollwright.weight_update._tables import EntrySpec, Table, aligned, spec_of
+from rollwright.weight_update._tables import EntrySpec, Table, spec_of
 from rollwright.weight_update.forms import State, is_extra
 
 __all__ = ["Board", "ModelWeights", "Publication"]
@@ -180,8 +180,8 @@ class Board:
         if slot is None or not place.holds(table, dumped):
             if slot is not None:
                 slot.release()
-            start = -(-self.segment.num_bytes // _GRAIN) * _GRAIN
-            capacity = -(-(aligned(dumped) + table.num_bytes) // _GRAIN) * _GRAIN
+            start = aligned(self.segment.num_bytes, _GRAIN)
+            capacity = aligned(aligned(dumped) + table.num_bytes, _GRAIN)
             self.segment.grow(start + capacity)
             place = place._replace(start=start, capacity=capacity)
         place = place._replace(table_id=stamp, table_bytes=dumped)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rollwright._memory import Segment
+from rollwright._memory import Segment, aligned
 from rollwright._processes.pickling import dumps
-from rollwright.weight_update._tables import Model, Table, aligned
+from rollwright.weight_update._tables import Model, Table
 
 __all__ = ["Place", "Slot", "Torn", "copy_all", "dump_extras", "load_extras"]
 
@@ -65,22 +65,14 @@ class Slot:
             self._memory[: len(dumped)] = dumped
         self.table = table
         begin = aligned(place.table_bytes)
-        self._body = torch.frombuffer(self._memory, dtype=torch.uint8)[begin : begin + table.num_bytes]
-        self._words = self._memory[begin : begin + 16 * len(table.models)].cast("q")
+        self._body = self._memory[begin : begin + table.num_bytes]
+        self._numbers = self._body[: 16 * len(table.models)].cast("q")
         self._index = {model_id: index for index, model_id in enumerate(table.models)}
-        self._tensors = {model_id: self._views(model) for model_id, model in table.models.items()}
-
-    def _views(self, model: Model) -> dict[str, torch.Tensor]:
-        views = {}
-        for (name, shape, dtype), offset in zip(model.specs, model.offsets, strict=True):
-            begin = model.start + offset
-            of_bytes = self._body[begin : begin + shape.numel() * dtype.itemsize]
-            views[name] = of_bytes.view(dtype).view(shape) if shape.numel() else torch.empty(shape, dtype=dtype)
-        return views
+        self._tensors = {model_id: model.layout.tensors(self._body) for model_id, model in table.models.items()}
 
     def stamp(self, model_id: str) -> int:
         """Of the publication that a model is from."""
-        return self._words[2 * self._index[model_id]]
+        return self._numbers[2 * self._index[model_id]]
 
     def tensors(self, model_id: str) -> dict[str, torch.Tensor]:
         """A model's tensors, by name; the same objects at each call."""
@@ -89,27 +81,27 @@ class Slot:
     def extras(self, model_id: str) -> bytes:
         """A copy of the pickle of a model's extra state; empty where it has none."""
         model = self.table.models[model_id]
-        length = min(self._words[2 * self._index[model_id] + 1], model.room)
-        begin = aligned(self.place.table_bytes) + model.start + model.extras
-        return bytes(self._memory[begin : begin + length])
+        length = min(self._numbers[2 * self._index[model_id] + 1], model.room)
+        return bytes(self._body[model.layout.end : model.layout.end + length])
 
     def write(self, model_id: str, stamp: int, tensors: dict[str, torch.Tensor], extras: bytes) -> None:
         """Copy a model in."""
         model, index = self.table.models[model_id], self._index[model_id]
         with torch.no_grad():
             copy_all(list(self._tensors[model_id].values()), list(tensors.values()))
-        begin = aligned(self.place.table_bytes) + model.start + model.extras
-        self._memory[begin : begin + len(extras)] = extras
-        self._words[2 * index], self._words[2 * index + 1] = stamp, len(extras)
+        self._body[model.layout.end : model.layout.end + len(extras)] = extras
+        self._numbers[2 * index], self._numbers[2 * index + 1] = stamp, len(extras)
+
+    def _bytes_of(self, model: Model) -> torch.Tensor:
+        return torch.frombuffer(self._body[model.layout.start : model.end], dtype=torch.uint8)
 
     def carry_on(self, model_id: str, other: Slot) -> None:
         """Copy a model from another slot, where it lies in the same way."""
         mine, theirs = self.table.models[model_id], other.table.models[model_id]
-        self._body[mine.start : mine.start + mine.num_bytes].copy_(
-            other._body[theirs.start : theirs.start + theirs.num_bytes]
-        )
+        if mine.end > mine.layout.start:
+            self._bytes_of(mine).copy_(other._bytes_of(theirs))
         index, source = 2 * self._index[model_id], 2 * other._index[model_id]
-        self._words[index : index + 2] = other._words[source : source + 2]
+        self._numbers[index : index + 2] = other._numbers[source : source + 2]
 
     def release(self) -> None:
         """Give the memory at this place back to the system; it reads as zeros from now on."""

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ALIGNMENT", "EntrySpec", "Model", "Table", "aligned", "spec_of"]
+from rollwright._memory import Layout, aligned
 
-ALIGNMENT = 64
+__all__ = ["EntrySpec", "Model", "Table", "spec_of"]
+
 EntrySpec = tuple[str, torch.Size, torch.dtype]
 
 
@@ -19,19 +20,18 @@ class Model(NamedTuple):
 
     Attributes:
         specs: name, shape and dtype of each tensor.
-        offsets: of the tensors, in bytes from the model's start.
-        extras: where the pickle lies, in bytes from the model's start.
+        layout: of the tensors in the body; the pickle lies behind them.
         room: for the pickle, in bytes.
-        start: in bytes from the start of the body.
-        num_bytes: of it all.
     """
 
     specs: tuple[EntrySpec, ...]
-    offsets: tuple[int, ...]
-    extras: int
+    layout: Layout[str]
     room: int
-    start: int
-    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        """The first free byte of the body behind it, aligned."""
+        return aligned(self.layout.end + self.room)
 
 
 class Table(NamedTuple):
@@ -51,16 +51,11 @@ class Table(NamedTuple):
     @classmethod
     def of(cls, specs: Mapping[str, tuple[tuple[EntrySpec, ...], int]]) -> Table:
         """A table for models, given what they hold and the room for their extra state in bytes."""
-        models, start = {}, aligned(16 * len(specs))
+        models, end = {}, aligned(16 * len(specs))
         for model_id, (entries, room) in specs.items():
-            offsets, offset = [], 0
-            for _, shape, dtype in entries:
-                offsets.append(offset)
-                offset = aligned(offset + shape.numel() * dtype.itemsize)
-            num_bytes = aligned(offset + room)
-            models[model_id] = Model(entries, tuple(offsets), offset, room, start, num_bytes)
-            start += num_bytes
-        return cls(models, start)
+            models[model_id] = Model(entries, Layout.of(entries, end), room)
+            end = models[model_id].end
+        return cls(models, end)
 
     def changed(self, updates: Mapping[str, tuple[tuple[EntrySpec, ...], int]]) -> Table:
         """This table if it has room for the updates; else a new one, with what they need and all other models."""
@@ -89,8 +84,3 @@ class Table(NamedTuple):
 def spec_of(tensors: Mapping[str, torch.Tensor]) -> tuple[EntrySpec, ...]:
     """What tensors are."""
     return tuple([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
-
-
-def aligned(num_bytes: int) -> int:
-    """The next multiple of :data:`ALIGNMENT`."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
