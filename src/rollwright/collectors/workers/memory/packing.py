@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import io
-import math
 import pickle
 from typing import Any, NamedTuple, cast
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
-from rollwright._memory import Segment
+from rollwright._memory import Field, Segment, aligned
 
 __all__ = ["Parcel", "ParcelMemory", "open_parcel"]
-
-_ALIGNMENT = 64
 
 
 class Parcel(NamedTuple):
@@ -81,9 +78,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=5)
         self.num_bytes = 0
-        self._left_out: dict[int, tuple[torch.Tensor, _Place]] = {}  # by id, which stays as long as they do
+        self._left_out: dict[int, tuple[torch.Tensor, Field[None]]] = {}  # by id, which stays as long as they do
 
-    def persistent_id(self, value: Any) -> _Place | None:
+    def persistent_id(self, value: Any) -> Field[None] | None:
         if type(value) is not torch.Tensor:
             return None
         known = self._left_out.get(id(value))
@@ -93,15 +90,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return None
         if value.is_quantized or value.__dict__:
             return None
-        place = self.num_bytes, tuple(value.shape), value.dtype
-        self.num_bytes += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._left_out[id(value)] = value, place
-        return place
+        field = Field(None, tuple(value.shape), value.dtype, self.num_bytes)
+        self.num_bytes = aligned(field.stop)
+        self._left_out[id(value)] = value, field
+        return field
 
     def write_tensors(self, memory: memoryview) -> None:
         """Copy what was left out to its places."""
-        for value, place in self._left_out.values():
-            _tensor_at(memory, place).copy_(value)
+        for value, field in self._left_out.values():
+            field.tensor(memory).copy_(value)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -109,17 +106,8 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(stream)
         self._memory, self._known = memory, dict[int, torch.Tensor]()
 
-    def persistent_load(self, pid: _Place) -> torch.Tensor:
-        found = self._known.get(pid[0])
+    def persistent_load(self, pid: Field[None]) -> torch.Tensor:
+        found = self._known.get(pid.start)
         if found is None:
-            found = self._known[pid[0]] = _tensor_at(self._memory, pid)
+            found = self._known[pid.start] = pid.tensor(self._memory)
         return found
-
-
-_Place = tuple[int, tuple[int, ...], torch.dtype]  # first byte, shape and type of a tensor
-
-
-def _tensor_at(memory: memoryview, place: _Place) -> torch.Tensor:
-    start, shape, dtype = place
-    count = math.prod(shape)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
