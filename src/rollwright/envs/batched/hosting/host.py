@@ -131,7 +131,7 @@ class _Host:
     def _lay(self, command: Lay) -> None:
         if command.forget:
             self._layouts.clear()
-        rows = SharedRows(self._segment, command.fields)
+        rows = SharedRows(self._segment, command.layout)
         if command.number:
             self._layouts[command.number] = rows
         else:

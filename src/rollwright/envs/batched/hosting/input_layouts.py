@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from rollwright._keys import NestedKey
-from rollwright._memory import Segment
+from rollwright._memory import Layout, Segment
 from rollwright.envs.batched.hosting.messages import Lay
-from rollwright.envs.batched.hosting.shared_rows import SharedRows, lay_out
+from rollwright.envs.batched.hosting.shared_rows import SharedRows
 
 __all__ = ["Entries", "InputLayouts", "Signature"]
 
@@ -58,10 +58,9 @@ class InputLayouts:
 
     def add(self, signature: Signature) -> tuple[int, SharedRows]:
         """Lay out these entries: keys, shapes ``[rows, *]``, dtypes."""
-        entries: Entries = {key: (shape, _of_torch(dtype)) for key, shape, dtype in signature}
-        fields, free = lay_out(entries, self._free)
-        rows = SharedRows(self._segment, fields)
-        self._free = free
+        layout = Layout.of(((key, shape, _of_torch(dtype)) for key, shape, dtype in signature), self._free)
+        rows = SharedRows(self._segment, layout)
+        self._free = layout.end
         self._last += 1
         self._layouts[signature] = self._last, rows
         return self._last, rows
@@ -80,7 +79,7 @@ class InputLayouts:
         if forgets:
             self._known[process].clear()
         self._known[process].add(number)
-        return Lay(number, tuple(rows.fields), forgets)
+        return Lay(number, rows.layout, forgets)
 
 
 def _of_torch(dtype: torch.dtype | np.dtype[Any]) -> torch.dtype:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rollwright._keys import NestedKey
+from rollwright._memory import Layout
 from rollwright._processes.channel import ByValue
 from rollwright._processes.failures import Failure
-from rollwright.envs.batched.hosting.shared_rows import Field
 from rollwright.envs.recreation.policy import RecreationPolicy
 from rollwright.errors import EnvError
 
@@ -42,7 +42,7 @@ class Lay(NamedTuple):
     """Where outcomes (number 0) are to be written, or where what is sent will be found. There is no answer."""
 
     number: int
-    fields: tuple[Field, ...]
+    layout: Layout[NestedKey]
     forget: bool = False  # all layouts but that of outcomes, before this one
 
 

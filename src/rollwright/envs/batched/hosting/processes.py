@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from rollwright._interrupts import uninterrupted
-from rollwright._memory import Segment
+from rollwright._keys import NestedKey
+from rollwright._memory import Layout, Segment
 from rollwright._processes.child import Child
 from rollwright._processes.connection import end_all
 from rollwright.envs.batched.hosting.host import DONE_ROWS, Hosted, serve_envs
 from rollwright.envs.batched.hosting.input_layouts import Entries, InputLayouts, Signature
 from rollwright.envs.batched.hosting.lines import ProcessLines
 from rollwright.envs.batched.hosting.messages import Command, Form, Lay, Leave, Raised, Some
-from rollwright.envs.batched.hosting.shared_rows import Field, SharedRows, lay_out
+from rollwright.envs.batched.hosting.shared_rows import SharedRows
 from rollwright.envs.batched.hosting.under_way import Gathered, UnderWay
 from rollwright.envs.factories import Factory
 from rollwright.errors import EnvError
@@ -89,7 +90,7 @@ class EnvProcesses:
         self._ticket = 0
         self._under_way = UnderWay(len(makers))
         self._lines = ProcessLines(num_processes, self._under_way)
-        self._outcomes: tuple[Field, ...] = ()
+        self._outcomes: Layout[NestedKey] | None = None
         self._inputs = InputLayouts(self._segment, num_processes)
         self.described: list[Any] = [None] * len(makers)
         try:
@@ -167,13 +168,12 @@ class EnvProcesses:
     def lay_outcomes(self, entries: Entries) -> SharedRows:
         """Give the outcomes of steps and resets their places; to be called once, before the first of these."""
         entries = {DONE_ROWS: ((len(self._makers),), torch.int64), **entries}
-        fields, first_free = lay_out(entries, 0)
-        self._inputs.begin_at(first_free)
-        self._outcomes = tuple(fields)
-        rows = SharedRows(self._segment, fields)
+        self._outcomes = layout = Layout.of((key, *entry) for key, entry in entries.items())
+        self._inputs.begin_at(layout.end)
+        rows = SharedRows(self._segment, layout)
         self._under_way.marks = rows.arrays[DONE_ROWS]
         for process in range(self.num_processes):
-            self._lines.send(process, Lay(0, self._outcomes))
+            self._lines.send(process, Lay(0, layout))
         return rows
 
     def inputs(self, signature: Signature) -> tuple[int, SharedRows]:
