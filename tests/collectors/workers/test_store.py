@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from rollwright._memory.segment import Segment
 from rollwright.collectors.workers.memory.blocks import BatchForm, BlockLayout
-from rollwright.collectors.workers.memory.store import BlockStore, Gaps
+from rollwright.collectors.workers.memory.store import BlockStore
 
 
 @pytest.fixture
@@ -74,30 +72,3 @@ def test_layouts_in_turn_keep_their_blocks(store):
     first = [store.take(one) for one in layouts]
     for _ in range(20):
         assert all(store.take(one) is block for one, block in zip(layouts, first, strict=True))
-
-
-def test_gaps_lose_nothing():
-    """Stretches never overlap, and when all are given back, all is free."""
-    gaps, draw, taken = Gaps(), random.Random(3), {}
-    for _ in range(2000):
-        if taken and draw.random() < 0.5:
-            start = draw.choice(sorted(taken))
-            gaps.give(start, taken.pop(start))
-        else:
-            size = draw.randrange(1, 2000)
-            start = gaps.take(size)
-            assert start % 64 == 0
-            assert all(start >= other + held or other >= start + size for other, held in taken.items())
-            taken[start] = size
-    assert gaps.end < 2000 * 200
-    for start, size in taken.items():
-        gaps.give(start, size)
-    assert gaps.end == 0
-
-
-def test_the_rest_of_a_gap_is_used():
-    gaps = Gaps()
-    first, _ = gaps.take(640), gaps.take(64)
-    gaps.give(first, 640)
-    assert [gaps.take(64) for _ in range(10)] == [first + 64 * n for n in range(10)]
-    assert gaps.end == 704

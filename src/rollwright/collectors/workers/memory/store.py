@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from rollwright._keys import NestedKey
-from rollwright._memory import Loan, Segment, aligned
+from rollwright._memory import FreeList, Loan, Segment
 from rollwright.collectors.workers.memory.blocks import BlockLayout
 
-__all__ = ["Block", "BlockStore", "Gaps"]
+__all__ = ["Block", "BlockStore"]
 
 _UNUSED = 64  # blocks that are taken of other layouts before those of one count as unused
 
@@ -78,7 +78,7 @@ class BlockStore:
         self._shelves: dict[BlockLayout, _Shelf] = {}
         self._read: dict[int, set[Block]] = {}  # by worker
         self._numbers, self._taken = itertools.count(), 0
-        self._gaps = Gaps()
+        self._free = FreeList()
 
     def take(self, layout: BlockLayout) -> Block:
         """A block that nobody reads or writes."""
@@ -91,7 +91,7 @@ class BlockStore:
             self._drop_unused()
         block = next((block for block in shelf.blocks if block.free), None)
         if block is None:
-            block = Block(self.segment, layout, shelf.number, self._gaps.take(layout.num_bytes))
+            block = Block(self.segment, layout, shelf.number, self._free.allocate(layout.num_bytes))
             shelf.blocks.append(block)
         return block
 
@@ -116,7 +116,7 @@ class BlockStore:
                 continue
             for block in [block for block in shelf.blocks if block.free]:
                 shelf.blocks.remove(block)
-                self._gaps.give(block.offset, layout.num_bytes)
+                self._free.release(block.offset, layout.num_bytes)
             if not shelf.blocks:
                 del self._shelves[layout]  # workers that know its number will ask
 
@@ -128,48 +128,4 @@ class BlockStore:
     @property
     def num_bytes(self) -> int:
         """Of all blocks."""
-        return self._gaps.end
-
-
-class Gaps:
-    """Which stretches of a growing memory are free.
-
-    Attributes:
-        end: all behind it is free.
-
-    Example:
-        >>> gaps = Gaps()
-        >>> first, second, third = (gaps.take(100) for _ in range(3))
-        >>> first, second, third, gaps.end
-        (0, 128, 256, 384)
-        >>> gaps.give(first, 100), gaps.give(second, 100)
-        (None, None)
-        >>> gaps.take(200), gaps.end
-        (0, 384)
-    """
-
-    def __init__(self) -> None:
-        self.end = 0
-        self._free: list[tuple[int, int]] = []  # first byte and size, in order, none beside another
-
-    def take(self, num_bytes: int) -> int:
-        """The first byte of a stretch that was free."""
-        size = aligned(num_bytes)
-        for i, (start, room) in enumerate(self._free):
-            if room >= size:
-                self._free[i : i + 1] = [(start + size, room - size)] if room > size else []
-                return start
-        start, self.end = self.end, self.end + size
-        return start
-
-    def give(self, start: int, num_bytes: int) -> None:
-        """A stretch that was taken is free again."""
-        joined: list[tuple[int, int]] = []
-        for first, size in sorted([*self._free, (start, aligned(num_bytes))]):
-            if joined and sum(joined[-1]) == first:
-                joined[-1] = joined[-1][0], joined[-1][1] + size
-            elif size:
-                joined.append((first, size))
-        if joined and sum(joined[-1]) == self.end:
-            self.end = joined.pop()[0]
-        self._free = joined
+        return self._free.end
