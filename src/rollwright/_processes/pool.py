@@ -264,7 +264,10 @@ class Pool:
                 pass
         closed = {place: connection for place, connection in ending.items() if place in self._failures}
         open_ = {place: connection for place, connection in ending.items() if place not in closed}
-        hows = dict(zip(open_, end_all(list(open_.values()), 0.0), strict=True))
+        unread = [place for place, connection in open_.items() if connection.behind]
+        for place in unread:  # it cannot know that it is to end
+            open_[place].kill()
+        hows = dict(zip(open_, end_all(list(open_.values()), 0.0), strict=True)) | dict.fromkeys(unread, "killed")
         hows.update(zip(closed, end_all(list(closed.values()), max(_EXIT_S, left_s)), strict=True))
         found = {place: Ended(hows[place], self._failures.get(place)) for place in ending}
         self.forget_all()

@@ -42,7 +42,7 @@ class Growing(EnvBase):
 def test_answer_waits_until_it_is_read() -> None:
     pool: Any = AsyncEnvPool([Growing], backend="multiprocessing", stack="lazy")
     pool.async_step_send(pool.rand_action(pool.reset()))
-    ended = pool._slots._processes._lines.living()[0].sentinel
+    ended = pool._slots._processes._pool[0].sentinel
     assert wait([ended], timeout=0.5) == []
     assert pool.async_step_recv()["next", "x"].sum() == 500_000
     pool.close()
@@ -59,7 +59,7 @@ def fill(channel: Channel) -> None:
 def test_end_has_one_limit_for_all() -> None:
     makers: list[Callable[[], EnvBase]] = [lambda: GymEnv("CartPole-v1")] * 4
     processes = EnvProcesses(makers, 4, describe=calls.describe)
-    for child in processes._lines.living().values():
+    for child in processes._pool.connections.values():
         os.kill(child.pid, signal.SIGSTOP)
         fill(child.channel)
     begun = time.monotonic()

@@ -75,16 +75,16 @@ class ProcessSlots(Slots):
 
         with uninterrupted:
             ticket = self._processes.post(command, [row], layout, keeps=True)
-            self._processes.see_off()
+            self._processes.flush()
             self._under_way[row] = ticket, "reset" if resets else "step", time.monotonic()
 
     def wait(self, timeout_s: float) -> None:
         """See :class:`Slots`."""
         until = time.monotonic() + timeout_s
-        self._processes.pump(0.0)
+        self._processes.run_once(0.0)
         while not any(map(self._is_over, self._under_way)) and (left := until - time.monotonic()) > 0:
             due = min((since + self._limit_s for _, _, since in self._under_way.values()), default=until)
-            self._processes.pump(max(0.0, min(left, due - time.monotonic(), _NAP_S)))
+            self._processes.run_once(max(0.0, min(left, due - time.monotonic(), _NAP_S)))
 
     def collect(self) -> Iterator[Came]:
         """See :class:`Slots`."""
@@ -97,7 +97,8 @@ class ProcessSlots(Slots):
 
     def _came(self, row: int) -> Came:
         ticket, call, since = self._under_way.pop(row)
-        gathered = self._processes.gather(ticket, 0.0)  # it has answered; or it is late, and gets killed
+        self._processes.kill_late(ticket)
+        gathered = self._processes.gather(ticket)
         for raised in gathered.raised:
             remote = raised.failure.error(f"{self._name}[{row}]")
             known: Exception = raised.kind(raised.text)

@@ -189,7 +189,7 @@ class ParallelEnv(RemoteEnvs):
         with uninterrupted:
             known = self._under_way.pop(ticket, None) is not None
             if known:
-                self._processes.drop(ticket)
+                self._processes.discard(ticket)
         return known
 
     def _drop(self, rows: range) -> None:

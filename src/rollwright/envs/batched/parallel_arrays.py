@@ -120,7 +120,7 @@ class ParallelArrays(ArrayEnv):
         with uninterrupted:
             self._ticket = env._processes.post(command, rows, layout, keeps=True)
             env._under_way[self._ticket] = self._rows
-        env._processes.see_off()
+        env._processes.flush()
 
     def _write(self, given: Values) -> int:
         """Write what environments read; the number of its layout."""

@@ -41,6 +41,7 @@ class RemoteEnvs(BatchedEnv):
 
     @property
     def num_recreated(self) -> int:
+        """How many environments were recreated, those inside of them included."""
         return self._processes.num_recreated
 
     # The environments together ------------------------------------------------------------------

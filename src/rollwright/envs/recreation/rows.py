@@ -10,9 +10,9 @@ from tensordict import TensorDictBase
 
 from rollwright.data.layout import DoneGroup, complete_done
 from rollwright.envs.arrays import Values
+from rollwright.envs.batched.hosting.answers import Gathered, Lost
 from rollwright.envs.batched.hosting.messages import Raised
 from rollwright.envs.batched.hosting.processes import EnvProcesses
-from rollwright.envs.batched.hosting.under_way import Gathered, Lost
 from rollwright.envs.factories import renamed
 from rollwright.envs.recreation.policy import MAX_FAILURES, RecreationWarning
 from rollwright.errors import EnvError, RollwrightError
@@ -101,7 +101,7 @@ class Recreation:
                 f"{said}. It hosted the environments {list(self._processes.rows[lost.process])}. Make a new batch, "
                 "or pass on_env_failure='recreate'."
             ) from cause
-        if self._processes.is_there(lost.process):
+        if self._processes.is_connected(lost.process):
             return  # replaced with the command before
         if self._failures[lost.process] > MAX_FAILURES:
             raise EnvError(

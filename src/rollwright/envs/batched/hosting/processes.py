@@ -13,14 +13,14 @@ import torch
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import NestedKey
 from rollwright._memory import Layout, Segment
-from rollwright._processes.child import Child
-from rollwright._processes.connection import end_all
+from rollwright._processes.child import STOPPED_S, Child
+from rollwright._processes.heartbeats import Heartbeats
+from rollwright._processes.pool import Pool
+from rollwright.envs.batched.hosting.answers import Answers, Gathered
 from rollwright.envs.batched.hosting.host import DONE_ROWS, Hosted, serve_envs
 from rollwright.envs.batched.hosting.input_layouts import Entries, InputLayouts, Signature
-from rollwright.envs.batched.hosting.lines import ProcessLines
 from rollwright.envs.batched.hosting.messages import Command, Form, Lay, Leave, Raised, Some
 from rollwright.envs.batched.hosting.shared_rows import SharedRows
-from rollwright.envs.batched.hosting.under_way import Gathered, UnderWay
 from rollwright.envs.factories import Factory
 from rollwright.errors import EnvError
 
@@ -30,6 +30,7 @@ PATIENCE_S = 3600.0  # for an environment that has no limit of its own
 START_S = 600.0
 CLOSE_S = 10.0
 HURRY_S = 1.0  # to close what an interrupted close() has left
+_NAP_S = 0.2
 
 _START = 0  # the ticket of the first answer of each process
 
@@ -87,9 +88,9 @@ class EnvProcesses:
         self.num_processes = num_processes
         self.rows = [tuple(range(process, len(makers), num_processes)) for process in range(num_processes)]
         self._segment = Segment()
-        self._ticket = 0
-        self._under_way = UnderWay(len(makers))
-        self._lines = ProcessLines(num_processes, self._under_way)
+        self._answers = Answers(len(makers))
+        self._pool = Pool(num_processes, self._answers.received, only_answers=True)
+        self._discarded: set[int] = set()  # tickets whose answers are awaited before the next command, and dropped
         self._outcomes: Layout[NestedKey] | None = None
         self._inputs = InputLayouts(self._segment, num_processes)
         self.described: list[Any] = [None] * len(makers)
@@ -102,30 +103,30 @@ class EnvProcesses:
     @property
     def forms(self) -> dict[tuple[str, int], Form]:
         """What the last step and the last reset of each row consisted of, as far as processes have said."""
-        return self._under_way.forms
+        return self._answers.forms
 
     @property
     def renewals(self) -> list[int]:
         """How many environments were in each row's place before."""
-        pasts = self._under_way.pasts
+        pasts = self._answers.pasts
         return [pasts[row].num_recreated if row in pasts else 0 for row in range(len(self._makers))]
 
     @property
     def num_recreated(self) -> int:
-        """How many environments were made anew, those inside of them included."""
-        return sum(past.num_recreated + past.num_recreated_inside for past in self._under_way.pasts.values())
+        """How many environments were recreated, those inside of them included."""
+        return sum(past.num_recreated + past.num_recreated_inside for past in self._answers.pasts.values())
 
     @property
     def num_messages(self) -> int:
         """Sent and received so far."""
-        return self._lines.num_messages
+        return self._pool.num_messages
 
     # Starting -----------------------------------------------------------------------------------
 
     def start(self, processes: Iterable[int]) -> None:
         """Start processes, all at once, and wait until their environments are made."""
         processes = list(processes)
-        self._under_way.begin(_START)
+        self._pool.questions.open(_START)
         for process in processes:
             self._make(process)
         gathered = self.gather(_START)
@@ -147,7 +148,7 @@ class EnvProcesses:
             serve_envs,
             self._segment,
             {row: self._makers[row] for row in rows},
-            {row: past for row, past in self._under_way.pasts.items() if row in rows},
+            {row: past for row, past in self._answers.pasts.items() if row in rows},
             self._describe,
             (torch.initial_seed() + 1 + process) % 2**63,
             self._renews,
@@ -156,12 +157,12 @@ class EnvProcesses:
             num_threads=self._num_threads,
         )
         with uninterrupted:
-            self._lines.lay(process, child)
+            self._pool.add(process, child)
             self._inputs.begin_anew(process)
-            self._under_way.expect(_START, process, rows)
-            self._under_way.dropped.add(_START)
+            self._pool.questions.ask(_START, process, rows)
+            self._discarded.add(_START)
             if self._outcomes:
-                self._lines.send(process, Lay(0, self._outcomes))
+                self._pool.send(process, Lay(0, self._outcomes))
 
     # Shared memory ------------------------------------------------------------------------------
 
@@ -171,9 +172,9 @@ class EnvProcesses:
         self._outcomes = layout = Layout.of((key, *entry) for key, entry in entries.items())
         self._inputs.begin_at(layout.end)
         rows = SharedRows(self._segment, layout)
-        self._under_way.marks = rows.arrays[DONE_ROWS]
+        self._answers.marks = rows.arrays[DONE_ROWS]
         for process in range(self.num_processes):
-            self._lines.send(process, Lay(0, layout))
+            self._pool.send(process, Lay(0, layout))
         return rows
 
     def inputs(self, signature: Signature) -> tuple[int, SharedRows]:
@@ -182,7 +183,7 @@ class EnvProcesses:
         found = self._inputs.find(signature)
         if found is None:
             if self._inputs.is_full:
-                for ticket in self._under_way.tickets():
+                for ticket in self._pool.questions.tickets():
                     self._await(ticket)
             with uninterrupted:
                 if self._inputs.is_full:
@@ -192,7 +193,7 @@ class EnvProcesses:
 
     def finished(self, ticket: int, row: int) -> bool:
         """Whether a row has been served, though its process may be lost."""
-        return self._under_way.finished(ticket, row)
+        return self._answers.finished(ticket, row)
 
     # Messages -----------------------------------------------------------------------------------
 
@@ -211,42 +212,40 @@ class EnvProcesses:
                 the same rows in full.
             rows: in rising order.
             layout: of :meth:`inputs`, where the command uses one.
-            keeps: whether other commands may follow before :meth:`gather`; the caller is to :meth:`see_off` this one.
-                If not, and an interrupt keeps the caller from it, the answers are dropped before the next command.
+            keeps: whether other commands may follow before :meth:`gather`; the caller is to :meth:`flush` this one. If
+                not, and an interrupt keeps the caller from it, the answers are dropped before the next command.
 
         Returns:
             The ticket, for :meth:`gather`.
         """
         self._settle()
         with uninterrupted:
-            self._ticket += 1
-            ticket = self._ticket
-            self._under_way.begin(ticket)
+            ticket = self._pool.questions.open()
             if not keeps:
-                self._under_way.dropped.add(ticket)
+                self._discarded.add(ticket)
             for process, mine in self._share_out(rows).items():
                 lay = None if layout is None else self._inputs.message(process, layout)
                 if lay is not None:
-                    self._lines.send(process, lay)
+                    self._pool.send(process, lay)
                 message = command(ticket, None if mine is self.rows[process] else mine, mine)
-                self._under_way.expect(ticket, process, mine)
+                self._pool.questions.ask(ticket, process, mine)
                 try:
-                    self._lines.send(process, message)
-                except BaseException:  # it cannot be pickled, and the process has not heard of it
-                    self._under_way.unexpect(ticket, process)
+                    self._pool.send(process, message)
+                except BaseException:  # it cannot be pickled, and was not sent
+                    self._pool.questions.withdraw(ticket, process)
                     raise
         if not keeps:
-            self.see_off()
+            self.flush()
         return ticket
 
-    def see_off(self) -> None:
+    def flush(self) -> None:
         """Wait until what was posted is on its way. If Ctrl-C ends that, the rest goes while answers are awaited."""
-        self._lines.see_off(self._limit_s)
+        self._pool.flush(self._limit_s)
 
     def _settle(self) -> None:
         """Wait for what was interrupted."""
-        while self._under_way.dropped:
-            self.gather(next(iter(self._under_way.dropped)))
+        while self._discarded:
+            self.gather(next(iter(self._discarded)))
 
     def _share_out(self, rows: Sequence[int] | None) -> dict[int, tuple[int, ...]]:
         if rows is None:
@@ -259,59 +258,62 @@ class EnvProcesses:
             for process, mine in shared.items()
         }
 
-    def drop(self, ticket: int) -> None:
-        """Let the answers to a command come before the next one, which :meth:`gather` may take in between."""
-        self._under_way.dropped.add(ticket)
+    def discard(self, ticket: int) -> None:
+        """Let the answers to a command be awaited and dropped before the next one, unless :meth:`gather` takes them."""
+        self._discarded.add(ticket)
 
     def is_answered(self, ticket: int) -> bool:
         """Whether nothing is missing for :meth:`gather`."""
-        return not self._under_way.due(ticket)
+        return not self._pool.questions[ticket].due
 
-    def gather(self, ticket: int, limit_s: float | None = None) -> Gathered:
+    def gather(self, ticket: int) -> Gathered:
         """Wait for the answers to a command, and take them.
 
-        Args:
-            ticket: of the command.
-            limit_s: the longest without any environment coming back; None: the limit of a step.
+        A process in which no environment finishes anything for longer than the limit of a step is killed.
         """
-        self.drop(ticket)  # unless it is seen through
-        self._await(ticket, limit_s)
+        self.discard(ticket)  # if this is interrupted
+        self._await(ticket)
         with uninterrupted:
-            return self._under_way.take(ticket)
+            self._discarded.discard(ticket)
+            return self._answers.gathered(ticket, self._pool.questions.close(ticket))
 
-    def _await(self, ticket: int, limit_s: float | None = None) -> None:
-        due = self._under_way.due(ticket)
-        if limit_s is None:
-            limit_s = self._limit_s if ticket != _START else START_S
-        marks: dict[int, list[int]] = {}
-        until = time.monotonic() + limit_s
+    def _await(self, ticket: int) -> None:
+        due = self._pool.questions[ticket].due
+        limit_s = self._limit_s if ticket != _START else START_S
+        heartbeats = Heartbeats()
         while due:
-            if self.pump(max(0.0, until - time.monotonic())) or time.monotonic() < until:
+            if self.run_once(min(limit_s, _NAP_S)):
                 continue
-            for process, rows in list(due.items()):
-                mark = [int(self._under_way.marks[row]) for row in self.rows[process]]
-                begins = process not in marks and any(self.finished(ticket, row) for row in rows)
-                waits = process not in marks and self._under_way.owes(process, before=ticket)
-                if begins or waits or mark != marks.get(process, mark):
-                    marks[process] = mark
-                else:
-                    self._lines.lose(process, f"did not come back within {limit_s:g} s and was killed")
-            until = time.monotonic() + limit_s
+            for process in list(due):
+                if heartbeats.is_silent(process, self._answers.progress(process, self.rows[process]), limit_s):
+                    self._kill(process, limit_s)
 
-    def pump(self, timeout_s: float) -> bool:
-        """See :meth:`ProcessLines.pump`."""
-        return self._lines.pump(timeout_s)
+    def kill_late(self, ticket: int) -> None:
+        """Kill the processes that have not answered a command, which took longer than the limit of a step."""
+        for process in list(self._pool.questions[ticket].due):
+            self._kill(process, self._limit_s)
+
+    def _kill(self, process: int, limit_s: float) -> None:
+        self._pool.drop(process, f"did not come back within {limit_s:g} s and was killed")
+
+    def run_once(self, timeout_s: float) -> bool:
+        """Take in what has come, see :meth:`Pool.run_once`; if nothing has, look for processes that are stopped."""
+        if self._pool.run_once(timeout_s):
+            return True
+        for process in self._pool.stopped(STOPPED_S):
+            self._pool.drop(process, f"was stopped by a signal, did not go on for {STOPPED_S:g} s and was killed")
+        return False
 
     # Endings ------------------------------------------------------------------------------------
 
-    def is_there(self, process: int) -> bool:
+    def is_connected(self, process: int) -> bool:
         """Whether a process was not lost, or was replaced since."""
-        return self._lines.is_there(process)
+        return self._pool[process] is not None
 
     def replace(self, process: int) -> None:
         """Start a process anew, with new environments."""
         for row in self.rows[process]:
-            self._under_way.pasts[row].note_loss()
+            self._answers.pasts[row].note_loss()
         self.start([process])
 
     def end(self, limit_s: float | None = None) -> tuple[list[Raised], list[str]]:
@@ -327,34 +329,22 @@ class EnvProcesses:
         """
         limit_s = CLOSE_S if limit_s is None else limit_s
         until = time.monotonic() + limit_s
-        self._ticket += 1
-        ticket = self._ticket
-        self._under_way.begin(ticket)
-        for process in self._lines.living():
+        questions = self._pool.questions
+        ticket = questions.open()
+        for process in self._pool.connections:
             with uninterrupted:
-                self._under_way.expect(ticket, process, self.rows[process])
+                questions.ask(ticket, process)
                 if limit_s:
-                    self._lines.send(process, Leave(ticket))
-        due = self._under_way.due(ticket)
-        while due and (rest := until - time.monotonic()) > 0:
-            self.pump(rest)
-        self._lines.lose_deaf()
-        left = self._lines.living()
-        stuck = [process for process in left if process in due]
-        for child in left.values():
-            child.channel.close()
-        forced = end_all([left[process] for process in stuck], 0.0)
-        end_all(list(left.values()), max(1.0, until - time.monotonic()))  # the others have answered, and only to end
-        self._lines.hang_up()
-        raised = self._under_way.take(ticket).raised
-        if not limit_s:
-            return raised, []
-        return raised, [
-            f"the process of environments {list(self.rows[process])} was {how}"
-            for process, how in zip(stuck, forced, strict=True)
+                    self._pool.send(process, Leave(ticket))
+        ended = self._pool.end(lambda: until, hang_up=not limit_s)
+        question = questions.close(ticket)
+        return self._answers.gathered(ticket, question).raised, [
+            f"the process of environments {list(self.rows[process])} was {end.how}"
+            for process, end in ended.items()
+            if limit_s and process in question.due and end.how != "ended"
         ]
 
     def pids(self) -> list[int | None]:
         """Of the processes; None for one that has ended."""
-        living = self._lines.living()
-        return [living[process].pid if process in living else None for process in range(self.num_processes)]
+        children: list[Any] = [self._pool[process] for process in range(self.num_processes)]
+        return [None if child is None else child.pid for child in children]

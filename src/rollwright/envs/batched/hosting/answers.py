@@ -1,0 +1,96 @@
+"""Answers: what processes that host environments have answered, and which will not answer any more."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollwright._processes.failures import Failure
+from rollwright._processes.pool import Answer
+from rollwright._processes.questions import Question
+from rollwright.envs.batched.hosting.messages import Form, Raised, Renewed, Reply
+from rollwright.envs.recreation.policy import RecreationPolicy
+
+__all__ = ["Answers", "Gathered", "Lost"]
+
+
+class Lost(NamedTuple):
+    """A process that has ended, or was ended because an environment did not come back.
+
+    Attributes:
+        process: its index.
+        row: the environment that it was at.
+        rows: that it was to serve.
+        how: a phrase.
+        failure: what it raised at its end.
+    """
+
+    process: int
+    row: int
+    rows: tuple[int, ...]
+    how: str
+    failure: Failure | None
+
+
+class Gathered(NamedTuple):
+    """The answers to a command, by process, and the processes that will not answer."""
+
+    replies: dict[int, Reply]
+    lost: list[Lost]
+
+    @property
+    def raised(self) -> list[Raised]:
+        """What environments raised, in the order of rows."""
+        return sorted((one for reply in self.replies.values() for one in reply.raised), key=lambda one: one.row)
+
+    @property
+    def renewed(self) -> list[Renewed]:
+        """Which were recreated, in the order of rows."""
+        return sorted(one for reply in self.replies.values() for one in reply.renewed)
+
+
+class Answers:
+    """What is known from answers, whether anybody takes them or not.
+
+    Args:
+        num_rows: number of environments.
+
+    Attributes:
+        marks: int64 ``[num_rows]``: the ticket that was finished last in each row, as its process has written it.
+        forms: what the last step and the last reset of each row consisted of.
+        pasts: what the environment of each row would hand on; none where they are not recreated.
+        counts: how many answers each process has sent.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.marks: NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.forms: dict[tuple[str, int], Form] = {}
+        self.pasts: dict[int, RecreationPolicy] = {}
+        self.counts: dict[int, int] = {}
+
+    def received(self, process: int, reply: Reply) -> Answer:
+        """Take in an answer, see :class:`~rollwright._processes.pool.Pool`."""
+        if reply.forms:
+            self.forms.update(reply.forms)
+        if reply.pasts:
+            self.pasts.update(reply.pasts)
+        self.counts[process] = self.counts.get(process, 0) + 1
+        return Answer(reply.ticket, reply)
+
+    def finished(self, ticket: int, row: int) -> bool:
+        """Whether a row has been served, though its process may be lost."""
+        return bool(self.marks[row] == ticket)
+
+    def gathered(self, ticket: int, question: Question) -> Gathered:
+        """What has become of a command."""
+        lost = []
+        for process, (loss, rows) in question.losses.items():
+            row = next((row for row in rows if not self.finished(ticket, row)), rows[-1])
+            lost.append(Lost(process, row, rows, loss.how, loss.failure))
+        return Gathered(question.answers, lost)
+
+    def progress(self, process: int, rows: tuple[int, ...]) -> tuple[int, bytes]:
+        """Changes with each answer of a process, and with each row that it finishes."""
+        return self.counts.get(process, 0), self.marks[list(rows)].tobytes()
