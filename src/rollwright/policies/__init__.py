@@ -17,9 +17,10 @@ from rollwright.modules.signature import SignaturePolicy
 from rollwright.policies.base import FlatPolicy, NotFlat, TensorPolicy
 from rollwright.policies.compiling import compile_flat
 from rollwright.policies.program import CalledModule, Program, RandomActions, parameters_of
+from rollwright.policies.registration import register_distribution, register_layer
 from rollwright.policies.staging import Staged
 
-__all__ = ["FlatPolicy", "NotFlat", "compile_flat", "flatten"]
+__all__ = ["FlatPolicy", "NotFlat", "compile_flat", "flatten", "register_distribution", "register_layer"]
 
 
 def flatten(

@@ -1,10 +1,10 @@
-"""What a flat policy is: a policy on arrays, without TensorDicts."""
+"""What a policy on arrays is."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ class NotFlat(NotNative):
     """A policy cannot run flat; the message is the reason, a short phrase such as ``"it has hooks (Linear)"``."""
 
 
-class FlatPolicy(Protocol):
+class FlatPolicy(abc.ABC):
     """A policy from arrays to arrays; the same bits and the same random numbers as the policy it was made of.
 
     Attributes:
@@ -33,24 +33,14 @@ class FlatPolicy(Protocol):
         frozen: whether the weights of a rollout's start act in all of it.
     """
 
-    @property
-    def in_keys(self) -> list[NestedKey]: ...  # noqa: D102  # the class says
+    in_keys: list[NestedKey]
+    out_keys: list[NestedKey]
+    finite_keys: list[NestedKey]
+    how: str
+    varies: bool = True
+    frozen: bool = False
 
-    @property
-    def out_keys(self) -> list[NestedKey]: ...  # noqa: D102
-
-    @property
-    def finite_keys(self) -> list[NestedKey]: ...  # noqa: D102
-
-    @property
-    def how(self) -> str: ...  # noqa: D102
-
-    @property
-    def varies(self) -> bool: ...  # noqa: D102
-
-    @property
-    def frozen(self) -> bool: ...  # noqa: D102
-
+    @abc.abstractmethod
     def start(self, steps: int) -> None:
         """Prepare a rollout of ``steps`` calls.
 
@@ -58,6 +48,7 @@ class FlatPolicy(Protocol):
             NotFlat: the policy has changed since (hooks, modules, settings). Flatten it again, or run it plain.
         """
 
+    @abc.abstractmethod
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """The outputs for one step, in memory of their own.
 
@@ -69,19 +60,8 @@ class FlatPolicy(Protocol):
         """
 
 
-class TensorPolicy(abc.ABC):
+class TensorPolicy(FlatPolicy):
     """A flat policy that calls torch on tensors."""
-
-    in_keys: list[NestedKey]
-    out_keys: list[NestedKey]
-    finite_keys: list[NestedKey]
-    how: str
-    varies: bool = True
-    frozen: bool = False
-
-    @abc.abstractmethod
-    def start(self, steps: int) -> None:
-        """Prepare a rollout; see :class:`FlatPolicy`."""
 
     @abc.abstractmethod
     def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:

@@ -6,12 +6,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict.nn import set_interaction_type
+from torch import nn
 
 from rollwright._keys import NestedKey
 from rollwright.policies.base import FlatPolicy, NotFlat, TensorPolicy
@@ -53,7 +54,9 @@ def compile_flat(
     if isinstance(flat, RandomActions):
         return flat
     inputs = [np.ascontiguousarray(example[key]) for key in flat.in_keys]
-    with torch.no_grad(), _as_in_a_rollout(flat), _same_random_numbers(), _same_buffers(flat):
+    inner = flat.policy if isinstance(flat, Staged) else flat
+    acting = set_interaction_type(inner.exploration_type) if isinstance(inner, Program) else nullcontext()
+    with torch.no_grad(), acting, _same_random_numbers(), _same_buffers(getattr(inner, "policy", None)):
         why = ""
         if not arguments and isinstance(flat, Program):
             try:
@@ -105,12 +108,6 @@ def _agrees(flat: Program, compiled: NumpyProgram, inputs: list[np.ndarray]) -> 
     return compiled
 
 
-def _as_in_a_rollout(flat: FlatPolicy) -> AbstractContextManager[Any]:
-    """The exploration type under which the policy will run."""
-    inner = flat.policy if isinstance(flat, Staged) else flat
-    return set_interaction_type(inner.exploration_type) if isinstance(inner, Program) else nullcontext()
-
-
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
     """Put torch's generators back as they were."""
@@ -120,11 +117,9 @@ def _same_random_numbers() -> Iterator[None]:
 
 
 @contextmanager
-def _same_buffers(flat: FlatPolicy) -> Iterator[None]:
+def _same_buffers(policy: Any) -> Iterator[None]:
     """Put the buffers of the policy's modules back as they were."""
-    inner = flat.policy if isinstance(flat, Staged) else flat
-    policy = inner.policy if isinstance(inner, Program | CalledModule) else None
-    buffers = list(policy.buffers()) if policy is not None else []
+    buffers = list(policy.buffers()) if isinstance(policy, nn.Module) else []
     before = [buffer.clone() for buffer in buffers]
     try:
         yield

@@ -1,26 +1,32 @@
-"""Known distributions, sampled and scored on tensors without building an object."""
+"""Draws from categorical, normal and Delta distributions, on tensors and in NumPy."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from operator import add
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 
-from rollwright.policies.nodes import Node, Step, Values
+from rollwright.policies.base import NotFlat
+from rollwright.policies.emitter import Array, Emitter
+from rollwright.policies.nodes import Draw, Step, Values
+from rollwright.policies.noise import Noise
 
-__all__ = ["CategoricalDraw", "NormalDraw"]
+__all__ = ["CategoricalDraw", "DeltaDraw", "NormalDraw", "race"]
 
 _HALF_LOG_TAU = math.log(math.sqrt(2 * math.pi))
+_FEW_CHOICES = 8  # outcomes of one draw up to which Python beats NumPy
 
 
 @dataclass(frozen=True)
-class CategoricalDraw(Node):
+class CategoricalDraw(Draw):
     """``Categorical`` or ``OneHotCategorical`` of torch; reads its parameter, writes a member and perhaps its log-prob.
 
     Attributes:
@@ -33,25 +39,63 @@ class CategoricalDraw(Node):
     one_hot: bool
     random: bool
 
-    def step(self, noise: int | None = None) -> Step:
-        """As for every node.
+    nan_shows = "parameter"
 
-        Args:
-            noise: the slot of exponential noise of the parameter's shape to draw with; None draws its own.
-        """
+    def step(self) -> Step:
+        """See :class:`Node`."""
+        draw = race if self.parameter == "logits" else _multinomial
+        return self._step(draw if self.random else _most_likely)
+
+    def step_with(self, noise: int) -> Step:
+        """See :class:`Draw`; the noise is exponential, of the parameter's shape."""
+        return self._step(None, noise)
+
+    def _step(self, pick: Callable[[Tensor], Tensor] | None, noise: int = 0) -> Step:
         (source,), action, scored = self.reads, self.writes[0], self.writes[1:]
         normalise = _from_logits if self.parameter == "logits" else _from_probs
-        pick = (race if self.parameter == "logits" else _multinomial) if self.random else _most_likely
         one_hot, score = self.one_hot, _score_logits if self.parameter == "logits" else _score_probs
 
         def run(values: Values) -> None:
             normal, p = normalise(values[source])
-            index = pick(p) if noise is None else torch.div(p, values[noise]).argmax(-1, True)
+            index = torch.div(p, values[noise]).argmax(-1, True) if pick is None else pick(p)
             values[action] = torch.zeros_like(p).scatter_(-1, index, 1) if one_hot else index.squeeze(-1)
             for slot in scored:
                 values[slot] = score(normal, index)
 
         return run
+
+    def noise(self, reads: Sequence[Tensor]) -> Noise | None:
+        """See :class:`Draw`."""
+        if not self.random or self.parameter != "logits":
+            return None
+        return Noise("exponential", tuple(reads[0].shape), reads[0].dtype, reads[0].device)
+
+    def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
+        """See :class:`Node`."""
+        (logits,), scores = reads, len(self.writes) == 2
+        if self.random:
+            emitter.draw("gumbel", logits)
+        if self.parameter != "logits":
+            raise NotFlat("a Categorical of probabilities")
+        index = emitter.new(logits.shape[:-1], np.int64)
+        if logits.ndim == 1 and len(logits) <= _FEW_CHOICES:
+            score = emitter.new((), logits.dtype) if scores else None
+            emitter.calls.append(_one_choice(emitter, logits, index, score, self.random))
+            return [*self._as_action(emitter, logits, index), *([] if score is None else [score])]
+        if self.random:
+            # exp(logits) / noise is largest where logits - log(noise) is; the noise comes as -log(noise).
+            raced, plus = np.empty_like(logits), np.add
+            emitter.calls.append(lambda: plus(logits, next(emitter.noise), raced))
+            emitter.put(raced.argmax, -1, index)
+        else:
+            emitter.put(logits.argmax, -1, index)
+        action = self._as_action(emitter, logits, index)
+        return [*action, _normalised_at(emitter, logits, index)] if scores else action
+
+    def _as_action(self, emitter: Emitter, logits: Array, index: Array) -> list[Array]:
+        if not self.one_hot:
+            return [index]
+        return [emitter.to(np.equal, np.arange(logits.shape[-1]), index[..., None], like=logits)]
 
 
 def _from_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,8 +155,35 @@ def _race_is_exact(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
+def _one_choice(emitter: Emitter, logits: Array, index: Array, score: Array | None, random: bool) -> Callable[[], None]:
+    """One draw of few outcomes, in plain Python: numbers are cheaper than arrays of one."""
+    exp, log, place = math.exp, math.log, ()
+
+    def choose() -> None:
+        values = logits.tolist()
+        raced = list(map(add, values, next(emitter.noise).tolist())) if random else values
+        chosen = raced.index(max(raced))
+        index[place] = chosen
+        if score is not None:
+            top = max(values)
+            score[place] = values[chosen] - top - log(sum([exp(value - top) for value in values]))
+
+    return choose
+
+
+def _normalised_at(emitter: Emitter, logits: Array, index: Array) -> Array:
+    """The normalised logit at ``index``."""
+    place = index
+    if index.ndim:
+        starts = np.arange(index.size).reshape(index.shape) * logits.shape[-1]
+        place = emitter.to(np.add, index, starts, like=index)
+    chosen = emitter.new(index.shape, logits.dtype)
+    emitter.put(logits.reshape(-1).take, place, None, chosen, "clip")
+    return emitter.to(np.subtract, chosen, emitter.log_sum(logits)[..., 0], like=chosen)
+
+
 @dataclass(frozen=True)
-class NormalDraw(Node):
+class NormalDraw(Draw):
     """``Normal`` of torch; reads loc and scale, writes a value and perhaps its log-prob, element by element.
 
     Attributes:
@@ -121,24 +192,57 @@ class NormalDraw(Node):
 
     random: bool
 
-    def step(self, noise: int | None = None) -> Step:
-        """As for every node.
+    @property
+    def fresh(self) -> bool:  # type: ignore[override]
+        """The mean is the parameter itself."""
+        return self.random
 
-        Args:
-            noise: the slot of standard normal noise to draw with; None draws its own.
-        """
+    def step(self) -> Step:
+        """See :class:`Node`."""
+        return self._step(_draw_normal if self.random else _loc)
+
+    def step_with(self, noise: int) -> Step:
+        """See :class:`Draw`; the noise is standard normal."""
+        return self._step(None, noise)
+
+    def _step(self, pick: Callable[[Tensor, Tensor], Tensor] | None, noise: int = 0) -> Step:
         (loc_at, scale_at), action, scored = self.reads, self.writes[0], self.writes[1:]
-        pick: Callable[[Tensor, Tensor], Tensor] = _draw_normal if self.random else _loc
 
         def run(values: Values) -> None:
             loc, scale = values[loc_at], values[scale_at]
             if loc.shape != scale.shape:
                 loc, scale = torch.broadcast_tensors(loc, scale)
-            values[action] = value = pick(loc, scale) if noise is None else loc + values[noise] * scale
+            values[action] = value = loc + values[noise] * scale if pick is None else pick(loc, scale)
             for slot in scored:
                 values[slot] = _score_normal(value - loc, scale)
 
         return run
+
+    def noise(self, reads: Sequence[Tensor]) -> Noise | None:
+        """See :class:`Draw`."""
+        if not self.random:
+            return None
+        shape = torch.broadcast_shapes(*[value.shape for value in reads])
+        return Noise("normal", tuple(shape), reads[0].dtype, reads[0].device)
+
+    def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
+        """See :class:`Node`."""
+        loc, scale = reads
+        z = np.zeros(np.broadcast_shapes(loc.shape, scale.shape), loc.dtype)
+        value: Any = np.empty_like(z)
+        if self.random:
+            emitter.draw("normal", z)
+            copy = np.copyto
+            emitter.calls.append(lambda: copy(z, next(emitter.noise)))
+        emitter.put(np.multiply, z, scale, value)
+        emitter.put(np.add, loc, value, value)
+        if len(self.writes) == 1:
+            return [value]
+        score = emitter.to(np.multiply, z, z, like=z)
+        emitter.put(np.multiply, score, -0.5, score)
+        emitter.put(np.subtract, score, emitter.to(np.log, scale, like=scale), score)
+        emitter.put(np.subtract, score, _HALF_LOG_TAU, score)
+        return [value, score]
 
 
 def _score_normal(distance: Tensor, scale: Tensor) -> Tensor:
@@ -156,3 +260,23 @@ def _draw_normal(loc: Tensor, scale: Tensor) -> Tensor:
 
 def _loc(loc: Tensor, scale: Tensor) -> Tensor:
     return loc
+
+
+@dataclass(frozen=True)
+class DeltaDraw(Draw):
+    """``Delta`` of tensordict: its parameter."""
+
+    fresh = False
+
+    def step(self) -> Step:
+        """Share the tensor."""
+        (source,), (target,) = self.reads, self.writes
+
+        def run(values: Values) -> None:
+            values[target] = values[source]
+
+        return run
+
+    def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
+        """Share the array."""
+        return reads

@@ -1,83 +1,46 @@
-"""Layers that are called as functions of a tensor, without the machinery of ``nn.Module``."""
+"""The table of layers: how each runs as a function of a tensor, and as NumPy calls on fixed memory."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from tensordict.nn import AddStateIndependentNormalScale, NormalParamExtractor, biased_softplus
+from tensordict.nn import AddStateIndependentNormalScale, NormalParamExtractor, biased_softplus, mappings
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rollwright.policies.base import NotFlat
+from rollwright.policies.emitter import Array, Emitter
+from rollwright.policies.nodes import Layer
 from rollwright.policies.watch import Watch, is_special
 
-__all__ = ["Layer", "reuse_memory", "unroll"]
-
-Function = Callable[[Any], Any]
+__all__ = ["LAYERS", "KnownLayer", "unroll"]
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One call in a chain.
+class KnownLayer(NamedTuple):
+    """How modules of one type run.
 
     Attributes:
-        module: where the call comes from; its parameters are read at each call.
-        call: from the input to the output.
-        outputs: how many tensors come out; None where that shows only in a call (an unknown module).
-        fresh: whether the output has memory of its own.
-        in_place: the same call in the memory of an input that nobody reads any more.
+        on_tensors: makes the call on tensors of a module.
+        in_numpy: appends the calls in NumPy to an emitter, given the module and its input; None: there are none.
+        parameters: names of what must be a parameter of the module, or None.
     """
 
-    module: Any
-    call: Function
-    outputs: int | None = 1
-    fresh: bool = True
-    in_place: Function | None = None
+    on_tensors: Callable[[Any], Layer]
+    in_numpy: Callable[[Emitter, Any, Array], Any] | None = None
+    parameters: tuple[str, ...] = ()
 
 
-def unroll(module: Any, watch: Watch) -> list[Layer]:
-    """The calls that ``module`` makes on one tensor.
-
-    A module that is not known, or that has hooks, is one call of itself, so that whatever it does acts.
-
-    Args:
-        module: an ``nn.Module`` or any callable.
-        watch: learns of the modules whose inside was read.
-    """
-    if not isinstance(module, nn.Module):
-        return [Layer(module, module, outputs=None, fresh=False)]
-    if is_special(module) is None:
-        if type(module) is nn.Sequential:
-            watch.add(module)
-            return [layer for child in module for layer in unroll(child, watch)]
-        make = _MAKERS.get(type(module))
-        if make is not None and _has_its_parameters(module):
-            for part in module.modules():
-                watch.add(part)
-            return [make(module)]
-    return [Layer(module, module, outputs=None, fresh=False)]
-
-
-def _has_its_parameters(module: nn.Module) -> bool:
-    """Whether what the type keeps as parameters are parameters (or None), and no tensors in their place."""
-    names = {nn.Linear: ("weight", "bias"), nn.LayerNorm: ("weight", "bias")}.get(type(module), ())
-    return all(name in module._parameters for name in names)
-
-
-def reuse_memory(layers: list[Layer]) -> list[Layer]:
-    """The same calls, in the memory of the result before where only they read it."""
-    reusing = layers[:1]
-    for before, layer in pairwise(layers):
-        reusing.append(replace(layer, call=layer.in_place) if layer.in_place and before.fresh else layer)
-    return reusing
+# Layers with parameters ---------------------------------------------------------------------------
 
 
 def _linear(module: nn.Linear) -> Layer:
-    parameters: dict[str, Any] = module._parameters
+    parameters: dict[str, Any] = vars(module)["_parameters"]
     linear, addmv = F.linear, torch.addmv
     weight, bias = parameters["weight"], parameters["bias"]
     if bias is None or weight.device.type != "cpu" or not _addmv_is_exact(*weight.shape, weight.dtype):
@@ -104,40 +67,62 @@ def _addmv_is_exact(rows: int, columns: int, dtype: torch.dtype) -> bool:
         return False
 
 
+def _linear_numpy(emitter: Emitter, module: nn.Linear, x: Array) -> Array:
+    weight, bias = emitter.parameter(module, "weight", x.dtype), emitter.parameter(module, "bias", x.dtype)
+    if weight is None:
+        raise NotFlat("a Linear has no weight")
+    out = emitter.new((*x.shape[:-1], len(weight)), x.dtype)
+    if x.ndim == 1 and bias is not None:  # one call for both
+        both = np.empty((len(weight), len(x) + 1), x.dtype)
+        emitter.refreshes += [partial(np.copyto, both[:, :-1], weight), partial(np.copyto, both[:, -1], bias)]
+        emitter.put(np.dot, both, emitter.with_one(x), out)
+        return out
+    if x.ndim == 1:
+        emitter.put(np.dot, weight, x, out)
+    else:
+        emitter.put(np.dot, x.reshape(-1, x.shape[-1]), weight.T, out.reshape(-1, len(weight)))
+    if bias is not None:
+        emitter.put(np.add, out, bias, out)
+    return out
+
+
 def _layer_norm(module: nn.LayerNorm) -> Layer:
-    parameters: dict[str, Any] = module._parameters
+    parameters: dict[str, Any] = vars(module)["_parameters"]
     shape, eps = module.normalized_shape, module.eps
     return Layer(module, lambda x: F.layer_norm(x, shape, parameters["weight"], parameters["bias"], eps))
 
 
-def _identity(module: nn.Module) -> Layer:
-    return Layer(module, _same, fresh=False)
+def _layer_norm_numpy(emitter: Emitter, module: nn.LayerNorm, x: Array) -> Array:
+    if len(module.normalized_shape) != 1:
+        raise NotFlat("LayerNorm over several dimensions is not known in NumPy")
+    mean, variance = emitter.new((*x.shape[:-1], 1), x.dtype), emitter.new((*x.shape[:-1], 1), x.dtype)
+    emitter.put(np.add.reduce, x, -1, None, mean, True)
+    emitter.put(np.divide, mean, x.shape[-1], mean)
+    out = emitter.to(np.subtract, x, mean, like=x)
+    emitter.put(np.add.reduce, emitter.to(np.multiply, out, out, like=x), -1, None, variance, True)
+    emitter.put(np.divide, variance, x.shape[-1], variance)
+    emitter.put(np.add, variance, module.eps, variance)
+    emitter.put(np.sqrt, variance, variance)
+    emitter.put(np.divide, out, variance, out)
+    weight, bias = emitter.parameter(module, "weight", x.dtype), emitter.parameter(module, "bias", x.dtype)
+    if weight is not None:
+        emitter.put(np.multiply, out, weight, out)
+    if bias is not None:
+        emitter.put(np.add, out, bias, out)
+    return out
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
+# Activations --------------------------------------------------------------------------------------
 
 
-def _dropout(module: nn.Dropout) -> Layer:
-    return Layer(module, module, fresh=False) if module.training else _identity(module)  # with p=0 it gives its input
-
-
-def _flatten(module: nn.Flatten) -> Layer:
-    first, last = module.start_dim, module.end_dim
-    return Layer(module, lambda x: x.flatten(first, last), fresh=False)
-
-
-def _softmax(function: Callable[..., Tensor]) -> Callable[[Any], Layer]:
-    def make(module: Any) -> Layer:
-        dim = module.dim
-        return Layer(module, module if dim is None else lambda x: function(x, dim))
-
-    return make
-
-
-def _fixed(function: Function, in_place: Function) -> Callable[[nn.Module], Layer]:
+def _fixed(function: Callable[[Any], Any], in_place: Callable[[Any], Any]) -> Callable[[nn.Module], Layer]:
     """An activation without settings."""
     return lambda module: Layer(module, function, in_place=in_place)
+
+
+def _ufunc(function: Any, *arguments: Any) -> Callable[[Emitter, Any, Array], Array]:
+    """One call in NumPy."""
+    return lambda emitter, module, x: emitter.to(function, x, *arguments, like=x)
 
 
 def _forward(module: Any) -> Layer:
@@ -156,6 +141,98 @@ def _softplus(module: nn.Softplus) -> Layer:
     return Layer(module, lambda x: F.softplus(x, beta, threshold))
 
 
+def _softplus_numpy(emitter: Emitter, module: nn.Softplus, x: Array) -> Array:
+    if module.beta != 1 or module.threshold < 15:
+        raise NotFlat("Softplus with such settings is not known in NumPy")
+    return emitter.to(np.logaddexp, x, 0, like=x)
+
+
+def _softmax(function: Callable[..., Tensor]) -> Callable[[Any], Layer]:
+    def make(module: Any) -> Layer:
+        dim = module.dim
+        return Layer(module, module if dim is None else lambda x: function(x, dim))
+
+    return make
+
+
+def _softmax_numpy(emitter: Emitter, module: Any, x: Array) -> Array:
+    if module.dim not in (-1, x.ndim - 1):
+        raise NotFlat(f"{type(module).__name__} of another dimension than the last is not known in NumPy")
+    out = emitter.to(np.subtract, x, emitter.log_sum(x), like=x)
+    if type(module) is nn.Softmax:
+        emitter.put(np.exp, out, out)
+    return out
+
+
+def _elu_numpy(emitter: Emitter, module: nn.ELU, x: Array) -> Array:
+    out = emitter.to(np.minimum, x, 0, like=x)
+    emitter.put(np.expm1, out, out)
+    if module.alpha != 1:
+        emitter.put(np.multiply, out, module.alpha, out)
+    emitter.put(np.add, out, emitter.to(np.maximum, x, 0, like=x), out)
+    return out
+
+
+def _leaky_numpy(emitter: Emitter, module: nn.LeakyReLU, x: Array) -> Array:
+    if not 0 <= module.negative_slope <= 1:
+        raise NotFlat("LeakyReLU with such a slope is not known in NumPy")
+    out = emitter.to(np.multiply, x, module.negative_slope, like=x)
+    emitter.put(np.maximum, x, out, out=out)
+    return out
+
+
+def _sigmoid_numpy(emitter: Emitter, module: Any, x: Array) -> Array:
+    out = emitter.to(np.multiply, x, 0.5, like=x)  # through tanh, which does not overflow
+    emitter.put(np.tanh, out, out)
+    emitter.put(np.multiply, out, 0.5, out)
+    emitter.put(np.add, out, 0.5, out)
+    return out
+
+
+def _silu_numpy(emitter: Emitter, module: nn.SiLU, x: Array) -> Array:
+    return emitter.to(np.multiply, x, _sigmoid_numpy(emitter, module, x), like=x)
+
+
+def _gelu_numpy(emitter: Emitter, module: nn.GELU, x: Array) -> Array:
+    out = emitter.new(x.shape, x.dtype)  # NumPy has no erf
+    source, target = torch.from_numpy(x), torch.from_numpy(out)
+    emitter.put(lambda: target.copy_(F.gelu(source, approximate=module.approximate)))
+    return out
+
+
+# Shapes -------------------------------------------------------------------------------------------
+
+
+def _identity(module: nn.Module) -> Layer:
+    return Layer(module, _same, fresh=False)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _dropout(module: nn.Dropout) -> Layer:
+    return Layer(module, module, fresh=False) if module.training else _identity(module)  # with p=0 it gives its input
+
+
+def _dropout_numpy(emitter: Emitter, module: nn.Dropout, x: Array) -> Array:
+    if module.training:
+        raise NotFlat("Dropout is training")
+    return x
+
+
+def _flatten(module: nn.Flatten) -> Layer:
+    first, last = module.start_dim, module.end_dim
+    return Layer(module, lambda x: x.flatten(first, last), fresh=False)
+
+
+def _flatten_numpy(emitter: Emitter, module: nn.Flatten, x: Array) -> Array:
+    return x.reshape(torch.empty(x.shape).flatten(module.start_dim, module.end_dim).shape)
+
+
+# Parameters of normal distributions ---------------------------------------------------------------
+
+
 def _extractor(module: NormalParamExtractor) -> Layer:
     mapping: Any = module.scale_mapping
     bound: Any = module.scale_lb
@@ -172,34 +249,86 @@ def _extractor(module: NormalParamExtractor) -> Layer:
     return Layer(module, extract_softplus if plain else extract, outputs=2, fresh=False)  # loc is a view of the input
 
 
+def _extractor_numpy(emitter: Emitter, module: NormalParamExtractor, x: Array) -> tuple[Array, Array]:
+    half = (x.shape[-1] + 1) // 2
+    loc, raw = x[..., :half], x[..., half:]
+    return loc, _scale(emitter, module.scale_mapping, module.scale_lb, raw)
+
+
 def _free_scale(module: AddStateIndependentNormalScale) -> Layer:
     return Layer(module, module.forward, outputs=2, fresh=False)
 
 
-_MAKERS: dict[type, Callable[[Any], Layer]] = {
-    nn.Linear: _linear,
-    nn.LayerNorm: _layer_norm,
-    nn.Identity: _identity,
-    nn.Dropout: _dropout,
-    nn.Flatten: _flatten,
-    nn.Tanh: _fixed(torch.tanh, torch.tanh_),
-    nn.Sigmoid: _fixed(torch.sigmoid, torch.sigmoid_),
-    nn.ReLU: _relu,
-    nn.Softplus: _softplus,
-    nn.Softmax: _softmax(torch.softmax),
-    nn.LogSoftmax: _softmax(torch.log_softmax),
-    nn.ELU: _forward,
-    nn.SELU: _forward,
-    nn.CELU: _forward,
-    nn.GELU: _forward,
-    nn.SiLU: _forward,
-    nn.Mish: _forward,
-    nn.ReLU6: _forward,
-    nn.LeakyReLU: _forward,
-    nn.Hardtanh: _forward,
-    nn.Hardswish: _forward,
-    nn.Softsign: _forward,
-    nn.LogSigmoid: _forward,
-    NormalParamExtractor: _extractor,
-    AddStateIndependentNormalScale: _free_scale,
+def _free_scale_numpy(emitter: Emitter, module: AddStateIndependentNormalScale, x: Array) -> tuple[Array, Array]:
+    raw = emitter.parameter(module, "state_independent_scale", x.dtype)
+    if raw is None:
+        raise NotFlat("an AddStateIndependentNormalScale has no scale")
+    scale = emitter.new(x.shape, x.dtype)
+    emitter.put(np.copyto, scale, _scale(emitter, mappings(module.scale_mapping), module.scale_lb, raw))
+    return x, scale
+
+
+def _scale(emitter: Emitter, mapping: Any, bound: Any, x: Array) -> Array:
+    """A positive scale of at least ``bound``."""
+    if type(mapping) is biased_softplus:
+        out = emitter.to(np.add, x, mapping.bias, like=x)
+        emitter.put(np.logaddexp, out, 0, out)
+        emitter.put(np.add, out, mapping.min_val, out)
+    elif mapping is F.softplus:
+        out = emitter.to(np.logaddexp, x, 0, like=x)
+    elif mapping is torch.exp:
+        out = emitter.to(np.exp, x, like=x)
+    else:
+        raise NotFlat("the mapping of a scale is not known in NumPy")
+    emitter.put(np.maximum, out, bound, out=out)
+    return out
+
+
+LAYERS: dict[type, KnownLayer] = {
+    nn.Linear: KnownLayer(_linear, _linear_numpy, ("weight", "bias")),
+    nn.LayerNorm: KnownLayer(_layer_norm, _layer_norm_numpy, ("weight", "bias")),
+    nn.Identity: KnownLayer(_identity, lambda emitter, module, x: x),
+    nn.Dropout: KnownLayer(_dropout, _dropout_numpy),
+    nn.Flatten: KnownLayer(_flatten, _flatten_numpy),
+    nn.Tanh: KnownLayer(_fixed(torch.tanh, torch.tanh_), _ufunc(np.tanh)),
+    nn.Sigmoid: KnownLayer(_fixed(torch.sigmoid, torch.sigmoid_), _sigmoid_numpy),
+    nn.ReLU: KnownLayer(_relu, _ufunc(np.maximum, 0)),
+    nn.Softplus: KnownLayer(_softplus, _softplus_numpy),
+    nn.Softmax: KnownLayer(_softmax(torch.softmax), _softmax_numpy),
+    nn.LogSoftmax: KnownLayer(_softmax(torch.log_softmax), _softmax_numpy),
+    nn.ELU: KnownLayer(_forward, _elu_numpy),
+    nn.SELU: KnownLayer(_forward),
+    nn.CELU: KnownLayer(_forward),
+    nn.GELU: KnownLayer(_forward, _gelu_numpy),
+    nn.SiLU: KnownLayer(_forward, _silu_numpy),
+    nn.Mish: KnownLayer(_forward),
+    nn.ReLU6: KnownLayer(_forward),
+    nn.LeakyReLU: KnownLayer(_forward, _leaky_numpy),
+    nn.Hardtanh: KnownLayer(_forward),
+    nn.Hardswish: KnownLayer(_forward),
+    nn.Softsign: KnownLayer(_forward),
+    nn.LogSigmoid: KnownLayer(_forward),
+    NormalParamExtractor: KnownLayer(_extractor, _extractor_numpy),
+    AddStateIndependentNormalScale: KnownLayer(_free_scale, _free_scale_numpy),
 }
+
+
+def unroll(module: Any, watch: Watch) -> list[Layer]:
+    """The calls that ``module`` makes on one tensor.
+
+    A module that is not in the table, or that has hooks, is one call of itself, so that whatever it does acts.
+
+    Args:
+        module: an ``nn.Module`` or any callable.
+        watch: is given the modules whose inside was read.
+    """
+    if isinstance(module, nn.Module) and is_special(module) is None:
+        if type(module) is nn.Sequential:
+            watch.add(module)
+            return [layer for child in module for layer in unroll(child, watch)]
+        known = LAYERS.get(type(module))
+        if known is not None and all(name in vars(module)["_parameters"] for name in known.parameters):
+            for part in module.modules():
+                watch.add(part)
+            return [replace(known.on_tensors(module), in_numpy=known.in_numpy)]
+    return [Layer(module, module, outputs=None, fresh=False)]

@@ -1,21 +1,24 @@
-"""The steps that a flat policy is a list of: each reads some slots of a list of values and fills others."""
+"""The steps that a policy on arrays is a list of: each reads some slots of a list of values and fills others."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from tensordict import TensorDict, is_tensor_collection
 from torch import Tensor
 
 from rollwright._keys import NestedKey, unravel
 from rollwright.policies.base import NotFlat
-from rollwright.policies.layers import Layer, reuse_memory
+from rollwright.policies.emitter import Array, Emitter
+from rollwright.policies.noise import Noise
 
-__all__ = ["Ask", "Call", "Chain", "Copy", "Node", "Outputs", "Own", "Step", "Values", "as_tensor"]
+__all__ = ["Ask", "Call", "Chain", "Draw", "Layer", "Node", "Outputs", "Own", "Step", "Values", "as_tensor"]
 
 Values = list[Any]  # one tensor (or None) per slot
 Step = Callable[[Values], None]
@@ -28,18 +31,35 @@ class Node(abc.ABC):
     Attributes:
         reads: slots of the arguments.
         writes: slots of the results.
+        known: whether equal shapes and dtypes in give equal ones out.
+        compiles: whether ``torch.compile`` may take it together with other steps.
     """
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
+    known: ClassVar[bool] = True
+    compiles: ClassVar[bool] = True
+
     @abc.abstractmethod
     def step(self) -> Step:
-        """The function that does it."""
+        """The function that does it on tensors."""
+
+    def checked_step(self) -> Step:
+        """The same, compared with what it stands for; runs once, at the first call."""
+        return self.step()
+
+    def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
+        """Append the calls that do it in NumPy; the results.
+
+        Raises:
+            NotFlat: it is not known there.
+        """
+        raise NotFlat(f"{self.label} is not known in NumPy")
 
     @property
     def calls(self) -> int:
-        """How many calls it makes, for the description."""
+        """How many calls of the policy's it makes, for the description."""
         return 1
 
     @property
@@ -47,10 +67,42 @@ class Node(abc.ABC):
         """What it is, for messages."""
         return type(self).__name__
 
-    @property
-    def known(self) -> bool:
-        """Whether equal shapes and dtypes in give equal ones out."""
-        return True
+
+@dataclass(frozen=True)
+class Layer:
+    """One call in a chain.
+
+    Attributes:
+        module: where the call comes from; its parameters are read at each call.
+        call: from the input to the output.
+        outputs: how many tensors come out; None where that shows only in a call (an unknown module).
+        fresh: whether the output has memory of its own.
+        in_place: the same call in the memory of an input that nobody reads any more.
+        in_numpy: appends the calls that do it in NumPy to an emitter, given the module and the input.
+        check: raises where the call gives other values than the module.
+    """
+
+    module: Any
+    call: Callable[[Any], Any]
+    outputs: int | None = 1
+    fresh: bool = True
+    in_place: Callable[[Any], Any] | None = None
+    in_numpy: Callable[[Emitter, Any, Array], Any] | None = None
+    check: Callable[[Any], None] | None = None
+
+    def emit(self, emitter: Emitter, x: Array) -> tuple[Array, ...]:
+        """Append its calls on ``x``; its results.
+
+        Raises:
+            NotFlat: it is not known in NumPy.
+        """
+        name = type(self.module).__name__
+        if self.in_numpy is None or self.outputs is None:
+            raise NotFlat(f"{name} is not known in NumPy")
+        if x.dtype not in ("float32", "float64"):
+            raise NotFlat(f"{name} reads {x.dtype}")
+        result = self.in_numpy(emitter, self.module, x)
+        return result if isinstance(result, tuple) else (result,)
 
 
 @dataclass(frozen=True)
@@ -66,23 +118,45 @@ class Chain(Node):
     outputs: Outputs
 
     def step(self) -> Step:
-        """One layer after another."""
-        (source,), functions = self.reads, tuple(layer.call for layer in reuse_memory(list(self.layers)))
-        writes, outputs = self.writes, self.outputs
+        """One layer after another, in the memory of the result before where only they read it."""
+        layers = list(self.layers)
+        for i, (before, layer) in enumerate(pairwise(self.layers), 1):
+            if layer.in_place is not None and before.fresh:
+                layers[i] = replace(layer, call=layer.in_place)
+        return self._step(tuple(layer.call for layer in layers))
+
+    def _step(self, functions: Sequence[Callable[[Any], Any]]) -> Step:
+        (source,), writes, outputs = self.reads, self.writes, self.outputs
         known = self.layers[-1].outputs if self.layers else 1
         if known == 1 == len(writes):
             return _one(source, functions, writes[0])
-        if known == 2 == len(writes):
-            return _two(source, functions, *writes)
+        spread: Callable[[Any], Sequence[Tensor]] = tuple if known == len(writes) else outputs
 
         def run(values: Values) -> None:
             x = values[source]
             for function in functions:
                 x = function(x)
-            for slot, value in zip(writes, outputs(x), strict=True):
+            for slot, value in zip(writes, spread(x), strict=True):
                 values[slot] = value
 
         return run
+
+    def checked_step(self) -> Step:
+        """See :meth:`Node.checked_step`."""
+        return self._step([_checked(layer) for layer in self.layers])
+
+    def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
+        """See :meth:`Node.emit`."""
+        results = reads
+        for layer in self.layers:
+            if len(results) != 1:
+                raise NotFlat("a layer reads several values")
+            if getattr(layer.module, "inplace", False) and np.shares_memory(results[0], reads[0]):
+                raise NotFlat(f"{type(layer.module).__name__} changes an entry in place")
+            results = layer.emit(emitter, results[0])
+        if len(results) != len(self.writes):
+            raise NotFlat("the outputs of a layer do not match its out_keys")
+        return results
 
     @property
     def calls(self) -> int:
@@ -90,7 +164,7 @@ class Chain(Node):
         return len(self.layers)
 
     @property
-    def known(self) -> bool:
+    def known(self) -> bool:  # type: ignore[override]
         """Whether every layer is."""
         return all(layer.outputs is not None for layer in self.layers)
 
@@ -105,12 +179,14 @@ def _one(source: int, functions: Sequence[Callable[[Any], Any]], target: int) ->
     return run
 
 
-def _two(source: int, functions: Sequence[Callable[[Any], Any]], first: int, second: int) -> Step:
-    def run(values: Values) -> None:
-        x = values[source]
-        for function in functions:
-            x = function(x)
-        values[first], values[second] = x
+def _checked(layer: Layer) -> Callable[[Any], Any]:
+    check, call = layer.check, layer.call
+    if check is None:
+        return call
+
+    def run(x: Any) -> Any:
+        check(x)
+        return call(x)
 
     return run
 
@@ -131,10 +207,7 @@ class Call(Node):
     constants: Mapping[str, Any]
     outputs: Outputs
 
-    @property
-    def known(self) -> bool:
-        """Not known."""
-        return False
+    known: ClassVar[bool] = False
 
     @property
     def label(self) -> str:
@@ -213,20 +286,6 @@ def as_tensor(value: Any, batch: tuple[int, ...], owner: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Copy(Node):
-    """One value under a second name."""
-
-    def step(self) -> Step:
-        """Share the tensor."""
-        (source,), (target,) = self.reads, self.writes
-
-        def run(values: Values) -> None:
-            values[target] = values[source]
-
-        return run
-
-
-@dataclass(frozen=True)
 class Own(Node):
     """Memory of its own for a value that may share another's."""
 
@@ -239,15 +298,44 @@ class Own(Node):
 
         return run
 
+    def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
+        """Results of a NumPy program are copied at its end."""
+        return reads
+
     @property
     def calls(self) -> int:
         """None of the policy's."""
         return 0
 
 
+class Draw(Node):
+    """A value of a distribution, and perhaps its log-prob, without building the distribution.
+
+    Attributes:
+        fresh: whether the value has memory of its own.
+        nan_shows: what turns NaN where the parameters of the distribution do, if there is no log-prob: the first
+            parameter, or the value; None: each step tests the parameters.
+    """
+
+    fresh: ClassVar[bool] = True
+    nan_shows: ClassVar[Literal["parameter", "value"] | None] = "value"
+
+    def noise(self, reads: Sequence[Tensor]) -> Noise | None:
+        """The noise of one step, where it can be drawn before; None where there is none, or it cannot.
+
+        Args:
+            reads: parameters like those to come.
+        """
+        return None
+
+    def step_with(self, noise: int) -> Step:
+        """As :meth:`step`, with the noise in a slot."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Ask(Node):
-    """A TensorDict module that is asked itself, on a TensorDict of what it reads and no more.
+    """A TensorDict module that is called itself, on a TensorDict of what it reads and no more.
 
     Attributes:
         module: the TensorDict module.
@@ -261,10 +349,8 @@ class Ask(Node):
     out_keys: tuple[NestedKey, ...]
     batch: tuple[int, ...]
 
-    @property
-    def known(self) -> bool:
-        """Not known."""
-        return False
+    known: ClassVar[bool] = False
+    compiles: ClassVar[bool] = False
 
     @property
     def label(self) -> str:

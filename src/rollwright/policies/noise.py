@@ -10,7 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Noise", "noise_stream"]
+__all__ = ["Kind", "Noise", "noise_stream"]
+
+Kind = Literal["exponential", "gumbel", "normal"]
 
 _CHUNK = 2**16  # numbers held at once
 
@@ -26,7 +28,7 @@ class Noise:
         device: where they are drawn.
     """
 
-    kind: Literal["exponential", "gumbel", "normal"]
+    kind: Kind
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device

@@ -23,7 +23,32 @@ from rollwright.policies.watch import Watch, check_globals, is_special
 __all__ = ["CalledModule", "Program", "RandomActions"]
 
 
-class Program(TensorPolicy):
+class _WatchedPolicy(TensorPolicy):
+    """A policy made of modules, which notices that they have changed, and tests the shapes of its outputs."""
+
+    def __init__(self, watch: Watch, batch_shape: tuple[int, ...]) -> None:
+        self.batch_shape = torch.Size(batch_shape)
+        self._watch = watch
+        self._shapes_seen = False
+
+    def start(self, steps: int) -> None:
+        """See :class:`~rollwright.policies.FlatPolicy`."""
+        self._watch.check()
+        self._shapes_seen = False
+
+    def _check_shapes(self, values: Sequence[Tensor]) -> None:
+        """Test, once a rollout, that outputs begin with the batch size, as entries of a TensorDict must."""
+        batch = self.batch_shape
+        for key, value in zip(self.out_keys, values, strict=True):
+            if value.shape[: len(batch)] != batch:
+                raise PolicyError(
+                    f"policy: it wrote {key!r} with shape {list(value.shape)}, which must begin with the batch size of "
+                    f"the environment, {list(batch)}. Keep the leading dimensions."
+                )
+        self._shapes_seen = True
+
+
+class Program(_WatchedPolicy):
     """A graph of TensorDict modules as a list of steps over one list of values.
 
     Args:
@@ -45,6 +70,7 @@ class Program(TensorPolicy):
     ) -> None:
         walk = Walk(exploration_type, batch_shape, available)
         walk.run(policy)
+        super().__init__(walk.watch, batch_shape)
         self.policy = policy
         self.exploration_type = exploration_type
         self.nodes = walk.nodes
@@ -53,26 +79,19 @@ class Program(TensorPolicy):
         self.finite_keys = [key for key in walk.checked if key in walk.written]
         self.in_slots = list(walk.inputs.values())
         self.out_slots = list(walk.written.values())
-        self.batch_shape = torch.Size(batch_shape)
         self.how = f"{counted(sum(node.calls for node in walk.nodes), 'call')} on tensors"
         self.varies = not all(node.known for node in walk.nodes)
-        self._watch = walk.watch
-        self._steps = [node.step() for node in walk.nodes]
+        self._steps, self._compared = [node.checked_step() for node in walk.nodes], False
         self.blank: Values = [None] * walk.size
-        self._shapes_seen = False
-
-    def start(self, steps: int) -> None:
-        """See :class:`~rollwright.policies.FlatPolicy`."""
-        self._watch.check()
-        self._shapes_seen = False
 
     def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:
         """The steps, one after another."""
         values = self.values(*inputs)
         outputs = [values[slot] for slot in self.out_slots]
         if not self._shapes_seen:
-            check_shapes(self.out_keys, outputs, self.batch_shape)
-            self._shapes_seen = True
+            self._check_shapes(outputs)
+            if not self._compared:
+                self._steps, self._compared = [node.step() for node in self.nodes], True
         return outputs
 
     def values(self, *inputs: Tensor) -> Values:
@@ -85,7 +104,7 @@ class Program(TensorPolicy):
         return values
 
 
-class CalledModule(TensorPolicy):
+class CalledModule(_WatchedPolicy):
     """A module that takes entries of the environment by name.
 
     Its further outputs, ``output1`` and so on, are known after the first call.
@@ -109,24 +128,17 @@ class CalledModule(TensorPolicy):
         missing = [key for key in self._names if key not in {unravel(key) for key in available}]
         if missing:
             raise NotFlat(f"it reads {key_str(missing)}, which is no tensor of the environment")
-        self.policy = policy
-        self.batch_shape = torch.Size(batch_shape)
-        self.call = policy.module
-        self._watch = Watch()
+        super().__init__(Watch(), batch_shape)
         self._watch.add(policy)
+        self.policy = policy
+        self.call = policy.module
         self.finite_keys: list[NestedKey] = []
         self.how = f"{type(policy.module).__name__} called on tensors"
-        self._shapes_seen = False
 
     @property
     def out_keys(self) -> list[NestedKey]:  # type: ignore[override]
         """The policy's own list, which its first call completes."""
         return [unravel(key) for key in self.policy.out_keys]
-
-    def start(self, steps: int) -> None:
-        """See :class:`~rollwright.policies.FlatPolicy`."""
-        self._watch.check()
-        self._shapes_seen = False
 
     def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:
         """One call of the module, with keyword arguments."""
@@ -145,8 +157,7 @@ class CalledModule(TensorPolicy):
         # It may return memory that it uses again.
         values = [as_tensor(value, self.batch_shape, owner).detach().clone() for value in outputs]
         if not self._shapes_seen:
-            check_shapes(self.out_keys, values, self.batch_shape)
-            self._shapes_seen = True
+            self._check_shapes(values)
         return values
 
 
@@ -227,17 +238,3 @@ def counted(count: int, noun: str) -> str:
     ('1 call', '2 calls')
     """
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def check_shapes(keys: Sequence[NestedKey], values: Sequence[Tensor], batch: torch.Size) -> None:
-    """Test that outputs begin with the batch size, as entries of a TensorDict must.
-
-    Raises:
-        PolicyError: one does not.
-    """
-    for key, value in zip(keys, values, strict=True):
-        if value.shape[: len(batch)] != batch:
-            raise PolicyError(
-                f"policy: it wrote {key!r} with shape {list(value.shape)}, which must begin with the batch size of "
-                f"the environment, {list(batch)}. Keep the leading dimensions."
-            )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollwright._keys import NestedKey
-from rollwright.policies.base import TensorPolicy
+from rollwright.policies.base import FlatPolicy, TensorPolicy
 
 __all__ = ["Packing", "Staged"]
 
@@ -53,7 +53,7 @@ class Packing:
         return [value.shape for value in values] == self.shapes and [value.dtype for value in values] == self.dtypes
 
 
-class Staged:
+class Staged(FlatPolicy):
     """Brings inputs to the device of a flat policy, and its outputs back.
 
     Copies and calls are queued on the current stream. The host waits for one event a step, never for the device.
@@ -65,8 +65,7 @@ class Staged:
 
     def __init__(self, policy: TensorPolicy, device: torch.device) -> None:
         self.policy, self.device = policy, device
-        self.in_keys: list[NestedKey] = policy.in_keys
-        self.finite_keys: list[NestedKey] = policy.finite_keys
+        self.in_keys, self.finite_keys = policy.in_keys, policy.finite_keys
         self.how = f"{policy.how}, on {device}"
         self.varies, self.frozen = policy.varies, policy.frozen
         self._in: Packing | None = None
@@ -74,7 +73,7 @@ class Staged:
         self._done = torch.cuda.Event()
 
     @property
-    def out_keys(self) -> list[NestedKey]:
+    def out_keys(self) -> list[NestedKey]:  # type: ignore[override]
         """Those of the policy."""
         return self.policy.out_keys
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollwright.policies.base import TensorPolicy
-from rollwright.policies.draws import CategoricalDraw, NormalDraw
-from rollwright.policies.nodes import Ask, Node, Step, Values
+from rollwright.policies.nodes import Draw, Node, Step, Values
 from rollwright.policies.noise import Noise, noise_stream
 from rollwright.policies.program import CalledModule, Program
 
@@ -37,11 +36,11 @@ class TorchProgram(TensorPolicy):
         steps: list[Step] = []
         self._noises: list[Noise] = []
         for node in program.nodes[:compiled]:
-            noise = _noise_of(node, values)
-            if noise is None or not isinstance(node, CategoricalDraw | NormalDraw):
+            noise = node.noise([values[slot] for slot in node.reads]) if isinstance(node, Draw) else None
+            if noise is None or not isinstance(node, Draw):
                 steps.append(node.step())
             else:
-                steps.append(node.step(len(program.blank) + len(self._noises)))
+                steps.append(node.step_with(len(program.blank) + len(self._noises)))
                 self._noises.append(noise)
         self._given = [*program.in_slots, *range(len(program.blank), len(program.blank) + len(self._noises))]
         later = program.nodes[compiled:]
@@ -89,21 +88,8 @@ def _function(
 
 
 def _up_to_unknown(nodes: Sequence[Node]) -> int:
-    """How many nodes come before the first that builds a distribution."""
-    return next((i for i, node in enumerate(nodes) if isinstance(node, Ask)), len(nodes))
-
-
-def _noise_of(node: Node, values: Values) -> Noise | None:
-    """The noise that a node draws, if it draws any that can be an input."""
-    kind: Literal["exponential", "normal"]
-    if isinstance(node, CategoricalDraw) and node.random and node.parameter == "logits":
-        kind, shape = "exponential", values[node.reads[0]].shape
-    elif isinstance(node, NormalDraw) and node.random:
-        kind, shape = "normal", torch.broadcast_shapes(*[values[slot].shape for slot in node.reads])
-    else:
-        return None
-    like = values[node.reads[0]]
-    return Noise(kind, tuple(shape), like.dtype, like.device)
+    """How many nodes come before the first whose steps cannot be compiled."""
+    return next((i for i, node in enumerate(nodes) if not node.compiles), len(nodes))
 
 
 class CompiledModule(CalledModule):

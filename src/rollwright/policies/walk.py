@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tensordict.nn import (
@@ -16,15 +17,13 @@ from tensordict.nn import (
     TensorDictSequential,
     composite_lp_aggregate,
 )
-from tensordict.nn.distributions import Delta
-from torch import distributions as D
 from torch import nn
 
 from rollwright._keys import NestedKey, as_tuple, is_private, unravel
 from rollwright.policies.base import NotFlat
-from rollwright.policies.draws import CategoricalDraw, NormalDraw
+from rollwright.policies.distributions import find_draw
 from rollwright.policies.layers import unroll
-from rollwright.policies.nodes import Ask, Call, Chain, Copy, Node, Outputs, Own
+from rollwright.policies.nodes import Ask, Call, Chain, Node, Outputs, Own
 from rollwright.policies.watch import Watch, check_globals, is_special
 
 __all__ = ["Walk"]
@@ -209,46 +208,20 @@ class Walk:
             raise NotFlat("composite_lp_aggregate has changed since the distribution was made")
         if module.distribution_class is CompositeDistribution:
             raise NotFlat("it samples a CompositeDistribution")
-        reads = self._read(module.in_keys)
-        known = self._known(module, reads)
-        if known is None:
+        reads, batch = self._read(module.in_keys), self._batch
+        draw = find_draw(module, reads, self._type, batch=batch, positive=self._positive)
+        if draw is None:
             keys, in_keys = _unraveled(module.out_keys), _unraveled(module.in_keys)
             # Values of an unknown distribution may share the memory of its parameters.
-            self.nodes.append(Ask(reads, self._write(keys, False), module, in_keys, keys, self._batch))
+            self.nodes.append(Ask(reads, self._write(keys, False), module, in_keys, keys, batch))
             return
         sampled: Any = module.dist_sample_keys[0]
         score: list[Any] = [module.log_prob_key] if module.return_log_prob else []
-        fresh = self._type is InteractionType.RANDOM or known[0] is CategoricalDraw
-        writes = self._write([sampled], fresh and known[0] is not Copy) + self._write(score, True)
-        tested = unravel((score or (module.in_keys if known[0] is CategoricalDraw else [sampled]))[0])
-        self._tested.append((tested, self.written.get(tested)))
-        self.nodes.append(known[0](reads, writes, *known[1]))
-
-    def _known(
-        self, module: ProbabilisticTensorDictModule, reads: tuple[int, ...]
-    ) -> tuple[Any, tuple[Any, ...]] | None:
-        """The node that samples the module's distribution, as a class and arguments; None if there is none."""
-        kind, random = module.distribution_class, self._type is InteractionType.RANDOM
-        if self._type not in _TYPES or module.distribution_kwargs or len(module.dist_sample_keys) != 1:
-            return None
-        if getattr(module, "_generator", None) is not None or hasattr(kind, "deterministic_sample") != (kind is Delta):
-            return None
-        names = [as_tuple(key)[-1] for key in module.dist_keys]
-        if kind in (D.Categorical, D.OneHotCategorical) and names in (["logits"], ["probs"]):
-            if self._type is InteractionType.MEAN:
-                return None
-            return CategoricalDraw, (names[0], kind is D.OneHotCategorical, random)
-        if kind is D.Normal and sorted(names) == ["loc", "scale"]:
-            scale = reads[names.index("scale")]
-            if names[0] != "loc" or not (module.return_log_prob or scale in self._positive):
-                return None  # the distribution itself refuses a scale of zero or less; so does the log-prob, as NaN
-            return NormalDraw, (random,)
-        if kind is Delta and names == ["param"] and not module.return_log_prob:
-            return Copy, ()
-        return None
-
-
-_TYPES = (InteractionType.RANDOM, InteractionType.MODE, InteractionType.MEAN, InteractionType.DETERMINISTIC)
+        writes = self._write([sampled], draw.fresh) + self._write(score, True)
+        if draw.nan_shows is not None:
+            tested = unravel((score or (module.in_keys if draw.nan_shows == "parameter" else [sampled]))[0])
+            self._tested.append((tested, self.written.get(tested)))
+        self.nodes.append(replace(draw, writes=writes))
 
 
 class _Method:

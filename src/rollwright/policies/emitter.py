@@ -1,0 +1,123 @@
+"""Calls in NumPy on fixed memory: what a NumPy program is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from rollwright.policies.base import NotFlat
+from rollwright.policies.noise import Kind, Noise
+
+__all__ = ["Array", "Emitter"]
+
+Array = np.ndarray
+_FEW = 4  # outcomes up to which a pairwise logaddexp beats exp, sum and log
+
+
+class Emitter:
+    """Collects calls that are bound to their memory: running the program is running ``calls``, one after another.
+
+    Attributes:
+        calls: take no arguments, and write into memory that stays the same.
+        parameters: where parameters are, as dictionaries and names.
+        noises: what the distributions draw, in order.
+        noise: gives the next row of these random numbers.
+        refreshes: calls that copy parameters to where the other calls read them; to be run before a rollout.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], Any]] = []
+        self.parameters: list[tuple[Mapping[str, torch.Tensor | None], str]] = []
+        self.noises: list[Noise] = []
+        self.noise: Iterator[Array] = iter(())
+        self.refreshes: list[Callable[[], Any]] = []
+        self._own: list[Array] = []
+        self._with_one: dict[int, tuple[Array, Array]] = {}
+
+    def new(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for one value; behind that of a vector stands a one, see :meth:`with_one`."""
+        if len(shape) != 1:
+            return np.empty(shape, dtype)
+        longer = np.ones(shape[0] + 1, dtype)
+        vector = longer[:-1]
+        self._with_one[id(vector)] = vector, longer  # the vector too, so that no other gets its id
+        return vector
+
+    def with_one(self, vector: Array) -> Array:
+        """A vector and a one behind it, by which a weight matrix with its bias as a last column is to be multiplied."""
+        if id(vector) in self._with_one:
+            return self._with_one[id(vector)][1]
+        copied = self.new(vector.shape, vector.dtype)
+        self.put(np.copyto, copied, vector)
+        return self._with_one[id(copied)][1]
+
+    def put(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """Append a call."""
+        if isinstance(function, np.ufunc):  # which take an array of no dimensions faster than a number
+            dtype = next(value.dtype for value in arguments if isinstance(value, np.ndarray))
+            arguments = tuple(np.asarray(v, dtype) if isinstance(v, int | float) else v for v in arguments)
+        self.calls.append(partial(function, *arguments, **options))
+
+    def to(self, function: Callable[..., Any], *arguments: Any, like: Array) -> Array:
+        """Append a call that writes into new memory of the shape of ``like``, which is returned."""
+        out = self.new(like.shape, like.dtype)
+        self.put(function, *arguments, out=out)
+        return out
+
+    def parameter(self, module: nn.Module, name: str, dtype: Any) -> Array | None:
+        """Memory that holds a parameter or buffer as it is when a rollout begins; None if the module has none.
+
+        Raises:
+            NotFlat: it is of another dtype than the data.
+        """
+        fields = vars(module)
+        owner = fields["_parameters"] if name in fields["_parameters"] else fields["_buffers"]
+        tensor = owner.get(name)
+        self.parameters.append((owner, name))
+        if tensor is None:
+            return None
+        if tensor.device.type != "cpu" or tensor.detach().numpy().dtype != dtype:
+            raise NotFlat(f"a parameter is {tensor.dtype} and the data are {dtype}")
+        own = np.empty(tuple(tensor.shape), dtype)
+        self.refreshes.append(lambda: np.copyto(own, cast(torch.Tensor, owner[name]).detach().numpy()))
+        self._own.append(own)
+        return own
+
+    def draw(self, kind: Kind, like: Array) -> None:
+        """Have ``noise`` give a row of such random numbers at this place, once a step."""
+        dtype = torch.from_numpy(np.empty(0, like.dtype)).dtype
+        self.noises.append(Noise(kind, like.shape, dtype, torch.device("cpu")))
+
+    def refresh(self) -> bool:
+        """Copy parameters to where the calls read them; whether none is NaN or infinite."""
+        for refresh in self.refreshes:
+            refresh()
+        return all(bool(np.isfinite(own).all()) for own in self._own)
+
+    def forms(self) -> list[Any]:
+        """Shapes and dtypes of the parameters; as long as they are the same, so is the program."""
+        tensors = [owner.get(name) for owner, name in self.parameters]
+        return [tensor if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
+
+    def log_sum(self, x: Array) -> Array:
+        """``log(sum(exp(x)))`` over the last dimension, which is kept."""
+        total = self.new((*x.shape[:-1], 1), x.dtype)
+        if 2 <= x.shape[-1] <= _FEW:
+            first, *others = (x[..., i] for i in range(x.shape[-1]))
+            for other in others:
+                self.put(np.logaddexp, first, other, total[..., 0])
+                first = total[..., 0]
+            return total
+        top = self.new(total.shape, x.dtype)
+        self.put(np.maximum.reduce, x, -1, None, top, True)
+        powers = self.to(np.subtract, x, top, like=x)
+        self.put(np.exp, powers, powers)
+        self.put(np.add.reduce, powers, -1, None, total, True)
+        self.put(np.log, total, total)
+        self.put(np.add, total, top, total)
+        return total

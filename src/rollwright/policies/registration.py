@@ -1,0 +1,287 @@
+"""Layers and distributions of the user's own, registered to run on arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict.nn import InteractionType, ProbabilisticTensorDictModule
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from rollwright._keys import unravel
+from rollwright.errors import PolicyError
+from rollwright.policies.base import NotFlat
+from rollwright.policies.distributions import DISTRIBUTIONS, Sampling
+from rollwright.policies.emitter import Array, Emitter
+from rollwright.policies.layers import LAYERS, KnownLayer
+from rollwright.policies.nodes import Ask, Draw, Layer, Step, Values
+
+__all__ = ["register_distribution", "register_layer"]
+
+
+def register_layer(
+    kind: type[nn.Module],
+    function: Callable[[Any, Tensor], Tensor] | None = None,
+    *,
+    in_numpy: Callable[..., np.ndarray] | None = None,
+) -> None:
+    """Let modules of a type run as layers: a call of a function on one tensor, without the machinery of ``nn.Module``.
+
+    A layer is run this way where it is the module of a ``TensorDictModule``, or in an ``nn.Sequential`` there, and has
+    no hooks. Subclasses of ``kind`` are not meant. When a policy takes its first step, the function's result is
+    compared with the module's, bit for bit, and the one in NumPy with that, to rounding.
+
+    Registrations are those of the process: register where ``kind`` is defined, or in ``init_fn`` of workers.
+
+    Args:
+        kind: takes one tensor and returns one.
+        function: ``(module, input) -> output``; None: ``kind.forward``. It reads the parameters of the module at each
+            call, and the output shares memory with nothing but the input.
+        in_numpy: ``(module, input, **tensors) -> output``, the same in NumPy, for ``compile_policy=True``. ``tensors``
+            are the parameters and buffers of the module by name, as arrays, as they were when the rollout began; of
+            the module, only settings are to be read. None: such a policy is compiled by torch.
+
+    Raises:
+        TypeError: ``kind`` is no subclass of ``nn.Module``, or one of the functions cannot be called.
+        ValueError: ``kind`` is registered already.
+
+    Example:
+        >>> class Scaled(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.scale = nn.Parameter(torch.ones(()))
+        ...     def forward(self, x):
+        ...         return torch.tanh(x) * self.scale
+        >>> register_layer(Scaled, in_numpy=lambda module, x, *, scale: np.tanh(x) * scale)
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(f"kind: expected a subclass of torch.nn.Module, got {kind!r}. Pass the class.")
+    _check_new("kind", kind, LAYERS)
+    _check_functions({"function": function, "in_numpy": in_numpy})
+    call: Callable[[Any, Tensor], Tensor] = kind.forward if function is None else function
+    LAYERS[kind] = KnownLayer(partial(_layer, call), None if in_numpy is None else partial(_emit, in_numpy))
+
+
+def register_distribution(
+    kind: Callable[..., Any],
+    parameters: Sequence[str],
+    *,
+    sample: Callable[..., Tensor] | None = None,
+    mode: Callable[..., Tensor] | None = None,
+    mean: Callable[..., Tensor] | None = None,
+    deterministic: Callable[..., Tensor] | None = None,
+    log_prob: Callable[..., Tensor] | None = None,
+) -> None:
+    """Let a distribution be sampled and scored by functions on tensors, without building an object.
+
+    A ``ProbabilisticTensorDictModule`` of exactly this ``distribution_class`` uses them where it passes exactly these
+    parameters, and there is a function for what it does; elsewhere it builds the distribution. So it does at a step
+    whose parameters do not satisfy ``kind.arg_constraints``, and raises what that raises. When a policy takes its
+    first step, values, log-probs and the random numbers drawn are compared with those of the distribution, bit for
+    bit.
+
+    Registrations are those of the process: register where ``kind`` is defined, or in ``init_fn`` of workers.
+
+    Args:
+        kind: the ``distribution_class``.
+        parameters: names of its parameters, in the order in which the functions take them.
+        sample: ``(*parameters) -> value``, drawn from torch's global generator; for ``ExplorationType.RANDOM``.
+        mode: same, for ``ExplorationType.MODE``.
+        mean: same, for ``ExplorationType.MEAN``.
+        deterministic: same, for ``ExplorationType.DETERMINISTIC``.
+        log_prob: ``(value, *parameters) -> log-prob``, for ``return_log_prob=True``.
+
+    Raises:
+        TypeError: ``kind`` or one of the functions cannot be called, or ``parameters`` are no names.
+        ValueError: ``kind`` is registered already, or there is no function for any exploration type.
+
+    Example:
+        >>> class Shifted(torch.distributions.Exponential):
+        ...     def rsample(self, sample_shape=()):
+        ...         return super().rsample(sample_shape) + 1
+        >>> register_distribution(
+        ...     Shifted, ["rate"], sample=lambda rate: torch.empty_like(rate).exponential_() / rate + 1
+        ... )
+    """
+    if not callable(kind):
+        raise TypeError(f"kind: expected a distribution class, got {type(kind).__name__}: {kind!r}.")
+    _check_new("kind", kind, DISTRIBUTIONS)
+    if isinstance(parameters, str) or not all(isinstance(name, str) for name in parameters) or not parameters:
+        raise TypeError(f"parameters: expected names such as ['loc', 'scale'], got {parameters!r}.")
+    functions = {"sample": sample, "mode": mode, "mean": mean, "deterministic": deterministic}
+    _check_functions({**functions, "log_prob": log_prob})
+    if not any(functions.values()):
+        raise ValueError("sample: expected a function for one exploration type at least, got none. Pass sample=.")
+    by_type = {
+        InteractionType.RANDOM: sample,
+        InteractionType.MODE: mode,
+        InteractionType.MEAN: mean,
+        InteractionType.DETERMINISTIC: deterministic,
+    }
+    DISTRIBUTIONS[kind] = partial(_draw, tuple(parameters), by_type, log_prob)
+
+
+def _check_new(name: str, kind: Any, table: Mapping[Any, Any]) -> None:
+    if kind in table:
+        raise ValueError(f"{name}: {kind.__name__} is registered already. Register each type once.")
+
+
+def _check_functions(functions: Mapping[str, Any]) -> None:
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{name}: expected a function or None, got {type(function).__name__}: {function!r}.")
+
+
+# Layers -------------------------------------------------------------------------------------------
+
+
+def _layer(function: Callable[[Any, Tensor], Tensor], module: nn.Module) -> Layer:
+    call = partial(function, module)
+
+    def check(x: Tensor) -> None:
+        with _same_generators(x):
+            expected = module(x.clone())
+        with _same_generators(x):
+            result = call(x.clone())
+        if not _same_bits(result, expected):
+            raise PolicyError(
+                f"policy: the function that register_layer was given for {type(module).__name__} returns something "
+                "else than the module. Return the tensor that forward returns, bit for bit."
+            )
+
+    return Layer(module, call, fresh=False, check=check)
+
+
+def _emit(function: Callable[..., np.ndarray], emitter: Emitter, module: nn.Module, x: Array) -> Array:
+    name = type(module).__name__
+    tensors: dict[str, Any] = {}
+    for key, _ in (*module.named_parameters(), *module.named_buffers()):
+        if "." in key:
+            raise NotFlat(f"{name} has parameters in parts of its own")
+        tensors[key] = emitter.parameter(module, key, x.dtype)
+    with np.errstate(all="ignore"):
+        example = np.asarray(function(module, np.zeros_like(x), **tensors))
+    out, copy = emitter.new(example.shape, example.dtype), np.copyto
+    emitter.calls.append(lambda: copy(out, function(module, x, **tensors)))
+    return out
+
+
+# Distributions ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _RegisteredDraw(Draw):
+    """A value of a registered distribution, and perhaps its log-prob.
+
+    Attributes:
+        module: builds the distribution.
+        batch: the batch size of its entries.
+        names: the parameters, in the order of ``reads``.
+        order: places in ``reads`` of the parameters that the functions take.
+        pick: gives a value.
+        score: gives its log-prob.
+    """
+
+    module: ProbabilisticTensorDictModule
+    batch: tuple[int, ...]
+    names: tuple[str, ...]
+    order: tuple[int, ...]
+    pick: Callable[..., Tensor]
+    score: Callable[..., Tensor] | None
+
+    compiles = False
+    fresh = False
+    nan_shows = None
+
+    @property
+    def label(self) -> str:
+        """The distribution."""
+        return f"the distribution {self.module.distribution_class.__name__}"
+
+    def _plain(self) -> Step:
+        """The step that builds the distribution."""
+        keys = [*self.module.dist_sample_keys, *([self.module.log_prob_key] if len(self.writes) == 2 else [])]
+        in_keys, out_keys = (tuple(unravel(key) for key in some) for some in (self.module.in_keys, keys))
+        return Ask(self.reads, self.writes, self.module, in_keys, out_keys, self.batch).step()
+
+    def step(self) -> Step:
+        """See :class:`Node`."""
+        reads, action, scored = [self.reads[i] for i in self.order], self.writes[0], self.writes[1:]
+        pick, score, plain = self.pick, self.score, self._plain()
+        limits = getattr(self.module.distribution_class, "arg_constraints", {})
+        limits = limits if isinstance(limits, dict) else {}
+        tests = [
+            (slot, limits[name].check)
+            for name, slot in zip(self.names, self.reads, strict=True)
+            if name in limits and not constraints.is_dependent(limits[name])
+        ]
+
+        def run(values: Values) -> None:
+            for slot, test in tests:
+                if not test(values[slot]).all():
+                    plain(values)
+                    return
+            given = [values[slot] for slot in reads]
+            values[action] = value = pick(*given)
+            for slot in scored:
+                values[slot] = score(value, *given)  # type: ignore[misc]
+
+        return run
+
+    def checked_step(self) -> Step:
+        """See :class:`Node`."""
+        fast, plain, writes = self.step(), self._plain(), self.writes
+
+        def run(values: Values) -> None:
+            expected, like = values.copy(), values[self.reads[0]]
+            with _same_generators(like):
+                plain(expected)
+                after = _generator_state(like)
+            fast(values)
+            same = all(_same_bits(values[slot], expected[slot]) for slot in writes)
+            if not same or not torch.equal(_generator_state(like), after):
+                raise PolicyError(
+                    f"policy: the functions that register_distribution was given for {self.label} give other "
+                    "values or log-probs than it does, or draw other random numbers. Compute what it computes, in the "
+                    "same order."
+                )
+
+        return run
+
+
+def _draw(
+    parameters: tuple[str, ...],
+    by_type: Mapping[InteractionType, Callable[..., Tensor] | None],
+    log_prob: Callable[..., Tensor] | None,
+    given: Sampling,
+) -> Draw | None:
+    pick = by_type[given.exploration_type]
+    if pick is None or sorted(given.names) != sorted(parameters) or (given.module.return_log_prob and log_prob is None):
+        return None
+    order = tuple(given.names.index(name) for name in parameters)
+    return _RegisteredDraw(given.reads, (), given.module, given.batch, tuple(given.names), order, pick, log_prob)
+
+
+# Comparing ----------------------------------------------------------------------------------------
+
+
+def _same_generators(like: Tensor) -> Any:
+    """Put torch's generators back as they were."""
+    return torch.random.fork_rng(devices=[like.device] if like.is_cuda else [])
+
+
+def _generator_state(like: Tensor) -> Tensor:
+    return torch.cuda.get_rng_state(like.device) if like.is_cuda else torch.get_rng_state()
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return False
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
