@@ -11,8 +11,8 @@ from typing import Any
 
 from rollwright.collectors import saved_state as _resume
 from rollwright.collectors._backgrounding import BackgroundCore
-from rollwright.collectors._front_door import collector_elsewhere, is_elsewhere
 from rollwright.collectors.attribute_paths import resolve
+from rollwright.collectors.factory import make_with_workers
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.weights import updates as weight_forms
 from rollwright.envs.recreation.policy import num_recreations
@@ -55,10 +55,9 @@ class Collector(BackgroundCore):
     _has_warned_of_unsaved = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Choose by ``backend`` and ``num_collectors``; a collector in other processes is of another class."""
-        if cls is Collector and is_elsewhere(kwargs):
-            return collector_elsewhere(args, kwargs)
-        return super().__new__(cls)
+        """Choose by ``backend`` and ``num_collectors``; a collector with workers is of another class."""
+        other = make_with_workers(args, kwargs) if cls is Collector else None
+        return super().__new__(cls) if other is None else other
 
     # State ------------------------------------------------------------------------------------
 

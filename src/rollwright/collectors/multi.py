@@ -13,6 +13,7 @@ from typing import Any
 from rollwright._processes.channel import ByValue
 from rollwright.collectors.arguments import checked_seed, checked_state
 from rollwright.collectors.base import PostHook, PreHook
+from rollwright.collectors.factory import register_backend
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.weights import updates as weight_forms
 from rollwright.collectors.weights.workers import WorkersWeights
@@ -322,3 +323,4 @@ _own = [p for p in inspect.signature(MultiCollector.__init__).parameters.values(
 MultiCollector.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [*_own[:2], *WorkerOptions.parameters(), *CollectorOptions.parameters()]
 )
+register_backend("process", "multiprocessing", make=MultiCollector)

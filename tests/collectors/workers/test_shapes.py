@@ -368,10 +368,10 @@ def test_threads_of_this_process(make):
     torch.set_num_threads(before)
 
 
-# The front door ----------------------------------------------------------------------------------------------------
+# What Collector(...) makes --------------------------------------------------------------------------------------------
 
 
-def test_the_front_door(make):
+def test_what_collector_makes(make):
     from rollwright.collectors import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 
     made = {

@@ -12,12 +12,12 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, leaf_keys
 from rollwright._memory import MemoryPool
-from rollwright.collectors._front_door import here
 from rollwright.collectors.arguments import checked_seed
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.core import Path, UnfitOutputs
 from rollwright.collectors.delivery.checks import ledger_of
 from rollwright.collectors.delivery.storage_memory import batch_memory
+from rollwright.collectors.factory import local_options
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import named_range
 from rollwright.collectors.rollout import policy as policies
@@ -60,7 +60,7 @@ class RolloutCore(BaseCollector):
 
     def __init__(self, create_env_fn: EnvMaker, policy: Any = None, **options: Any) -> None:
         self.closed = True  # until construction succeeds
-        self.options = CollectorOptions.parse(here(options), type(self).__name__)
+        self.options = CollectorOptions.parse(local_options(options), type(self).__name__)
         self.env = make_env(create_env_fn, self.options)
         self._setup_policy(policy)
         self._setup_devices()
