@@ -86,7 +86,7 @@ def test_options_are_keyword_only(cls):
 
 @pytest.mark.parametrize("name", list(inspect.signature(Collector).parameters)[2:])
 def test_every_option_is_documented(name):
-    assert f" {name}:" in inspect.getdoc(CollectorOptions).replace("\n", " ")
+    assert f" {name}:" in inspect.getdoc(Collector).replace("\n", " ")
 
 
 METHODS = [

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from rollwright._options import with_options
 from rollwright.collectors import saved_state as _resume
 from rollwright.collectors._backgrounding import BackgroundCore
 from rollwright.collectors.attribute_paths import resolve
-from rollwright.collectors.factory import make_with_workers
+from rollwright.collectors.factory import BackendOptions, make_with_workers
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.weights import updates as weight_forms
+from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.envs.recreation.policy import num_recreations
 
 __all__ = ["Collector"]
 
 
+@with_options(CollectorOptions, BackendOptions, WorkerOptions, leave_out=["num_workers"])
 class Collector(BackgroundCore):
     """Collects experience in this process.
 
@@ -30,8 +32,8 @@ class Collector(BackgroundCore):
         create_env_fn: an environment, or a callable that makes one.
         policy: a callable on TensorDicts, a ``TensorDictModule``, an ``nn.Module`` whose ``forward`` takes entries of
             the environment by name, or None for random actions.
-        **options: those of :class:`~rollwright.collectors.CollectorOptions`; ``num_collectors``, ``backend`` and
-            ``sync``; with them, those of :class:`~rollwright.collectors.MultiCollector`.
+        **options: those of :class:`~rollwright.collectors.CollectorOptions`; ``num_collectors`` and ``backend``; with
+            them, those of :class:`~rollwright.collectors.MultiCollector`.
 
     Yields:
         TensorDicts ``[*env, T]``, ``T = ceil(frames_per_batch / number of environments)``, the last dimension named
@@ -264,7 +266,3 @@ class Collector(BackgroundCore):
             f"    frames_per_batch={self.frames_per_batch}, total_frames={self.total_frames},\n"
             f"    devices={self.devices},\n    paths={self._how},\n)"
         )
-
-
-_first, *_rest = inspect.signature(Collector.__init__).parameters.values()
-Collector.__signature__ = inspect.Signature([*_rest[:2], *CollectorOptions.parameters()])  # type: ignore[attr-defined]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from tensordict import TensorDictBase
 
+from rollwright._options import with_options
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.options import CollectorOptions
@@ -18,6 +18,7 @@ from rollwright.modules import RandomPolicy
 __all__ = ["BaseCollector", "Collector", "RandomPolicy", "SyncDataCollector"]
 
 
+@with_options(CollectorOptions)
 class SyncDataCollector(Collector):
     """:class:`~rollwright.collectors.Collector` as older programs know it.
 
@@ -83,9 +84,3 @@ class SyncDataCollector(Collector):
         if count is not None:
             batch.set(("collector", "step_count"), count.squeeze(-1))
         return batch
-
-
-_own = [p for p in inspect.signature(SyncDataCollector.__init__).parameters.values() if p.name != "self"]
-SyncDataCollector.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [*_own[:2], *CollectorOptions.parameters(), _own[2]]
-)

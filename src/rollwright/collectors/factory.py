@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from numbers import Integral
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
+from rollwright._options import Check, check_fields, names_of, whole
 from rollwright.collectors.workers.options import WorkerOptions
 
-__all__ = ["local_options", "make_with_workers", "register_backend"]
+__all__ = ["BackendOptions", "local_options", "make_with_workers", "register_backend"]
 
 _LOCAL = (None, "direct")
-_SELECTING = ("backend", "num_collectors", "sync")
 _backends: dict[str, Callable[..., Any]] = {}  # classes of collectors with workers, by names of `backend`
+
+
+def _known_backend(name: str, value: Any) -> Any:
+    if value not in (*_LOCAL, *_backends):
+        known = ", ".join(repr(backend) for backend in (*_LOCAL, *_backends))
+        raise ValueError(f"{name}: expected {' or '.join(known.rsplit(', ', 1))}, got {value!r}.")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """Where ``Collector(...)`` collects.
+
+    Attributes:
+        num_collectors: number of workers, each with an environment and a policy of its own; None: collect in this
+            process, unless ``backend`` says otherwise.
+        backend: ``"direct"``: in this process; ``"process"`` or ``"multiprocessing"``: in workers, one for each
+            function in ``create_env_fn`` unless ``num_collectors`` is given; None: as ``num_collectors`` says.
+    """
+
+    num_collectors: Annotated[int | None, whole(1)] = None
+    backend: Annotated[Literal["direct", "process", "multiprocessing"] | None, Check(_known_backend)] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the collector is to collect in this process."""
+        return self.num_collectors is None and self.backend in _LOCAL
 
 
 def register_backend(*names: str, make: Callable[..., Any]) -> None:
@@ -30,35 +59,27 @@ def make_with_workers(args: Sequence[Any], options: Mapping[str, Any]) -> Any:
     Raises:
         ValueError, TypeError: they contradict one another.
     """
-    backend, count = options.get("backend"), options.get("num_collectors")
-    if backend not in (*_LOCAL, *_backends):
-        known = ", ".join(repr(name) for name in (*_LOCAL, *_backends))
-        raise ValueError(f"backend: expected {' or '.join(known.rsplit(', ', 1))}, got {backend!r}.")
-    if count is not None:
-        _check_count(count, backend, options.get("num_workers"))
-    elif backend in _LOCAL:
+    selected = names_of(BackendOptions)
+    where = BackendOptions(**{name: options[name] for name in selected if name in options})
+    if where.is_local:
         return None
-    given = {name: value for name, value in options.items() if name not in ("backend", "num_collectors")}
-    makers = args[0] if args else options.get("create_env_fn")
+    given = {name: value for name, value in options.items() if name not in selected}
+    count = where.num_collectors
     if count is not None:
-        given["num_workers"] = int(count)
-    elif not isinstance(makers, Sequence):
+        if given.get("num_workers") is not None:
+            raise ValueError(
+                f"num_workers={given['num_workers']!r} and num_collectors={count} say the same twice. Drop one of the "
+                "two."
+            )
+        if where.backend == "direct":
+            raise ValueError(
+                f"num_collectors={count} asks for processes, backend='direct' for none. Drop one of the two."
+            )
+        given["num_workers"] = count
+    elif not isinstance(args[0] if args else options.get("create_env_fn"), Sequence):
         given.setdefault("num_workers", 1)
-    make = next(iter(_backends.values())) if backend is None else _backends[backend]
+    make = next(iter(_backends.values())) if where.backend is None else _backends[where.backend]
     return make(*args, **given)
-
-
-def _check_count(count: Any, backend: str | None, num_workers: Any) -> None:
-    if not isinstance(count, Integral) or isinstance(count, bool):
-        raise TypeError(f"num_collectors: expected an integer of at least 1, got {count!r}.")
-    if count < 1:
-        raise ValueError(f"num_collectors: expected an integer of at least 1, got {count}.")
-    if num_workers is not None:
-        raise ValueError(
-            f"num_workers={num_workers!r} and num_collectors={count} say the same twice. Drop one of the two."
-        )
-    if backend == "direct":
-        raise ValueError(f"num_collectors={count} asks for processes, backend='direct' for none. Drop one of the two.")
 
 
 def local_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +88,7 @@ def local_options(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError, TypeError: one is for collectors with workers only.
     """
-    alien = [field.name for field in fields(WorkerOptions) if field.name in options and field.name not in _SELECTING]
+    alien = [name for name in names_of(WorkerOptions) if name in options and name != "sync"]
     if alien:
         raise TypeError(
             f"{alien[0]}: expected num_collectors= beside it, which makes the workers that it is for; got it for a "
@@ -78,4 +99,5 @@ def local_options(options: Mapping[str, Any]) -> dict[str, Any]:
             f"sync={options['sync']!r}: in one process a batch is collected while the caller waits. Pass "
             "num_collectors=, or call start() with a replay_buffer."
         )
-    return {name: value for name, value in options.items() if name not in _SELECTING}
+    selecting = [*names_of(BackendOptions), "sync"]
+    return {name: value for name, value in options.items() if name not in selecting}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import re
 from collections import OrderedDict
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from rollwright._options import with_options
 from rollwright._processes.channel import ByValue
 from rollwright.collectors.arguments import checked_seed, checked_state
 from rollwright.collectors.base import PostHook, PreHook
@@ -27,6 +27,7 @@ __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 _SAMPLES = {"list_of_args": "(3,)", "list_of_kwargs": "{'key': 3}"}
 
 
+@with_options(WorkerOptions, CollectorOptions)
 class MultiCollector(WorkersWeights):
     """Collects experience in several processes, each with an environment and a policy of its own.
 
@@ -319,8 +320,4 @@ class MultiAsyncCollector(MultiCollector):
     _sync = False
 
 
-_own = [p for p in inspect.signature(MultiCollector.__init__).parameters.values() if p.name != "self"]
-MultiCollector.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [*_own[:2], *WorkerOptions.parameters(), *CollectorOptions.parameters()]
-)
 register_backend("process", "multiprocessing", make=MultiCollector)

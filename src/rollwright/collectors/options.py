@@ -2,26 +2,91 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from inspect import Parameter
-from numbers import Real
-from typing import Any, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, whole
 from rollwright.collectors.delivery.checks import check_delivery
 from rollwright.data.specs.shapes import as_device
 from rollwright.envs.recreation.policy import check_failure
 from rollwright.envs.utils import ExplorationType
+from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 from rollwright.weight_update.receiving import check_schemes
 from rollwright.weight_update.updaters import check_updater
 
-__all__ = ["CollectorOptions", "Device"]
+__all__ = ["Buffer", "CollectorOptions", "Device", "Interrupts"]
 
 Device = torch.device | str | int
+
+
+class Buffer(Protocol):
+    """What a collector writes to: a replay buffer, of this library or of another."""
+
+    @property
+    def extend(self) -> Callable[..., Any]:
+        """Store a batch."""
+
+    @property
+    def add(self) -> Callable[..., Any]:
+        """Store a frame."""
+
+    @property
+    def sample(self) -> Callable[..., Any]:
+        """Draw a batch."""
+
+
+class Interrupts(Protocol):
+    """What can end a rollout, such as an :class:`~rollwright.collectors.Interruptor`."""
+
+    def collection_stopped(self) -> bool:
+        """Whether the rollout under way is to end after its step."""
+
+
+def _device(name: str, value: Device) -> torch.device | None:
+    try:
+        device = as_device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name}: expected a device such as 'cpu' or 'cuda:0', got {value!r}: {error}") from error
+    if device is not None and device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{name}: got {value!r}, and torch sees no CUDA device. Pass 'cpu', or install CUDA's torch.")
+    return device
+
+
+def _dictionary(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}: expected a dictionary, got {type(value).__name__}.")
+    return value
+
+
+def _flag_or_arguments(name: str, value: Any) -> Any:
+    if not isinstance(value, bool | Mapping):
+        raise TypeError(f"{name}: expected True, False or a dictionary of arguments, got {value!r}.")
+    return value
+
+
+def _exploration(name: str, value: Any) -> Any:
+    if not isinstance(value, ExplorationType):
+        raise TypeError(f"{name}: expected a member of ExplorationType, got {value!r}. Import it from rollwright.envs.")
+    return value
+
+
+def _failure(name: str, value: Any) -> Any:
+    check_failure(value)
+    return value
+
+
+def _schemes(name: str, value: Any) -> Any:
+    check_schemes(name, value)
+    return value
+
+
+def _updater(name: str, value: Any) -> Any:
+    check_updater(value)
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,85 +180,55 @@ class CollectorOptions:
         ValueError: frames_per_batch: expected an integer of at least 1, got 0.
     """
 
-    frames_per_batch: int = 200
-    total_frames: int = -1
-    policy_factory: Callable[[], Any] | None = None
-    device: Device | None = None
-    policy_device: Device | None = None
-    env_device: Device | None = None
-    storing_device: Device | None = None
-    create_env_kwargs: Mapping[str, Any] | None = None
-    max_frames_per_traj: int | None = None
-    init_random_frames: int | None = None
+    frames_per_batch: Annotated[int, whole(1, floats=True), PER_WORKER] = 200
+    total_frames: Annotated[int, whole(floats=True)] = -1
+    policy_factory: Annotated[Callable[[], Any] | None, PER_WORKER] = None
+    device: Annotated[Device | None, Check(_device), PER_WORKER] = None
+    policy_device: Annotated[Device | None, Check(_device), PER_WORKER] = None
+    env_device: Annotated[Device | None, Check(_device), PER_WORKER] = None
+    storing_device: Annotated[Device | None, Check(_device), PER_WORKER] = None
+    create_env_kwargs: Annotated[Mapping[str, Any] | None, Check(_dictionary), PER_WORKER] = None
+    max_frames_per_traj: Annotated[int | None, whole(floats=True)] = None
+    init_random_frames: Annotated[int | None, whole(floats=True)] = None
     reset_at_each_iter: bool = False
     reset_when_done: bool = True
-    exploration_type: ExplorationType = ExplorationType.RANDOM
+    exploration_type: Annotated[ExplorationType, Check(_exploration)] = ExplorationType.RANDOM
     postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
     split_trajs: bool | None = None
     track_traj_ids: bool = True
     track_policy_version: bool = False
     return_same_td: bool = False
-    interruptor: Any = None
+    interruptor: Interrupts | None = None
     set_truncated: bool = False
-    env_groups: int = 1
-    on_env_failure: Literal["raise", "recreate"] = "raise"
+    env_groups: Annotated[int, whole(1, floats=True)] = 1
+    on_env_failure: Annotated[Literal["raise", "recreate"], Check(_failure)] = "raise"
     use_buffers: bool | None = None
     compact_obs: bool = False
     trust_policy: bool | None = None
-    compile_policy: bool | Mapping[str, Any] | None = None
-    cudagraph_policy: bool | Mapping[str, Any] | None = None
+    compile_policy: Annotated[bool | Mapping[str, Any] | None, Check(_flag_or_arguments)] = None
+    cudagraph_policy: Annotated[bool | Mapping[str, Any] | None, Check(_flag_or_arguments)] = None
     auto_register_policy_transforms: bool = True
     no_cuda_sync: bool = False
     pre_collect_hook: Callable[[], None] | None = None
     post_collect_hook: Callable[[TensorDictBase], None] | None = None
-    worker_idx: int | None = None
-    trajs_per_batch: int | None = None
+    worker_idx: Annotated[int | None, whole(0, floats=True)] = None
+    trajs_per_batch: Annotated[int | None, whole(1, floats=True)] = None
     traj_format: Literal["padded", "cat"] = "padded"
-    replay_buffer: Any = None
-    weight_sync_schemes: Mapping[str, Any] | None = None
-    weight_recv_schemes: Mapping[str, Any] | None = None
-    weight_updater: Any = None
+    replay_buffer: Buffer | None = None
+    weight_sync_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(_schemes)] = None
+    weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(_schemes)] = None
+    weight_updater: Annotated[WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None, Check(_updater)] = None
     extend_buffer: bool = True
 
     def __post_init__(self) -> None:
         if self.total_frames is None:
-            self._set("total_frames", -1)
-        for name, least in _COUNTS.items():
-            value = getattr(self, name)
-            if value is not None or name in _NEVER_NONE:
-                self._set(name, _integer(name, value, least))
+            object.__setattr__(self, "total_frames", -1)
+        check_fields(self)
         if self.total_frames == 0 or self.total_frames < -1:
             raise ValueError(
                 f"total_frames: expected at least 1, or -1 for a collector without an end, got {self.total_frames}."
             )
-        for name in ("device", "policy_device", "env_device", "storing_device"):
-            self._set(name, _device(name, getattr(self, name)))
-        for name in ("policy_factory", "postproc", "pre_collect_hook", "post_collect_hook"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise TypeError(f"{name}: expected a callable or None, got {type(value).__name__}: {value!r}.")
-        for name in _FLAGS:
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (value is None and name in _OPTIONAL_FLAGS):
-                raise TypeError(f"{name}: expected True or False, got {type(value).__name__}: {value!r}.")
-        for name in ("compile_policy", "cudagraph_policy"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, bool | Mapping):
-                raise TypeError(f"{name}: expected True, False or a dictionary of arguments, got {value!r}.")
-        if self.create_env_kwargs is not None and not isinstance(self.create_env_kwargs, Mapping):
-            raise TypeError(f"create_env_kwargs: expected a dictionary, got {type(self.create_env_kwargs).__name__}.")
-        if not isinstance(self.exploration_type, ExplorationType):
-            raise TypeError(
-                f"exploration_type: expected a member of ExplorationType, got {self.exploration_type!r}. "
-                "Import it from rollwright.envs."
-            )
-        for name in ("weight_sync_schemes", "weight_recv_schemes"):
-            check_schemes(name, getattr(self, name))
-        check_updater(self.weight_updater)
         self._check_pairs()
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen
 
     def _check_pairs(self) -> None:
         if self.interruptor is not None and not hasattr(self.interruptor, "collection_stopped"):
@@ -213,7 +248,7 @@ class CollectorOptions:
             raise ValueError(
                 "return_same_td overwrites a batch's memory, and use_buffers=False allocates none. Drop one of the two."
             )
-        if check_failure(self.on_env_failure):
+        if self.on_env_failure == "recreate":
             if not self.reset_when_done:
                 raise ValueError(
                     "on_env_failure='recreate' ends a trajectory where its environment is recreated, and "
@@ -233,69 +268,9 @@ class CollectorOptions:
         Raises:
             TypeError: for an unknown name, with the nearest known one.
         """
-        known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else f" It has {', '.join(known)}."
-                raise TypeError(f"{owner} has no option {name!r}.{hint}")
+        refuse_unknown(options, names_of(cls), owner)
         return cls(**options)
 
     def override(self, **changes: Any) -> CollectorOptions:
         """A copy with some options changed."""
         return replace(self, **changes)
-
-    @classmethod
-    def parameters(cls) -> list[Parameter]:
-        """The options as keyword-only parameters, for ``inspect.signature`` of collectors."""
-        return [
-            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-            for field in fields(cls)
-        ]
-
-
-_COUNTS = {
-    "frames_per_batch": 1,
-    "total_frames": None,
-    "max_frames_per_traj": None,
-    "init_random_frames": None,
-    "worker_idx": 0,
-    "trajs_per_batch": 1,
-    "env_groups": 1,
-}
-_NEVER_NONE = ("frames_per_batch", "total_frames", "env_groups")
-_OPTIONAL_FLAGS = ("split_trajs", "use_buffers", "trust_policy")
-_FLAGS = (
-    "reset_at_each_iter",
-    "reset_when_done",
-    "track_traj_ids",
-    "track_policy_version",
-    "return_same_td",
-    "set_truncated",
-    "compact_obs",
-    "no_cuda_sync",
-    "auto_register_policy_transforms",
-    "extend_buffer",
-    *_OPTIONAL_FLAGS,
-)
-
-
-def _integer(name: str, value: object, least: int | None) -> int:
-    wanted = "an integer" if least is None else f"an integer of at least {least}"
-    whole = isinstance(value, Real) and not isinstance(value, bool) and value == value // 1
-    if not whole:
-        raise TypeError(f"{name}: expected {wanted}, got {type(value).__name__}: {value!r}.")
-    number = int(cast(Any, value))
-    if least is not None and number < least:
-        raise ValueError(f"{name}: expected {wanted}, got {number}.")
-    return number
-
-
-def _device(name: str, value: Device | None) -> torch.device | None:
-    try:
-        device = as_device(value)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{name}: expected a device such as 'cpu' or 'cuda:0', got {value!r}: {error}") from error
-    if device is not None and device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{name}: got {value!r}, and torch sees no CUDA device. Pass 'cpu', or install CUDA's torch.")
-    return device

@@ -31,8 +31,6 @@ def check_delivery(options: CollectorOptions) -> None:
         ValueError: options contradict one another, or a value is none of those known.
         TypeError: ``replay_buffer`` is none.
     """
-    if options.traj_format not in ("padded", "cat"):
-        raise ValueError(f"traj_format: expected 'padded' or 'cat', got {options.traj_format!r}.")
     if options.trajs_per_batch is not None:
         _check_trajectories(options)
     elif options.traj_format != "padded":
@@ -115,7 +113,8 @@ def buffer_of(options: CollectorOptions) -> Any:
     Raises:
         ValueError: nothing says which member.
     """
-    buffer, worker = options.replay_buffer, options.worker_idx
+    buffer: Any = options.replay_buffer
+    worker = options.worker_idx
     members = getattr(buffer, "members", None)
     if members is None or buffer.routing_key is not None or buffer.routing_dim is not None:
         return buffer

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from inspect import Parameter
-from numbers import Integral, Real
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Annotated, Any, Literal
 
 from rollwright._keys import key_str
+from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, seconds, whole
 from rollwright._processes.start.methods import check_start_method
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.memory.blocks import Join
@@ -21,16 +20,13 @@ from rollwright.envs.base import EnvBase
 __all__ = ["WorkerOptions", "check_join", "factories_of", "options_of_workers"]
 
 _JOINS: dict[Any, Join] = {"stack": "stack", 0: "first", -1: "time"}
-_BY_WORKER = (
-    "frames_per_batch",
-    "policy_factory",
-    "device",
-    "policy_device",
-    "env_device",
-    "storing_device",
-    "create_env_kwargs",
-)
+_BY_WORKER = names_of(CollectorOptions, marked=PER_WORKER)
 _LISTS = (list, tuple)
+
+
+def _start_method(name: str, value: Any) -> Any:
+    check_start_method(name, value)
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,46 +67,26 @@ class WorkerOptions:
         shutdown_timeout: seconds that workers have to end by themselves.
     """
 
-    num_workers: int | None = None
+    num_workers: Annotated[int | None, whole(1)] = None
     sync: bool | None = None
     cat_results: Literal["stack"] | int | None = None
     preemptive_threshold: float | None = None
-    num_threads: int | None = None
-    num_sub_threads: int | None = None
+    num_threads: Annotated[int | None, whole(1)] = None
+    num_sub_threads: Annotated[int | None, whole(1)] = None
     update_at_each_batch: bool = False
-    start_method: str | None = None
+    start_method: Annotated[Literal["forkserver", "spawn", "fork"] | None, Check(_start_method)] = None
     init_fn: Callable[[], Any] | None = None
     on_worker_failure: Literal["raise", "restart"] = "raise"
-    max_restarts: int = 3
-    restart_delay: float = 0.1
-    env_step_timeout: float | None = None
-    max_policy_lag: int | None = None
+    max_restarts: Annotated[int, whole(0)] = 3
+    restart_delay: Annotated[float, seconds()] = 0.1
+    env_step_timeout: Annotated[float | None, seconds(positive=True)] = None
+    max_policy_lag: Annotated[int | None, whole(0)] = None
     policy_lag: Literal["wait", "drop"] = "wait"
-    max_batches_held: int = 8
-    shutdown_timeout: float = 10.0
+    max_batches_held: Annotated[int, whole(1)] = 8
+    shutdown_timeout: Annotated[float, seconds()] = 10.0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("num_workers", 1),
-            ("num_threads", 1),
-            ("num_sub_threads", 1),
-            ("max_restarts", 0),
-            ("max_policy_lag", 0),
-            ("max_batches_held", 1),
-        ):
-            _check_count(name, getattr(self, name), least)
-        for name in ("restart_delay", "shutdown_timeout", "env_step_timeout"):
-            _check_seconds(name, getattr(self, name), optional=name == "env_step_timeout")
-        if self.sync is not None and not isinstance(self.sync, bool):
-            raise TypeError(f"sync: expected True or False, got {type(self.sync).__name__}: {self.sync!r}.")
-        if not isinstance(self.update_at_each_batch, bool):
-            raise TypeError(f"update_at_each_batch: expected True or False, got {self.update_at_each_batch!r}.")
-        for name, known in (("on_worker_failure", ("raise", "restart")), ("policy_lag", ("wait", "drop"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: expected {known[0]!r} or {known[1]!r}, got {getattr(self, name)!r}.")
-        if self.init_fn is not None and not callable(self.init_fn):
-            raise TypeError(f"init_fn: expected a callable, got {type(self.init_fn).__name__}: {self.init_fn!r}.")
-        check_start_method("start_method", self.start_method)
+        check_fields(self)
         self._check_batches()
 
     def _check_batches(self) -> None:
@@ -154,23 +130,10 @@ class WorkerOptions:
         Raises:
             TypeError: for an unknown name, with the nearest known one.
         """
-        mine = [field.name for field in fields(cls)]
-        known = [*mine, *(field.name for field in fields(CollectorOptions))]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else f" It has {', '.join(known)}."
-                raise TypeError(f"{owner} has no option {name!r}.{hint}")
+        mine = names_of(cls)
+        refuse_unknown(options, [*mine, *names_of(CollectorOptions)], owner)
         own = cls(**{name: value for name, value in options.items() if name in mine})
         return own, {name: value for name, value in options.items() if name not in mine}
-
-    @classmethod
-    def parameters(cls) -> list[Parameter]:
-        """The options as keyword-only parameters."""
-        return [
-            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-            for field in fields(cls)
-        ]
 
 
 def factories_of(create_env_fn: Any, num_workers: int | None, owner: str) -> list[Any]:
@@ -271,22 +234,3 @@ def options_of_workers(given: Mapping[str, Any], num_workers: int, own: WorkerOp
 def _of(options: Mapping[str, Any], worker: int) -> dict[str, Any]:
     """The options of one worker."""
     return {k: v[worker] if k in _BY_WORKER and isinstance(v, _LISTS) else v for k, v in options.items()}
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if value is None and name not in ("max_restarts", "max_batches_held"):
-        return
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an integer of at least {least}, got {type(value).__name__}: {value!r}.")
-    if value < least:
-        raise ValueError(f"{name}: expected an integer of at least {least}, got {value}.")
-
-
-def _check_seconds(name: str, value: Any, *, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number of seconds, got {type(value).__name__}: {value!r}.")
-    if not 0 <= float(value) < math.inf or (optional and not value):
-        least = "more than 0 s (None: no limit)" if optional else "0 s or more"
-        raise ValueError(f"{name}: expected {least}, got {value!r}.")
