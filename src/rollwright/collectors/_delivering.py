@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from tensordict import TensorDictBase, is_tensor_collection
 
@@ -16,6 +16,9 @@ from rollwright.collectors.profiling import RolloutProfiler
 from rollwright.collectors.rollout.environment import EnvMaker
 from rollwright.collectors.rollout.rollout import RolloutCore
 from rollwright.data.layout import split_trajectories
+
+if TYPE_CHECKING:
+    from rollwright.collectors.keywords import CollectorKeywords
 
 __all__ = ["SPLITS", "DeliveringCore"]
 
@@ -31,7 +34,9 @@ class DeliveringCore(RolloutCore):
     _profiler: RolloutProfiler | None = None
     _collector: int | None = None  # the thread that takes a rollout which will be delivered, while it does
 
-    def __init__(self, create_env_fn: EnvMaker, policy: Any = None, **options: Any) -> None:
+    def __init__(
+        self, create_env_fn: EnvMaker, policy: Callable[..., Any] | None = None, **options: Unpack[CollectorKeywords]
+    ) -> None:
         super().__init__(create_env_fn, policy, **options)
         self._delivery = choose_delivery(self)
         if self.options.split_trajs:

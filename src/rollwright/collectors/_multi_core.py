@@ -75,7 +75,7 @@ class MultiCore(BaseCollector):
         self._splits = bool(own.sync and others.get("split_trajs"))
         self._postproc = others.get("postproc") if self._splits else None
         if self._splits:
-            warnings.warn(SPLITS.format(owner), UserWarning, stacklevel=3)
+            warnings.warn(SPLITS.format(owner), UserWarning, stacklevel=4)
         self._pre_collect_hook = per_worker[0].pre_collect_hook
         self._post_collect_hook = per_worker[0].post_collect_hook
         frames = others.get("frames_per_batch", CollectorOptions.frames_per_batch)

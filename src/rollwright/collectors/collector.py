@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from rollwright._options import with_options
 from rollwright.collectors import saved_state as _resume
@@ -18,7 +18,14 @@ from rollwright.collectors.weights import updates as weight_forms
 from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.envs.recreation.policy import num_recreations
 
+if TYPE_CHECKING:
+    from rollwright.collectors._env import EnvMaker, EnvMakers
+    from rollwright.collectors.keywords import CollectorKeywords, MultiKeywords, WorkerKeywords
+    from rollwright.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+
 __all__ = ["Collector"]
+
+MYPY = False  # which mypy takes to be true
 
 
 @with_options(CollectorOptions, BackendOptions, WorkerOptions, leave_out=["num_workers"])
@@ -55,6 +62,62 @@ class Collector(BackgroundCore):
     """
 
     _has_warned_of_unsaved = False
+
+    # mypy reads __new__ and not the inherited __init__; pyright reads both, for subclasses too, and needs the last one.
+    @overload
+    def __new__(  # type: ignore[misc]  # of another class
+        cls,
+        create_env_fn: EnvMakers,
+        policy: Callable[..., Any] | None = None,
+        *,
+        num_collectors: int,
+        sync: Literal[True],
+        backend: Literal["process", "multiprocessing"] | None = None,
+        **options: Unpack[WorkerKeywords],
+    ) -> MultiSyncCollector: ...
+    @overload
+    def __new__(  # type: ignore[misc]
+        cls,
+        create_env_fn: EnvMakers,
+        policy: Callable[..., Any] | None = None,
+        *,
+        num_collectors: int,
+        sync: Literal[False] | None = None,
+        backend: Literal["process", "multiprocessing"] | None = None,
+        **options: Unpack[WorkerKeywords],
+    ) -> MultiAsyncCollector: ...
+    @overload
+    def __new__(  # type: ignore[misc]
+        cls,
+        create_env_fn: EnvMakers,
+        policy: Callable[..., Any] | None = None,
+        *,
+        num_collectors: int,
+        sync: bool | None,
+        backend: Literal["process", "multiprocessing"] | None = None,
+        **options: Unpack[WorkerKeywords],
+    ) -> MultiCollector: ...
+    @overload
+    def __new__(  # type: ignore[misc]
+        cls,
+        create_env_fn: EnvMakers,
+        policy: Callable[..., Any] | None = None,
+        *,
+        backend: Literal["process", "multiprocessing"],
+        **options: Unpack[MultiKeywords],
+    ) -> MultiCollector: ...
+    @overload
+    def __new__(
+        cls,
+        create_env_fn: EnvMaker,
+        policy: Callable[..., Any] | None = None,
+        **options: Unpack[CollectorKeywords],
+    ) -> Self: ...
+
+    if not MYPY:
+
+        @overload
+        def __new__(cls, *args: Any, **kwargs: Any) -> Self: ...
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Choose by ``backend`` and ``num_collectors``; a collector with workers is of another class."""

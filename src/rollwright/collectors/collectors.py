@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Unpack
 
 from tensordict import TensorDictBase
 
@@ -14,6 +15,9 @@ from rollwright.collectors.rollout.environment import EnvMaker
 from rollwright.data.layout import MASK
 from rollwright.envs.utils import ExplorationType
 from rollwright.modules import RandomPolicy
+
+if TYPE_CHECKING:
+    from rollwright.collectors.keywords import CollectorKeywords
 
 __all__ = ["BaseCollector", "Collector", "RandomPolicy", "SyncDataCollector"]
 
@@ -48,10 +52,10 @@ class SyncDataCollector(Collector):
     def __init__(
         self,
         create_env_fn: EnvMaker,
-        policy: Any = None,
+        policy: Callable[..., Any] | None = None,
         *,
         exploration_mode: str | None = None,
-        **options: Any,
+        **options: Unpack[CollectorKeywords],
     ) -> None:
         if exploration_mode is not None:
             if "exploration_type" in options:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from rollwright._options import with_options
 from rollwright._processes.channel import ByValue
@@ -20,6 +20,10 @@ from rollwright.collectors.weights.workers import WorkersWeights
 from rollwright.collectors.workers.counters import Word
 from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.collectors.workers.stats import merged_stats
+
+if TYPE_CHECKING:
+    from rollwright.collectors._env import EnvMakers
+    from rollwright.collectors.keywords import MultiKeywords
 
 __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
@@ -56,11 +60,20 @@ class MultiCollector(WorkersWeights):
         torch.Size([2, 32]) [None, 'time']
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> MultiCollector:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Choose the class by ``sync``."""
-        if cls is MultiCollector:
-            cls = MultiSyncCollector if kwargs.get("sync") is True else MultiAsyncCollector
-        return super().__new__(cls)
+        kinds = {True: MultiSyncCollector, False: MultiAsyncCollector}
+        kind: Any = kinds[kwargs.get("sync") is True] if cls is MultiCollector else cls
+        made: Self = super().__new__(kind)
+        return made
+
+    def __init__(
+        self,
+        create_env_fn: EnvMakers,
+        policy: Callable[..., Any] | None = None,
+        **options: Unpack[MultiKeywords],
+    ) -> None:
+        super().__init__(create_env_fn, policy, **options)
 
     interruptor: None = None
     """Of one process; what interrupts workers is :attr:`preemptive_threshold`."""

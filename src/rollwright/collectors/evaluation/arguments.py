@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -57,7 +58,7 @@ def check_arguments(
         raise ValueError(f"env_step_timeout: expected seconds above 0, got {env_step_timeout!r}.")
 
 
-def check_options(options: dict[str, Any]) -> dict[str, Any]:
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of collectors that an Evaluator takes.
 
     Raises:
@@ -68,7 +69,7 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(
             f"Evaluator has no option {refused[0]!r}. Of those of collectors, it has {', '.join(_OPTIONS)}."
         )
-    return options
+    return dict(options)
 
 
 def own_policy(policy: Any, factory: Any, backend: str) -> tuple[Any, nn.Module | None, nn.Module | None]:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from rollwright._keys import NestedKey
 from rollwright._memory import Segment
@@ -19,6 +19,9 @@ from rollwright.collectors.evaluation.queue import Evaluation, EvaluationQueue
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
 from rollwright.envs.utils import ExplorationType
+
+if TYPE_CHECKING:
+    from rollwright.collectors.keywords import EvaluatorKeywords
 
 __all__ = ["Evaluator"]
 
@@ -90,7 +93,7 @@ class Evaluator:
     def __init__(
         self,
         create_env_fn: EnvBase | Callable[..., EnvBase],
-        policy: Any = None,
+        policy: Callable[..., Any] | None = None,
         *,
         policy_factory: Callable[[], Any] | None = None,
         num_trajectories: int = 10,
@@ -106,7 +109,7 @@ class Evaluator:
         start_method: str | None = None,
         init_fn: Callable[[], None] | None = None,
         num_threads: int = 1,
-        **options: Any,
+        **options: Unpack[EvaluatorKeywords],
     ) -> None:
         self._closed = self._ended = True  # until construction succeeds
         check_arguments(num_trajectories, backend, busy_policy, on_result, env_step_timeout, seed)

@@ -16,9 +16,10 @@ from rollwright.envs.recreation.policy import RecreationWarning
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 from rollwright.errors import EnvError
 
-__all__ = ["EnvMaker", "make_env"]
+__all__ = ["EnvMaker", "EnvMakers", "make_env"]
 
 EnvMaker = EnvBase | Callable[..., EnvBase] | Sequence[Callable[..., EnvBase]]
+EnvMakers = EnvBase | Callable[..., EnvBase] | Sequence[EnvBase | Callable[..., EnvBase]]  # one, or one for each worker
 
 
 def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -38,6 +38,9 @@ from rollwright.envs.utils import set_exploration_type
 from rollwright.errors import NotNative
 from rollwright.modules import set_recurrent_mode
 
+if TYPE_CHECKING:
+    from rollwright.collectors.keywords import CollectorKeywords
+
 __all__ = ["RolloutCore"]
 
 
@@ -58,7 +61,9 @@ class RolloutCore(BaseCollector):
 
     _write_frame: Callable[[TensorDictBase], None] | None = None  # given each frame when it was recorded
 
-    def __init__(self, create_env_fn: EnvMaker, policy: Any = None, **options: Any) -> None:
+    def __init__(
+        self, create_env_fn: EnvMaker, policy: Callable[..., Any] | None = None, **options: Unpack[CollectorKeywords]
+    ) -> None:
         self.closed = True  # until construction succeeds
         self.options = CollectorOptions.parse(local_options(options), type(self).__name__)
         self.env = make_env(create_env_fn, self.options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
@@ -19,6 +19,10 @@ from rollwright.weight_update import WeightSyncScheme
 from rollwright.weight_update.feed import HasModels
 from rollwright.weight_update.receiving import Relay
 
+if TYPE_CHECKING:
+    from rollwright.collectors._env import EnvMakers
+    from rollwright.collectors.keywords import MultiKeywords
+
 __all__ = ["WorkersWeights"]
 
 _LAG_S = 60.0
@@ -30,7 +34,7 @@ class WorkersWeights(MultiCore):
     _signatures: dict[tuple[int, str], Any]
     _relay: Relay | None = None
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+    def __init__(self, create_env_fn: EnvMakers, policy: Any = None, **options: Unpack[MultiKeywords]) -> None:
         self._signatures = {}
         super().__init__(create_env_fn, policy, **options)
         try:
