@@ -19,9 +19,9 @@ from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.envs.recreation.policy import num_recreations
 
 if TYPE_CHECKING:
-    from rollwright.collectors._env import EnvMaker, EnvMakers
     from rollwright.collectors.keywords import CollectorKeywords, MultiKeywords, WorkerKeywords
     from rollwright.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+    from rollwright.collectors.rollout.environment import EnvMaker, EnvMakers
 
 __all__ = ["Collector"]
 

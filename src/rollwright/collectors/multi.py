@@ -22,8 +22,8 @@ from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.collectors.workers.stats import merged_stats
 
 if TYPE_CHECKING:
-    from rollwright.collectors._env import EnvMakers
     from rollwright.collectors.keywords import MultiKeywords
+    from rollwright.collectors.rollout.environment import EnvMakers
 
 __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 

@@ -20,8 +20,8 @@ from rollwright.weight_update.feed import HasModels
 from rollwright.weight_update.receiving import Relay
 
 if TYPE_CHECKING:
-    from rollwright.collectors._env import EnvMakers
     from rollwright.collectors.keywords import MultiKeywords
+    from rollwright.collectors.rollout.environment import EnvMakers
 
 __all__ = ["WorkersWeights"]
 
