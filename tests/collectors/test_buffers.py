@@ -126,7 +126,7 @@ def test_one_environment_in_a_ring(fill, yielded, stream, same):
     buffer = a_buffer(70)  # which 30 does not divide
     collector = fill("single", buffer)
     same(oldest_first(buffer), stream(yielded("single"))[-70:])
-    memory = collector._memory
+    memory = collector._rollout.memory
     assert (memory.num_direct, memory.num_copied) == (7, 3)  # those that cross the seam at 70, 140 and 280
 
 

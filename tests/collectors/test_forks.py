@@ -64,7 +64,7 @@ def test_a_fork_leaves_the_workers_to_its_parent(kind):
         held, over = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with collector._group._changed, collector._publishing, collector._taking:
+            with collector._group._changed, collector._weights._publishing, collector._taking:
                 held.set()
                 over.wait(LIMIT)
 
@@ -99,7 +99,7 @@ def test_a_fork_beside_a_thread_that_collects():
     collector = Collector(make_env(), None, frames_per_batch=10, replay_buffer=buffer)
     collector.start()
     assert wait_until(lambda: len(buffer) >= 10, LIMIT)
-    with collector._background.condition:
+    with collector._background.thread.condition:
         found = forked(lambda: (len(buffer.sample()), len(buffer.extend(buffer[:3])), refused(collector)))
     assert found[:2] == (8, 3)
     assert {"next", "iter", "pause", "set_seed", "reset", "state_dict", "start"} <= set(found[2])

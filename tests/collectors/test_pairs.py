@@ -411,7 +411,7 @@ def test_postproc_in_place_does_not_reach_the_environment(make, count):
 
     collector = make(env, count(env), frames_per_batch=3, postproc=spoil)
     collector.next()
-    collector._post_collect_hook = None
+    collector.set_post_collect_hook(None)
     carried = collector._carrier
     assert carried["observation"].item() == 3
 

@@ -263,7 +263,7 @@ def resumed(makers: Any, folder: Path) -> dict[str, tuple[Any, Any]]:
         if path in ("arrays", "plain"):
             collector = begun(makers, name, path == "plain")
             native = path == "arrays" and name not in PLAIN
-            assert type(collector._path).__name__ == ("ArrayPath" if native else "PlainPath")
+            assert type(collector._rollout.path).__name__ == ("ArrayPath" if native else "PlainPath")
             state = collector.state_dict()
             assert state["unsaved"] == []
             episodes = collector.stats()["episodes"]

@@ -244,8 +244,7 @@ def test_reset_drops_what_is_held_and_counts_it(make, count):
 def test_reset_of_some_environments_drops_theirs(make, count):
     env = CountingBatchedEnv(max_steps=torch.tensor([9, 9]), batch_size=[2])
     collector = make(env, count(env), frames_per_batch=8, trajs_per_batch=3, traj_format="cat")
-    assembler = collector._delivery.assembler
-    collector._delivery._take_in(assembler)
+    collector._delivery.collect_trajectories()
     collector.reset([1])
     batch = collector.next()
     lengths = batch[IDS].unique_consecutive(return_counts=True)[1]
@@ -264,7 +263,7 @@ def test_set_seed_in_the_middle_gives_the_first_batch_again(seeded, same):
 def test_a_rollout_that_is_not_delivered_leaves_no_hole(make, count):
     env = CountingEnv(max_steps=9)
     collector = make(env, count(env), frames_per_batch=4, trajs_per_batch=1)
-    collector._delivery._take_in(collector._delivery.assembler)
+    collector._delivery.collect_trajectories()
     collector.rollout()
     batch = collector.next()
     assert batch["observation"].flatten().tolist() == list(range(10))

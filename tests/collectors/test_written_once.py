@@ -221,7 +221,7 @@ def test_where_it_cannot_be_a_batch_is_copied_and_the_reason_is_told(make, why, 
         collector = make(ENVS["arrays"](), None, frames_per_batch=40, replay_buffer=made, **options)
     collector.next()
     if "use_buffers" in options:
-        assert collector._memory.num_copied == 1  # no block is made: frames are stacked at the end
+        assert collector._rollout.memory.num_copied == 1  # no block is made: frames are stacked at the end
     else:
         assert why in collector.stats()["paths"]["buffer"]
     assert len(made) == min(40, made.storage.max_size)
@@ -240,7 +240,7 @@ def test_a_batch_that_is_stacked_anew_is_copied(make):
     collector.next()
     with pytest.raises(ValueError, match="whose shape varies"):
         collector.next()
-    assert "do not lie where" in collector._memory._never
+    assert "do not lie where" in collector._rollout.memory._never
     assert len(buffer) == 4
     assert (buffer[:]["observation"].flatten() == torch.arange(4)).all()
 
@@ -278,7 +278,7 @@ def test_a_small_buffer_that_is_sampled_meanwhile_is_never_empty(make):
     env = CountingEnv(max_steps=1000)
     collector = make(env, policy, frames_per_batch=40, total_frames=400, replay_buffer=buffer)
     collector.start()
-    collector._background._thread.join(20.0)
+    collector._background.thread._thread.join(20.0)
     assert set(seen) == {0, 40, 80}
     assert seen == sorted(seen)
     assert "a thread collects" in collector.stats()["paths"]["buffer"]
@@ -295,7 +295,7 @@ def test_of_a_rollout_cut_short_what_was_taken_is_stored(make, same, size):
         collector = make(ENVS["vector of arrays"](), None, frames_per_batch=40, replay_buffer=buffer)
         collector.set_seed(0)
         steps = iter(range(100))
-        collector._interrupted = lambda steps=steps: next(steps) == 5
+        collector._rollout.interrupted = lambda steps=steps: next(steps) == 5
         collector.next()
         assert len(buffer) == 24
         same(buffer[:] if ndim == 2 else buffer[:].reshape(4, 6), expected)
@@ -308,7 +308,7 @@ def test_rows_that_are_given_up_may_be_written_by_others_at_once(make, count, mo
     extend, demo = buffer.extend, buffer[:].clone().apply_(torch.zeros_like)
     monkeypatch.setattr(buffer, "extend", lambda data: [extend(demo), extend(demo), extend(data)][-1])
     steps = iter(range(100))
-    collector._interrupted = lambda: next(steps) == 5
+    collector._rollout.interrupted = lambda: next(steps) == 5
     collector.next()
     newest = buffer[:][torch.arange(*buffer.storage.ledger.live())[-6:] % 20]
     assert newest["observation"].flatten().tolist() == list(range(10, 16))
@@ -354,7 +354,7 @@ def test_while_a_thread_collects_what_others_write_is_seen_at_once(make):
             assert (buffer.write_count, len(buffer)) == (count, 40)
     finally:
         opened.set()
-    collector._background._thread.join(20.0)
+    collector._background.thread._thread.join(20.0)
     assert buffer.write_count == 100
     assert collector.stats()["paths"]["buffer"].startswith("extend: a thread collects")
 

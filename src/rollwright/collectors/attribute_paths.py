@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["resolve"]
+__all__ = ["Reachable", "resolve"]
 
 _PART = re.compile(r"""\.?(?P<name>[A-Za-z_]\w*)|\[(?P<index>-?\d+)\]|\[(?P<quote>['"])(?P<key>.*?)(?P=quote)\]""")
 
@@ -41,3 +42,45 @@ def resolve(root: Any, path: str) -> Any:
             ) from error
         position = part.end()
     return found
+
+
+class Reachable:
+    """An object whose parts can be read and called by path."""
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call what a path leads to, such as ``"env.transform[0].set_extra_state"``.
+
+        Raises:
+            AttributeError: the path does not exist.
+            TypeError: what it leads to cannot be called.
+        """
+        found = resolve(self, attr_path)
+        if not callable(found):
+            raise TypeError(f"attr_path: {attr_path!r} leads to {type(found).__name__}, which cannot be called.")
+        return found(*args, **kwargs)
+
+    def get_distant_attr(self, attr: str) -> Any:
+        """What a path leads to, such as ``"env.batch_size"``."""
+        return resolve(self, attr)
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Any:
+        """Call a method of the collector, once for each set of arguments.
+
+        Returns:
+            The value of the call; a list of values where several sets of arguments are given.
+        """
+        count = max(len(list_of_args or ()), len(list_of_kwargs or ()), 1)
+        all_args = list_of_args if list_of_args is not None else [()] * count
+        all_kwargs = list_of_kwargs if list_of_kwargs is not None else [{}] * count
+        if len(all_args) != len(all_kwargs):
+            raise ValueError(
+                f"list_of_args has {len(all_args)} entries, list_of_kwargs {len(all_kwargs)}. Give one of each a call."
+            )
+        call = resolve(self, method_name)
+        values = [call(*args, **kwargs) for args, kwargs in zip(all_args, all_kwargs, strict=True)]
+        return values[0] if len(values) == 1 else values

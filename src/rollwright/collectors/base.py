@@ -8,33 +8,45 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from tensordict import TensorDictBase
 
-from rollwright.collectors.attribute_paths import resolve
-from rollwright.collectors.profiling import ProfileConfig
-from rollwright.collectors.weights.receiving import WeightDoor
+from rollwright.collectors.attribute_paths import Reachable
+from rollwright.collectors.profiling import Profile, ProfileConfig
+from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
+from rollwright.collectors.weights.receiving import CollectorWeights
+from rollwright.collectors.weights.updates import pick_weights
+from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
+
+if TYPE_CHECKING:
+    from rollwright.collectors.keywords import CollectorKeywords
+    from rollwright.collectors.rollout.environment import EnvMaker
 
 __all__ = ["BaseCollector"]
 
-PreHook = Callable[[], None]
-PostHook = Callable[[TensorDictBase], None]
 
-
-class BaseCollector(WeightDoor, ABC):
+class BaseCollector(Reachable, ABC):
     """Iterates over batches of experience.
 
     A collector is an iterable (each ``iter()`` goes on where the last one stopped), an iterator through
     :meth:`next`, and a context manager that shuts down on the way out.
     """
 
-    _pre_collect_hook: PreHook | None = None
-    _post_collect_hook: PostHook | None = None
+    _hooks: Hooks
+    _profile: Profile
+    _weights: CollectorWeights
     _worker_idx: int | None = None
-    _profile_config: ProfileConfig | None = None
     _iterating: Iterator[TensorDictBase | None] | None = None
-    _started: bool = False
+
+    def __init__(
+        self, create_env_fn: EnvMaker, policy: Callable[..., Any] | None = None, **options: Unpack[CollectorKeywords]
+    ) -> None:
+        self._construct(create_env_fn, policy, dict[str, Any](options))  # mypy reads Collector.__new__ for arguments
+
+    @abstractmethod
+    def _construct(self, create_env_fn: Any, policy: Callable[..., Any] | None, options: dict[str, Any]) -> None:
+        """Make the parts of the collector."""
 
     # Iteration --------------------------------------------------------------------------------
 
@@ -103,25 +115,133 @@ class BaseCollector(WeightDoor, ABC):
     def stats(self) -> dict[str, Any]:
         """A snapshot of counts, rates and episodes that ``json.dumps`` takes."""
 
+    # Weights ----------------------------------------------------------------------------------
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        policy_weights: Any = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        model_id: str | None = None,
+        worker_ids: Any = None,
+    ) -> int:
+        """Give the policy new weights.
+
+        In one process they act from the next batch on; while a thread collects (``start()``), they are copied, and act
+        from its next step on (from its next batch on where the policy is compiled). Weights for workers are copied: a
+        worker takes them between two steps, and acts with one version or with the next, never with a mixture. With
+        ``max_policy_lag`` and ``policy_lag="wait"``, waits for workers whose rollout would be too stale.
+
+        Args:
+            policy_or_weights: a module, a ``state_dict``, a TensorDict or a nested dictionary of weights; or a
+                dictionary from worker indices to any of these. Without any weights, the policy that was given at
+                construction is read again (which matters when a copy of it acts elsewhere).
+            weights: same, by name.
+            policy: same, by name.
+            policy_weights: same, by the name that older programs use.
+            weights_dict: weights by the model that they are for: all are applied, or none.
+            model_id: ``"policy"``, or a path from the collector such as ``"env.transform[0]"``.
+            worker_ids: the workers (indices, or devices) to update; None for all.
+
+        Returns:
+            The version of the weights, one more than before.
+
+        Raises:
+            ValueError: arguments contradict one another, or weights do not fit; nothing was changed.
+            TypeError: weights of an unknown form, or for something that has none.
+            RuntimeError: nothing was given, and there is no module whose weights could be read.
+        """
+        given = pick_weights(policy_or_weights, weights, policy, policy_weights)
+        return self._weights.update(given, weights_dict=weights_dict, model_id=model_id, worker_ids=worker_ids)
+
+    def push_to_workers(self, weights: Any, worker_ids: Sequence[Any] | None) -> int:
+        """For weight updaters: publish weights to workers without asking the updater again; returns the version."""
+        return self._weights.apply(weights, worker_ids=worker_ids)
+
+    @abstractmethod
+    def get_model(self, model_id: str) -> Any:
+        """The model that an id names."""
+
+    @property
+    def policy_version(self) -> int:
+        """Number of updates of the weights so far."""
+        return self._weights.version
+
+    def get_policy_version(self) -> int:
+        """Same as :attr:`policy_version`."""
+        return self.policy_version
+
+    def increment_version(self) -> int:
+        """Count an update of the weights; returns the new version."""
+        return self._weights.count_update()
+
+    @property
+    def weight_updater(self) -> WeightUpdaterBase | None:
+        """The updater that the collector was given, or None."""
+        return self._weights.updater
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Pass arguments to the weight updater's ``init``; without an updater, do nothing."""
+        if self.weight_updater is not None:
+            self.weight_updater.init(*args, **kwargs)
+
+    @property
+    def _receiver_schemes(self) -> dict[str, WeightSyncScheme] | None:
+        """The name that paths of ``cascade_execute`` have for schemes."""
+        return self._weights.receiver_schemes
+
+    @_receiver_schemes.setter
+    def _receiver_schemes(self, schemes: dict[str, WeightSyncScheme] | None) -> None:
+        self._weights.receiver_schemes = schemes
+
+    def register_scheme_receiver(
+        self, weight_recv_schemes: dict[str, WeightSyncScheme], *, synchronize_weights: bool = True
+    ) -> None:
+        """Take weights from schemes whose senders are elsewhere; see :meth:`receive_weights`.
+
+        Args:
+            weight_recv_schemes: by model.
+            synchronize_weights: wait for the first weights of each, and take them.
+
+        Raises:
+            TypeError: one is no scheme.
+            TimeoutError: a sender has sent nothing.
+        """
+        self._weights.register_schemes(weight_recv_schemes, synchronize_weights=synchronize_weights)
+
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
+        """Take weights: those that schemes have brought (:meth:`register_scheme_receiver`), or those that are passed.
+
+        Raises:
+            ValueError: weights were passed, and schemes are registered.
+        """
+        self._weights.receive(policy_or_weights, weights, policy)
+
     # Hooks ------------------------------------------------------------------------------------
 
     @property
     def pre_collect_hook(self) -> PreHook | None:
         """Called without arguments before each rollout; may be set at any time."""
-        return self._pre_collect_hook
+        return self._hooks.pre_collect_hook
 
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: PreHook | None) -> None:
-        self._pre_collect_hook = _checked_hook("pre_collect_hook", hook)
+        self._set_hook("pre_collect_hook", hook)
 
     @property
     def post_collect_hook(self) -> PostHook | None:
         """Called with each batch just before it is delivered; may be set at any time."""
-        return self._post_collect_hook
+        return self._hooks.post_collect_hook
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: PostHook | None) -> None:
-        self._post_collect_hook = _checked_hook("post_collect_hook", hook)
+        self._set_hook("post_collect_hook", hook)
+
+    def _set_hook(self, name: str, hook: Any) -> None:
+        self._hooks.set(name, hook)
 
     def set_pre_collect_hook(self, hook: PreHook | None) -> None:
         """Set :attr:`pre_collect_hook`."""
@@ -148,44 +268,6 @@ class BaseCollector(WeightDoor, ABC):
     def worker_idx(self, value: int | None) -> None:
         self._worker_idx = value
 
-    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what a path leads to, such as ``"env.transform[0].set_extra_state"``.
-
-        Raises:
-            AttributeError: the path does not exist.
-            TypeError: what it leads to cannot be called.
-        """
-        found = resolve(self, attr_path)
-        if not callable(found):
-            raise TypeError(f"attr_path: {attr_path!r} leads to {type(found).__name__}, which cannot be called.")
-        return found(*args, **kwargs)
-
-    def get_distant_attr(self, attr: str) -> Any:
-        """What a path leads to, such as ``"env.batch_size"``."""
-        return resolve(self, attr)
-
-    def map_fn(
-        self,
-        method_name: str,
-        list_of_args: Sequence[Sequence[Any]] | None = None,
-        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Any:
-        """Call a method of the collector, once for each set of arguments.
-
-        Returns:
-            The value of the call; a list of values where several sets of arguments are given.
-        """
-        count = max(len(list_of_args or ()), len(list_of_kwargs or ()), 1)
-        all_args = list_of_args if list_of_args is not None else [()] * count
-        all_kwargs = list_of_kwargs if list_of_kwargs is not None else [{}] * count
-        if len(all_args) != len(all_kwargs):
-            raise ValueError(
-                f"list_of_args has {len(all_args)} entries, list_of_kwargs {len(all_kwargs)}. Give one of each a call."
-            )
-        call = resolve(self, method_name)
-        values = [call(*args, **kwargs) for args, kwargs in zip(all_args, all_kwargs, strict=True)]
-        return values[0] if len(values) == 1 else values
-
     # Profiling --------------------------------------------------------------------------------
 
     def enable_profile(
@@ -208,9 +290,7 @@ class BaseCollector(WeightDoor, ABC):
             RuntimeError: iteration has begun.
             ValueError: ``num_rollouts`` does not exceed ``warmup_rollouts``.
         """
-        if self._started:
-            raise RuntimeError("enable_profile must be called before iteration begins. Call it on a new collector.")
-        self._profile_config = ProfileConfig(
+        self._profile.enable(
             workers=[0] if workers is None else list(workers),
             num_rollouts=num_rollouts,
             warmup_rollouts=warmup_rollouts,
@@ -225,15 +305,9 @@ class BaseCollector(WeightDoor, ABC):
 
     def disable_profile(self) -> None:
         """Trace no (further) rollouts; what was recorded is written."""
-        self._profile_config = None
+        self._profile.disable()
 
     @property
     def profile_config(self) -> ProfileConfig | None:
         """What is traced, or None."""
-        return self._profile_config
-
-
-def _checked_hook(name: str, hook: Any) -> Any:
-    if hook is not None and not callable(hook):
-        raise TypeError(f"{name}: expected a callable or None, got {type(hook).__name__}: {hook!r}.")
-    return hook
+        return self._profile.config

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
 from rollwright._options import with_options
-from rollwright.collectors import saved_state as _resume
-from rollwright.collectors._backgrounding import BackgroundCore
 from rollwright.collectors.attribute_paths import resolve
-from rollwright.collectors.factory import BackendOptions, make_with_workers
+from rollwright.collectors.base import BaseCollector
+from rollwright.collectors.core import never
+from rollwright.collectors.delivery.background import Background
+from rollwright.collectors.delivery.base import split
+from rollwright.collectors.delivery.checks import ledger_of, warn_of_options
+from rollwright.collectors.delivery.saved_state import SavedState
+from rollwright.collectors.delivery.storage_memory import batch_memory
+from rollwright.collectors.delivery.stored import choose_delivery
+from rollwright.collectors.factory import BackendOptions, local_options, make_with_workers
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.weights import updates as weight_forms
+from rollwright.collectors.profiling import Profile
+from rollwright.collectors.rollout.counts import announce_rounding
+from rollwright.collectors.rollout.devices import sync_function
+from rollwright.collectors.rollout.environment import EnvMaker
+from rollwright.collectors.rollout.hooks import Hooks
+from rollwright.collectors.rollout.rollout import Rollout
+from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
+from rollwright.collectors.weights.local import LocalWeights
 from rollwright.collectors.workers.options import WorkerOptions
-from rollwright.envs.recreation.policy import num_recreations
 
 if TYPE_CHECKING:
     from rollwright.collectors.keywords import CollectorKeywords, MultiKeywords, WorkerKeywords
     from rollwright.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-    from rollwright.collectors.rollout.environment import EnvMaker, EnvMakers
+    from rollwright.collectors.rollout.environment import EnvMakers
 
 __all__ = ["Collector"]
 
@@ -29,7 +45,7 @@ MYPY = False  # which mypy takes to be true
 
 
 @with_options(CollectorOptions, BackendOptions, WorkerOptions, leave_out=["num_workers"])
-class Collector(BackgroundCore):
+class Collector(BaseCollector):
     """Collects experience in this process.
 
     With ``num_collectors=N`` or ``backend="process"``, in N other processes: the call returns a
@@ -124,6 +140,261 @@ class Collector(BackgroundCore):
         other = make_with_workers(args, kwargs) if cls is Collector else None
         return super().__new__(cls) if other is None else other
 
+    def _construct(self, create_env_fn: EnvMaker, policy: Callable[..., Any] | None, options: dict[str, Any]) -> None:
+        self.closed = True  # until construction succeeds
+        owner = type(self).__name__
+        self.options = parsed = CollectorOptions.parse(local_options(options), owner)
+        self.worker_idx = parsed.worker_idx
+        self._hooks = Hooks(parsed.pre_collect_hook, parsed.post_collect_hook)
+        self._profile = Profile(lambda: self._worker_idx)
+        self._rollout = rollout = Rollout(
+            create_env_fn,
+            policy,
+            parsed,
+            hooks=self._hooks,
+            ids=TrajectoryPool(ledger_of(parsed.replay_buffer)),
+            memory=batch_memory(parsed),
+            interrupted=never if parsed.interruptor is None else parsed.interruptor.collection_stopped,
+            owner=owner,
+        )
+        self.env, self._traj_pool = rollout.env, rollout.ids
+        self.frames_per_batch, self.total_frames = rollout.counts.frames, rollout.counts.total
+        self.requested_frames_per_batch = parsed.frames_per_batch
+        self.init_random_frames = rollout.counts.random_frames
+        self._setup_devices()
+        stacklevel = 3 if type(self).__init__ is Collector.__init__ else 4
+        announce_rounding(owner, rollout.counts.rounding, stacklevel=stacklevel + 1)
+        self._delivery = choose_delivery(rollout, self._profile, self._split)
+        self._background = Background(rollout, self._delivery)
+        self._weights = LocalWeights(self, rollout, self._background, lambda: self._worker_idx)
+        self._saved_state = SavedState(rollout, self._delivery)
+        self._weights.use_updater(parsed.weight_updater, self)
+        self.closed = False
+        if parsed.weight_recv_schemes:
+            self.register_scheme_receiver(dict(parsed.weight_recv_schemes))
+        warn_of_options(owner, parsed, stacklevel=stacklevel + 1)
+
+    @property
+    def policy(self) -> Any:
+        """What acts: the policy that was passed, or a copy of it on another device or for a thread."""
+        return self._rollout.policy
+
+    @property
+    def completed(self) -> bool:
+        """Whether ``total_frames`` were stepped."""
+        return self._rollout.completed
+
+    # One step, under the names of the reference pages -----------------------------------------
+
+    def _setup_devices(self) -> None:
+        devices, syncs = self._rollout.devices, self._rollout.syncs
+        self.devices = devices
+        self.policy_device, self.env_device, self.storing_device = devices.policy, devices.env, devices.storing
+        self._cast_to_policy_device, self._cast_to_env_device = devices.cast_to_policy, devices.cast_to_env
+        self._carrier_has_no_device = devices.carrier_has_none
+        self._sync_policy, self._sync_env, self._sync_storage = syncs
+
+    def _get_sync_fn(self, device: torch.device | None) -> Callable[[], None]:
+        return sync_function(None if self.options.no_cuda_sync else device)
+
+    @property
+    def _carrier(self) -> TensorDictBase | None:
+        return self._rollout.current
+
+    def _make_carrier(self, **kwargs: Any) -> None:
+        self._rollout.start_trajectories(**kwargs)
+
+    def _update_traj_ids(self, ended: torch.Tensor) -> None:
+        self._rollout.path.renew_ids(ended)
+
+    def _split(self, batch: TensorDictBase) -> TensorDictBase:
+        return split(batch)
+
+    # Iteration --------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Yield until ``total_frames`` are stepped, from wherever the collector stands.
+
+        Batches; or, with a replay buffer, None for each rollout that was written there.
+        """
+        delivery = self._delivery
+        while True:
+            self._background.check_idle("iteration")
+            if not delivery.ready():
+                delivery.ended()
+                return
+            delivery.await_room()
+            yield delivery.next()
+
+    def __len__(self) -> int:
+        return self._delivery.length()
+
+    def rollout(self) -> TensorDictBase:
+        """Collect one batch, which counts as neither delivered nor post-processed.
+
+        Trajectories that go on in it cannot be delivered whole any more (``trajs_per_batch``).
+
+        Returns:
+            ``[*env, T]``, see the class.
+
+        Raises:
+            RuntimeError: the collector was shut down.
+        """
+        self._background.check_idle("rollout")
+        try:
+            return self._rollout.run()
+        finally:
+            self._delivery.missed()
+
+    def reset(self, index: Any = None, **kwargs: Any) -> None:
+        """Begin new trajectories, in all environments or in some of a batch.
+
+        Trajectories that are held (``trajs_per_batch``) are dropped.
+
+        Args:
+            index: anything that indexes the environment's batch; None for all.
+            **kwargs: go to the environment's ``reset``.
+        """
+        with self._background.between_batches():
+            self._rollout.reset(index, **kwargs)
+            if index is None:
+                self._delivery.forget()
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed environments and torch's global generator, and begin new trajectories with the next batch.
+
+        Trajectories that are held (``trajs_per_batch``) are dropped.
+
+        Args:
+            seed: of the first environment; further ones get ``seed + 1`` and so on.
+            static_seed: give all environments the same seed.
+
+        Returns:
+            The seed of the last environment.
+        """
+        with self._background.between_batches():
+            last = self._rollout.set_seed(seed, static_seed=static_seed)
+            self._delivery.forget()
+        return last
+
+    # A thread ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Collect in a thread, into the replay buffer, until ``total_frames`` are stepped or :meth:`async_shutdown`.
+
+        The thread acts with a copy of the policy: train yours, and call :meth:`update_policy_weights_` when it is to
+        act with the new weights. Of a bound method, a ``functools.partial`` or another callable object, the modules in
+        it are copied and updated; a function cannot be copied, and what it reads is read as it stands (a warning says
+        so where that is a module). What goes wrong in the thread is raised at the next call of :meth:`pause`,
+        :meth:`update_policy_weights_`, :meth:`reset`, :meth:`state_dict`, :meth:`async_shutdown` or iteration, or by a
+        ``sample()`` of the buffer that waits (its ``limiter``), once; ``stats()["background"]`` tells of it before.
+        Where the buffer has a limiter, the thread waits between two batches, and ``stats()["waiting_for"]`` says so.
+        Meanwhile:
+
+        - :meth:`stats`, :meth:`pause`, :meth:`update_policy_weights_`: at any time.
+        - :meth:`reset`, :meth:`set_seed`, :meth:`state_dict`, :meth:`load_state_dict`: the thread ends its batch
+          between two steps, writes it, and rests until they are done.
+        - iteration, :meth:`next`, :meth:`rollout`: an error.
+
+        Raises:
+            RuntimeError: there is no replay buffer, the thread runs already, or the collector was shut down.
+            TypeError: the policy cannot be copied.
+
+        Warns:
+            UserWarning: modules act that could not be copied.
+
+        Example:
+            >>> import time
+            >>> from rollwright.collectors import Collector
+            >>> from rollwright.data import LazyTensorStorage, ReplayBuffer
+            >>> from rollwright.envs import GymEnv
+            >>> buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=32)
+            >>> collector = Collector(lambda: GymEnv("CartPole-v1"), frames_per_batch=50, replay_buffer=buffer)
+            >>> collector.start()
+            >>> while len(buffer) < 50:
+            ...     time.sleep(0.001)
+            >>> buffer.sample().shape
+            torch.Size([32])
+            >>> collector.async_shutdown()
+        """
+        self._rollout.check_open()
+        self._background.start()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Keep the thread of :meth:`start` between two steps inside the ``with`` block; it always goes on after it.
+
+        The replay buffer stays as it is inside the block, also if ``map_fn`` is called: what would end the batch under
+        way is an error there. Only :meth:`reset`, :meth:`set_seed`, :meth:`state_dict` and :meth:`load_state_dict`,
+        called themselves, end that batch and write it: save the buffer after the collector's state.
+
+        Raises:
+            TimeoutError: the step under way takes longer than a minute.
+        """
+        with self._background.pause():
+            yield
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Any:
+        """See :meth:`BaseCollector.map_fn`.
+
+        Raises:
+            RuntimeError: inside :meth:`pause`, for what would end the batch under way.
+        """
+        with self._background.mapping():
+            return super().map_fn(method_name, list_of_args, list_of_kwargs)
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """End the thread of :meth:`start`, close the environment, write what a profiler has recorded.
+
+        The thread ends between two steps, and what it collected is written. May be called again.
+
+        Args:
+            timeout: seconds to wait for the thread; None: 10. A thread that is stuck in a step is left behind, and
+                closes the environment when it comes back; it does not keep the interpreter from exiting.
+            close_env: close the environment too.
+            raise_on_error: if False, errors of the thread and of the environment's ``close`` are dropped.
+
+        Raises:
+            TimeoutError: the thread did not end in time; the message says what it is doing.
+        """
+        if self.closed and self._background.thread is None:
+            return
+
+        def close(raise_on_error: bool = False) -> None:
+            try:
+                self.disable_profile()
+                if close_env:
+                    self._rollout.close()
+            except Exception:
+                if raise_on_error:
+                    raise
+
+        try:
+            self._background.end(timeout, close, raise_on_error=raise_on_error, closed_before=self.closed)
+        finally:
+            if self._background.thread is None and not self.closed:
+                close(raise_on_error)
+            self.closed = self._rollout.closed = True
+
+    # Reaching in ------------------------------------------------------------------------------
+
+    def get_model(self, model_id: str) -> Any:
+        """The model that an id names: ``"policy"``, a path from the collector, or a part of the policy (``"actor"``).
+
+        Raises:
+            ValueError: there is no such model.
+        """
+        return self._rollout.get_model(model_id, self)
+
+    def set_weight_target(self, module: nn.Module) -> None:
+        """Let new weights of ``"policy"`` go to a part of it, where the policy itself is no module."""
+        self._rollout.acting.target = module
+
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -154,8 +425,8 @@ class Collector(BackgroundCore):
             >>> bool((second.next() == expected).all())
             True
         """
-        with self._between_batches():
-            state = _resume.save(self)
+        with self._background.between_batches():
+            state = self._saved_state.save()
         if state["unsaved"] and not self._has_warned_of_unsaved:
             self._has_warned_of_unsaved = True
             anew = "begins its environment anew, with new trajectory ids"
@@ -189,94 +460,9 @@ class Collector(BackgroundCore):
         Warns:
             UserWarning: the environment is of another make than the one that was saved.
         """
-        with self._between_batches():
-            _resume.load(self, state_dict, **kwargs)
-
-    # Weights ----------------------------------------------------------------------------------
-
-    def _update_weights(
-        self, given: Any, *, weights_dict: Mapping[str, Any] | None, model_id: str | None, worker_ids: Any
-    ) -> int:
-        """Apply an update from the next batch on.
-
-        While a thread collects (:meth:`start`), the weights are copied here, and act from the thread's next step on
-        (from its next batch on where the policy is compiled).
-
-        Raises:
-            RuntimeError: a thread collects, nothing was given, and there is no module in the policy to read again.
-        """
-        self._raise_of_background()
-        update = weight_forms.parse_update(
-            given,
-            weights_dict=weights_dict,
-            model_id=model_id,
-            worker_ids=worker_ids,
-            own={self._worker_idx or 0, self.policy_device},
-            fallback=self._policy_source,
-        )
-        running = self._running
-        if running is not None:
-            if not update and self._none_to_publish:
-                raise RuntimeError(
-                    f"update_policy_weights_: found no module in the policy ({type(self.policy).__name__}) whose "
-                    "weights could be published to the thread of start(). Pass an nn.Module or a TensorDictModule "
-                    "as policy, or call increment_version() to count an update of your own."
-                )
-            update = {name: weight_forms.snapshot(new) for name, new in update.items()}
-        ready = {name: weight_forms.prepare(self.get_model(name), new, name) for name, new in update.items()}
-        version = None if running is None else running.publish(ready)
-        if version is not None:
-            return version
-        for apply in ready.values():
-            apply()
-        self._policy_version += 1
-        return self._policy_version
-
-    def _version_now(self) -> int:
-        return self.policy_version
-
-    def _not_acting(self) -> AbstractContextManager[None]:
-        return self.pause()
-
-    def _received(self, models: Sequence[str]) -> None:
-        self.increment_version()
-
-    def get_model(self, model_id: str) -> Any:
-        """The model that an id names: ``"policy"``, a path from the collector, or a part of the policy (``"actor"``).
-
-        Raises:
-            ValueError: there is no such model.
-        """
-        if model_id == "policy":
-            return self.policy if self._policy_target is None else self._policy_target
-        try:
-            return resolve(self, model_id)
-        except AttributeError:
-            try:
-                return resolve(self.policy, model_id)
-            except AttributeError as error:
-                raise ValueError(
-                    f"model_id: expected 'policy', a part of it, or a path from the collector such as 'env.transform', "
-                    f"got {model_id!r}. {error}"
-                ) from error
-
-    @property
-    def policy_version(self) -> int:
-        """Number of updates of the weights so far."""
-        running = self._running
-        return self._policy_version if running is None else running.version
-
-    def get_policy_version(self) -> int:
-        """Same as :attr:`policy_version`."""
-        return self.policy_version
-
-    def increment_version(self) -> int:
-        """Count an update of the weights; returns the new version."""
-        running = self._running
-        version = None if running is None else running.publish({})
-        if version is None:
-            version = self._policy_version = self._policy_version + 1
-        return version
+        with self._background.between_batches():
+            self._saved_state.load(state_dict, **kwargs)
+            self._background.version_loaded()
 
     # Observation ------------------------------------------------------------------------------
 
@@ -294,26 +480,7 @@ class Collector(BackgroundCore):
             With a replay buffer: its ``write_count``. After :meth:`start`: ``background`` (whether the thread is
             ``running``, ``paused``, or ended by an ``error``) and ``policy_version_acting``.
         """
-        elapsed = self._timer.total - (0.0 if self._background is None else self._background.rest_s)
-        return {
-            "frames": self._frames,
-            "batches": self._iter,
-            "total_frames": None if self._counts.batches is None else self.total_frames,
-            "total_batches": self._delivery.num_batches,
-            "completed": self.completed,
-            "frames_per_batch": self.frames_per_batch,
-            "frames_per_second": self._timer.frames / elapsed if elapsed else None,
-            "seconds": {"total": elapsed, **self._timer.seconds},
-            **self._episodes.summary(),
-            "policy_version": self.policy_version,
-            "env_recreations": num_recreations(self.env),
-            "devices": {name: None if device is None else str(device) for name, device in vars(self.devices).items()},
-            "paths": {**self._how, **self._delivery.how},
-            "bytes_held": self._memory.num_bytes,
-            **self._delivery.stats(),
-            "waiting_for": None,
-            **self._background_stats(),
-        }
+        return {**self._delivery.stats(), "policy_version": self.policy_version, **self._background.stats()}
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of the environment."""
@@ -327,5 +494,5 @@ class Collector(BackgroundCore):
         return (
             f"{type(self).__name__}(\n    env={self.env},\n    policy={self.policy},\n"
             f"    frames_per_batch={self.frames_per_batch}, total_frames={self.total_frames},\n"
-            f"    devices={self.devices},\n    paths={self._how},\n)"
+            f"    devices={self.devices},\n    paths={self._rollout.how},\n)"
         )

@@ -1,18 +1,92 @@
-"""Path: the two ways to take the steps of a rollout have one face."""
+"""The parts that collectors are made of: what each promises, and nothing of how it is done.
+
+A *rollout* (:class:`~rollwright.collectors.rollout.rollout.Rollout`) takes steps on a :class:`Path` and fills one batch
+at a time. A :class:`Delivery` makes of batches what a collector yields or writes. A worker has both, and tells a
+:class:`RolloutObserver` how far it is. :class:`TrajectoryIds` and :class:`BatchSource` are passed to a rollout.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
 from rollwright.errors import NotNative
 
-__all__ = ["Path", "UnfitOutputs"]
+__all__ = ["Delivery", "Path", "RolloutObserver", "Stage", "TrajectoryIds", "UnfitOutputs", "never"]
+
+
+def never() -> bool:
+    """A condition that does not hold."""
+    return False
+
+
+class TrajectoryIds(Protocol):
+    """Hands out trajectory ids, each once, in rising order."""
+
+    def take(self, n: int) -> NDArray[Any]:
+        """``n`` new ids, int64 ``[n]``."""
+
+    def state_dict(self) -> dict[str, int]:
+        """``traj_id``: all ids that were handed out are less."""
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on above the saved ids, and never below those that were handed out already."""
+
+
+class Stage(Enum):
+    """What a rollout does."""
+
+    RESET = auto()  # environments, if they have to be
+    COMPILE = auto()  # the policy
+    STEPS = auto()
+    FINISH = auto()  # the batch
+
+
+class RolloutObserver(Protocol):
+    """Follows a rollout."""
+
+    def enter(self, stage: Stage) -> None:
+        """A stage begins."""
+
+    def accepts(self, frames: int) -> bool:
+        """A batch of ``frames`` frames was taken; if it is refused, it is dropped and another one is taken."""
+
+    def warn(self, text: str) -> None:
+        """Something that the user should know, in the middle of a rollout."""
+
+
+class Delivery(ABC):
+    """Makes of rollouts what a collector yields or writes."""
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether there is something to deliver; it may take rollouts to know."""
+
+    @abstractmethod
+    def has_room(self) -> bool:
+        """Whether the next rollout may begin now."""
+
+    @abstractmethod
+    def await_room(self, stop: Callable[[], bool] = never) -> None:
+        """Wait until it may.
+
+        Args:
+            stop: asked again and again, whether to wait no longer.
+
+        Raises:
+            TimeoutError, RuntimeError: the wait is in vain.
+        """
+
+    @abstractmethod
+    def next(self) -> TensorDictBase | None:
+        """What is yielded next; only after :meth:`ready`."""
 
 
 class UnfitOutputs(NotNative):
@@ -20,7 +94,7 @@ class UnfitOutputs(NotNative):
 
 
 class Path(ABC):
-    """Takes the steps of a rollout: act, step, record.
+    """Takes the steps of a rollout: act, step, record. One path works on TensorDicts, others on arrays.
 
     It holds what the next step is taken from, the *carrier*: observations, flags, whatever else the environment and
     the policy carry along, and trajectory ids.

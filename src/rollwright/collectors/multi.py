@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import pickle
 import re
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+import torch
+from tensordict import TensorDictBase
+
 from rollwright._options import with_options
 from rollwright._processes.channel import ByValue
+from rollwright._processes.forks import on_fork
 from rollwright.collectors.arguments import checked_seed, checked_state
-from rollwright.collectors.base import PostHook, PreHook
+from rollwright.collectors.attribute_paths import resolve
+from rollwright.collectors.base import BaseCollector
+from rollwright.collectors.delivery.checks import warn_of_splits
+from rollwright.collectors.delivery.stored import await_publication
 from rollwright.collectors.factory import register_backend
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.weights import updates as weight_forms
+from rollwright.collectors.profiling import Profile
+from rollwright.collectors.rollout.counts import announce_rounding
+from rollwright.collectors.rollout.hooks import Hooks
+from rollwright.collectors.rollout.policy import check_policy
 from rollwright.collectors.weights.workers import WorkersWeights
+from rollwright.collectors.workers.background import WorkersBackground
 from rollwright.collectors.workers.counters import Word
-from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.collectors.workers.options import WorkerOptions, factories_of, options_of_workers
+from rollwright.collectors.workers.schedules.first_come import FirstCome
+from rollwright.collectors.workers.schedules.gather import Gather
+from rollwright.collectors.workers.schedules.joining import are_alike
+from rollwright.collectors.workers.schedules.schedule import Schedule
+from rollwright.collectors.workers.schedules.staleness import Staleness
+from rollwright.collectors.workers.startup import Workers
 from rollwright.collectors.workers.stats import merged_stats
+from rollwright.data.layout import split_trajectories
+from rollwright.weight_update.publisher import Publisher
 
 if TYPE_CHECKING:
     from rollwright.collectors.keywords import MultiKeywords
@@ -29,10 +53,11 @@ __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
 
 _SAMPLES = {"list_of_args": "(3,)", "list_of_kwargs": "{'key': 3}"}
+_log = logging.getLogger("rollwright")
 
 
 @with_options(WorkerOptions, CollectorOptions)
-class MultiCollector(WorkersWeights):
+class MultiCollector(BaseCollector):
     """Collects experience in several processes, each with an environment and a policy of its own.
 
     ``MultiCollector(..., sync=True)`` is a :class:`MultiSyncCollector`, ``MultiCollector(..., sync=False)``, the
@@ -60,6 +85,9 @@ class MultiCollector(WorkersWeights):
         torch.Size([2, 32]) [None, 'time']
     """
 
+    _sync: bool | None = None
+    _ended = False
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Choose the class by ``sync``."""
         kinds = {True: MultiSyncCollector, False: MultiAsyncCollector}
@@ -73,7 +101,283 @@ class MultiCollector(WorkersWeights):
         policy: Callable[..., Any] | None = None,
         **options: Unpack[MultiKeywords],
     ) -> None:
-        super().__init__(create_env_fn, policy, **options)
+        self._construct(create_env_fn, policy, dict[str, Any](options))
+
+    def _construct(self, create_env_fn: EnvMakers, policy: Callable[..., Any] | None, options: dict[str, Any]) -> None:
+        self.closed = True  # until there are workers
+        owner = type(self).__name__
+        if self._sync is not None:
+            if options.get("sync", self._sync) is not self._sync:
+                raise ValueError(f"sync: {owner} has sync={self._sync}, got {options['sync']!r}. Drop it.")
+            options["sync"] = self._sync
+        self.own_options, others = WorkerOptions.split(options, owner)
+        own = self.own_options
+        factories = factories_of(create_env_fn, own.num_workers, owner)
+        self.num_workers = len(factories)
+        per_worker = options_of_workers(others, self.num_workers, own)
+        self.options = replace(
+            per_worker[0],
+            **{name: others[name] for name in ("total_frames", "trajs_per_batch", "traj_format") if name in others},
+        )
+        self._same_td: TensorDictBase | None = None
+        self._returns_same = bool(others.get("return_same_td"))
+        self._splits = bool(own.sync and others.get("split_trajs"))
+        self._postproc = others.get("postproc") if self._splits else None
+        if self._splits:
+            warn_of_splits(owner, stacklevel=3)
+        self._hooks = Hooks(self.options.pre_collect_hook, self.options.post_collect_hook)
+        self._profile = Profile()
+        frames = others.get("frames_per_batch", CollectorOptions.frames_per_batch)
+        self.requested_frames_per_batch = sum(frames) if isinstance(frames, list | tuple) and own.sync else frames
+        self._make_lock()
+        on_fork(self, MultiCollector._leave)
+        self._pausers: list[int] = []  # threads inside pause()
+        self._policy = policy
+        sent = policy if self.options.policy_factory is None else None
+        if sent is not None:
+            check_policy(sent)
+        self._threads_before = torch.get_num_threads()
+        if own.num_threads is not None:
+            torch.set_num_threads(own.num_threads)
+        buffer = self.options.replay_buffer
+        if buffer is not None and hasattr(buffer, "share"):
+            buffer.share()
+        schemes = others.get("weight_sync_schemes")
+        self._workers = Workers(factories, sent, per_worker, own, Publisher(self.num_workers, schemes))
+        self._group = self._workers.group
+        try:
+            self._start(owner, policy is None and self.options.policy_factory is None)
+            self._weights.use_updater(others.get("weight_updater"), self)
+            if others.get("weight_recv_schemes"):
+                self.register_scheme_receiver(others["weight_recv_schemes"])
+            self._weights.check_schemes(schemes or {})
+            if own.update_at_each_batch and self.weight_updater is None:
+                self._weights.check_source("update_at_each_batch")
+        except BaseException:
+            self.shutdown(raise_on_error=False)
+            raise
+
+    def _start(self, owner: str, acts_at_random: bool) -> None:
+        own = self.own_options
+        self._group.start()
+        self.closed = False
+        self._counts = counts = self._workers.counts(self.requested_frames_per_batch, self.options.total_frames, own)
+        self.frames_per_batch, self.total_frames = counts.frames, counts.total
+        self.init_random_frames = counts.random_frames
+        announce_rounding(owner, counts.rounding, stacklevel=5)
+        self._schedule = self._new_schedule()
+        self._group.listener = self._schedule
+        self._background = WorkersBackground(
+            self._group,
+            self._schedule,
+            self.options.replay_buffer,
+            frames=counts.frames,
+            owner=owner,
+            before_batch=self._update_at_each_batch,
+        )
+        self._weights: WorkersWeights = WorkersWeights(
+            self,
+            self._group,
+            self._schedule,
+            self._workers.publisher,
+            options=own,
+            policy=self._policy,
+            acts_at_random=acts_at_random,
+            check=self._check,
+        )
+
+    def _make_lock(self) -> None:
+        self._taking = threading.Lock()  # a batch: of threads that iterate, one at a time
+
+    def _leave(self) -> None:
+        """In a forked child: whatever is asked here is refused, and there is nothing to shut down."""
+        self._make_lock()
+        self.closed = self._ended = True
+
+    def _new_schedule(self) -> Schedule:
+        own, options = self.own_options, self.options
+        stored = options.replay_buffer is not None
+        shared: dict[str, Any] = {
+            "total_frames": self.total_frames,
+            "trajs_per_batch": options.trajs_per_batch,
+            "padded": options.traj_format == "padded",
+            "stored": stored,
+            "staleness": Staleness(
+                None if stored else own.max_policy_lag,
+                waits=own.policy_lag == "wait",
+                versions=lambda: [worker.words.whole[Word.PUBLISHED] for worker in self._group.workers],
+            ),
+        }
+        if own.sync:
+            least = own.waits_for(self.num_workers)
+            return Gather(self._group, self._workers.store, join=own.join, least=least, **shared)
+        return FirstCome(self._group, self._workers.store, **shared)
+
+    # Delivery ---------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Yield until ``total_frames`` are stepped, from wherever the collector stands.
+
+        Batches; or, with a replay buffer, None for each rollout (``sync=True``: of all workers) that was written there.
+        Several threads may iterate at once: each batch goes to one of them.
+        """
+        while True:
+            self._check_open()
+            self._background.check_idle("iteration")
+            if self._pauses_here:
+                raise RuntimeError("iteration inside pause(): the workers rest until the pause ends. Leave it first.")
+            self._schedule.raise_error()
+            self._profile.started = True
+            self._update_at_each_batch()
+            with self._taking:
+                self._background.await_room()
+                if not self._schedule.ready():
+                    return
+                found = [self._schedule.next(shaped=self._shaped)]
+            if self.options.replay_buffer is not None:
+                await_publication(self.options.replay_buffer, lambda: self.closed)
+            yield found.pop()  # no reference stays here: its memory is the consumer's alone
+
+    def _update_at_each_batch(self) -> None:
+        if self.own_options.update_at_each_batch:
+            self.update_policy_weights_()
+
+    def _shaped(self, batch: Any) -> TensorDictBase | None:
+        """What is done with a batch of all workers that could not be done in each."""
+        if batch is None:
+            return None
+        shaped: TensorDictBase = batch
+        if self._splits:
+            shaped = split_trajectories(shaped, prefix="collector")
+            shaped = shaped if self._postproc is None else self._postproc(shaped)
+        device = self.options.storing_device or self.options.device
+        if device is not None and torch.device(device).type != "cpu":
+            shaped = shaped.to(device)
+        if not self._returns_same:
+            return shaped
+        if self._same_td is None or not are_alike(self._same_td, shaped):
+            self._same_td = shaped.clone()
+        else:
+            self._same_td.update_(shaped)
+        return self._same_td
+
+    def __len__(self) -> int:
+        if self.options.total_frames == -1:
+            raise RuntimeError(
+                "This collector has no end (total_frames=-1), hence no length. Pass total_frames= to set one."
+            )
+        whole_trajectories = self.options.trajs_per_batch is not None and self.options.replay_buffer is None
+        if self._counts.batches is None or whole_trajectories:
+            why = (
+                "it delivers whole trajectories (trajs_per_batch)"
+                if whole_trajectories
+                else "workers that are waited for no longer take fewer frames (preemptive_threshold)"
+                if self.own_options.sync
+                else "the workers' batches have different sizes (frames_per_batch)"
+            )
+            raise TypeError(
+                f"How many batches this collector delivers is not known, so it has no length: {why}. Iterate over it."
+            )
+        return self._counts.batches
+
+    @property
+    def completed(self) -> bool:
+        """Whether ``total_frames`` were stepped."""
+        return self._schedule.frames >= self.total_frames
+
+    def start(self) -> None:
+        """Keep the workers collecting into the replay buffer, until the end, or :meth:`async_shutdown`.
+
+        What goes wrong is raised at the next call of :meth:`pause`, :meth:`update_policy_weights_`, :meth:`reset`,
+        :meth:`state_dict`, :meth:`async_shutdown` or iteration.
+
+        Raises:
+            RuntimeError: there is no replay buffer, they collect already, or the collector was shut down.
+        """
+        self._check_open()
+        self._background.start()
+        self._profile.started = True
+
+    @property
+    def _pauses_here(self) -> bool:
+        """Whether this thread is inside :meth:`pause`."""
+        return threading.get_ident() in self._pausers
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Keep all workers between two steps inside the ``with`` block; they always go on after it.
+
+        ``map_fn``, ``cascade_execute``, ``get_distant_attr`` and new hooks reach all workers where they rest: no
+        rollout ends for them, and a replay buffer stays as it is. What has to wait for the end of a rollout is an error
+        there. ``reset``, ``set_seed``, ``state_dict`` and ``load_state_dict`` of this collector end the rollouts under
+        way where there is a replay buffer, and write them; without one, they are an error in the middle of a rollout.
+
+        Raises:
+            TimeoutError: a step under way takes longer than a minute.
+        """
+        self._check()
+        self._pausers.append(threading.get_ident())
+        try:
+            with self._group.pausing():
+                yield
+        finally:
+            self._pausers.remove(threading.get_ident())
+
+    def _check_open(self) -> None:
+        if self.closed:
+            if hasattr(self, "_group"):
+                self._group.check_home()
+            raise RuntimeError(f"{type(self).__name__} was shut down. Make a new one to collect more.")
+
+    def _check(self) -> None:
+        """Raise if the collector was shut down, or what went wrong in its thread."""
+        self._check_open()
+        self._background.raise_error()
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """End the workers: they are asked to, and made to if they do not. May be called again.
+
+        With a replay buffer, what they have collected is written.
+
+        Args:
+            timeout: seconds for them to end by themselves; None: ``shutdown_timeout``. After it, they are terminated
+                within two seconds.
+            close_env: let them close their environments.
+            raise_on_error: if False, what went wrong before is not raised.
+
+        Raises:
+            WorkerError: closing an environment raised.
+
+        Who had to be terminated is logged, and in ``stats()["forced"]``.
+        """
+        if self._ended or not hasattr(self, "_group"):
+            return
+        self.closed = True
+        background: WorkersBackground | None = getattr(
+            self, "_background", None
+        )  # there is none if construction failed
+        if background is not None:
+            background.leave_limiter()
+            background.stop(0.0)
+        limit = self.own_options.shutdown_timeout if timeout is None else timeout
+        error = self._group.end(limit, close_env=close_env)
+        if background is not None:
+            background.stop(1.0)
+        for line in self._group.forced:
+            _log.warning("shutdown: %s.", line)
+        self._workers.release()
+        self._ended = True
+        if torch.get_num_threads() == self.own_options.num_threads:  # nobody has changed it since
+            torch.set_num_threads(self._threads_before)
+        if not raise_on_error:
+            return
+        if background is not None:
+            background.raise_at_end()
+        schedule: Schedule | None = getattr(self, "_schedule", None)
+        if schedule is not None and not schedule.told:  # of several failures, one is enough
+            error = next(iter(schedule.errors), error)
+        if error is not None:
+            raise error
 
     interruptor: None = None
     """Of one process; what interrupts workers is :attr:`preemptive_threshold`."""
@@ -138,7 +442,7 @@ class MultiCollector(WorkersWeights):
         state: OrderedDict[str, Any] = OrderedDict((f"worker{i}", saved) for i, saved in enumerate(states))
         schedule = self._schedule.state_dict({worker.index: worker.num_told for worker in self._group.workers})
         state["frames"], state["iter"] = schedule["frames"], self._schedule.batches
-        state["policy_version"] = self._version
+        state["policy_version"] = self._weights.version
         state["traj_pool"] = {"traj_id": max(int(saved["traj_pool"]["traj_id"]) for saved in states)}
         state["undelivered"] = schedule
         return state
@@ -161,20 +465,13 @@ class MultiCollector(WorkersWeights):
         nothing = {"frames": state_dict["frames"], "waiting": [], "trajectories": []}
         self._schedule.load_state_dict(state_dict.get("undelivered", nothing))
         self._schedule.batches = int(state_dict.get("iter", 0))
-        self._version = int(state_dict.get("policy_version", 0))
-        for worker, name in zip(self._group.workers, names, strict=True):
-            saved = state_dict[name]
-            worker.words.whole[Word.PUBLISHED] = version = int(saved.get("policy_version", self._version))
-            weights = saved.get("policy_state_dict")
-            models = {} if weights is None else {"policy": dict(weights)}
-            self._publisher.publish([weight_forms.Update([worker.index], models)], version)  # for its successors, too
+        self._weights.load(int(state_dict.get("policy_version", 0)), [state_dict[name] for name in names])
 
     def _call_between(
         self, path: str, args: Sequence[Any], workers: Sequence[int] | None = None, *, again: bool = True
     ) -> list[Any]:
         """Call something in workers, not in the middle of a rollout; ``again``: if one dies of it, in the next one."""
-        self._check_open()
-        self._raise_of_runner()
+        self._check()
         stored = self.options.replay_buffer is not None
         return self._group.call(path, args, workers=workers, between_batches=True, cut=stored, again=again)
 
@@ -182,8 +479,7 @@ class MultiCollector(WorkersWeights):
         """Call something in workers between two rollouts; inside a pause of this thread, where they rest."""
         if not self._pauses_here:
             return self._call_between(path, args, workers, again=False)
-        self._check_open()
-        self._raise_of_runner()
+        self._check()
         return self._group.call(path, args, workers=workers)
 
     # Observation ------------------------------------------------------------------------------
@@ -198,7 +494,15 @@ class MultiCollector(WorkersWeights):
             most), ``frames_stale`` (thrown away, see ``max_policy_lag``), ``threads``, ``leases`` (blocks of shared
             memory that the consumer holds, and batches that were copied because it holds many), ``messages``.
         """
-        return merged_stats(self)
+        buffer = self.options.replay_buffer
+        written = {} if buffer is None else {"write_count": getattr(buffer, "write_count", None)}
+        return {
+            **merged_stats(self._group, self._schedule, self._counts, self._weights.version),
+            "total_frames": None if math.isinf(self.total_frames) else int(self.total_frames),
+            "completed": self.completed,
+            **written,
+            **self._background.stats(),
+        }
 
     def map_fn(
         self,
@@ -250,6 +554,19 @@ class MultiCollector(WorkersWeights):
         self._check_open()
         return self._group.call(attr, [None] * self.num_workers, again=True)
 
+    def get_model(self, model_id: str) -> Any:
+        """The model that an id names, as far as it is known in this process: the policy that was passed.
+
+        Raises:
+            ValueError: it is another, which the workers have.
+        """
+        if model_id == "policy" and self._policy is not None:
+            return self._policy
+        try:
+            return resolve(self._policy, model_id)
+        except AttributeError as error:
+            raise ValueError(f"model_id: {model_id!r} is not known in this process, only in its workers.") from error
+
     def getattr_env(self, attr: str) -> list[Any]:
         """An attribute of each worker's environment."""
         return self.get_distant_attr(f"env.{attr}")
@@ -257,24 +574,6 @@ class MultiCollector(WorkersWeights):
     def getattr_policy(self, attr: str) -> list[Any]:
         """An attribute of each worker's policy."""
         return self.get_distant_attr(f"policy.{attr}")
-
-    @property
-    def pre_collect_hook(self) -> PreHook | None:
-        """Called without arguments before each rollout, in the workers."""
-        return self._pre_collect_hook
-
-    @pre_collect_hook.setter
-    def pre_collect_hook(self, hook: PreHook | None) -> None:
-        self._set_hook("pre_collect_hook", hook)
-
-    @property
-    def post_collect_hook(self) -> PostHook | None:
-        """Called with each worker's batch, in the worker."""
-        return self._post_collect_hook
-
-    @post_collect_hook.setter
-    def post_collect_hook(self, hook: PostHook | None) -> None:
-        self._set_hook("post_collect_hook", hook)
 
     def _set_hook(self, name: str, hook: Any) -> None:
         changed = self.options.override(**{name: hook})  # checks it
@@ -286,16 +585,16 @@ class MultiCollector(WorkersWeights):
         self._schedule.forgive()
         self.options = changed
         self._group.change_options(**{name: hook})
-        setattr(self, f"_{name}", hook)
+        self._hooks.set(name, hook)
 
     def enable_profile(self, **options: Any) -> None:
         """Trace the first rollouts of some workers; see :class:`~rollwright.collectors.ProfileConfig`."""
         super().enable_profile(**options)
-        config = self._profile_config
+        config = self._profile.config
         chosen = [] if config is None else sorted(set(config.workers))
         strangers = [worker for worker in chosen if worker not in range(self.num_workers)]
         if strangers:
-            self._profile_config = None
+            self._profile.config = None
             raise ValueError(f"workers: expected some of 0 to {self.num_workers - 1}, got {strangers}.")
         self._call_between("profile", [((config,), {})] * len(chosen), workers=chosen)
 

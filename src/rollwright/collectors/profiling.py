@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from rollwright._processes.exits import Stage, call_at_exit, cancel_at_exit
 
-__all__ = ["ProfileConfig", "RolloutProfiler", "named_range", "ranges_enabled"]
+__all__ = ["Profile", "ProfileConfig", "RolloutProfiler", "named_range", "ranges_enabled"]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
@@ -146,3 +146,52 @@ class RolloutProfiler:
     def _export(self, finished: Any) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         finished.export_chrome_trace(str(self._path))
+
+
+class Profile:
+    """What a collector traces, before and while it does.
+
+    Args:
+        worker_idx: gives the index of the collector among its siblings.
+
+    Attributes:
+        config: what is traced; None: nothing.
+        started: whether rollouts have begun.
+    """
+
+    def __init__(self, worker_idx: Callable[[], int | None] = lambda: None) -> None:
+        self.config: ProfileConfig | None = None
+        self.started = False
+        self._worker_idx = worker_idx
+        self._profiler: RolloutProfiler | None = None
+
+    def enable(self, **config: Any) -> None:
+        """Trace the first rollouts, as a :class:`ProfileConfig` of ``config`` says.
+
+        Raises:
+            RuntimeError: rollouts have begun.
+            ValueError: ``num_rollouts`` does not exceed ``warmup_rollouts``.
+        """
+        if self.started:
+            raise RuntimeError("enable_profile must be called before iteration begins. Call it on a new collector.")
+        self.config = ProfileConfig(**config)
+
+    def start(self) -> None:
+        """A rollout begins that will be delivered."""
+        self.started = True
+        if self.config is not None and self._profiler is None:
+            self._profiler = RolloutProfiler(self.config, self._worker_idx() or 0)
+        if self._profiler is not None:
+            self._profiler.start()
+
+    def step(self) -> None:
+        """A rollout was delivered."""
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def disable(self) -> None:
+        """Trace no (further) rollouts; what was recorded is written."""
+        self.config = None
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None

@@ -265,7 +265,7 @@ class EnvSpecs(nn.Module):
         """The flags, one group for each place that holds some."""
         return self.remember("done_groups", lambda: done_groups(self.done_keys))
 
-    _done_groups = done_groups
+    done_groups = done_groups
 
     @property
     def done_keys_groups(self) -> list[list[NestedKey]]:

@@ -30,7 +30,7 @@ def test_an_error_in_the_thread_is_raised_at_the_next_call_once(tools, started, 
     gate = tools.Gate(at=30, error=error)
     collector, buffer = started(CountingEnv(max_steps=9), gate)
     gate.opened.set()
-    collector._background._thread.join(tools.LIMIT)
+    collector._background.thread._thread.join(tools.LIMIT)
     assert collector.stats()["background"]["error"] == "OSError: the simulator is gone"
     with pytest.raises(OSError, match="the simulator is gone") as caught:
         tools.CALLS[call](collector)
@@ -54,7 +54,7 @@ def test_after_an_error_it_can_go_on(tools, started):
     gate = tools.Gate(at=30, error=OSError("once"))
     gate.opened.set()
     collector, buffer = started(CountingEnv(max_steps=9), gate)
-    collector._background._thread.join(tools.LIMIT)
+    collector._background.thread._thread.join(tools.LIMIT)
     with pytest.raises(OSError, match="once"):
         collector.start()
     collector.start()
@@ -72,7 +72,7 @@ def test_an_error_of_the_buffer(tools, started):
             raise OSError("no space left")
 
     collector, _ = started(buffer=Full())
-    collector._background._thread.join(tools.LIMIT)
+    collector._background.thread._thread.join(tools.LIMIT)
     with pytest.raises(OSError, match="no space left"):
         collector.async_shutdown()
 
@@ -135,7 +135,7 @@ class Stuck(CountingEnv):
 def test_shutdown_is_bounded_and_names_what_it_waited_for(tools, started):
     env = Stuck(max_steps=9)
     collector, buffer = started(env)
-    thread = collector._background._thread
+    thread = collector._background.thread._thread
     assert env.stuck.wait(tools.LIMIT)
     begun = time.monotonic()
     with pytest.raises(TimeoutError, match=r"waited 0\.2 s for a step of the environment.*threading"):

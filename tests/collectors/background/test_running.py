@@ -50,7 +50,7 @@ def test_the_content_is_that_of_iteration(tools, make, started, cartpole_actor, 
 def test_the_end_of_total_frames_is_quiet(tools, started):
     collector, buffer = started(total_frames=60)
     buffer.reach(60)
-    collector._background._thread.join(tools.LIMIT)
+    collector._background.thread._thread.join(tools.LIMIT)
     stats = collector.stats()
     assert stats["completed"]
     assert stats["background"] == {"running": False, "paused": False, "error": None}
@@ -239,7 +239,7 @@ def test_calls_from_inside_the_thread_do_not_wait_for_it(tools, started):
 def test_shutdown_from_inside_the_thread(tools, started):
     env = CountingEnv(max_steps=9)
     collector, _ = started(env)
-    thread = collector._background._thread
+    thread = collector._background.thread._thread
     collector.pre_collect_hook = collector.shutdown
     thread.join(tools.LIMIT)
     assert not thread.is_alive()

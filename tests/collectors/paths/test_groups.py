@@ -303,7 +303,7 @@ def test_stages_are_told_apart(collect: Make) -> None:
     collector = collect(2)
     for _ in range(3):
         collector.next()
-    seconds = collector._timer.seconds
+    seconds = collector._rollout.timer.seconds
     assert all(value > 0 for value in seconds.values()), seconds
 
 

@@ -110,7 +110,7 @@ class TrajectoryAssembler:
         self.frames_dropped += int((self._clock - self._begun)[lost].sum())
         self._since[lost] = _NONE
 
-    def begin_anew(self, num_frames: int) -> None:
+    def drop_after_error(self, num_frames: int) -> None:
         """Forget what is under way, in whatever state an interrupted :meth:`take` has left it.
 
         Args:

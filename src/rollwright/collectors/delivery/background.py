@@ -1,231 +1,232 @@
-"""Background: a thread that collects into a replay buffer, and what others may ask of it meanwhile."""
+"""Background: what a collector's ``start()``, ``pause()`` and ``shutdown()`` do with the thread that collects."""
 
 from __future__ import annotations
 
-import inspect
-import sys
-import time
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType
 from typing import Any
 
-from rollwright._processes.threads import DaemonThread
-from rollwright.envs.utils import ExplorationType, set_exploration_type
+from rollwright.collectors.delivery.base import RolloutDelivery
+from rollwright.collectors.delivery.checks import buffer_of
+from rollwright.collectors.delivery.thread import CollectorThread, paused_error
+from rollwright.collectors.rollout.rollout import Rollout
 
-__all__ = ["Background", "exploration_of_this_thread", "paused_error"]
-
-_WAIT_S = 60.0  # for a step to end, at most
-_STOP_S = 10.0  # for the thread to end, unless the caller says otherwise
-_NAP_S = 1.0
-
-_Apply = Callable[[], None]
+__all__ = ["Background"]
 
 
-class Background(DaemonThread):
-    """Runs ``deliver`` again and again in a thread.
-
-    The thread comes by :meth:`checkpoint` once a step, between two steps. There it applies new weights, rests as long
-    as somebody asks it to, or is told to cut the batch short. What it has to do there is looked at under a lock; where
-    there is nothing, it costs reading one attribute.
+class Background:
+    """Fills a replay buffer in a thread.
 
     Args:
-        deliver: collects and writes one batch; returns whether there may be more.
-        interrupted: of the collector: whether the rollout ends after this step.
-        applied: called with the version of weights that have just come into force.
-        ended: called in the thread when it ends.
-        version: of the weights in force.
-        exploration_type: that of the thread, whatever other threads set meanwhile.
+        rollout: collects.
+        delivery: writes.
+
+    Attributes:
+        thread: the last one that was started and has not ended by :meth:`end`.
     """
 
-    def __init__(
-        self,
-        deliver: Callable[[], bool],
-        interrupted: Callable[[], bool],
-        *,
-        applied: Callable[[int], None],
-        ended: Callable[[], None],
-        version: int,
-        exploration_type: ExplorationType,
-    ) -> None:
-        super().__init__("rollwright-collector")
-        self._deliver, self._interrupted = deliver, interrupted
-        self._applied, self._ended = applied, ended
-        self._exploration = exploration_type
-        self.version = version  # the newest that was published
-        self._updates: dict[str, _Apply] = {}
-        self._new_version = False
-        self._calm = True  # nothing is asked of the thread
-        self._pauses = self._holds = 0  # who wants it to rest between two steps, and between two batches
-        self._resting: str | None = None  # "step" or "batch", while it rests
-        self.rest_s = 0.0  # spent at rest in the middle of batches
-        self._at_end: _Apply | None = None
-
-    # The thread -------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        with exploration_of_this_thread(self._exploration):
-            while self.goes_on() and self._deliver():
-                pass
-
-    def _finish(self) -> None:
-        self._ended()
-        self._apply_updates()
-
-    def _run(self) -> None:
-        super()._run()
-        if self._at_end is not None:  # nobody waits any more
-            self._at_end()
-
-    def checkpoint(self) -> bool:
-        """Between two steps: whether the batch ends here."""
-        if not self._calm and self._attend("step"):
-            return True
-        return self._interrupted()
-
-    def goes_on(self) -> bool:
-        """Between two batches, in the thread: do what is asked; returns whether the thread goes on."""
-        return self._calm or not self._attend("batch")
-
-    def _attend(self, place: str) -> bool:
-        """Do what is asked; returns whether the batch (or, between two of them, the thread) ends."""
-        with self.condition:
-            while True:
-                self._apply_updates()
-                if self.stopping or (self._holds and place == "step"):
-                    self._resting = None
-                    return True
-                if not self._pauses and not self._holds:
-                    self._resting, self._calm = None, True
-                    return False
-                self._resting = place
-                self.condition.notify_all()
-                begun = time.perf_counter()
-                self.condition.wait(_NAP_S)
-                self.rest_s += (time.perf_counter() - begun) * (place == "step")
-
-    def _apply_updates(self) -> None:
-        updates, self._updates = self._updates, {}
-        for apply in updates.values():
-            apply()
-        if self._new_version:
-            self._new_version = False
-            self._applied(self.version)
-
-    # What others ask --------------------------------------------------------------------------------
-
-    def publish(self, updates: Mapping[str, _Apply]) -> int | None:
-        """Let new weights come into force before the next step, all at once.
-
-        Returns:
-            Their version; None if the thread has ended: nothing was done.
-        """
-        with self.condition:
-            if self.finished:
-                return None
-            self._updates.update(updates)  # of two updates of one model, the last counts
-            self.version += 1
-            self._new_version, self._calm = True, False
-            self.condition.notify_all()
-            return self.version
-
-    def resting(self, *, between_batches: bool) -> AbstractContextManager[None]:
-        """Keep the thread at rest inside the ``with`` block; no effect in the thread itself, or after its end.
-
-        Args:
-            between_batches: rest there; the batch under way is cut short, and written. Otherwise between two steps.
-
-        Raises:
-            TimeoutError: the step under way did not end in time.
-        """
-        return nullcontext() if self.inside else self._rest(between_batches)
-
-    @contextmanager
-    def _rest(self, between_batches: bool) -> Iterator[None]:
-        name, places = ("_holds", ("batch",)) if between_batches else ("_pauses", ("step", "batch"))
-        with self.condition:
-            setattr(self, name, getattr(self, name) + 1)
-            self._calm = False
-            self.condition.notify_all()
-        try:
-            with self.condition:
-                rests = self.condition.wait_for(lambda: self.finished or self._resting in places, _WAIT_S)
-            if not rests:
-                raise TimeoutError(f"pause: waited {_WAIT_S:g} s for {self.doing()} to end. The collector goes on.")
-            self.raise_error()
-            yield
-        finally:
-            with self.condition:
-                setattr(self, name, getattr(self, name) - 1)
-                self.condition.notify_all()
+    def __init__(self, rollout: Rollout, delivery: RolloutDelivery) -> None:
+        self._rollout, self._delivery = rollout, delivery
+        self.thread: CollectorThread | None = None
+        self._leave_limiter: Callable[[], None] | None = None  # takes this collector from those that the limiter asks
+        self._interrupted = rollout.interrupted  # of the rollout without a thread
+        self._mapper: int | None = None  # thread that is inside map_fn()
 
     @property
-    def rests_in_a_batch(self) -> bool:
-        """Whether the thread rests between two steps."""
-        return self._resting == "step"
+    def running(self) -> bool:
+        """Whether a thread collects."""
+        return self.thread is not None and self.thread.running
 
-    def stop(self, timeout_s: float | None, at_end: _Apply | None = None) -> bool:
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            RuntimeError: there is no replay buffer, or the thread runs already.
+            TypeError: the policy cannot be copied.
+        """
+        rollout = self._rollout
+        self.raise_error()
+        if rollout.options.replay_buffer is None:
+            raise RuntimeError(
+                "start: this collector has no replay buffer, and nobody would get what the thread collects. Pass "
+                "replay_buffer= to it, or iterate over it."
+            )
+        if self.running:
+            raise RuntimeError("start: this collector runs already. Call async_shutdown() to end it.")
+        if rollout.act_with_copy():
+            warnings.warn(
+                "start: the policy is a function around a module, or uses one that cannot be copied with it; the "
+                "thread acts with weights that may change in the middle of a step. Pass an nn.Module or a "
+                "TensorDictModule.",
+                UserWarning,
+                stacklevel=3,
+            )
+        self.thread = thread = CollectorThread(
+            self._deliver_one,
+            rollout.interrupted,
+            applied=self._applied,
+            ended=self._ended,
+            version=rollout.acting.version,
+            timer=rollout.timer,
+            exploration_type=rollout.options.exploration_type,
+        )
+        self._interrupted, rollout.interrupted = rollout.interrupted, thread.checkpoint
+        self._delivery.in_background = True
+        self._join_limiter()
+        thread.start()
+
+    def _applied(self, version: int) -> None:
+        self._rollout.acting.version = version
+
+    def _ended(self) -> None:
+        self._rollout.interrupted = self._interrupted
+        self._delivery.in_background = False
+
+    def _deliver_one(self) -> bool:
+        delivery = self._delivery
+        if not delivery.ready():
+            delivery.ended()
+            return False
+        if delivery.has_room():
+            delivery.next()
+        else:
+            delivery.await_room(stop=self._is_to_look_again)
+        return True  # what was asked of the thread while it waited may have changed what is to be delivered
+
+    def _is_to_look_again(self) -> bool:
+        return self.thread is None or not self.thread.goes_on() or self._rollout.completed
+
+    def _join_limiter(self) -> None:
+        """Let who samples and waits know what becomes of the thread."""
+        limiter = getattr(buffer_of(self._rollout.options), "insert_limiter", None)
+        if limiter is not None:
+            self._part_from_limiter()
+            self._leave_limiter = limiter.add_inserter(self._inserts)
+
+    def _part_from_limiter(self) -> None:
+        if self._leave_limiter is not None:
+            self._leave_limiter()
+            self._leave_limiter = None
+
+    def _inserts(self) -> str:
+        self.raise_error()
+        thread = self.thread
+        if thread is None or not thread.running:
+            return f"{self._rollout.owner} has ended, after {self._rollout.frames:,} frames"
+        return f"the thread of {self._rollout.owner} is in {thread.doing()}"
+
+    # While it runs ----------------------------------------------------------------------------
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Keep the thread between two steps inside the ``with`` block."""
+        thread = self.thread
+        if thread is None:
+            yield
+            return
+        thread.raise_error()
+        with thread.resting(between_batches=False):
+            yield
+
+    def between_batches(self) -> AbstractContextManager[None]:
+        """Keep the thread between two batches inside the ``with`` block."""
+        thread = self.thread
+        if thread is None:
+            return nullcontext()
+        if not thread.inside:
+            thread.raise_error()
+            if self._mapper == threading.get_ident() and thread.rests_in_a_batch:
+                raise paused_error("map_fn: the method")
+        return thread.resting(between_batches=True)
+
+    @contextmanager
+    def mapping(self) -> Iterator[None]:
+        """Inside the ``with`` block, this thread is in ``map_fn``, which ends no batch in a pause."""
+        before, self._mapper = self._mapper, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._mapper = before
+
+    def check_idle(self, what: str) -> None:
+        """Raise where a thread collects, and this is not it."""
+        thread = self.thread
+        if thread is None or thread.inside:
+            return
+        thread.raise_error()
+        if thread.running:
+            raise RuntimeError(
+                f"{what}: a thread collects for this collector, since start(). Sample from its replay buffer; call "
+                "async_shutdown() to end the thread."
+            )
+
+    def raise_error(self) -> None:
+        """Raise, once, what went wrong in the thread."""
+        if self.thread is not None:
+            self.thread.raise_error()
+
+    # Weights ----------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Of the newest weights that were published."""
+        thread = self.thread
+        return self._rollout.acting.version if thread is None or not thread.running else thread.version
+
+    def version_loaded(self) -> None:
+        """The version of the weights was loaded: count on from it."""
+        if self.thread is not None:
+            self.thread.version = self._rollout.acting.version
+
+    def publish(self, updates: Mapping[str, Callable[[], None]]) -> int:
+        """Let new weights act before the next step; returns their version."""
+        thread = self.thread
+        version = thread.publish(updates) if thread is not None and thread.running else None
+        if version is not None:
+            return version
+        for apply in updates.values():
+            apply()
+        acting = self._rollout.acting
+        acting.version += 1
+        return acting.version
+
+    def stats(self) -> dict[str, Any]:
+        """What ``stats()`` of a collector says of it."""
+        if self.thread is None:
+            return {}
+        return {"background": self.thread.stats(), "policy_version_acting": self._rollout.acting.version}
+
+    # The end ----------------------------------------------------------------------------------
+
+    def end(
+        self, timeout_s: float | None, close: Callable[[], None], *, raise_on_error: bool, closed_before: bool
+    ) -> bool:
         """End the thread between two steps; what was collected is written.
 
         Args:
-            timeout_s: how long to wait for that.
-            at_end: to be called in the thread if it takes longer.
+            timeout_s: how long to wait for that; None: 10 s.
+            close: called in the thread if it takes longer.
+            raise_on_error: raise what went wrong.
+            closed_before: whether this is the second attempt, which raises no timeout.
 
         Returns:
             Whether it has ended.
         """
-        with self.condition:
-            self.stopping, self._calm = True, False
-        ended = super().stop(_STOP_S if timeout_s is None else timeout_s)
-        if not ended:
-            with self.condition:
-                ended = self.finished
-                self._at_end = None if ended else at_end
-        return ended
-
-    def doing(self) -> str:
-        """What the thread is doing, for a message."""
-        if self.finished:
-            return "nothing any more"
-        if self._resting is not None:
-            return f"a rest between two {'steps' if self._resting == 'step' else 'batches'}"
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        where, what = "", "a batch"
-        innermost = frame
-        while frame is not None:
-            what = _stage(frame) or what
-            if what != "a batch":
-                break
-            frame = frame.f_back
-        if innermost is not None:
-            code = innermost.f_code
-            where = f" (in {code.co_qualname}, {code.co_filename}:{innermost.f_lineno})"
-        return what + where
-
-    def stats(self) -> dict[str, Any]:
-        """What ``stats()`` of a collector says of it."""
-        return {"running": self.running, "paused": self._resting is not None, "error": self.told()}
-
-
-_STAGES = {"act": "a call of the policy", "step": "a step of the environment", "record": "a write of a frame"}
-
-
-def _stage(frame: FrameType) -> str | None:
-    """What a frame of the stack stands for."""
-    code = frame.f_code
-    of_a_path = code.co_qualname.split(".")[0] in ("AlternatingPath", "ArrayPath", "PlainPath")
-    return _STAGES.get(code.co_name) if of_a_path else None
-
-
-def paused_error(what: str) -> RuntimeError:
-    """Why something cannot be done inside a pause."""
-    return RuntimeError(
-        f"{what} has to wait for the end of a rollout, and pause() keeps that from ending. Call it after the pause."
-    )
-
-
-def exploration_of_this_thread(exploration: ExplorationType) -> AbstractContextManager[Any]:
-    """The exploration type of one thread, where tensordict knows that (from 0.15 on)."""
-    if "thread_local" in inspect.signature(set_exploration_type.__init__).parameters:
-        return set_exploration_type(exploration, thread_local=True)
-    return nullcontext()
+        thread = self.thread
+        if thread is None:
+            return True
+        if thread.stop(timeout_s, at_end=close):
+            self.thread = None
+            self._part_from_limiter()
+            if raise_on_error:
+                thread.raise_error()
+            return True
+        if raise_on_error and not closed_before and not thread.inside:
+            limit = "10 s" if timeout_s is None else f"{timeout_s:g} s"
+            raise TimeoutError(
+                f"shutdown: waited {limit} for {thread.doing()} to end. The thread is left behind, and writes what "
+                "it has when the step ends. Look there for what it waits for."
+            )
+        return False

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollwright.collectors.options import CollectorOptions
 
-__all__ = ["buffer_of", "check_delivery", "ledger_of", "storage_ndim"]
+__all__ = ["buffer_of", "check_delivery", "ledger_of", "storage_ndim", "warn_of_options", "warn_of_splits"]
 
 _METHODS = ("extend", "add", "sample")
 _AGAINST_TRAJS = {
@@ -124,3 +125,27 @@ def buffer_of(options: CollectorOptions) -> Any:
             f"has worker_idx={worker}. Pass worker_idx= of 0 to {len(members) - 1}, or the member itself."
         )
     return members[worker]
+
+
+def warn_of_splits(owner: str, *, stacklevel: int) -> None:
+    """Warn of what ``split_trajs=True`` does."""
+    warnings.warn(
+        f"{owner}: split_trajs=True pads trajectories, and cuts them where batches end. Take batches as they are "
+        "(the default), which tell trajectories apart by ('collector', 'traj_ids'), or pass trajs_per_batch= for whole "
+        "ones.",
+        UserWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def warn_of_options(owner: str, options: CollectorOptions, *, stacklevel: int) -> None:
+    """Warn of options that do something else than a user may expect."""
+    if options.split_trajs:
+        warn_of_splits(owner, stacklevel=stacklevel + 1)
+    if options.postproc is not None and not options.extend_buffer:
+        warnings.warn(
+            f"{owner}: postproc works on whole rollouts, and with extend_buffer=False is not called. Give the replay "
+            "buffer a transform instead, or pass extend_buffer=True.",
+            UserWarning,
+            stacklevel=stacklevel,
+        )

@@ -4,91 +4,102 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright.collectors.core import never
 from rollwright.collectors.delivery.assembler import Trajectory, TrajectoryAssembler
-from rollwright.collectors.delivery.batches import Batches, Delivery, TrajectoryBatches, copied, never
+from rollwright.collectors.delivery.base import RolloutDelivery, split
+from rollwright.collectors.delivery.batches import Batches, TrajectoryBatches, copied
 from rollwright.collectors.delivery.checks import buffer_of, storage_ndim
 from rollwright.collectors.delivery.rows import common_keys
 from rollwright.collectors.delivery.storage_memory import StorageMemory
+from rollwright.collectors.profiling import Profile
+from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.data.replay_buffers import SampleToInsertRatio, SliceSampler
 from rollwright.data.replay_buffers.storages.base import no_objects
 from rollwright.data.specs import Composite, NonTensor
 
-if TYPE_CHECKING:
-    from rollwright.collectors._delivering import DeliveringCore
-
 __all__ = ["StoredBatches", "StoredFrames", "StoredTrajectories", "await_publication", "choose_delivery"]
 
 
-def choose_delivery(core: DeliveringCore) -> Delivery:
+def choose_delivery(
+    rollout: Rollout, profile: Profile, split: Callable[[TensorDictBase], TensorDictBase] = split
+) -> RolloutDelivery:
     """What the options ask for."""
-    options = core.options
+    options = rollout.options
+    kind: type[RolloutDelivery]
     if options.replay_buffer is None:
-        return Batches(core) if options.trajs_per_batch is None else TrajectoryBatches(core)
-    if options.trajs_per_batch is not None:
-        return StoredTrajectories(core)
-    return StoredBatches(core) if options.extend_buffer else StoredFrames(core)
+        kind = Batches if options.trajs_per_batch is None else TrajectoryBatches
+    elif options.trajs_per_batch is not None:
+        kind = StoredTrajectories
+    else:
+        kind = StoredBatches if options.extend_buffer else StoredFrames
+    return kind(rollout, profile, split)
 
 
-class Stored(Delivery):
+class Stored(RolloutDelivery):
     """Writes into a replay buffer, and yields None for each rollout."""
 
-    def __init__(self, core: DeliveringCore) -> None:
-        super().__init__(core)
-        self._buffer = buffer_of(core.options)
+    def __init__(self, rollout: Rollout, *parts: Any) -> None:
+        super().__init__(rollout, *parts)
+        self._buffer = buffer_of(rollout.options)
         self._flat = storage_ndim(self._buffer) == 1 and getattr(self._buffer, "routing_dim", None) is None
-        self._check_slices(core)
-        self._check_objects(core)
+        self._check_slices()
+        self._check_objects()
         self._limiter: SampleToInsertRatio | None = getattr(self._buffer, "insert_limiter", None)
         if self._limiter is not None:
-            self._limiter.check(frames=core.frames_per_batch)
+            self._limiter.check(frames=rollout.counts.frames)
 
-    def _check_objects(self, core: DeliveringCore) -> None:
+    def _check_objects(self) -> None:
         """Test that the storage can keep what the environment says that it gives; the policy's entries show later."""
         members = getattr(self._buffer, "members", [self._buffer])
         storages = [member.storage for member in members if hasattr(member, "storage")]
         strict = [storage for storage in storages if not getattr(storage, "keeps_objects", True)]
-        changed = core.options.postproc is not None and core.options.extend_buffer
+        env, options = self.rollout.env, self.rollout.options
+        changed = options.postproc is not None and options.extend_buffer
         if not strict or changed or any(getattr(member, "transforms", ()) for member in members):
             return
-        observed, state = (_objects_in(spec) for spec in (core.env.full_observation_spec, core.env.full_state_spec))
+        observed, state = (_objects_in(spec) for spec in (env.full_observation_spec, env.full_state_spec))
         if observed or state:
             keys = [*observed, *state, *(("next", *as_tuple(key)) for key in observed)]
             raise TypeError(no_objects("replay_buffer", keys, type(strict[0]).__name__))
 
-    def _check_slices(self, core: DeliveringCore) -> None:
+    def _check_slices(self) -> None:
         sampler = getattr(self._buffer, "sampler", None)
-        tracked = core.options.track_traj_ids or not isinstance(sampler, SliceSampler)
-        if self._flat and not tracked and core.env.numel() > 1:
+        env = self.rollout.env
+        tracked = self.rollout.options.track_traj_ids or not isinstance(sampler, SliceSampler)
+        if self._flat and not tracked and env.numel() > 1:
             raise ValueError(
-                f"track_traj_ids=False: a flat buffer holds the frames of {core.env.numel()} environments side by "
+                f"track_traj_ids=False: a flat buffer holds the frames of {env.numel()} environments side by "
                 "side, and a SliceSampler could not tell where one ends. Leave track_traj_ids out, or make the storage "
                 "with ndim=2."
             )
 
     def stats(self) -> dict[str, Any]:
-        """See :meth:`Delivery.stats`."""
+        """See :meth:`RolloutDelivery.stats`."""
         limits = {} if self._limiter is None else {"limiter": self._limiter.stats()}
         return {**super().stats(), "write_count": getattr(self._buffer, "write_count", None), **limits}
 
     def has_room(self) -> bool:
-        """See :meth:`Delivery.has_room`."""
-        return self._limiter is None or self._limiter.may_insert(self._core.frames_per_batch)
+        """See :class:`~rollwright.collectors.core.Delivery`."""
+        return self._limiter is None or self._limiter.may_insert(self.rollout.counts.frames)
 
     def await_room(self, stop: Callable[[], bool] = never) -> None:
-        """See :meth:`Delivery.await_room`."""
+        """See :class:`~rollwright.collectors.core.Delivery`."""
         if self._limiter is None or self.has_room():
             return
-        frames = self._core.frames_per_batch
+        frames = self.rollout.counts.frames
         self.waiting_for = self._limiter.wants(frames)
         try:
-            self._limiter.await_insert(frames, stop=stop, whom=type(self._core).__name__)
+            self._limiter.await_insert(frames, stop=stop, whom=self.rollout.owner)
         finally:
             self.waiting_for = None
+
+    def _add(self, frame: TensorDictBase) -> None:
+        self._buffer.add(frame)
 
     def _extend(self, data: TensorDictBase) -> None:
         """Write frames, flattened where the storage has one dimension."""
@@ -98,73 +109,54 @@ class Stored(Delivery):
 class StoredBatches(Stored):
     """Writes whole rollouts: straight into the storage's rows where that can be, else through ``extend``."""
 
-    def __init__(self, core: DeliveringCore) -> None:
-        super().__init__(core)
-        self._memory = cast(StorageMemory, core._memory)
-        self._check_room()
-
-    def _check_room(self) -> None:
-        room, frames = getattr(getattr(self._buffer, "storage", None), "max_size", None), self._core.frames_per_batch
+    def __init__(self, rollout: Rollout, *parts: Any) -> None:
+        super().__init__(rollout, *parts)
+        self._memory = cast(StorageMemory, rollout.memory)
+        room, frames = getattr(getattr(self._buffer, "storage", None), "max_size", None), rollout.counts.frames
         if room is not None and frames > room:
             warnings.warn(
                 f"replay_buffer: a batch of frames_per_batch={frames} frames is larger than the storage, which has "
                 f"room for {room}: {frames - room} frames of each batch are lost. Make the storage larger, or pass "
                 f"frames_per_batch={room} at most.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def next(self) -> TensorDictBase | None:
-        """See :meth:`Delivery.next`."""
-        core, memory = self._core, self._memory
-        hooked = core._post_collect_hook is not None
-        with core._or_begin_anew(), memory.batch(keeps_batches=hooked, in_background=core._in_background):
-            batch = core._collect()
-            rest = memory.publish(batch, core._taken // core.env.numel())
+        """See :class:`~rollwright.collectors.core.Delivery`."""
+        rollout, memory = self.rollout, self._memory
+        hooked = rollout.hooks.post_collect_hook is not None
+        with memory.batch(keeps_batches=hooked, in_background=self.in_background), self._collected() as batch:
+            rest = memory.publish(batch, rollout.steps_taken)
             if rest is None:
-                core._iter += 1
+                self.batches += 1
             else:
-                core._hand_out(rest, self._extend)
-        core._step_profiler()
+                self._hand_out(rest, self._extend)
         return None
 
     @property
     def how(self) -> dict[str, str]:
-        """See :meth:`Delivery.how`."""
+        """See :attr:`RolloutDelivery.how`."""
         return {"buffer": self._memory.how}
 
 
 class StoredFrames(Stored):
     """Writes every step when it was taken."""
 
-    def __init__(self, core: DeliveringCore) -> None:
-        super().__init__(core)
-        self._alone = (not self._flat or not core.env.ndim) and not hasattr(self._buffer, "members")
-        core._write_frame = self._write
-        core._take(core._path)
+    def __init__(self, rollout: Rollout, *parts: Any) -> None:
+        super().__init__(rollout, *parts)
+        self._alone = (not self._flat or not rollout.env.ndim) and not hasattr(self._buffer, "members")
+        rollout.write_frames_to(self._add if self._alone else self._extend)
 
     def next(self) -> TensorDictBase | None:
-        """See :meth:`Delivery.next`."""
-        core = self._core
-        with core._or_begin_anew():
-            batch = core._collect()
-            core._iter += 1
-            if core._post_collect_hook is not None:
-                core._post_collect_hook(batch)
-        core._step_profiler()
+        """See :class:`~rollwright.collectors.core.Delivery`."""
+        with self._collected() as batch:
+            self._count_batch(batch)
         return None
-
-    def _write(self, frame: TensorDictBase) -> None:
-        if not self._core._collecting:
-            return
-        if self._alone:
-            self._buffer.add(frame)
-        else:
-            self._extend(frame)
 
     @property
     def how(self) -> dict[str, str]:
-        """See :meth:`Delivery.how`."""
+        """See :attr:`RolloutDelivery.how`."""
         return {"buffer": f"{'add' if self._alone else 'extend'} after every step: extend_buffer=False"}
 
 
@@ -173,15 +165,14 @@ class StoredTrajectories(Stored):
 
     assembler: TrajectoryAssembler
 
-    def __init__(self, core: DeliveringCore) -> None:
-        super().__init__(core)
-        self.assembler = TrajectoryAssembler(core.env.numel())
+    def __init__(self, rollout: Rollout, *parts: Any) -> None:
+        super().__init__(rollout, *parts)
         self._by_pieces = hasattr(self._buffer, "extend_pieces")
 
     def next(self) -> TensorDictBase | None:
-        """See :meth:`Delivery.next`."""
-        self._take_in(self.assembler)
-        self._core._iter += 1
+        """See :class:`~rollwright.collectors.core.Delivery`."""
+        self.collect_trajectories()
+        self.batches += 1
         while self.assembler.num_complete:
             [found] = self.assembler.pop(1)
             try:
@@ -189,16 +180,16 @@ class StoredTrajectories(Stored):
             except BaseException:
                 self.assembler.frames_dropped += found.length
                 raise
-            self._delivered = True
+            self._delivered_trajectories = True
         return None
 
     def _write(self, found: Trajectory) -> None:
-        core = self._core
+        rollout = self.rollout
         self._check_length(found.length)
         keys, others = common_keys(found.pieces)
-        self._say_left_out(others, "not every frame of a trajectory has them")
-        if core.options.postproc is not None or core._post_collect_hook is not None:
-            core._hand_out(copied(found.pieces), self._extend, count=False)
+        self._warn_of_left_out(others, "not every frame of a trajectory has them")
+        if rollout.options.postproc is not None or rollout.hooks.post_collect_hook is not None:
+            self._hand_out(copied(found.pieces), self._extend, count=False)
         elif not self._by_pieces:
             self._extend(copied(found.pieces))
         else:
@@ -214,7 +205,7 @@ class StoredTrajectories(Stored):
 
     @property
     def how(self) -> dict[str, str]:
-        """See :meth:`Delivery.how`."""
+        """See :attr:`RolloutDelivery.how`."""
         copies = "extend_pieces" if self._by_pieces else "extend"
         return {"buffer": f"{copies} with each complete trajectory: trajs_per_batch"}
 

@@ -84,7 +84,7 @@ def own_policy(policy: Any, factory: Any, backend: str) -> tuple[Any, nn.Module 
     if policy is None:
         return None, None, None
     twin = copied_policy(policy)
-    if twin.live:
+    if twin.shares_modules:
         if backend == "process":
             raise TypeError(
                 "policy: got a function around a module, or something with modules in it that cannot be copied; in "

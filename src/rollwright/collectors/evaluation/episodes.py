@@ -153,7 +153,7 @@ class EpisodeRunner:
         self._num_envs = num_envs
         if settings.target is not None and not isinstance(settings.policy, nn.Module):
             settings.target.eval()
-            self._collector._policy_target = settings.target
+            self._collector.set_weight_target(settings.target)
         self._reward_key = _reward_key(self._collector.env, settings.reward_key)
 
     def collection_stopped(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollwright._processes.threads import DaemonThread
-from rollwright.collectors.delivery.background import exploration_of_this_thread
+from rollwright.collectors.delivery.thread import exploration_of_this_thread
 from rollwright.collectors.evaluation.backends import Backend
 from rollwright.collectors.evaluation.episodes import Progress, Request, Stopped
 from rollwright.envs.utils import ExplorationType

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollwright.collectors.options import CollectorOptions
 
-__all__ = ["FrameCounts"]
+__all__ = ["FrameCounts", "announce_rounding"]
+
+
+def announce_rounding(owner: str, rounding: str, *, stacklevel: int) -> None:
+    """Warn of what differs from what was asked, if anything does."""
+    if rounding:
+        warnings.warn(f"{owner} delivers whole batches: {rounding}.", UserWarning, stacklevel=stacklevel)
 
 
 @dataclass(frozen=True)
@@ -16,7 +26,8 @@ class FrameCounts:
     Attributes:
         steps: of each environment in a batch.
         frames: in a batch, over all environments.
-        batches: in all; None for no end.
+        batches: in all; None for no end, or where it is not known.
+        total: frames in all; infinity for no end.
         random_frames: first frames with random actions.
         rounding: what differs from what was asked, for a warning; empty when nothing does.
 
@@ -31,13 +42,9 @@ class FrameCounts:
     steps: int
     frames: int
     batches: int | None
+    total: float
     random_frames: int
     rounding: str
-
-    @property
-    def total(self) -> float:
-        """Frames in all; infinity for no end."""
-        return float("inf") if self.batches is None else self.batches * self.frames
 
     @classmethod
     def of(cls, options: CollectorOptions, num_envs: int) -> FrameCounts:
@@ -59,4 +66,31 @@ class FrameCounts:
             )
         if random_frames != asked_random:
             said.append(f"init_random_frames={asked_random} becomes {random_frames}")
-        return cls(steps, frames, batches, random_frames, "; ".join(said))
+        total = math.inf if batches is None else batches * frames
+        return cls(steps, frames, batches, total, random_frames, "; ".join(said))
+
+    @classmethod
+    def of_workers(
+        cls, asked: Any, total: int, each: Sequence[tuple[int, int]], *, sync: bool, waits: bool
+    ) -> FrameCounts:
+        """Counts of a collector with workers.
+
+        Args:
+            asked: as ``frames_per_batch``; a list for one number each.
+            total: frames in all, as asked; -1 for no end.
+            each: frames in a batch and with random actions, of each worker.
+            sync: whether a batch is of all workers.
+            waits: whether it waits for all of them to the end.
+        """
+        of_each = [frames for frames, _ in each]
+        frames = sum(of_each) if sync else max(of_each)
+        known = waits if sync else len(set(of_each)) == 1
+        batches = None if total == -1 else -(-total // frames)
+        rounded = math.inf if batches is None else batches * frames if known else total
+        said = []
+        if asked != frames and not isinstance(asked, list | tuple):
+            said.append(f"frames_per_batch={asked} becomes {frames}, in {len(each)} workers")
+        if total not in (-1, rounded):
+            said.append(f"total_frames={total} becomes {rounded}, {batches} batches of {frames}")
+        random_frames = sum(random for _, random in each)
+        return cls(0, frames, batches if known else None, rounded, random_frames, "; ".join(said))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from rollwright.collectors.options import CollectorOptions
 from rollwright.data.specs.shapes import as_device
 
-__all__ = ["Devices", "module_device", "nothing", "sync_function"]
+__all__ = ["Devices", "Syncs", "module_device", "sync_function"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,20 @@ class Devices:
     def carrier_has_none(self) -> bool:
         """Whether the carrier holds entries of several devices, or of no declared one, and so has none itself."""
         return self.env is None or self.policy != self.env
+
+
+class Syncs(NamedTuple):
+    """What to call after a copy to the policy's device, to the environment's, to that of batches."""
+
+    policy: Callable[[], None]
+    env: Callable[[], None]
+    storage: Callable[[], None]
+
+    @classmethod
+    def of(cls, devices: Devices, *, skip: bool) -> Syncs:
+        """For some devices; ``skip``: nothing is called."""
+        made = [nothing if skip else sync_function(device) for device in (devices.policy, devices.env, devices.storing)]
+        return cls(*made)
 
 
 def module_device(policy: object) -> torch.device | None:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import CudaGraphModule, TensorDictModuleBase
+from tensordict.nn import CudaGraphModule
 from torch import nn
 
-from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.devices import module_device
-from rollwright.collectors.rollout.policy_errors import check_widths
-from rollwright.data.layout import TRAJ_IDS
+from rollwright.collectors.rollout.policy_copies import copied_policy
+from rollwright.data.specs.shapes import as_device
 from rollwright.envs.base import EnvBase
-from rollwright.errors import PolicyKeyError
 from rollwright.modules import RandomPolicy
 from rollwright.modules.signature import Call, speak_tensordict
 
-__all__ = ["accelerate", "check_inputs", "check_policy", "entries_of", "make_policy", "place_policy", "wrap_policy"]
+__all__ = ["ActingPolicy", "accelerate", "check_policy", "make_policy"]
 
 
 def make_policy(policy: Any, options: CollectorOptions, env: EnvBase) -> Any:
@@ -54,7 +52,54 @@ def check_policy(policy: Any) -> None:
         raise TypeError(f"policy: got the class {policy.__name__}. Pass an instance, {policy.__name__}(...).")
 
 
-def place_policy(policy: Any, device: torch.device | None) -> tuple[Any, nn.Module | None]:
+class ActingPolicy:
+    """The policy that acts, and where its weights come from.
+
+    Args:
+        made: of :func:`make_policy`.
+        given: by the user, beside a ``policy_factory``: read by updates without weights.
+        options: of the collector.
+        env: what it acts in.
+
+    Attributes:
+        policy: the object that acts: the user's, or a copy of it on another device or for another thread.
+        call: calls it on TensorDicts.
+        source: where updates without weights read them; None: the weights that act are the user's own.
+        version: of the weights that act.
+        has_no_weights: whether there is nothing in it that could be updated.
+    """
+
+    def __init__(self, made: Any, given: Any, options: CollectorOptions, env: EnvBase) -> None:
+        self.policy, original = _placed(made, as_device(options.policy_device or options.device))
+        self.call = _on_tensordicts(self.policy, options, env)
+        self.source: nn.Module | None = given if options.policy_factory is not None else original
+        self.version = 0
+        self.has_no_weights = False
+        self._target: nn.Module | None = None
+
+    @property
+    def target(self) -> Any:
+        """What takes new weights."""
+        return self.policy if self._target is None else self._target
+
+    @target.setter
+    def target(self, module: nn.Module) -> None:
+        self._target = module
+
+    def act_with_copy(self, options: CollectorOptions, env: EnvBase) -> bool:
+        """Act with a copy, unless it is one already, or has no weights; whether modules act that were not copied."""
+        if self.source is not None or isinstance(self.policy, RandomPolicy):
+            return False
+        copied = copied_policy(self.policy)
+        self.source, self._target = copied.source, copied.target
+        self.has_no_weights = copied.source is None and not copied.shares_modules
+        if copied.policy is not self.policy:
+            self.policy = copied.policy
+            self.call = _on_tensordicts(copied.policy, options, env)
+        return copied.shares_modules
+
+
+def _placed(policy: Any, device: torch.device | None) -> tuple[Any, nn.Module | None]:
     """The policy on ``device``, and the original if that took a copy."""
     if device is None or not isinstance(policy, nn.Module) or module_device(policy) in (None, device):
         return policy, None
@@ -62,47 +107,9 @@ def place_policy(policy: Any, device: torch.device | None) -> tuple[Any, nn.Modu
         return copy.deepcopy(policy).to(device), policy
 
 
-def wrap_policy(policy: Any, options: CollectorOptions, env: EnvBase) -> Call:
+def _on_tensordicts(policy: Any, options: CollectorOptions, env: EnvBase) -> Call:
     """The policy as a callable on TensorDicts; see :func:`~rollwright.modules.signature.speak_tensordict`."""
     return cast(Call, policy) if options.trust_policy else speak_tensordict(policy, env)
-
-
-def entries_of(env: EnvBase, options: CollectorOptions) -> list[NestedKey]:
-    """The entries that specs announce of the data from which the first step is taken."""
-    own = [TRAJ_IDS] if options.track_traj_ids else []
-    return [*env.observation_keys, *env.state_keys, *env.done_keys, *own]
-
-
-def check_inputs(policy: Any, available: Iterable[NestedKey], env: EnvBase) -> None:
-    """Test that the environment has what the policy reads.
-
-    Args:
-        policy: only a TensorDict module says what it reads.
-        available: entries, leaves of a nest; the policy may read a whole node.
-        env: for the message.
-
-    Raises:
-        PolicyKeyError: an in_key of a TensorDict module is no entry of the environment.
-        PolicyError: a layer that reads an entry has another width.
-    """
-    if not isinstance(policy, TensorDictModuleBase):
-        return
-    check_widths(policy, env)
-    written = getattr(policy, "out_keys", None)
-    if written is None:  # what it writes will show when it acts, and so will what it lacks
-        return
-    leaves = [as_tuple(key) for key in available]
-    known = {leaf[:n] for leaf in leaves for n in range(1, len(leaf) + 1)}
-    own = {unravel(key) for key in written}  # what it writes itself, it can do without at first
-    reads = [unravel(key) for key in getattr(policy, "in_keys", ())]
-    missing = [key for key in reads if key not in own and as_tuple(key) not in known]
-    if missing:
-        raise PolicyKeyError(
-            f"policy: {type(policy).__name__} reads {key_str(missing)}, which {env} does not provide; it has "
-            f"{key_str([unravel(leaf) for leaf in leaves])}. Change in_keys, or append a transform (such as "
-            "TensorDictPrimer or InitTracker) that writes the entry. What an environment returns beside its specs "
-            "must be named in observation_spec."
-        )
 
 
 def accelerate(call: Call, options: CollectorOptions) -> tuple[Call, bool]:

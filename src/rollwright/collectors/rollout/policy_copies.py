@@ -11,28 +11,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Twin", "copied_policy", "modules_in"]
+__all__ = ["PolicyCopy", "copied_policy", "modules_in"]
 
 _DEPTH = 4  # containers, objects and functions around a module
 
 
-class Twin(NamedTuple):
+class PolicyCopy(NamedTuple):
     """What acts in place of a policy.
 
     Attributes:
         policy: the copy; the policy itself where it is a function.
         source: whose weights are published: the modules that were copied; None: there are none.
         target: those of the copy that take them.
-        live: whether modules act that could not be copied, hence with weights that others may write.
+        shares_modules: whether modules act that could not be copied, hence with weights that others may write.
     """
 
     policy: Any
     source: nn.Module | None
     target: nn.Module | None
-    live: bool
+    shares_modules: bool
 
 
-def copied_policy(policy: Any) -> Twin:
+def copied_policy(policy: Any) -> PolicyCopy:
     """Copy a policy, with the modules in it.
 
     Args:
@@ -43,21 +43,21 @@ def copied_policy(policy: Any) -> Twin:
     """
     found = modules_in(policy)
     if isinstance(policy, FunctionType):
-        return Twin(policy, None, None, bool(found))
+        return PolicyCopy(policy, None, None, bool(found))
     memo: dict[int, Any] = {}
     try:
         with torch.no_grad():
-            twin = copy.deepcopy(policy, memo)
+            copied = copy.deepcopy(policy, memo)
     except Exception as error:
         raise TypeError(
             f"policy: the thread of start() acts with a copy, and {type(policy).__name__} cannot be copied: "
             f"{type(error).__name__}: {error}. Pass policy_factory=, which makes one for the thread."
         ) from error
     if isinstance(policy, nn.Module):
-        return Twin(twin, policy, twin, False)
+        return PolicyCopy(copied, policy, copied, False)
     own = [module for module in found if memo.get(id(module), module) is not module]
     copies = [memo[id(module)] for module in own]
-    return Twin(twin, _as_one(own), _as_one(copies), len(own) < len(found))
+    return PolicyCopy(copied, _as_one(own), _as_one(copies), len(own) < len(found))
 
 
 def _as_one(modules: list[nn.Module]) -> nn.Module | None:

@@ -20,22 +20,62 @@ from tensordict.nn import (
 )
 from torch import nn
 
-from rollwright._keys import NestedKey, leaf_keys, unravel
+from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys, unravel
 from rollwright.collectors.core import Path
+from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.paths.actors import FlatActor, TensorDictActor
 from rollwright.collectors.rollout.paths.plain import PlainPath
 from rollwright.collectors.rollout.policy_trial import Trial
+from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.specs import NonTensor
 from rollwright.envs.base import EnvBase
-from rollwright.errors import PolicyError, RollwrightError
+from rollwright.errors import PolicyError, PolicyKeyError, RollwrightError
 from rollwright.modules.signature import SignaturePolicy
 
-__all__ = ["check_widths", "explained"]
+__all__ = ["check_inputs", "entries_of", "explained"]
 
 _KINDS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 _CALLS = {FlatActor.__call__.__code__, FlatActor.compiled.__code__, TensorDictActor.__call__.__code__}
 _SEQUENCES = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
-_RANDOM = PlainPath._at_random.__code__
+_RANDOM = PlainPath.at_random.__code__
+
+
+def entries_of(env: EnvBase, options: CollectorOptions) -> list[NestedKey]:
+    """The entries that specs announce of the data from which the first step is taken."""
+    own = [TRAJ_IDS] if options.track_traj_ids else []
+    return [*env.observation_keys, *env.state_keys, *env.done_keys, *own]
+
+
+def check_inputs(policy: Any, available: Iterable[NestedKey], env: EnvBase) -> None:
+    """Test that the environment has what the policy reads.
+
+    Args:
+        policy: only a TensorDict module says what it reads.
+        available: entries, leaves of a nest; the policy may read a whole node.
+        env: for the message.
+
+    Raises:
+        PolicyKeyError: an in_key of a TensorDict module is no entry of the environment.
+        PolicyError: a layer that reads an entry has another width.
+    """
+    if not isinstance(policy, TensorDictModuleBase):
+        return
+    _check_widths(policy, env)
+    written = getattr(policy, "out_keys", None)
+    if written is None:  # what it writes will show when it acts, and so will what it lacks
+        return
+    leaves = [as_tuple(key) for key in available]
+    known = {leaf[:n] for leaf in leaves for n in range(1, len(leaf) + 1)}
+    own = {unravel(key) for key in written}  # what it writes itself, it can do without at first
+    reads = [unravel(key) for key in getattr(policy, "in_keys", ())]
+    missing = [key for key in reads if key not in own and as_tuple(key) not in known]
+    if missing:
+        raise PolicyKeyError(
+            f"policy: {type(policy).__name__} reads {key_str(missing)}, which {env} does not provide; it has "
+            f"{key_str([unravel(leaf) for leaf in leaves])}. Change in_keys, or append a transform (such as "
+            "TensorDictPrimer or InitTracker) that writes the entry. What an environment returns beside its specs "
+            "must be named in observation_spec."
+        )
 
 
 def explained(error: BaseException, trial: Trial, path: Path) -> PolicyError | None:
@@ -185,7 +225,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 # At construction --------------------------------------------------------------------------------------------
 
 
-def check_widths(policy: nn.Module, env: EnvBase) -> None:
+def _check_widths(policy: nn.Module, env: EnvBase) -> None:
     """Test that layers which read an entry of the environment as it is have the width of its spec.
 
     Raises:

@@ -113,8 +113,8 @@ def _copied(call: Any) -> tuple[Any, list[Any]]:
     memo |= {id(one): one for one in shared if not isinstance(one, nn.Module)}  # an agent, with all that it has
     try:
         for module in around:  # which tensordict would pickle, with all that the function reaches
-            memo[id(module)] = twin = object.__new__(type(module))
-            twin.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(module).items()}
+            memo[id(module)] = copied = object.__new__(type(module))
+            copied.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(module).items()}
         return copy.deepcopy(call, memo), shared
     except Exception:  # an object may refuse to be copied in any way it likes
         return call, [call, *shared]

@@ -1,11 +1,12 @@
-"""The core of a collector: a policy, an environment and a batch's memory, joined at construction, and the loop."""
+"""Rollout: one environment, one policy, the memory of a batch, and the loop that fills it."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -13,226 +14,320 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey, leaf_keys
 from rollwright._memory import MemoryPool
 from rollwright.collectors.arguments import checked_seed
-from rollwright.collectors.base import BaseCollector
-from rollwright.collectors.core import Path, UnfitOutputs
-from rollwright.collectors.delivery.checks import ledger_of
-from rollwright.collectors.delivery.storage_memory import batch_memory
-from rollwright.collectors.factory import local_options
+from rollwright.collectors.attribute_paths import resolve
+from rollwright.collectors.core import Path, RolloutObserver, Stage, TrajectoryIds, UnfitOutputs, never
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import named_range
-from rollwright.collectors.rollout import policy as policies
 from rollwright.collectors.rollout.counts import FrameCounts
-from rollwright.collectors.rollout.devices import Devices, module_device, nothing, sync_function
+from rollwright.collectors.rollout.devices import Devices, Syncs, module_device
 from rollwright.collectors.rollout.environment import EnvMaker, make_env
+from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.choice import choose_path, plain_path
-from rollwright.collectors.rollout.policy_errors import explained
+from rollwright.collectors.rollout.paths.parts import PathParts
+from rollwright.collectors.rollout.policy import ActingPolicy, make_policy
+from rollwright.collectors.rollout.policy_errors import check_inputs, entries_of, explained
 from rollwright.collectors.rollout.policy_trial import Trial
+from rollwright.collectors.rollout.state import RolloutState
 from rollwright.collectors.rollout.stats import EpisodeStats, StageTimer
-from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory, mark_truncated
-from rollwright.data.specs.shapes import as_device
 from rollwright.envs.priming import provide_for_policy
+from rollwright.envs.recreation.policy import num_recreations
 from rollwright.envs.utils import set_exploration_type
 from rollwright.errors import NotNative
 from rollwright.modules import set_recurrent_mode
 
-if TYPE_CHECKING:
-    from rollwright.collectors.keywords import CollectorKeywords
-
-__all__ = ["RolloutCore"]
+__all__ = ["Rollout", "SilentObserver"]
 
 
-def _never() -> bool:
-    return False
+class SilentObserver:
+    """A :class:`~rollwright.collectors.core.RolloutObserver` that keeps every batch."""
+
+    def enter(self, stage: Stage) -> None:
+        """See :class:`~rollwright.collectors.core.RolloutObserver`."""
+
+    def accepts(self, frames: int) -> bool:
+        """See :class:`~rollwright.collectors.core.RolloutObserver`."""
+        return True
+
+    def warn(self, text: str) -> None:
+        """See :class:`~rollwright.collectors.core.RolloutObserver`."""
+        warnings.warn(text, UserWarning, stacklevel=5)
 
 
-def _and_write(path: Path, write: Callable[[TensorDictBase], None]) -> Callable[[int], None]:
-    def record(t: int) -> None:
-        path.record(t)
-        write(path.frame(t))
+class Rollout:
+    """Steps an environment with a policy, one batch at a time.
 
-    return record
+    Args:
+        create_env_fn: an environment, or what makes one.
+        policy: of the user.
+        options: of the collector.
+        hooks: called before each rollout; what follows a batch is for the delivery.
+        ids: hands out trajectory ids.
+        memory: provides the memory of batches.
+        observer: learns of the stages of a rollout, and decides whether a batch is kept.
+        owner: name of the collector's class, for messages.
 
-
-class RolloutCore(BaseCollector):
-    """The part of :class:`~rollwright.collectors.Collector` that steps the environment, one batch at a time."""
-
-    _write_frame: Callable[[TensorDictBase], None] | None = None  # given each frame when it was recorded
+    Attributes:
+        env: the environment.
+        acting: the policy.
+        closed: whether rollouts are refused.
+        frames: stepped in all, in batches that count.
+        frames_taken: stepped in the last rollout.
+        interrupted: asked after each step whether the batch ends there.
+        timer: seconds by stage.
+        episodes: those that ended.
+    """
 
     def __init__(
-        self, create_env_fn: EnvMaker, policy: Callable[..., Any] | None = None, **options: Unpack[CollectorKeywords]
+        self,
+        create_env_fn: EnvMaker,
+        policy: Any,
+        options: CollectorOptions,
+        *,
+        hooks: Hooks,
+        ids: TrajectoryIds,
+        memory: MemoryPool,
+        observer: RolloutObserver | None = None,
+        interrupted: Callable[[], bool] = never,
+        owner: str = "Collector",
     ) -> None:
-        self.closed = True  # until construction succeeds
-        self.options = CollectorOptions.parse(local_options(options), type(self).__name__)
-        self.env = make_env(create_env_fn, self.options)
-        self._setup_policy(policy)
-        self._setup_devices()
-        self._setup_frames()
-        self.pre_collect_hook = self.options.pre_collect_hook
-        self.post_collect_hook = self.options.post_collect_hook
-        self.worker_idx = self.options.worker_idx
-        self._traj_pool = self._new_traj_pool()
-        self._timer = StageTimer()
-        self._episodes = EpisodeStats()
-        self._frames = self._iter = self._policy_version = 0
-        self._memory = self._new_memory()
-        self._fresh_ids: torch.Tensor | None = None
-        self._outputs: tuple[TensorDictBase | None] | None = None  # of the policy, once it was tried
+        self.options, self.hooks, self.ids, self.memory, self.owner = options, hooks, ids, memory, owner
+        env = make_env(create_env_fn, options)
+        made = make_policy(policy, options, env)
+        if options.auto_register_policy_transforms:
+            env = provide_for_policy(env, made)
+        self.env = env
+        self.acting = ActingPolicy(made, policy, options, env)
+        self.devices = Devices.resolve(options, env.device, module_device(self.policy))
+        self.syncs = Syncs.of(self.devices, skip=options.no_cuda_sync)
+        self.counts = FrameCounts.of(options, env.numel())
+        self.timer, self.episodes = StageTimer(), EpisodeStats()
+        self.observer: RolloutObserver = SilentObserver() if observer is None else observer
+        self.interrupted = interrupted
+        self.closed = False
+        self.frames = self.frames_taken = 0
+        self._write: Callable[[TensorDictBase], None] | None = None
+        self._counting = False  # whether the rollout under way will be delivered
         self._begun = False  # whether the last rollout came as far as its first step
         self._stepped = False  # whether a frame was taken in this object's life
-        self._anew = torch.ones(self.env.numel(), dtype=torch.bool).numpy()
-        self._check_finite = stages.finite_check(self.env)
-        self._interrupted = _never if self.options.interruptor is None else self.options.interruptor.collection_stopped
-        self._take(choose_path(self))
-        self._to_compile = bool(self.options.compile_policy)  # at the first batch, which has the first observations
-        self._check_inputs(policies.entries_of(self.env, self.options))
-        self._take_updater(self.options.weight_updater)
-        self.closed = False
-        if self.options.weight_recv_schemes:
-            self.register_scheme_receiver(dict(self.options.weight_recv_schemes))
+        self._unused_ids: torch.Tensor | None = None  # of trajectories that have not taken a step
+        self._reset_envs = torch.ones(env.numel(), dtype=torch.bool).numpy()  # since the last batch
+        self._outputs: tuple[TensorDictBase | None] | None = None  # of the policy, once it was tried
+        self._check_finite = stages.finite_check(env)
+        self._parts = PathParts(
+            env=env,
+            acting=self.acting,
+            options=options,
+            devices=self.devices,
+            syncs=self.syncs,
+            steps=self.counts.steps,
+            ids=ids,
+            memory=memory,
+            timer=self.timer,
+            hand_over=self._hand_over,
+        )
+        self._use(choose_path(self._parts, strict=True))
+        self._to_compile = bool(options.compile_policy)  # at the first batch, which has the first observations
+        self._check_inputs(entries_of(env, options))
 
-    # Construction -----------------------------------------------------------------------------
-
-    def _new_traj_pool(self) -> TrajectoryPool:
-        return TrajectoryPool(ledger_of(self.options.replay_buffer))
-
-    def _new_memory(self) -> MemoryPool:
-        return batch_memory(self.options)
-
-    def _setup_policy(self, policy: Any) -> None:
-        options = self.options
-        acting = policies.make_policy(policy, options, self.env)
-        if options.auto_register_policy_transforms:
-            self.env = provide_for_policy(self.env, acting)
-        device = options.policy_device or options.device
-        module, original = policies.place_policy(acting, as_device(device))
-        self.policy = module  # the user's object, or its copy on another device: its weights act
-        self._policy_call = policies.wrap_policy(module, options, self.env)
-        # Where update_policy_weights_() reads when it is given nothing; None: the weights that act are the user's own.
-        self._policy_source = policy if options.policy_factory is not None else original
-
-    def _setup_devices(self) -> None:
-        """Resolve devices, casts and synchronisation, once."""
-        options = self.options
-        devices = Devices.resolve(options, self.env.device, module_device(self.policy))
-        self.devices = devices
-        self.policy_device, self.env_device, self.storing_device = devices.policy, devices.env, devices.storing
-        self._cast_to_policy_device = devices.cast_to_policy
-        self._cast_to_env_device = devices.cast_to_env
-        self._carrier_has_no_device = devices.carrier_has_none
-        self._sync_policy = self._get_sync_fn(devices.policy)
-        self._sync_env = self._get_sync_fn(devices.env)
-        self._sync_storage = self._get_sync_fn(devices.storing)
-
-    def _get_sync_fn(self, device: torch.device | None) -> Callable[[], None]:
-        return nothing if self.options.no_cuda_sync else sync_function(device)
-
-    def _setup_frames(self) -> None:
-        """Round counts to what can be delivered, and say so once."""
-        counts = self._counts = FrameCounts.of(self.options, self.env.numel())
-        self.frames_per_batch, self.total_frames = counts.frames, counts.total
-        self.requested_frames_per_batch = self.options.frames_per_batch
-        self.init_random_frames = counts.random_frames
-        if counts.rounding:
-            warnings.warn(f"{type(self).__name__} delivers whole batches: {counts.rounding}.", stacklevel=4)
-
-    def _take(self, path: Path) -> None:
+    def _use(self, path: Path) -> None:
         """Take ``path`` from now on: the short list of callables that a rollout runs through."""
         self._path = path
         self._act = named_range("rollwright.policy", path.act)
         self._step = named_range("rollwright.env", path.step)
-        write = self._write_frame
-        record = path.record if write is None else _and_write(path, write)
-        self._record = named_range("rollwright.write", record)
+        self._record = named_range("rollwright.write", path.record if self._write is None else self._record_and_write)
+
+    def _record_and_write(self, t: int) -> None:
+        self._path.record(t)
+        if self._counting and self._write is not None:
+            self._write(self._path.frame(t))
+
+    def write_frames_to(self, write: Callable[[TensorDictBase], None]) -> None:
+        """Call ``write`` with each frame ``[*env]`` of batches that count, once it was recorded."""
+        self._write = write
+        self._use(self._path)
+
+    # What it is -------------------------------------------------------------------------------
 
     @property
-    def _carrier(self) -> TensorDictBase | None:
-        """What the next step is taken from, ``[*env]``."""
+    def policy(self) -> Any:
+        """The object that acts."""
+        return self.acting.policy
+
+    @property
+    def current(self) -> TensorDictBase | None:
+        """What the next step is taken from, ``[*env]``; None: a reset comes first."""
         return self._path.carrier
 
-    def _check_inputs(self, available: Iterable[NestedKey]) -> None:
-        if not self.options.trust_policy:
-            policies.check_inputs(self.policy, available, self.env)
-
-    def _compile_policy(self) -> None:
-        wanted, self._to_compile = self.options.compile_policy, False
-        try:
-            with self._timer.aside():
-                self._path.compile(wanted if isinstance(wanted, Mapping) else {})
-        except NotNative as reason:
-            warnings.warn(f"compile_policy: the policy runs uncompiled. {reason}", stacklevel=4)
+    @property
+    def path(self) -> Path:
+        """How steps are taken."""
+        return self._path
 
     @property
-    def _how(self) -> dict[str, str]:
+    def steps_taken(self) -> int:
+        """Of each environment, in the last rollout."""
+        return self.frames_taken // self.env.numel()
+
+    @property
+    def completed(self) -> bool:
+        """Whether ``total_frames`` were stepped."""
+        return self.frames >= self.counts.total
+
+    @property
+    def how(self) -> dict[str, str]:
         """What runs the environment and the policy, and why."""
         how = dict(self._path.how)
         if self._to_compile and how["policy"].startswith("native"):
             how["policy"] += ", to be compiled at the first batch"
         return how
 
-    def _update_traj_ids(self, ended: torch.Tensor) -> None:
-        """Give fresh ids where ``ended``, bool ``[*env]``, says."""
-        self._path.renew_ids(ended)
+    def get_model(self, model_id: str, root: Any) -> Any:
+        """The model that an id names: ``"policy"``, a path from ``root``, or a part of the policy (``"actor"``).
 
-    # Rollouts ---------------------------------------------------------------------------------
+        Raises:
+            ValueError: there is no such model.
+        """
+        if model_id == "policy":
+            return self.acting.target
+        try:
+            return resolve(root, model_id)
+        except AttributeError:
+            try:
+                return resolve(self.policy, model_id)
+            except AttributeError as error:
+                raise ValueError(
+                    f"model_id: expected 'policy', a part of it, or a path from the collector such as 'env.transform', "
+                    f"got {model_id!r}. {error}"
+                ) from error
 
-    def rollout(self) -> TensorDictBase:
+    def stats(self) -> dict[str, Any]:
+        """Counts, times and episodes, for ``stats()`` of a collector."""
+        devices = vars(self.devices)
+        return {
+            "frames": self.frames,
+            "total_frames": None if self.counts.batches is None else self.counts.total,
+            "completed": self.completed,
+            "frames_per_batch": self.counts.frames,
+            "frames_per_second": self.timer.rate(),
+            "seconds": {"total": self.timer.elapsed, **self.timer.seconds},
+            **self.episodes.summary(),
+            "policy_version": self.acting.version,
+            "env_recreations": num_recreations(self.env),
+            "devices": {name: None if device is None else str(device) for name, device in devices.items()},
+            "bytes_held": self.memory.num_bytes,
+        }
+
+    def check_open(self) -> None:
+        """Refuse to collect after :meth:`close`."""
+        if self.closed:
+            raise RuntimeError(f"{self.owner} was shut down. Make a new one to collect more.")
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close(raise_if_closed=False)
+
+    # Batches ----------------------------------------------------------------------------------
+
+    def collect(self) -> TensorDictBase:
+        """Collect a batch that is to be delivered: its frames and its time count.
+
+        Returns:
+            ``[*env, T]``.
+        """
+        self._begun = False
+        self.check_open()
+        while True:
+            self._counting = True
+            try:
+                with self.timer.running():
+                    batch = self.run()
+                    self.frames += self.frames_taken  # what was stepped, whatever becomes of it
+                    self.timer.frames += self.frames_taken
+            finally:
+                self._counting = False
+            if self.observer.accepts(self.frames_taken):
+                return batch
+            self.start_over()
+
+    @contextmanager
+    def or_start_over(self) -> Iterator[None]:
+        """Where the ``with`` block raises, nobody gets its steps: the trajectories under way end there."""
+        try:
+            yield
+        except BaseException:
+            self.start_over_if_begun()
+            raise
+
+    def start_over_if_begun(self) -> bool:
+        """:meth:`start_over`, if the last rollout came as far as its first step; returns whether it did."""
+        if self._begun:
+            self.start_over()
+        return self._begun
+
+    def start_over(self) -> None:
+        """Begin the next batch with a reset of all environments and new trajectory ids."""
+        self._path.carrier = None
+
+    def run(self) -> TensorDictBase:
         """Collect one batch, which counts as neither delivered nor post-processed.
 
         Returns:
-            ``[*env, T]``, see the class.
+            ``[*env, T]``.
 
         Raises:
             RuntimeError: the collector was shut down.
         """
-        self._check_open()
-        clock, spend = time.perf_counter, self._timer.spend
+        self.check_open()
+        clock, spend = time.perf_counter, self.timer.spend
         self._begun = False
-        if self._pre_collect_hook is not None:
-            self._pre_collect_hook()
+        if self.hooks.pre_collect_hook is not None:
+            self.hooks.pre_collect_hook()
         self._begun = True
         with torch.no_grad(), set_exploration_type(self.options.exploration_type), set_recurrent_mode("sequential"):
             try:
                 self._begin()
-                for t in range(self._counts.steps):
+                for t in range(self.counts.steps):
                     begun = clock()
                     self._act(t)  # the policy reads observations and writes actions
                     acted = clock()
-                    self._step(t)  # the environment steps; what ended begins anew
+                    self._step(t)  # the environment steps; what ended is reset
                     stepped = clock()
                     self._record(t)  # the frame goes into the batch's memory
                     spend(begun, acted, stepped, clock())
-                    if self._interrupted():
+                    if self.interrupted():
                         break
                 return self._finish(t + 1)
             except BaseException as error:
-                told = explained(error, self._trial(), self._path)
-                self._path.carrier = None  # what follows begins anew: a step may have been taken in part
-                if told is None:
+                of_policy = explained(error, self._trial(), self._path)
+                self.start_over()  # a step may have been taken in part
+                if of_policy is None:
                     raise
-                raise told from error
+                raise of_policy from error
 
     def _begin(self) -> None:
         """Open a batch."""
-        if not self._path.started or (self.options.reset_at_each_iter and self._fresh_ids is None):
-            self._make_carrier()
+        self.observer.enter(Stage.RESET)
+        if not self._path.started or (self.options.reset_at_each_iter and self._unused_ids is None):
+            self.start_trajectories()
         if not self._stepped:  # a reset may lack what the specs of states name
             self._check_inputs(leaf_keys(cast(TensorDictBase, self._path.carrier)))
-        random = self._frames < self.init_random_frames
+        random = self.frames < self.counts.random_frames
         try:
             self._open(random)
         except UnfitOutputs as reason:
             self._go_plain(random, reason)
         except NotNative:
-            self._change_path()
+            self.choose_path_again()
             try:
                 self._open(random)
             except NotNative as reason:
                 self._go_plain(random, reason)
-        self._fresh_ids = None
+        self._unused_ids = None
         self._stepped = True
+        self.observer.enter(Stage.STEPS)
 
     def _open(self, random: bool) -> None:
         if self._to_compile:
@@ -241,6 +336,49 @@ class RolloutCore(BaseCollector):
             self._path.conform(self._outputs_of_policy())
         self._path.begin(random=random)
 
+    def _finish(self, steps: int) -> TensorDictBase:
+        """Close the batch of ``steps`` steps: what was asked of its end, and what is counted."""
+        self.observer.enter(Stage.FINISH)
+        batch = self._path.finish(steps)
+        self.syncs.storage()
+        self._check_finite(batch, self._path.finite_keys)
+        self._count_episodes(batch if steps == self.counts.steps else batch[..., :steps])
+        if self.options.set_truncated:
+            cut = mark_truncated(self.env.done_groups, batch[..., steps - 1].get("next"), self.env.ndim)
+            if self.options.track_traj_ids:
+                self._path.renew_ids(cut)
+        self.frames_taken = steps * self.env.numel()
+        return batch
+
+    def ends_in(self, batch: TensorDictBase) -> torch.Tensor:
+        """Where trajectories end in a batch, bool ``[*env, T]``."""
+        return end_of_trajectory(batch.get("next"), self.env.done_groups, batch.ndim)
+
+    def _count_episodes(self, taken: TensorDictBase) -> None:
+        ended = self.ends_in(taken)
+        if not self.options.reset_when_done:  # frames go on after the end, and the episode is over once
+            ended = ended & ~end_of_trajectory(taken, self.env.done_groups, taken.ndim)
+        keys = self.env.reward_keys
+        reward = taken.get("next").get(keys[0]) if len(keys) == 1 else None
+        self.episodes.update_from(taken, reward, ended, self._reset_envs)
+        self._reset_envs[:] = False
+
+    # Paths ------------------------------------------------------------------------------------
+
+    def _check_inputs(self, available: Iterable[NestedKey]) -> None:
+        if not self.options.trust_policy:
+            check_inputs(self.policy, available, self.env)
+
+    def _compile_policy(self) -> None:
+        wanted, self._to_compile = self.options.compile_policy, False
+        self.observer.enter(Stage.COMPILE)
+        try:
+            with self.timer.aside():
+                self._path.compile(wanted if isinstance(wanted, Mapping) else {})
+        except NotNative as reason:
+            self.observer.warn(f"compile_policy: the policy runs uncompiled. {reason}")
+        self.observer.enter(Stage.RESET)
+
     def _outputs_of_policy(self) -> TensorDictBase | None:
         """What the policy writes; it is called for that once, on real observations."""
         if self._outputs is None:
@@ -248,83 +386,69 @@ class RolloutCore(BaseCollector):
         return self._outputs[0]
 
     def _trial(self) -> Trial:
-        return Trial(self._policy_call, self.policy, self.env, self.devices, self._sync_policy)
+        return Trial(self.acting.call, self.policy, self.env, self.devices, self.syncs.policy)
+
+    def act_with_copy(self) -> bool:
+        """Act with a copy of the policy, whose weights nobody else writes, unless it is one already.
+
+        Returns:
+            Whether modules act that could not be copied.
+        """
+        before = self.policy
+        shared = self.acting.act_with_copy(self.options, self.env)
+        if self.policy is not before:
+            self.choose_path_again()
+        return shared
+
+    def choose_path_again(self) -> None:
+        """Environment or policy are no longer what the path was chosen for."""
+        self._outputs = None
+        self._go_on(choose_path(self._parts))
+        self._to_compile = bool(self.options.compile_policy)
 
     def _go_plain(self, random: bool, reason: Exception) -> None:
-        self._change_path(plain_path(self, {"policy": str(reason)}))
+        self._go_on(plain_path(self._parts, {"policy": str(reason)}))
+        self._to_compile = False
         self._open(random)
 
-    def _change_path(self, path: Path | None = None) -> None:
-        """Go on another way: environment or policy are no longer what the path was chosen for."""
+    def _go_on(self, path: Path) -> None:
+        """Go on from here on another path."""
         carrier = self._path.carrier
-        if path is None:
-            self._outputs = None
-        self._take(choose_path(self) if path is None else path)
+        self._use(path)
         try:
-            self._path.carrier = carrier
+            path.carrier = carrier
         except NotNative as reason:  # it was made before a transform came that carries something
-            self._take(plain_path(self, {"env": str(reason)}))
+            self._use(plain_path(self._parts, {"env": str(reason)}))
             self._path.carrier = carrier
-        self._to_compile = path is None and bool(self.options.compile_policy)
 
-    def _give_up(
+    def _hand_over(
         self, frames: list[TensorDictBase], carrier: TensorDictBase, keeper: BoundaryKeeper | None, reason: str
     ) -> None:
         """Take the plain path in the middle of a batch."""
-        path = plain_path(self, {"policy": reason})
+        path = plain_path(self._parts, {"policy": reason})
         path.take_over(frames, carrier, keeper)
-        self._take(path)
-
-    def _finish(self, steps: int) -> TensorDictBase:
-        """Close the batch of ``steps`` steps: what was asked of its end, and what is counted."""
-        batch = self._path.finish(steps)
-        self._sync_storage()
-        self._check_finite(batch, self._path.finite_keys)
-        taken = batch if steps == self._counts.steps else batch[..., :steps]
-        self._count_episodes(taken)
-        if self.options.set_truncated:
-            groups = self.env.done_groups
-            cut = mark_truncated(groups, batch[..., steps - 1].get("next"), self.env.ndim)
-            if self.options.track_traj_ids:
-                self._update_traj_ids(cut)
-        self._taken = steps * self.env.numel()
-        return batch
-
-    def _count_episodes(self, taken: TensorDictBase) -> None:
-        outcome = taken.get("next")
-        groups = self.env.done_groups
-        ended = end_of_trajectory(outcome, groups, taken.ndim)
-        if not self.options.reset_when_done:  # frames go on after the end, and the episode is over once
-            ended = ended & ~end_of_trajectory(taken, groups, taken.ndim)
-        keys = self.env.reward_keys
-        reward = outcome.get(keys[0]) if len(keys) == 1 else None
-        self._episodes.update_from(taken, reward, ended, self._anew)
-        self._anew[:] = False
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise RuntimeError(f"{type(self).__name__} was shut down. Make a new one to collect more.")
-
-    # Trajectories ----------------------------------------------------------------------------
+        self._use(path)
 
     def _check_path(self) -> None:
         try:
             self._path.check()
         except NotNative:
-            self._change_path()
+            self.choose_path_again()
 
-    def _make_carrier(self, **kwargs: Any) -> None:
+    # Trajectories -----------------------------------------------------------------------------
+
+    def start_trajectories(self, **kwargs: Any) -> None:
         """Reset the environment and begin new trajectories."""
         if self.env.is_closed:
             self.env.reopen()
         self._check_path()
         with torch.no_grad():
             self._path.reset(**kwargs)
-        self._anew[:] = True
-        if self._fresh_ids is None:  # ids of trajectories that never took a step are used again
-            self._fresh_ids = self._traj_pool.get_traj_and_increment(self.env.numel()).reshape(self.env.batch_size)
+        self._reset_envs[:] = True
+        if self._unused_ids is None:  # ids of trajectories that never took a step are used again
+            self._unused_ids = torch.from_numpy(self.ids.take(self.env.numel())).reshape(self.env.batch_size)
         if self.options.track_traj_ids:
-            self._path.set_ids(self._fresh_ids)
+            self._path.set_ids(self._unused_ids)
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Begin new trajectories, in all environments or in some of a batch.
@@ -336,10 +460,10 @@ class RolloutCore(BaseCollector):
         if index is not None and not self.env.ndim:
             raise RuntimeError(f"reset: index={index!r} was given, and {self.env} is not a batch. Call reset().")
         if index is None:
-            self._make_carrier(**kwargs)
+            self.start_trajectories(**kwargs)
             return
         if not self._path.started:
-            self._make_carrier()
+            self.start_trajectories()
         marked = torch.zeros(self.env.batch_size, dtype=torch.bool)
         try:
             marked[index] = True
@@ -351,12 +475,12 @@ class RolloutCore(BaseCollector):
         self._check_path()
         with torch.no_grad():
             self._path.reset_some(marked, **kwargs)
-        self._anew |= marked.flatten().numpy()
-        if self.options.track_traj_ids and self._fresh_ids is None:
-            self._update_traj_ids(marked)
+        self._reset_envs |= marked.flatten().numpy()
+        if self.options.track_traj_ids and self._unused_ids is None:
+            self._path.renew_ids(marked)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed environments and torch's global generator, and begin anew with the next batch.
+        """Seed environments and torch's global generator, and reset all with the next batch.
 
         Args:
             seed: of the first environment; further ones get ``seed + 1`` and so on.
@@ -367,5 +491,47 @@ class RolloutCore(BaseCollector):
         """
         seed = checked_seed(seed)
         last = self.env.set_seed(seed, static_seed=static_seed)
-        self._path.carrier = None
+        self.start_over()
         return seed if last is None else last
+
+    # State ------------------------------------------------------------------------------------
+
+    def state(self) -> RolloutState:
+        """What the next step depends on beside environment, policy and generators."""
+        unused = self._unused_ids
+        return RolloutState(self._path.carrier, self._reset_envs.copy(), None if unused is None else unused.clone())
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a frame was taken in this object's life."""
+        return self._stepped
+
+    def forget_trajectories(self) -> None:
+        """Drop the trajectories under way, and ids that were not used."""
+        self.start_over()
+        self._unused_ids = None
+
+    def go_on_from(self, saved: RolloutState, *, ids_are_free: bool) -> None:
+        """Go on with the trajectories of a saved state.
+
+        Args:
+            saved: of :meth:`state`.
+            ids_are_free: whether their ids have no other use; if not, they get new ones.
+        """
+        self._reset_envs[:] = saved.reset_envs
+        unused, carrier = saved.unused_ids, saved.carrier
+        if carrier is None:
+            self._unused_ids = unused.clone() if unused is not None and ids_are_free else None
+            return
+        if not self.devices.carrier_has_none and self.env.device is not None:
+            carrier = carrier.to(self.env.device)
+        ids = carrier.get(stages.IDS, None)
+        ids = None if ids is None else ids.cpu()
+        tracks = self.options.track_traj_ids
+        unasked = [*([] if tracks else ["collector"]), *([] if self.options.track_policy_version else [stages.VERSION])]
+        self._path.carrier = carrier.exclude(*unasked)
+        if ids is None or not ids_are_free:
+            ids = torch.from_numpy(self.ids.take(self.env.numel())).reshape(self.env.batch_size)
+        if tracks:
+            self._path.set_ids(ids)
+        self._unused_ids = None if unused is None else ids

@@ -16,12 +16,28 @@ __all__ = ["EpisodeStats", "StageTimer"]
 
 
 class StageTimer:
-    """Seconds spent in each stage of collection, and the frames that they were spent on."""
+    """Seconds spent in each stage of collection, and the frames that they were spent on.
+
+    Attributes:
+        frames: that were collected.
+        seconds: by stage.
+        total: from the beginning to the end of each batch.
+        rested: of these, spent in pauses.
+    """
 
     def __init__(self) -> None:
         self.frames = 0
         self.seconds = {"policy": 0.0, "env": 0.0, "write": 0.0}
-        self.total = self._aside = 0.0
+        self.total = self.rested = self._aside = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """``total``, without rests in the middle of batches."""
+        return self.total - self.rested
+
+    def rate(self) -> float | None:
+        """Frames per second."""
+        return self.frames / self.elapsed if self.elapsed else None
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollwright.collectors.core import TrajectoryIds
+
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.ledger.ledger import Ledger
 
@@ -59,7 +61,7 @@ class TrajectoryPool:
             self._ledger.raise_ids(self._next)
 
 
-def renew(ids: torch.Tensor, ended: torch.Tensor, pool: TrajectoryPool) -> torch.Tensor:
+def renew(ids: torch.Tensor, ended: torch.Tensor, pool: TrajectoryIds) -> torch.Tensor:
     """Ids of the next step: fresh ones where a trajectory ended.
 
     Args:
@@ -79,5 +81,5 @@ def renew(ids: torch.Tensor, ended: torch.Tensor, pool: TrajectoryPool) -> torch
     count = int(ended.sum())
     if not count:
         return ids
-    ended = ended.to(ids.device)
-    return ids.masked_scatter(ended, pool.get_traj_and_increment(count, ids.device)).reshape(ids.shape)
+    fresh = torch.from_numpy(pool.take(count)).to(ids.device)
+    return ids.masked_scatter(ended.to(ids.device), fresh).reshape(ids.shape)

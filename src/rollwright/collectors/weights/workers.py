@@ -1,56 +1,83 @@
-"""Weights of many workers: published here, taken by them between two steps."""
+"""WorkersWeights: weights of policies in workers: published here, taken by them between two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any
 
 import torch
 from torch import nn
 
 from rollwright._interrupts import uninterrupted
-from rollwright.collectors._multi_core import MultiCore
-from rollwright.collectors.attribute_paths import resolve
-from rollwright.collectors.weights import updates as weight_forms
+from rollwright._processes.forks import on_fork
+from rollwright.collectors.weights.receiving import CollectorWeights
+from rollwright.collectors.weights.updates import Update, parse_update_for_workers
 from rollwright.collectors.workers.counters import Word
+from rollwright.collectors.workers.group import WorkerGroup
+from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.collectors.workers.schedules.schedule import Schedule
 from rollwright.errors import WorkerError
 from rollwright.weight_update import WeightSyncScheme
 from rollwright.weight_update.feed import HasModels
+from rollwright.weight_update.publisher import Publisher
 from rollwright.weight_update.receiving import Relay
-
-if TYPE_CHECKING:
-    from rollwright.collectors.keywords import MultiKeywords
-    from rollwright.collectors.rollout.environment import EnvMakers
 
 __all__ = ["WorkersWeights"]
 
 _LAG_S = 60.0
 
 
-class WorkersWeights(MultiCore):
-    """The part of :class:`~rollwright.collectors.MultiCollector` that publishes weights, and counts versions."""
+class WorkersWeights(CollectorWeights):
+    """Publishes weights, and counts versions.
 
-    _signatures: dict[tuple[int, str], Any]
-    _relay: Relay | None = None
+    Args:
+        collector: has the models of this process.
+        group: the workers.
+        schedule: of their rollouts.
+        publisher: of weights.
+        options: of the workers.
+        policy: that was passed; None: none was.
+        acts_at_random: whether workers have no policy of the user.
+        check: raises where nothing can be published.
+    """
 
-    def __init__(self, create_env_fn: EnvMakers, policy: Any = None, **options: Unpack[MultiKeywords]) -> None:
-        self._signatures = {}
-        super().__init__(create_env_fn, policy, **options)
-        try:
-            self._check_scheme_models(options.get("weight_sync_schemes") or {})
-            if self.own_options.update_at_each_batch and self._updater is None:
-                self._check_source("update_at_each_batch")
-        except BaseException:
-            self.shutdown(raise_on_error=False)
-            raise
+    def __init__(
+        self,
+        collector: HasModels,
+        group: WorkerGroup,
+        schedule: Schedule,
+        publisher: Publisher,
+        *,
+        options: WorkerOptions,
+        policy: Any,
+        acts_at_random: bool,
+        check: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._group, self._schedule, self._publisher = group, schedule, publisher
+        self._options, self._policy, self._acts_at_random, self._check = options, policy, acts_at_random, check
+        self._relay = Relay(collector)
+        self._signatures: dict[tuple[int, str], Any] = {}
+        self._version = 0
+        self._make_lock()
+        on_fork(self, WorkersWeights._make_lock)
 
-    def _check_scheme_models(self, schemes: Mapping[str, WeightSyncScheme]) -> None:
+    def _make_lock(self) -> None:
+        self._publishing = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        """See :class:`CollectorWeights`."""
+        return self._version
+
+    def check_schemes(self, schemes: Mapping[str, WeightSyncScheme]) -> None:
         """Test that every worker has the models that schemes are for."""
         for model_id, scheme in schemes.items():
             if scheme.sends:
                 try:
-                    self._group.call("describe_model", [((model_id,), {})] * self.num_workers)
+                    self._group.call("describe_model", [((model_id,), {})] * len(self._group.workers))
                 except WorkerError as error:
                     if not error.remote_type:  # it has died
                         raise
@@ -58,39 +85,11 @@ class WorkersWeights(MultiCore):
                         f"weight_sync_schemes[{model_id!r}]: expected a model that workers have. {error}"
                     ) from error
 
-    def _update_weights(
-        self, given: Any, *, weights_dict: Mapping[str, Any] | None, model_id: str | None, worker_ids: Any
-    ) -> int:
-        """Publish an update; the weights are copied here.
-
-        A worker takes them between two steps: it acts with one version or with the next, never with a mixture. With
-        ``max_policy_lag`` and ``policy_lag="wait"``, waits for workers whose rollout would be too stale.
-        """
-        self._check_open()
-        self._raise_of_runner()
-        if given is None and weights_dict is None and model_id in (None, "policy"):
-            self._check_source("update_policy_weights_")
-        updates = weight_forms.parse_update_for_workers(
-            given,
-            weights_dict=weights_dict,
-            model_id=model_id,
-            worker_ids=worker_ids,
-            num_workers=self.num_workers,
-            devices=self._devices(),
-            fallback=self._policy if isinstance(self._policy, nn.Module) else None,
-            signature=self._signature,
-            state_of=lambda name, weights: self._publisher.scheme(name).state_of(weights, name),
-        )
-        return self._publish(updates)
-
-    def _version_now(self) -> int:
-        return self._version
-
-    def _check_source(self, what_for: str) -> None:
+    def check_source(self, what_for: str) -> None:
         """Raise where workers act with weights, and there are none here to publish."""
         policy = self._policy
-        if isinstance(policy, nn.Module) or (policy is None and self.options.policy_factory is None):
-            return  # the latter act at random
+        if isinstance(policy, nn.Module) or self._acts_at_random:
+            return
         what = "policy_factory and no policy" if policy is None else f"{type(policy).__name__} as policy"
         raise RuntimeError(
             f"{what_for}: found no module whose weights could be published to the workers (got {what}). "
@@ -98,22 +97,59 @@ class WorkersWeights(MultiCore):
             "update of your own."
         )
 
-    def _receiving_end(self) -> HasModels:
-        if self._relay is None:
-            self._relay = Relay(self)
-        return self._relay
+    def apply(
+        self,
+        given: Any,
+        *,
+        weights_dict: Mapping[str, Any] | None = None,
+        model_id: str | None = None,
+        worker_ids: Any = None,
+    ) -> int:
+        """See :class:`CollectorWeights`; the weights are copied here."""
+        self._check()
+        if given is None and weights_dict is None and model_id in (None, "policy"):
+            self.check_source("update_policy_weights_")
+        updates = parse_update_for_workers(
+            given,
+            weights_dict=weights_dict,
+            model_id=model_id,
+            worker_ids=worker_ids,
+            num_workers=len(self._group.workers),
+            devices=self._devices(),
+            fallback=self._policy if isinstance(self._policy, nn.Module) else None,
+            signature=self._signature,
+            state_of=lambda name, weights: self._publisher.scheme(name).state_of(weights, name),
+        )
+        return self._publish(updates)
 
-    def _received(self, models: Sequence[str]) -> None:
-        relay = self._relay
-        brought = {} if relay is None else {model_id: relay.weights(model_id) for model_id in models}
+    def count_update(self) -> int:
+        """See :class:`CollectorWeights`."""
+        return self._publish([Update(None, {})])
+
+    @contextmanager
+    def receiving(self) -> Iterator[HasModels]:
+        """See :class:`CollectorWeights`."""
+        yield self._relay
+
+    def received(self, models: Sequence[str]) -> None:
+        """See :class:`CollectorWeights`."""
+        brought = {model_id: self._relay.weights(model_id) for model_id in models}
         brought = {model_id: weights for model_id, weights in brought.items() if weights is not None}
         if brought:
-            self._update_weights(None, weights_dict=brought, model_id=None, worker_ids=None)
+            self.apply(None, weights_dict=brought)
 
-    def _publish(self, updates: Sequence[Any]) -> int:
-        meant = {
-            i for update in updates for i in (range(self.num_workers) if update.workers is None else update.workers)
-        }
+    def load(self, version: int, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the saved states of workers, which have loaded them: for those that may take their places."""
+        self._version = version
+        for member, saved in zip(self._group.workers, workers, strict=True):
+            member.words.whole[Word.PUBLISHED] = of_worker = int(saved.get("policy_version", version))
+            weights = saved.get("policy_state_dict")
+            models = {} if weights is None else {"policy": dict(weights)}
+            self._publisher.publish([Update([member.index], models)], of_worker)
+
+    def _publish(self, updates: Sequence[Update]) -> int:
+        everyone = range(len(self._group.workers))
+        meant = {i for update in updates for i in (everyone if update.workers is None else update.workers)}
         with self._publishing, self._none_too_stale(meant), uninterrupted:  # a version is published once, or not at all
             version = self._version + 1
             self._publisher.publish(updates, version)
@@ -125,8 +161,8 @@ class WorkersWeights(MultiCore):
     @contextmanager
     def _none_too_stale(self, meant: set[int]) -> Iterator[None]:
         """Publish to some workers when no rollout that another thread waits for will be staler than it may be."""
-        limit, schedule = self.own_options.max_policy_lag, self._schedule
-        if limit is None or self.own_options.policy_lag != "wait":
+        limit, schedule = self._options.max_policy_lag, self._schedule
+        if limit is None or self._options.policy_lag != "wait":
             yield
             return
 
@@ -152,31 +188,5 @@ class WorkersWeights(MultiCore):
         return self._signatures[key]
 
     def _devices(self) -> list[Any]:
-        told = [worker.ready for worker in self._group.workers]
-        return [None if ready is None else torch.device(ready.policy_device or "cpu") for ready in told]
-
-    def get_model(self, model_id: str) -> Any:
-        """The model that an id names, as far as it is known in this process: the policy that was passed.
-
-        Raises:
-            ValueError: it is another, which the workers have.
-        """
-        if model_id == "policy" and self._policy is not None:
-            return self._policy
-        try:
-            return resolve(self._policy, model_id)
-        except AttributeError as error:
-            raise ValueError(f"model_id: {model_id!r} is not known in this process, only in its workers.") from error
-
-    @property
-    def policy_version(self) -> int:
-        """Number of updates of the weights so far."""
-        return self._version
-
-    def get_policy_version(self) -> int:
-        """Same as :attr:`policy_version`."""
-        return self._version
-
-    def increment_version(self) -> int:
-        """Count an update of the weights; returns the new version."""
-        return self._publish([weight_forms.Update(None, {})])
+        ready = [worker.ready for worker in self._group.workers]
+        return [None if of_worker is None else torch.device(of_worker.policy_device or "cpu") for of_worker in ready]

@@ -1,20 +1,20 @@
-"""Runner: a thread that keeps the workers busy while the program does other things."""
+"""WorkersBackground: keeps workers collecting into a replay buffer while the program does other things."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from rollwright._processes.threads import DaemonThread
+from rollwright.collectors.core import never
+from rollwright.collectors.workers.group import WorkerGroup
+from rollwright.collectors.workers.schedules.schedule import Schedule
 
-__all__ = ["Runner"]
+__all__ = ["WorkersBackground"]
 
 
-class Runner(DaemonThread):
-    """Calls ``deliver`` again and again.
-
-    Args:
-        deliver: takes a function that tells whether to give up; returns whether there may be more.
-    """
+class _Thread(DaemonThread):
+    """Calls ``deliver`` again and again; it takes a function that tells whether to stop."""
 
     def __init__(self, deliver: Callable[[Callable[[], bool]], bool]) -> None:
         super().__init__("rollwright-schedule")
@@ -23,3 +23,125 @@ class Runner(DaemonThread):
     def _work(self) -> None:
         while not self.stopping and self._deliver(lambda: self.stopping):
             pass
+
+
+class WorkersBackground:
+    """A thread that asks workers for rollouts, and the limiter of the replay buffer that they write.
+
+    Args:
+        group: the workers.
+        schedule: of their rollouts.
+        buffer: that they write; None: there is none.
+        frames: in a batch.
+        owner: name of the collector's class.
+        before_batch: called before each batch.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        schedule: Schedule,
+        buffer: Any,
+        *,
+        frames: int,
+        owner: str,
+        before_batch: Callable[[], None],
+    ) -> None:
+        self._group, self._schedule, self._buffer = group, schedule, buffer
+        self._frames, self._owner, self._before_batch = frames, owner, before_batch
+        self._thread: _Thread | None = None
+        self._leave_limiter: tuple[Callable[[], None], ...] = ()
+        self._limiter = limiter = getattr(buffer, "insert_limiter", None)
+        if limiter is not None:
+            limiter.check(frames=frames)
+            schedule.limiter = limiter
+            self._leave_limiter = (limiter.on_change(group.wake), limiter.add_inserter(self._inserts))
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.running
+
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            RuntimeError: there is no replay buffer, or it runs already.
+        """
+        self.raise_error()
+        if self._buffer is None:
+            raise RuntimeError(
+                "start: this collector has no replay buffer, and nobody would get what the workers collect. Pass "
+                "replay_buffer= to it, or iterate over it."
+            )
+        if self.running:
+            raise RuntimeError("start: this collector runs already. Call async_shutdown() to end it.")
+        self._thread = _Thread(self._deliver_one)
+        self._thread.start()
+
+    def _deliver_one(self, stop: Callable[[], bool]) -> bool:
+        schedule = self._schedule
+        schedule.raise_error()
+        if not schedule.ready(stop):
+            return False
+        self._before_batch()
+        self.await_room(lambda: self._looks_and_stops(stop))
+        schedule.next(stop)
+        return True
+
+    def _looks_and_stops(self, stop: Callable[[], bool]) -> bool:
+        """While the thread waits for samples: whether there is something else to see to."""
+        self._group.look()
+        return stop() or bool(self._schedule.errors)
+
+    def await_room(self, stop: Callable[[], bool] = never) -> None:
+        """Wait for the buffer's limiter, where no worker is at work."""
+        limiter, frames = self._limiter, self._frames
+        if limiter is None or any(worker.runs for worker in self._group.workers) or limiter.may_insert(frames):
+            return
+        self._schedule.waiting_for = limiter.wants(frames)
+        try:
+            limiter.await_insert(frames, stop=stop, whom=self._owner)
+        finally:
+            self._schedule.waiting_for = None
+
+    def _inserts(self) -> str:
+        """For who samples and waits: what the workers do."""
+        self.raise_error()
+        if not self.running:
+            return f"{self._owner} is not running; it has collected {self._schedule.frames:,} frames"
+        return f"the workers of {self._owner}: {self._group.doing()}"
+
+    def raise_error(self) -> None:
+        """Raise, once, what went wrong in the thread."""
+        if self._thread is not None and not self._thread.inside:
+            self._thread.raise_error()
+
+    def check_idle(self, what: str) -> None:
+        """Raise where the thread runs, and this is not it."""
+        self.raise_error()
+        if self._thread is not None and self.running and not self._thread.inside:
+            raise RuntimeError(
+                f"{what}: the workers collect for the replay buffer, since start(). Sample from it; call "
+                "async_shutdown() to end that."
+            )
+
+    def leave_limiter(self) -> None:
+        """Who samples need not wait for these workers."""
+        for leave in self._leave_limiter:
+            leave()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ask the thread to end, and wait for that."""
+        if self._thread is not None:
+            self._thread.stop(timeout_s)
+            self._group.wake()
+
+    def raise_at_end(self) -> None:
+        """Raise what went wrong in the thread, also in the thread itself."""
+        if self._thread is not None:
+            self._thread.raise_error()
+
+    def stats(self) -> dict[str, Any]:
+        """What ``stats()`` of a collector says of it."""
+        return {} if self._thread is None else {"background": {"running": self.running, "error": self._thread.told()}}

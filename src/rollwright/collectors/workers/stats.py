@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rollwright.collectors.rollout.counts import FrameCounts
 from rollwright.collectors.workers.counters import State, Time, Word
-
-if TYPE_CHECKING:
-    from rollwright.collectors._multi_core import MultiCore
+from rollwright.collectors.workers.group import WorkerGroup
+from rollwright.collectors.workers.schedules.schedule import Schedule
 
 __all__ = ["merged_stats"]
 
@@ -20,34 +19,37 @@ _WAITING = {
 }
 
 
-def merged_stats(core: MultiCore) -> dict[str, Any]:
-    """See :meth:`MultiCollector.stats`."""
-    core._group.look()
-    workers = [_of_worker(core, index) for index in range(core.num_workers)]
-    schedule, group = core._schedule, core._group
+def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, version: int) -> dict[str, Any]:
+    """What ``stats()`` of a collector says of its workers.
+
+    Args:
+        group: the workers.
+        schedule: of their rollouts.
+        counts: of the collector.
+        version: of the weights that were published last.
+    """
+    group.look()
+    workers = [_of_worker(group, index) for index in range(len(group.workers))]
     words = [worker.words for worker in group.workers]
     windows = [word.parts[Time.WINDOW] for word in words]
     told = [word.parts for word in words if word.whole[Word.EPISODES]]
     latest = max(told, key=lambda parts: parts[Time.LAST_RETURN_AT], default=None)
     seconds = {name: sum(worker["seconds"][name] for worker in workers) for name in words[0].seconds()}
     busiest = max(worker["seconds"]["total"] + worker["seconds"]["wait"] for worker in workers)
-    buffer = core.options.replay_buffer
     held = schedule.store.num_lent
     return {
         "frames": schedule.frames,
         "batches": schedule.batches,
-        "total_frames": None if math.isinf(core.total_frames) else int(core.total_frames),
-        "total_batches": core._num_batches,
-        "completed": core.completed,
-        "frames_per_batch": core.frames_per_batch,
+        "total_batches": counts.batches,
+        "frames_per_batch": counts.frames,
         "frames_per_second": schedule.frames / busiest if busiest else None,
         "seconds": seconds,
         "episodes": sum(word.whole[Word.EPISODES] for word in words),
         "mean_return": _mean([word.parts[Time.MEAN_RETURN] for word in words], windows),
         "mean_length": _mean([word.parts[Time.MEAN_LENGTH] for word in words], windows),
         "last_return": None if latest is None else latest[Time.LAST_RETURN],
-        "policy_version": core._version,
-        "policy_lag": max(core._version - worker["policy_version"] for worker in workers),
+        "policy_version": version,
+        "policy_lag": max(version - worker["policy_version"] for worker in workers),
         "frames_stale": schedule.frames_stale,
         "workers": workers,
         "workers_alive": group.num_alive,
@@ -68,13 +70,11 @@ def merged_stats(core: MultiCore) -> dict[str, Any]:
         "undelivered": schedule.num_undelivered,
         "paths": next((worker.ready.how for worker in group.workers if worker.ready is not None), {}),
         "waiting_for": schedule.waiting_for,
-        **({} if buffer is None else {"write_count": getattr(buffer, "write_count", None)}),
-        **({} if core._runner is None else {"background": {"running": core._running, "error": core._runner.told()}}),
     }
 
 
-def _of_worker(core: MultiCore, index: int) -> dict[str, Any]:
-    worker = core._group.workers[index]
+def _of_worker(group: WorkerGroup, index: int) -> dict[str, Any]:
+    worker = group.workers[index]
     words, child = worker.words, worker.child
     alive = child is not None and child.alive
     state = words.state if alive else State.ENDED
@@ -88,7 +88,7 @@ def _of_worker(core: MultiCore, index: int) -> dict[str, Any]:
         "episodes": words.whole[Word.EPISODES],
         "seconds": words.seconds(),
         "policy_version": words.whole[Word.VERSION],
-        "restarts": core._group.restarts.counts.get(index, 0),
+        "restarts": group.restarts.counts.get(index, 0),
         "env_recreations": words.whole[Word.ENV_RECREATIONS],
         "threads": worker.threads,
         "error": None if worker.error is None else str(worker.error),

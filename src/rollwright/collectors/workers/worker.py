@@ -16,10 +16,10 @@ from rollwright._memory import Segment
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.failures import Failure
 from rollwright.collectors.attribute_paths import resolve
-from rollwright.collectors.delivery.background import paused_error
+from rollwright.collectors.delivery.thread import paused_error
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.core import WorkerCore
+from rollwright.collectors.workers.collector import WorkerCollector
 from rollwright.collectors.workers.counters import BEAT_S, State, Word, Words
 from rollwright.collectors.workers.memory.blocks import BatchForm, Place
 from rollwright.weight_update.feed import WeightFeed
@@ -86,28 +86,32 @@ class Worker:
         _seed_all(spec.seed)
         if spec.init_fn is not None:
             spec.init_fn()
-        self._core = core = WorkerCore(spec, self._words, self._ask, lambda: self._stopping is not None)
         self._feed = WeightFeed(spec.boards)
-        core.skip_published = self._feed.skip
+        self._collector = WorkerCollector(
+            spec,
+            self._words,
+            self._ask,
+            self._feed,
+            interrupted=self._checkpoint,
+            stopping=lambda: self._stopping is not None,
+        )
         self._take_weights()
-        self._interrupted = core._interrupted
-        core._interrupted = self._checkpoint
-        self._say(core.ready())
+        self._say(self._collector.ready())
 
     # The loop ---------------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Do what is asked until the end."""
-        core = self._core
+        collector = self._collector
         try:
             while self._stopping is None:
                 self._words.state = State.PAUSED if self._paused else State.WAITING
-                with core.spending("wait"):
+                with collector.observer.spending("wait"):
                     message = self._next_message()
                 self._handle(message, between_batches=True)
         finally:
             self._words.state = State.STOPPING
-            core.shutdown(close_env=self._stopping is None or self._stopping.close_env)
+            collector.shutdown(close_env=self._stopping is None or self._stopping.close_env)
             self._words.state = State.ENDED
 
     def _say(self, message: Any) -> None:
@@ -164,10 +168,10 @@ class Worker:
         before, self._words.state = self._words.state, State.CALLED
         try:
             self._take_weights()  # what was published before the call counts in it
-            found = resolve(self._core, call.path)
+            found = resolve(self._collector, call.path)
             if call.arguments is not None:
                 args, kwargs = call.arguments.value
-                with self._core.called(call.path, paused=self._paused, in_rollout=self._run is not None):
+                with self._collector.called(call.path, paused=self._paused, in_rollout=self._run is not None):
                     found = found(*args, **kwargs)
             answer: Any = say.Returned(call.serial, ByValue(found))
             self._words.state = State.DELIVERING  # which may take until the collector reads
@@ -187,18 +191,18 @@ class Worker:
     # A rollout --------------------------------------------------------------------------------
 
     def _collect(self, order: say.Collect) -> None:
-        core = self._core
+        collector = self._collector
         self._run, self._cut = order.run, order.run <= self._interrupted_run
         self._take_weights()
         self._words.state = State.PREPARING  # which a hook may take long for
         try:
             try:
-                found: Any = core.take_rollout(order)
+                found: Any = collector.collect(order)
             finally:
                 self._run = None
         except BaseException as error:  # if it is that the collector is gone, send() says so again
             found = say.Failed(order.run, Failure.of(error))
-        news = core.news()
+        news = collector.news()
         if news is not None:
             self._say(news)
         self._say(found)
@@ -210,11 +214,11 @@ class Worker:
         word[_BEAT] += 1
         if word[_ATTENTION] != self._seen or self._feed.due:
             self._attend()
-        return self._cut or self._interrupted()
+        return self._cut
 
     def _attend(self) -> None:
         """Take new weights, and do what can be done now; rest while that is asked."""
-        with self._core.spending("wait"):
+        with self._collector.observer.spending("wait"):
             self._take_weights()
             while True:
                 self._read()
@@ -230,8 +234,8 @@ class Worker:
     def _take_weights(self) -> None:
         if self._feed.due:
             self._words.state, before = State.TAKING_WEIGHTS, self._words.state
-            with self._core.spending("weights"):
-                self._core.take_version(self._feed.apply(self._core))
+            with self._collector.observer.spending("weights"):
+                self._collector.take_version(self._feed.apply(self._collector))
             self._words.state = before
 
     def _ask(self, form: BatchForm) -> Place | None:

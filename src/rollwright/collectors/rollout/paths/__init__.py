@@ -1,1 +1,3 @@
 """Execution paths: how the steps of a rollout are taken, on TensorDicts or on arrays."""
+
+__all__: list[str] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -11,19 +11,16 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys
-from rollwright._memory import MemoryPool
 from rollwright.collectors.core import Path, UnfitOutputs
-from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import Actor, CastActor, as_array
 from rollwright.collectors.rollout.paths.layout import Form, Layout, below_next, difference, lay_out, unfit
+from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.recording import Block
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.collectors.rollout.policy_trial import action_forms
-from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values
-from rollwright.envs.base import EnvBase
 from rollwright.errors import NotNative, PolicyError
 
 __all__ = ["ArrayPath", "begun_anew"]
@@ -31,9 +28,6 @@ __all__ = ["ArrayPath", "begun_anew"]
 _FLAG = np.dtype(np.bool_)
 NEXT_VERSION = below_next(VERSION)
 VERSIONS = [VERSION, NEXT_VERSION]
-
-
-GiveUp = Callable[[list[TensorDictBase], TensorDictBase, BoundaryKeeper | None, str], None]
 
 
 _NOTHING: Values = {}
@@ -46,47 +40,25 @@ class ArrayPath(Path):
     roots follow from the rows of a batch, and are filled in at its end.
 
     Args:
-        env: the environment.
-        arrays: its array form.
+        parts: what it is made of.
+        arrays: the environment's array form.
         policy: acts.
         random: acts at random.
-        options: of the collector.
-        device: where batches are delivered.
-        acts_device: where the policy's outputs are delivered; None: as the rest.
-        carrier_device: that of the carrier.
-        steps: T.
-        pool: hands out trajectory ids.
-        memory: lends the memory of batches.
-        version: tells the version of the weights that act.
         how: why this path was taken.
-        give_up: leaves the batch under way to the plain path: called with the frames so far, the carrier after the
-            policy has acted, the keeper of boundaries, and the reason.
     """
 
     def __init__(
-        self,
-        env: EnvBase,
-        arrays: ArrayEnv,
-        policy: Actor,
-        random: Actor,
-        *,
-        options: CollectorOptions,
-        device: torch.device | None,
-        acts_device: torch.device | None,
-        carrier_device: torch.device | None,
-        steps: int,
-        pool: TrajectoryPool,
-        memory: MemoryPool,
-        version: Callable[[], int],
-        how: dict[str, str],
-        give_up: GiveUp,
+        self, parts: PathParts, arrays: ArrayEnv, policy: Actor, random: Actor, *, how: Mapping[str, str]
     ) -> None:
         self.how = dict(how)
-        self._env, self._arrays, self._steps, self._device = env, arrays, steps, device
+        env, options, device = parts.env, parts.options, parts.devices.storing
+        self._env, self._arrays, self._steps, self._device = env, arrays, parts.steps, device
         arrays.resets_ahead = True  # what ends begins anew with the same step
-        self._acts_device, self._carrier_device = acts_device, carrier_device
-        self._give_up = give_up
-        self._pool, self._memory, self._version = pool, memory, version
+        # Without a device for batches, what a policy on a GPU writes is delivered there.
+        acts = parts.devices.policy
+        self._acts_device = acts if device is None and acts is not None and acts.type == "cuda" else None
+        self._carrier_device, self._leave = parts.carrier_device, parts.hand_over
+        self._pool, self._memory, self._version = parts.ids, parts.memory, parts.version
         self._batch = arrays.batch
         self._check_action = stages.action_check(env)
         flag = Entry((*self._batch, 1), _FLAG, True)
@@ -317,7 +289,7 @@ class ArrayPath(Path):
         carrier = cast(TensorDictBase, self.carrier).update(self._written(outputs))
         if self._tracks_version:
             carrier.set(VERSION, torch.full(self._batch, self._acted))
-        self._give_up(frames, carrier, self._keeper, reason)
+        self._leave(frames, carrier, self._keeper, reason)
 
     def _written(self, outputs: Values) -> TensorDict:
         written = TensorDict({}, batch_size=self._batch)

@@ -16,7 +16,7 @@ from rollwright.collectors.core import UnfitOutputs
 from rollwright.collectors.rollout.paths.actors import Actor
 from rollwright.collectors.rollout.paths.arrays import ArrayPath, begun_anew
 from rollwright.collectors.rollout.paths.layout import Form, difference, unfit
-from rollwright.collectors.rollout.stats import StageTimer
+from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.envs.arrays import ArrayEnv, Values
 from rollwright.errors import EnvError, PolicyError
 
@@ -68,16 +68,25 @@ class AlternatingPath(ArrayPath):
     under way, and everything is as for :class:`ArrayPath`.
 
     Args:
+        parts: what it is made of.
+        arrays: the environment's array form.
+        random: acts at random, in all environments at once.
         groups: parts of the array form, in order.
         policies: one for each, on arrays of its size; or the same for all, which acts in the whole batch at once.
-        timer: where the stages of a step are noted.
-        **whole: of :class:`ArrayPath`; its policy is the first one.
+        how: why this path was taken.
     """
 
     def __init__(
-        self, *, groups: Sequence[ArrayEnv], policies: Sequence[Actor], timer: StageTimer, **whole: Any
+        self,
+        parts: PathParts,
+        arrays: ArrayEnv,
+        random: Actor,
+        *,
+        groups: Sequence[ArrayEnv],
+        policies: Sequence[Actor],
+        how: Mapping[str, str],
     ) -> None:
-        super().__init__(policy=policies[0], **whole)
+        super().__init__(parts, arrays, policies[0], random, how=how)
         self._groups: list[Group] = []
         start = 0
         for arrays, policy in zip(groups, policies, strict=True):
@@ -87,7 +96,7 @@ class AlternatingPath(ArrayPath):
             self._groups.append(group)
             start = group.rows.stop
         self._at_once = {self._random, *([policies[0]] if policies[0] is policies[-1] else [])}
-        self._seconds = timer.seconds
+        self._seconds = parts.timer.seconds
         self._waited = 0.0
 
     def compile(self, arguments: Mapping[str, Any]) -> None:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, leaf_keys, unravel
-from rollwright._memory import MemoryPool
 from rollwright.collectors.core import Path
-from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.rollout.devices import Devices
 from rollwright.collectors.rollout.paths import stages
+from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.recording import Recorder
 from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.policy_trial import action_forms
-from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool, renew
+from rollwright.collectors.rollout.trajectory_ids import renew
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory
-from rollwright.envs.base import EnvBase
 from rollwright.modules.signature import Call
 
 __all__ = ["PlainPath"]
@@ -30,38 +27,16 @@ class PlainPath(Path):
     """Steps an environment and a policy that speak TensorDict.
 
     Args:
-        env: the environment.
-        policy: of the collector; what it reads decides which old actions it may see.
-        call: calls it.
+        parts: what it is made of.
+        call: calls the policy.
         fresh_outputs: whether its outputs are new tensors at each call.
-        options: of the collector.
-        devices: of the collector.
-        syncs: what to call after a copy to the policy, and after one to the environment.
-        steps: T.
-        pool: hands out trajectory ids.
-        memory: lends the memory of batches.
-        version: tells the version of the weights that act.
         how: why this path was taken.
     """
 
-    def __init__(
-        self,
-        env: EnvBase,
-        policy: Any,
-        call: Call,
-        *,
-        fresh_outputs: bool,
-        options: CollectorOptions,
-        devices: Devices,
-        syncs: tuple[Callable[[], None], Callable[[], None]],
-        steps: int,
-        pool: TrajectoryPool,
-        memory: MemoryPool,
-        version: Callable[[], int],
-        how: Mapping[str, str],
-    ) -> None:
+    def __init__(self, parts: PathParts, call: Call, *, fresh_outputs: bool, how: Mapping[str, str]) -> None:
         self.how = dict(how)
-        self._env, self._pool, self._device = env, pool, devices.storing
+        env, options, devices = parts.env, parts.options, parts.devices
+        self._env, self._ids, self._device = env, parts.ids, devices.storing
         self._has_no_device = devices.carrier_has_none
         self._renews = options.track_traj_ids and options.reset_when_done
         self._carrier: TensorDictBase | None = None
@@ -69,20 +44,20 @@ class PlainPath(Path):
         check = stages.action_check(env)
         act = stages.build_act(
             call,
-            stages.mover(devices.policy if devices.cast_to_policy else None, syncs[0]),
+            stages.mover(devices.policy if devices.cast_to_policy else None, parts.syncs.policy),
             check,
             fresh_outputs=fresh_outputs,
-            stale=stages.stale_actions(env, policy),
+            stale=stages.stale_actions(env, parts.acting.policy),
         )
-        random = stages.build_act(self._at_random, lambda td: td, check, fresh_outputs=True)
+        random = stages.build_act(self.at_random, lambda td: td, check, fresh_outputs=True)
         step = stages.build_step(
             env,
-            stages.mover(devices.env if devices.cast_to_env else None, syncs[1]),
+            stages.mover(devices.env if devices.cast_to_env else None, parts.syncs.env),
             reset_when_done=options.reset_when_done,
             carrier_has_no_device=self._has_no_device,
         )
         if options.track_policy_version:
-            act, random = (stages.tag_act(stage, version, env.batch_size) for stage in (act, random))
+            act, random = (stages.tag_act(stage, parts.version, env.batch_size) for stage in (act, random))
             step = stages.tag_step(step)
         self._policy, self._random, self._step = act, random, step
         self._acting = act
@@ -92,12 +67,12 @@ class PlainPath(Path):
         repeated = stages.next_keys(env) if options.compact_obs else []
         self._keeper = BoundaryKeeper(repeated, env.batch_size, devices.storing) if options.compact_obs else None
         self._recorder = Recorder(
-            steps,
+            parts.steps,
             devices.storing,
             dropped={unravel(("next", *as_tuple(key))) for key in repeated},
             use_blocks=True if options.return_same_td else options.use_buffers,
             reuse=options.return_same_td,
-            pool=memory,
+            pool=parts.memory,
         )
 
     def take_over(self, frames: list[TensorDictBase], carrier: TensorDictBase, keeper: BoundaryKeeper | None) -> None:
@@ -151,7 +126,7 @@ class PlainPath(Path):
         """See :meth:`Path.renew_ids`."""
         carrier = cast(TensorDictBase, self._carrier)
         ids = carrier.get(IDS)
-        fresh = renew(ids, ended, self._pool)
+        fresh = renew(ids, ended, self._ids)
         if fresh is not ids:
             carrier.set("collector", carrier.get("collector").copy().set("traj_ids", fresh))
 
@@ -161,7 +136,8 @@ class PlainPath(Path):
         """See :meth:`Path.conform`."""
         self._forms, self._outputs = action_forms(self._env, outputs), outputs
 
-    def _at_random(self, td: TensorDictBase) -> TensorDictBase:
+    def at_random(self, td: TensorDictBase) -> TensorDictBase:
+        """Write random actions, in the dtype and shape that the policy writes."""
         acted = self._env.rand_action(td)
         for key, like in self._forms.items():
             acted.set(key, acted.get(key).to(like.dtype).reshape(like.shape))

@@ -18,9 +18,9 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._interrupts import uninterrupted
-from rollwright.collectors.delivery.batches import never
+from rollwright.collectors.core import never
 from rollwright.collectors.delivery.rows import Frames, Piece, concatenate, pad
-from rollwright.collectors.saved_state import td_from, td_state
+from rollwright.collectors.rollout.state import td_from, td_state
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.member import Member

@@ -1,0 +1,239 @@
+"""RolloutDelivery: what all deliveries of one rollout share."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tensordict import TensorDictBase, is_tensor_collection
+
+from rollwright._keys import NestedKey, is_private, key_str
+from rollwright.collectors.core import Delivery, never
+from rollwright.collectors.delivery.assembler import TrajectoryAssembler
+from rollwright.collectors.profiling import Profile
+from rollwright.collectors.rollout.paths.stages import IDS
+from rollwright.collectors.rollout.rollout import Rollout
+from rollwright.collectors.rollout.state import placed, td_from, td_state
+from rollwright.data.layout import split_trajectories
+
+__all__ = ["RolloutDelivery", "split"]
+
+_ENDLESS = "This collector has no end (total_frames=-1), hence no length. Pass total_frames= to set one."
+_UNKNOWN = (
+    "This collector delivers whole trajectories (trajs_per_batch), and how many will end is not known, so it has no "
+    "length. Iterate over it instead."
+)
+
+
+def split(batch: TensorDictBase) -> TensorDictBase:
+    """Trajectories of a batch, padded."""
+    return split_trajectories(batch, prefix="collector")
+
+
+class RolloutDelivery(Delivery):
+    """Delivers what a rollout collects.
+
+    Args:
+        rollout: collects.
+        profile: traces rollouts.
+        split: cuts batches into padded trajectories, where options ask for it.
+
+    Attributes:
+        batches: delivered so far.
+        in_background: whether a thread collects, and others use the buffer meanwhile.
+        waiting_for: what the next rollout waits for, while it does.
+    """
+
+    def __init__(
+        self, rollout: Rollout, profile: Profile, split: Callable[[TensorDictBase], TensorDictBase] = split
+    ) -> None:
+        self.rollout, self._profile, self._split = rollout, profile, split
+        self.assembler = TrajectoryAssembler(rollout.env.numel()) if rollout.options.trajs_per_batch else None
+        self.batches = 0
+        self.in_background = False
+        self.waiting_for: str | None = None
+        self._left_out: set[NestedKey] = set()
+        self._delivered_trajectories = self._warned_of_end = False
+
+    def ready(self) -> bool:
+        """See :class:`~rollwright.collectors.core.Delivery`."""
+        return not self.rollout.completed
+
+    def has_room(self) -> bool:
+        """See :class:`~rollwright.collectors.core.Delivery`."""
+        return True
+
+    def await_room(self, stop: Callable[[], bool] = never) -> None:
+        """See :class:`~rollwright.collectors.core.Delivery`."""
+
+    @abstractmethod
+    def next(self) -> TensorDictBase | None:
+        """See :class:`~rollwright.collectors.core.Delivery`."""
+
+    # What it says of itself ---------------------------------------------------------------------
+
+    @property
+    def num_batches(self) -> int | None:
+        """How many batches will be yielded; None where that is not known."""
+        return self.rollout.counts.batches
+
+    def length(self) -> int:
+        """See :attr:`num_batches`.
+
+        Raises:
+            RuntimeError: there is no end.
+            TypeError: it is not known.
+        """
+        if self.num_batches is not None:
+            return self.num_batches
+        # list() asks for a length, and takes a TypeError for none; without an end, it is better stopped.
+        raise RuntimeError(_ENDLESS) if self.rollout.counts.batches is None else TypeError(_UNKNOWN)
+
+    @property
+    def how(self) -> dict[str, str]:
+        """What is done with rollouts, by part, for ``stats()["paths"]``."""
+        return {}
+
+    def stats(self) -> dict[str, Any]:
+        """What ``stats()`` of a collector says of its rollout and of what becomes of it."""
+        held = self.assembler
+        stats = {
+            **self.rollout.stats(),
+            "batches": self.batches,
+            "total_batches": self.num_batches,
+            "paths": {**self.rollout.how, **self.how},
+            "waiting_for": self.waiting_for,
+        }
+        if held is not None:
+            stats["trajectories_held"], stats["frames_held"] = held.num_complete, held.frames_held
+            stats["frames_dropped"] = held.frames_dropped
+        return stats
+
+    # Whole trajectories -------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Drop what is held: all environments are reset."""
+        if self.assembler is not None:
+            self.assembler.drop()
+
+    def missed(self) -> None:
+        """Drop what cannot become whole: a rollout was taken that is not delivered."""
+        if self.assembler is not None:
+            self.assembler.miss(self.rollout.ids.state_dict()["traj_id"])
+
+    def ended(self) -> None:
+        """All frames are stepped: warn, once, where nothing of them became whole."""
+        held = 0 if self.assembler is None else self.assembler.frames_held
+        if held and not self._delivered_trajectories and not self._warned_of_end:
+            self._warned_of_end = True
+            warnings.warn(
+                f"{self.rollout.owner} ends without a batch of whole trajectories: frames_held={held} frames "
+                "belong to fewer complete trajectories than trajs_per_batch asks for, or to none. Pass a larger "
+                "total_frames, or a smaller max_frames_per_traj.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def collect_trajectories(self) -> None:
+        """Collect a batch, and hand it to the assembler; where that fails, its trajectories end there."""
+        rollout, assembler = self.rollout, self.assembler
+        assert assembler is not None
+        self._profile.start()
+        known = assembler.frames_held + assembler.frames_dropped - rollout.frames
+        try:
+            batch = rollout.collect()
+            assembler.take(batch, rollout.steps_taken, rollout.ends_in(batch))
+        except BaseException:
+            if rollout.start_over_if_begun():
+                assembler.drop_after_error(known + rollout.frames)
+            raise
+        self._profile.step()
+
+    def save_held(self) -> tuple[dict[str, Any] | None, list[str]]:
+        """Frames of whole trajectories that are not delivered yet; or None, and why they cannot be saved."""
+        if self.assembler is None:
+            return None, []
+        held = self.assembler.state_dict()
+        try:
+            saved = {name: [td_state(td) for td in held[name]] for name in ("open", "complete")}
+        except Exception as error:
+            return None, [f"objects in held trajectories: cannot be pickled: {type(error).__name__}: {error}"]
+        return {**held, **saved}, []
+
+    def load_held(
+        self, held: Mapping[str, Any] | None, trajectories: Mapping[str, Any] | None, *, ids_are_free: bool
+    ) -> None:
+        """Go on with frames that were saved.
+
+        Args:
+            held: of :meth:`save_held`.
+            trajectories: those under way, as they were saved, if the rollout goes on with them.
+            ids_are_free: whether those that are complete keep their ids.
+        """
+        assembler, rollout = self.assembler, self.rollout
+        if assembler is None:
+            return
+        if held is None:
+            assembler.drop()
+            self.missed()  # trajectories that go on have begun elsewhere
+            return
+        loaded = {name: [td_from(td) for td in placed(held[name])] for name in ("open", "complete")}
+        carrier = None if trajectories is None else rollout.current
+        ids = None if carrier is None else carrier.get(IDS).reshape(-1).cpu().numpy()
+        saved = td_from(trajectories["carrier"]) if trajectories is not None and ids is not None else None
+        saved_ids = None if saved is None else saved.get(IDS).reshape(-1).cpu().numpy()
+        fresh = () if ids_are_free else rollout.ids.take(len(loaded["complete"])).tolist()
+        assembler.load_state_dict({**held, **loaded}, ids, fresh, saved_ids)
+
+    # What subclasses do with a batch --------------------------------------------------------------
+
+    @contextmanager
+    def _collected(self) -> Iterator[TensorDictBase]:
+        """A batch; where the ``with`` block raises, nobody gets it, and its trajectories end there."""
+        self._profile.start()
+        with self.rollout.or_start_over():
+            yield self.rollout.collect()
+        self._profile.step()
+
+    def _hand_out(
+        self, batch: TensorDictBase, store: Callable[[TensorDictBase], None] | None = None, *, count: bool = True
+    ) -> TensorDictBase:
+        """Shape a batch, count it, show it to the hook, and store it."""
+        timer = self.rollout.timer
+        with timer.running():
+            batch = self._shape(batch)
+        self._count_batch(batch, count)
+        if store is not None:
+            with timer.running():
+                store(batch)
+        return batch
+
+    def _count_batch(self, batch: TensorDictBase, count: bool = True) -> None:
+        self.batches += count
+        if (hook := self.rollout.hooks.post_collect_hook) is not None:
+            hook(batch)
+
+    def _shape(self, batch: TensorDictBase) -> TensorDictBase:
+        """Split, post-process, and drop private entries."""
+        options = self.rollout.options
+        if options.split_trajs:
+            batch = self._split(batch)
+        if options.postproc is not None:
+            batch = options.postproc(batch)
+            if not is_tensor_collection(batch):
+                raise TypeError(
+                    f"postproc: expected it to return a TensorDict, got {type(batch).__name__}. Let it return one."
+                )
+            private = [key for key in batch.keys(True) if is_private(key)]
+            batch = batch.exclude(*private) if private else batch
+        return batch
+
+    def _warn_of_left_out(self, keys: Iterable[NestedKey], why: str) -> None:
+        """Warn, once, of entries that are not delivered."""
+        new = set(keys) - self._left_out
+        if new:
+            self._left_out |= new
+            warnings.warn(f"{self.rollout.owner} leaves out {key_str(new)}: {why}.", UserWarning, stacklevel=4)

@@ -1,0 +1,202 @@
+"""A collector between two batches, saved and restored: the next batch is bit-for-bit that of an uninterrupted run."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rollwright._keys import key_str
+from rollwright.collectors.arguments import checked_state
+from rollwright.collectors.delivery.base import RolloutDelivery
+from rollwright.collectors.rollout.devices import module_device
+from rollwright.collectors.rollout.rollout import Rollout
+from rollwright.collectors.rollout.state import RolloutState, placed, td_from, td_state
+from rollwright.envs.checkpoint import load_env, save_env
+from rollwright.modules import RandomPolicy
+
+__all__ = ["SavedState"]
+
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+
+
+class SavedState:
+    """Saves and restores a rollout, its delivery, its policy and the global generators.
+
+    Args:
+        rollout: to be saved.
+        delivery: of its batches.
+    """
+
+    def __init__(self, rollout: Rollout, delivery: RolloutDelivery) -> None:
+        self._rollout, self._delivery = rollout, delivery
+
+    def save(self) -> OrderedDict[str, Any]:
+        """Tensors, numbers, strings, and dictionaries and lists of them.
+
+        Nothing of it changes when the collector goes on, but for ``policy_state_dict`` and ``env_state_dict``: these
+        are live, as everywhere in torch.
+        """
+        rollout = self._rollout
+        checkpoint = save_env(rollout.env)
+        trajectories, objects = (None, []) if checkpoint.unsaved else _trajectories(rollout.state())
+        held, unheld = self._delivery.save_held()
+        state: OrderedDict[str, Any] = OrderedDict()
+        if isinstance(rollout.policy, nn.Module):
+            state["policy_state_dict"] = rollout.policy.state_dict()
+        state["env_state_dict"] = rollout.env.state_dict()
+        state.update(frames=rollout.frames, iter=self._delivery.batches, policy_version=rollout.acting.version)
+        state["traj_pool"] = rollout.ids.state_dict()
+        state["env_checkpoint"] = checkpoint.state
+        state["trajectories"] = trajectories
+        state["held"] = held
+        state["episodes"] = rollout.episodes.state_dict()
+        state["streams"] = _generator_states(rollout)
+        state["unsaved"] = [*checkpoint.unsaved, *objects, *unheld, *_kept_by_policy(rollout.policy)]
+        return state
+
+    def load(self, state: Mapping[str, Any], **kwargs: Any) -> None:
+        """Restore what :meth:`save` saved.
+
+        Args:
+            state: of :meth:`save`, of a collector of the same make; what it lacks is reset.
+            **kwargs: go to ``load_state_dict`` of policy and environment.
+        """
+        if "env_state_dict" not in checked_state(state):
+            raise KeyError(f"state_dict: expected 'env_state_dict' among its entries, got {sorted(state)}.")
+        rollout = self._rollout
+        # Frames that this collector has delivered may have the saved ids, on other trajectories.
+        ids_are_free = not rollout.stepped or self._is_at(state)
+        rollout.forget_trajectories()
+        if "policy_state_dict" in state and isinstance(rollout.policy, nn.Module):
+            rollout.policy.load_state_dict(state["policy_state_dict"], **kwargs)
+        rollout.env.load_state_dict(state["env_state_dict"], **kwargs)
+        rollout.frames = int(state.get("frames", 0))
+        self._delivery.batches = int(state.get("iter", 0))
+        rollout.acting.version = int(state.get("policy_version", 0))
+        if "traj_pool" in state:
+            rollout.ids.load_state_dict(state["traj_pool"])
+        saved = state.get("trajectories") if self._load_env(state) else None
+        if "episodes" in state:
+            rollout.episodes.load_state_dict(placed(state["episodes"]), goes_on=saved is not None)
+        if saved is not None:
+            loaded = RolloutState(td_from(saved["carrier"]), saved["anew"].cpu().numpy(), placed(saved["fresh_ids"]))
+            rollout.go_on_from(loaded, ids_are_free=ids_are_free)
+        self._delivery.load_held(state.get("held"), saved, ids_are_free=ids_are_free)
+        if "streams" in state:
+            _load_generators(state["streams"])
+
+    def _is_at(self, state: Mapping[str, Any]) -> bool:
+        """Whether nothing was delivered that the saved state does not know of."""
+        rollout = self._rollout
+        if rollout.frames != state.get("frames") or rollout.ids.state_dict() != state.get("traj_pool"):
+            return False
+        return _equal(_trajectories(rollout.state())[0], state.get("trajectories"))
+
+    def _load_env(self, state: Mapping[str, Any]) -> bool:
+        """Restore the environment; False where it is reset instead."""
+        if "env_checkpoint" not in state:
+            return False
+        env = self._rollout.env
+        try:
+            load_env(env, placed(state["env_checkpoint"], env.device))
+        except ValueError as error:
+            warnings.warn(
+                f"load_state_dict: the environment begins anew, with new trajectory ids. {error}",
+                UserWarning,
+                stacklevel=4,
+            )
+            return False
+        return True
+
+
+def _trajectories(now: RolloutState) -> tuple[dict[str, Any] | None, list[str]]:
+    """The current TensorDict and what belongs to it; or None, and why it cannot be saved."""
+    try:
+        carrier = td_state(now.carrier)
+    except Exception as error:
+        return None, [f"objects in the carrier: cannot be pickled: {type(error).__name__}: {error}"]
+    return {"carrier": carrier, "anew": torch.from_numpy(now.reset_envs), "fresh_ids": now.unused_ids}, []
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.device == other.device and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+# Random numbers -----------------------------------------------------------------------------------------
+
+
+def _generator_states(rollout: Rollout) -> dict[str, Any]:
+    """The states of the global generators: torch's, those of the CUDA devices in use, NumPy's and Python's."""
+    devices = {*vars(rollout.devices).values(), module_device(rollout.policy)}
+    used = sorted({_index(device) for device in devices if device is not None and device.type == "cuda"})
+    version, numbers, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": {index: torch.cuda.get_rng_state(index) for index in used},
+        "numpy": _as_tensors(np.random.get_state(legacy=False)),
+        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+    }
+
+
+def _load_generators(saved: Mapping[str, Any]) -> None:
+    torch.set_rng_state(saved["torch"].cpu())
+    for index, stream in saved["cuda"].items():
+        if index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(stream.cpu(), index)
+    np.random.set_state(_as_arrays(saved["numpy"]))
+    python = saved["python"]
+    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _as_tensors(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _as_tensors(value) for key, value in state.items()}
+    return torch.from_numpy(state.astype(np.int64)) if isinstance(state, np.ndarray) else state
+
+
+def _as_arrays(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _as_arrays(value) for key, value in state.items()}
+    return state.cpu().numpy() if isinstance(state, torch.Tensor) else state
+
+
+# What a policy keeps to itself ------------------------------------------------------------------------------
+
+
+def _kept_by_policy(policy: Any) -> list[str]:
+    """What a policy has beside its ``state_dict()`` that its actions may depend on, one line."""
+    if isinstance(policy, nn.Module):
+        names = list(_generators(policy))
+        held, remedy = "which state_dict() leaves out", "Return their states from get_extra_state()"
+    else:
+        owner = getattr(policy, "__self__", policy)  # of a bound method
+        stateless = isinstance(owner, (RandomPolicy, FunctionType, BuiltinFunctionType))
+        names = [] if stateless else list(getattr(owner, "__dict__", ()))
+        held, remedy = "and is no nn.Module", "Make it an nn.Module if they change"
+    if not names:
+        return []
+    return [f"policy ({type(policy).__name__}): it has {key_str(names)}, {held}. {remedy}"]
+
+
+def _generators(policy: nn.Module) -> Iterator[str]:
+    for path, part in policy.named_modules():
+        if type(part).get_extra_state is nn.Module.get_extra_state:
+            for name, value in vars(part).items():
+                if isinstance(value, GENERATORS):
+                    yield f"{path}.{name}" if path else name

@@ -1,0 +1,234 @@
+"""CollectorThread: collects into a replay buffer, and attends to what others ask between two steps."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+from rollwright._processes.threads import DaemonThread
+from rollwright.collectors.rollout.stats import StageTimer
+from rollwright.envs.utils import ExplorationType, set_exploration_type
+
+__all__ = ["CollectorThread", "exploration_of_this_thread", "paused_error"]
+
+_WAIT_S = 60.0  # for a step to end, at most
+_STOP_S = 10.0  # for the thread to end, unless the caller says otherwise
+_NAP_S = 1.0
+
+_Apply = Callable[[], None]
+
+
+class CollectorThread(DaemonThread):
+    """Runs ``deliver`` again and again in a thread.
+
+    The thread comes by :meth:`checkpoint` once a step, between two steps. There it applies new weights, rests as long
+    as somebody asks it to, or cuts the batch short. What it has to do there is looked at under a lock; where
+    there is nothing, it costs reading one attribute.
+
+    Args:
+        deliver: collects and writes one batch; returns whether there may be more.
+        interrupted: of the collector: whether the rollout ends after this step.
+        applied: called with the version of weights that have just come into force.
+        ended: called in the thread when it ends.
+        version: of the weights in force.
+        timer: of the rollout.
+        exploration_type: that of the thread, whatever other threads set meanwhile.
+    """
+
+    def __init__(
+        self,
+        deliver: Callable[[], bool],
+        interrupted: Callable[[], bool],
+        *,
+        applied: Callable[[int], None],
+        ended: Callable[[], None],
+        version: int,
+        timer: StageTimer,
+        exploration_type: ExplorationType,
+    ) -> None:
+        super().__init__("rollwright-collector")
+        self._deliver, self._interrupted = deliver, interrupted
+        self._applied, self._ended = applied, ended
+        self._exploration = exploration_type
+        self.version = version  # the newest that was published
+        self._updates: dict[str, _Apply] = {}
+        self._new_version = False
+        self._calm = True  # nothing is asked of the thread
+        self._pauses = self._holds = 0  # who wants it to rest between two steps, and between two batches
+        self._resting: str | None = None  # "step" or "batch", while it rests
+        self._timer = timer
+        self._at_end: _Apply | None = None
+
+    # The thread -------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        with exploration_of_this_thread(self._exploration):
+            while self.goes_on() and self._deliver():
+                pass
+
+    def _finish(self) -> None:
+        self._ended()
+        self._apply_updates()
+
+    def _run(self) -> None:
+        super()._run()
+        if self._at_end is not None:  # nobody waits any more
+            self._at_end()
+
+    def checkpoint(self) -> bool:
+        """Between two steps: whether the batch ends here."""
+        if not self._calm and self._attend("step"):
+            return True
+        return self._interrupted()
+
+    def goes_on(self) -> bool:
+        """Between two batches, in the thread: do what is asked; returns whether the thread goes on."""
+        return self._calm or not self._attend("batch")
+
+    def _attend(self, place: str) -> bool:
+        """Do what is asked; returns whether the batch (or, between two of them, the thread) ends."""
+        with self.condition:
+            while True:
+                self._apply_updates()
+                if self.stopping or (self._holds and place == "step"):
+                    self._resting = None
+                    return True
+                if not self._pauses and not self._holds:
+                    self._resting, self._calm = None, True
+                    return False
+                self._resting = place
+                self.condition.notify_all()
+                begun = time.perf_counter()
+                self.condition.wait(_NAP_S)
+                self._timer.rested += (time.perf_counter() - begun) * (place == "step")
+
+    def _apply_updates(self) -> None:
+        updates, self._updates = self._updates, {}
+        for apply in updates.values():
+            apply()
+        if self._new_version:
+            self._new_version = False
+            self._applied(self.version)
+
+    # What others ask --------------------------------------------------------------------------------
+
+    def publish(self, updates: Mapping[str, _Apply]) -> int | None:
+        """Let new weights come into force before the next step, all at once.
+
+        Returns:
+            Their version; None if the thread has ended: nothing was done.
+        """
+        with self.condition:
+            if self.finished:
+                return None
+            self._updates.update(updates)  # of two updates of one model, the last counts
+            self.version += 1
+            self._new_version, self._calm = True, False
+            self.condition.notify_all()
+            return self.version
+
+    def resting(self, *, between_batches: bool) -> AbstractContextManager[None]:
+        """Keep the thread at rest inside the ``with`` block; no effect in the thread itself, or after its end.
+
+        Args:
+            between_batches: rest there; the batch under way is cut short, and written. Otherwise between two steps.
+
+        Raises:
+            TimeoutError: the step under way did not end in time.
+        """
+        return nullcontext() if self.inside else self._rest(between_batches)
+
+    @contextmanager
+    def _rest(self, between_batches: bool) -> Iterator[None]:
+        name, places = ("_holds", ("batch",)) if between_batches else ("_pauses", ("step", "batch"))
+        with self.condition:
+            setattr(self, name, getattr(self, name) + 1)
+            self._calm = False
+            self.condition.notify_all()
+        try:
+            with self.condition:
+                rests = self.condition.wait_for(lambda: self.finished or self._resting in places, _WAIT_S)
+            if not rests:
+                raise TimeoutError(f"pause: waited {_WAIT_S:g} s for {self.doing()} to end. The collector goes on.")
+            self.raise_error()
+            yield
+        finally:
+            with self.condition:
+                setattr(self, name, getattr(self, name) - 1)
+                self.condition.notify_all()
+
+    @property
+    def rests_in_a_batch(self) -> bool:
+        """Whether the thread rests between two steps."""
+        return self._resting == "step"
+
+    def stop(self, timeout_s: float | None, at_end: _Apply | None = None) -> bool:
+        """End the thread between two steps; what was collected is written.
+
+        Args:
+            timeout_s: how long to wait for that.
+            at_end: to be called in the thread if it takes longer.
+
+        Returns:
+            Whether it has ended.
+        """
+        with self.condition:
+            self.stopping, self._calm = True, False
+        ended = super().stop(_STOP_S if timeout_s is None else timeout_s)
+        if not ended:
+            with self.condition:
+                ended = self.finished
+                self._at_end = None if ended else at_end
+        return ended
+
+    def doing(self) -> str:
+        """What the thread is doing, for a message."""
+        if self.finished:
+            return "nothing any more"
+        if self._resting is not None:
+            return f"a rest between two {'steps' if self._resting == 'step' else 'batches'}"
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        where, what = "", "a batch"
+        innermost = frame
+        while frame is not None:
+            what = _stage(frame) or what
+            if what != "a batch":
+                break
+            frame = frame.f_back
+        if innermost is not None:
+            code = innermost.f_code
+            where = f" (in {code.co_qualname}, {code.co_filename}:{innermost.f_lineno})"
+        return what + where
+
+    def stats(self) -> dict[str, Any]:
+        """What ``stats()`` of a collector says of it."""
+        return {"running": self.running, "paused": self._resting is not None, "error": self.told()}
+
+
+_STAGES = {"act": "a call of the policy", "step": "a step of the environment", "record": "a write of a frame"}
+
+
+def _stage(frame: FrameType) -> str | None:
+    """What a frame of the stack stands for."""
+    code = frame.f_code
+    of_a_path = code.co_qualname.split(".")[0] in ("AlternatingPath", "ArrayPath", "PlainPath")
+    return _STAGES.get(code.co_name) if of_a_path else None
+
+
+def paused_error(what: str) -> RuntimeError:
+    """Why something cannot be done inside a pause."""
+    return RuntimeError(
+        f"{what} has to wait for the end of a rollout, and pause() keeps that from ending. Call it after the pause."
+    )
+
+
+def exploration_of_this_thread(exploration: ExplorationType) -> AbstractContextManager[Any]:
+    """The exploration type of one thread, where tensordict knows that (from 0.15 on)."""
+    if "thread_local" in inspect.signature(set_exploration_type.__init__).parameters:
+        return set_exploration_type(exploration, thread_local=True)
+    return nullcontext()

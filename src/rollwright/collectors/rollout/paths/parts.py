@@ -1,0 +1,61 @@
+"""What every path is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._memory import MemoryPool
+from rollwright.collectors.core import TrajectoryIds
+from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.rollout.devices import Devices, Syncs
+from rollwright.collectors.rollout.policy import ActingPolicy
+from rollwright.collectors.rollout.stats import StageTimer
+from rollwright.data.compact import BoundaryKeeper
+from rollwright.envs.base import EnvBase
+
+__all__ = ["HandOver", "PathParts"]
+
+HandOver = Callable[[list[TensorDictBase], TensorDictBase, BoundaryKeeper | None, str], None]
+
+
+@dataclass(frozen=True)
+class PathParts:
+    """What every path is made of.
+
+    Attributes:
+        env: the environment.
+        acting: the policy.
+        options: of the collector.
+        devices: of the collector.
+        syncs: what to call after copies between them.
+        steps: T.
+        ids: hands out trajectory ids.
+        memory: provides the memory of batches.
+        timer: where the stages of a step are noted.
+        hand_over: leaves the batch under way to the plain path: called with the frames so far, the current TensorDict
+            after the policy has acted, the keeper of boundaries, and the reason.
+    """
+
+    env: EnvBase
+    acting: ActingPolicy
+    options: CollectorOptions
+    devices: Devices
+    syncs: Syncs
+    steps: int
+    ids: TrajectoryIds
+    memory: MemoryPool
+    timer: StageTimer
+    hand_over: HandOver
+
+    @property
+    def carrier_device(self) -> torch.device | None:
+        """Of what the next step is taken from."""
+        return None if self.devices.carrier_has_none else self.env.device
+
+    def version(self) -> int:
+        """Of the weights that act."""
+        return self.acting.version

@@ -1,0 +1,87 @@
+"""LocalWeights: weights of a policy that acts in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rollwright.collectors.delivery.background import Background
+from rollwright.collectors.rollout.rollout import Rollout
+from rollwright.collectors.weights.receiving import CollectorWeights
+from rollwright.collectors.weights.updates import parse_update, prepare, snapshot
+from rollwright.weight_update.feed import HasModels
+
+__all__ = ["LocalWeights"]
+
+
+class LocalWeights(CollectorWeights):
+    """Applies updates from the next batch on; while a thread collects, from its next step on.
+
+    Args:
+        collector: has the models, by id.
+        rollout: has the policy.
+        background: the thread, if there is one.
+        worker_idx: gives the index of the collector among its siblings.
+    """
+
+    def __init__(
+        self, collector: HasModels, rollout: Rollout, background: Background, worker_idx: Callable[[], int | None]
+    ) -> None:
+        super().__init__()
+        self._collector, self._rollout, self._background = collector, rollout, background
+        self._worker_idx = worker_idx
+
+    @property
+    def version(self) -> int:
+        """See :class:`CollectorWeights`."""
+        return self._background.version
+
+    def apply(
+        self,
+        given: Any,
+        *,
+        weights_dict: Mapping[str, Any] | None = None,
+        model_id: str | None = None,
+        worker_ids: Any = None,
+    ) -> int:
+        """See :class:`CollectorWeights`.
+
+        Raises:
+            RuntimeError: a thread collects, nothing was given, and there is no module in the policy to read again.
+        """
+        rollout, acting = self._rollout, self._rollout.acting
+        self._background.raise_error()
+        update = parse_update(
+            given,
+            weights_dict=weights_dict,
+            model_id=model_id,
+            worker_ids=worker_ids,
+            own={self._worker_idx() or 0, rollout.devices.policy},
+            fallback=acting.source,
+        )
+        if self._background.running:
+            if not update and acting.has_no_weights:
+                raise RuntimeError(
+                    f"update_policy_weights_: found no module in the policy ({type(acting.policy).__name__}) whose "
+                    "weights could be published to the thread of start(). Pass an nn.Module or a TensorDictModule "
+                    "as policy, or call increment_version() to count an update of your own."
+                )
+            update = {name: snapshot(new) for name, new in update.items()}
+        return self._background.publish(
+            {name: prepare(self._collector.get_model(name), new, name) for name, new in update.items()}
+        )
+
+    def count_update(self) -> int:
+        """See :class:`CollectorWeights`."""
+        return self._background.publish({})
+
+    @contextmanager
+    def receiving(self) -> Iterator[HasModels]:
+        """See :class:`CollectorWeights`."""
+        with self._background.pause():
+            yield self._collector
+
+    def received(self, models: Sequence[str]) -> None:
+        """See :class:`CollectorWeights`."""
+        self._background.publish({})

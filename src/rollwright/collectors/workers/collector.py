@@ -1,0 +1,368 @@
+"""WorkerCollector: what a worker process collects with, and what calls from the collector's process reach."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rollwright._keys import NestedKey, unravel
+from rollwright._processes.channel import ByValue
+from rollwright.collectors.attribute_paths import Reachable, resolve
+from rollwright.collectors.core import TrajectoryIds
+from rollwright.collectors.delivery.background import Background
+from rollwright.collectors.delivery.batches import TrajectoryBatches
+from rollwright.collectors.delivery.checks import ledger_of, warn_of_options
+from rollwright.collectors.delivery.saved_state import SavedState
+from rollwright.collectors.delivery.storage_memory import batch_memory
+from rollwright.collectors.delivery.stored import choose_delivery
+from rollwright.collectors.delivery.thread import paused_error
+from rollwright.collectors.profiling import Profile, ProfileConfig
+from rollwright.collectors.rollout.devices import module_device
+from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
+from rollwright.collectors.rollout.rollout import Rollout
+from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
+from rollwright.collectors.weights.local import LocalWeights
+from rollwright.collectors.weights.updates import pick_weights
+from rollwright.collectors.workers import messages as say
+from rollwright.collectors.workers.counters import Words
+from rollwright.collectors.workers.memory.blocks import BatchForm, BlockMemory, Place
+from rollwright.collectors.workers.memory.packing import ParcelMemory
+from rollwright.collectors.workers.observer import WorkerObserver
+from rollwright.collectors.workers.trajectory_ids import StridedIds
+from rollwright.envs.base import EnvBase
+from rollwright.weight_update.feed import WeightFeed
+from rollwright.weight_update.forms import describe
+
+if TYPE_CHECKING:
+    from rollwright.collectors.workers.worker import WorkerSpec
+
+__all__ = ["WorkerCollector"]
+
+
+class WorkerCollector(Reachable):
+    """Collects batches for another process.
+
+    Args:
+        spec: of the worker.
+        words: of the worker.
+        ask: for memory in the middle of a rollout.
+        feed: brings published weights.
+        interrupted: asked after each step whether the batch ends there.
+        stopping: whether the worker ends.
+
+    Attributes:
+        observer: writes down how far it is.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        words: Words,
+        ask: Callable[[BatchForm], Place | None],
+        feed: WeightFeed,
+        *,
+        interrupted: Callable[[], bool],
+        stopping: Callable[[], bool],
+    ) -> None:
+        self.options = options = spec.options
+        self.worker_idx = options.worker_idx
+        self._feed = feed
+        self._parcels = ParcelMemory(spec.parcels)
+        self._blocks = BlockMemory(spec.blocks, ask)
+        self.observer = WorkerObserver(words, spec.max_policy_lag, stopping)
+        self._refused_rollout: str | None = None  # the call that must not take a rollout,
+        self._refused_end: str | None = None  # or wait for the end of the one under way
+        policy = None if spec.policy is None else pickle.loads(spec.policy)
+        if isinstance(spec.create_env_fn, EnvBase):  # a copy, with the generator of its siblings
+            spec.create_env_fn.set_seed(int(torch.empty((), dtype=torch.int64).random_()) % 2**31)
+        ledger = ledger_of(options.replay_buffer)
+        ids: TrajectoryIds = TrajectoryPool(ledger) if ledger else StridedIds(words, spec.index, spec.num_workers)
+        in_blocks = options.replay_buffer is None and options.trajs_per_batch is None
+        self._hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
+        self._profile = Profile(lambda: self.worker_idx)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self._rollout = rollout = Rollout(
+                spec.create_env_fn,
+                policy,
+                options,
+                hooks=self._hooks,
+                ids=ids,
+                memory=self._blocks if in_blocks else batch_memory(options),
+                observer=self.observer,
+                interrupted=interrupted,
+                owner=type(self).__name__,
+            )
+            self._delivery = choose_delivery(rollout, self._profile)
+            warn_of_options(type(self).__name__, options, stacklevel=2)
+        self.observer.notes += [(entry.category, str(entry.message)) for entry in caught]
+        self.observer.continue_counts(self._delivery)
+        self._weights = LocalWeights(
+            self, rollout, Background(rollout, self._delivery), worker_idx=lambda: self.worker_idx
+        )
+        self._saved_state = SavedState(rollout, self._delivery)
+        self.env, self.replay_buffer, self.devices = rollout.env, options.replay_buffer, rollout.devices
+        self.frames_per_batch, self.init_random_frames = rollout.counts.frames, rollout.counts.random_frames
+        self._how: dict[str, str] = {}  # as the collector knows it
+
+    # For the worker ---------------------------------------------------------------------------
+
+    def ready(self) -> say.Ready:
+        """What its collector has to know of it."""
+        rollout, device = self._rollout, self.devices.storing
+        return say.Ready(
+            num_envs=self.env.numel(),
+            batch_size=tuple(self.env.batch_size),
+            shapes=_shapes(self.env),
+            frames_per_batch=rollout.counts.frames,
+            random_frames=rollout.counts.random_frames,
+            device=None if device is None else str(device),
+            policy_device=str(module_device(self.policy) or self.devices.policy or "cpu"),
+            threads=torch.get_num_threads(),
+            description=f"env={self.env}, policy={type(self.policy).__name__}",
+            how=self._current_how(),
+            warnings=ByValue(self._taken_notes()),
+        )
+
+    def news(self) -> say.Noted | None:
+        """What has changed of that since the last report: a policy is compiled at its first batch."""
+        how, notes = self._how, self._taken_notes()
+        return say.Noted(self._how, ByValue(notes)) if self._current_how() != how or notes else None
+
+    def _current_how(self) -> dict[str, str]:
+        self._how = {**self._rollout.how, **self._delivery.how}
+        return self._how
+
+    def _taken_notes(self) -> list[tuple[type[Warning], str]]:
+        notes, self.observer.notes = self.observer.notes, []
+        return notes
+
+    def take_version(self, version: int) -> None:
+        """Act with another version of the weights."""
+        self._rollout.acting.version = version
+        self.observer.take_version(version)
+
+    def collect(self, order: say.Collect) -> say.Collected:
+        """Collect a batch, and hand it over."""
+        rollout, observer, delivery = self._rollout, self.observer, self._delivery
+        frames, dropped = rollout.frames, observer.frames_dropped
+        observer.begin()
+        self._blocks.begin(order.offset, order.layout)
+        if order.anew:
+            rollout.start_over()
+            delivery.forget()
+        try:
+            with observer.spending(None):
+                batch: Any = delivery.next_of_rollout() if isinstance(delivery, TrajectoryBatches) else delivery.next()
+            in_block, rest, lacking, nesting = self._sorted(batch)
+        finally:
+            batch = None
+            held = self._blocks.end()
+            observer.write_counts(delivery)
+        dropped = observer.frames_dropped - dropped
+        return say.Collected(
+            run=order.run,
+            frames=rollout.frames - frames - dropped,
+            steps=rollout.steps_taken,
+            in_block=in_block,
+            rest=rest,
+            lacking=lacking,
+            nesting=nesting,
+            held=held,
+            oldest_version=observer.oldest,
+            newest_version=observer.version,
+            dropped_frames=dropped,
+        )
+
+    def _sorted(self, batch: Any) -> tuple[bool, Any, tuple[NestedKey, ...], dict[NestedKey, tuple[int, ...]]]:
+        """What of a batch lies in the block, and the rest of it, packed."""
+        windows = self._blocks.windows
+        if batch is None:
+            return False, None, (), {}
+        if not windows or type(batch) is not TensorDict or batch.batch_size != self._batch_size:
+            return False, self._parcels.pack(batch), (), {}
+        rest: dict[NestedKey, Any] = {}
+        nesting: dict[NestedKey, tuple[int, ...]] = {}
+        missing = set(windows)
+        for place, value in _nodes(batch):
+            key = unravel(place)
+            if isinstance(value, TensorDictBase):
+                if value.is_empty():
+                    rest[key] = value
+                elif value.batch_size != batch.batch_size:
+                    nesting[key] = tuple(value.batch_size[batch.ndim :])
+                continue
+            window = windows.get(key)
+            if window is None or not _is(value, window):
+                rest[key] = value
+            else:
+                missing.discard(key)
+        packed = self._parcels.pack(rest) if rest else None
+        return True, packed, tuple(missing), nesting
+
+    @property
+    def _batch_size(self) -> torch.Size:
+        return torch.Size([*self.env.batch_size, self._rollout.counts.steps])
+
+    def shutdown(self, close_env: bool = True) -> None:
+        """Write what was traced, and close the environment."""
+        self.disable_profile()
+        if close_env:
+            self._rollout.close()
+        self._rollout.closed = True
+
+    # For calls from the other process ---------------------------------------------------------
+
+    @contextmanager
+    def called(self, path: str, *, paused: bool, in_rollout: bool) -> Iterator[None]:
+        """Call ``path`` in the ``with`` block, which refuses what cannot be done now.
+
+        Args:
+            path: for the message.
+            paused: no rollout may begin.
+            in_rollout: there is one under way, and what has to wait for its end is not to be called.
+        """
+        before = self._refused_rollout, self._refused_end
+        self._refused_rollout = path if paused or in_rollout else None
+        self._refused_end = path if in_rollout else None
+        try:
+            yield
+        finally:
+            self._refused_rollout, self._refused_end = before
+
+    def _check_between_batches(self) -> None:
+        if self._refused_end is not None:
+            raise paused_error(self._refused_end)
+
+    @property
+    def policy(self) -> Any:
+        """What acts."""
+        return self._rollout.policy
+
+    def rollout(self) -> TensorDictBase:
+        """Collect one batch that is not delivered."""
+        if self._refused_rollout is not None:
+            raise paused_error(self._refused_rollout)
+        try:
+            return self._rollout.run()
+        finally:
+            self._delivery.missed()
+
+    def reset(self, index: Any = None, **kwargs: Any) -> None:
+        """Begin new trajectories, in all environments or in some of a batch."""
+        self._check_between_batches()
+        self._rollout.reset(index, **kwargs)
+        if index is None:
+            self._delivery.forget()
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed environments and torch's global generator; returns the seed of the last environment."""
+        self._check_between_batches()
+        last = self._rollout.set_seed(seed, static_seed=static_seed)
+        self._delivery.forget()
+        return last
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """What :meth:`load_state_dict` needs to go on."""
+        self._check_between_batches()
+        return self._saved_state.save()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
+        """Go on from a saved state."""
+        self._check_between_batches()
+        self._saved_state.load(state_dict, **kwargs)
+        self.take_version(self._rollout.acting.version)
+
+    def load_saved_state(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
+        """:meth:`load_state_dict`, whatever was published before."""
+        self.load_state_dict(state_dict, **kwargs)
+        self._feed.skip()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts, rates and episodes."""
+        return self._delivery.stats()
+
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the environment."""
+        return resolve(self.env, attr)
+
+    def getattr_policy(self, attr: str) -> Any:
+        """An attribute of the policy."""
+        return resolve(self.policy, attr)
+
+    def get_model(self, model_id: str) -> Any:
+        """The model that an id names."""
+        return self._rollout.get_model(model_id, self)
+
+    def describe_model(self, model_id: str) -> Any:
+        """What a model takes; see :func:`~rollwright.weight_update.forms.describe`."""
+        return describe(self.get_model(model_id), model_id)
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, *, weights: Any = None, **options: Any) -> int:
+        """Apply new weights in this worker alone; returns their version."""
+        return self._weights.apply(pick_weights(policy_or_weights, weights, None), **options)
+
+    @property
+    def policy_version(self) -> int:
+        """Number of updates of the weights so far."""
+        return self._weights.version
+
+    def get_policy_version(self) -> int:
+        """Same as :attr:`policy_version`."""
+        return self.policy_version
+
+    def increment_version(self) -> int:
+        """Count an update of the weights; returns the new version."""
+        return self._weights.count_update()
+
+    @property
+    def pre_collect_hook(self) -> PreHook | None:
+        """Called before each rollout."""
+        return self._hooks.pre_collect_hook
+
+    @property
+    def post_collect_hook(self) -> PostHook | None:
+        """Called with each batch."""
+        return self._hooks.post_collect_hook
+
+    def set_hook(self, name: str, hook: Any) -> None:
+        """Set ``pre_collect_hook`` or ``post_collect_hook``."""
+        self._hooks.set(name, hook)
+
+    def profile(self, config: ProfileConfig) -> None:
+        """Trace rollouts as ``config`` says."""
+        self._profile.config = config
+
+    def disable_profile(self) -> None:
+        """Trace no (further) rollouts; what was recorded is written."""
+        self._profile.disable()
+
+
+def _shapes(env: EnvBase) -> dict[NestedKey, tuple[int, ...]]:
+    """Of all that an environment reads and says."""
+    specs = (env.full_observation_spec, env.full_action_spec, env.full_reward_spec, env.full_done_spec)
+    return {unravel(key): tuple(leaf.shape) for spec in specs for key, leaf in spec.items(True, True)}
+
+
+def _nodes(td: TensorDictBase, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in td.items():
+        yield (*place, key), value
+        if type(value) is TensorDict:
+            yield from _nodes(value, (*place, key))
+
+
+def _is(value: Any, window: torch.Tensor) -> bool:
+    """Whether a value is the very memory of a window."""
+    return (
+        type(value) is torch.Tensor
+        and value.shape == window.shape
+        and value.dtype == window.dtype
+        and ((value.data_ptr() == window.data_ptr() and value.stride() == window.stride()) or not value.numel())
+    )

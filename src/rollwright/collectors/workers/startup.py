@@ -1,0 +1,122 @@
+"""Workers: the processes of a collector, started, and the memory that they share with it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+
+from rollwright._memory import Segment
+from rollwright._processes.pickling import dumps
+from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.rollout.counts import FrameCounts
+from rollwright.collectors.workers.group import WorkerGroup
+from rollwright.collectors.workers.memory.store import BlockStore
+from rollwright.collectors.workers.options import WorkerOptions, check_join
+from rollwright.collectors.workers.restarts import Restarts
+from rollwright.collectors.workers.watching import Watch
+from rollwright.collectors.workers.worker import WorkerSpec
+from rollwright.weight_update.publisher import Publisher
+
+__all__ = ["Workers"]
+
+
+class Workers:
+    """Starts workers, and releases what they shared when they have ended.
+
+    Args:
+        factories: make the environments.
+        policy: to be sent to each; None: none is.
+        per_worker: options of each.
+        own: options of all.
+        publisher: of weights.
+
+    Attributes:
+        group: the workers.
+        store: memory of batches.
+        publisher: of weights.
+    """
+
+    def __init__(
+        self,
+        factories: Sequence[Any],
+        policy: Any,
+        per_worker: Sequence[CollectorOptions],
+        own: WorkerOptions,
+        publisher: Publisher,
+    ) -> None:
+        count = len(factories)
+        words, blocks = Segment(), Segment()
+        parcels = [(Segment(), Segment()) for _ in factories]
+        self._segments = [words, blocks, *(segment for pair in parcels for segment in pair)]
+        self.publisher = publisher
+        seed = int(torch.empty((), dtype=torch.int64).random_()) % 2**62
+        pickled = None if policy is None else _pickled(policy, own.start_method)
+        specs = [
+            WorkerSpec(
+                index=i,
+                num_workers=count,
+                create_env_fn=factories[i],
+                policy=pickled,
+                options=per_worker[i],
+                init_fn=own.init_fn,
+                seed=seed + i,
+                words=words,
+                blocks=blocks,
+                parcels=parcels[i],
+                boards=tuple(publisher.boards(i)),
+                max_policy_lag=own.max_policy_lag if per_worker[i].replay_buffer is not None else None,
+            )
+            for i in range(count)
+        ]
+        self.group = WorkerGroup(
+            specs,
+            start_method=own.start_method,
+            num_threads=[own.threads_of(count)] * count,
+            restarts=Restarts(
+                wanted=own.on_worker_failure == "restart", most=own.max_restarts, delay_s=own.restart_delay
+            ),
+            watch=Watch(own.env_step_timeout),
+            forget=publisher.forget,
+        )
+        self.store = BlockStore(blocks, own.max_batches_held)
+
+    def counts(self, asked: Any, total: int, own: WorkerOptions) -> FrameCounts:
+        """What is delivered of what was asked.
+
+        Raises:
+            ValueError: rollouts of these workers make no batch.
+        """
+        ready = [worker.ready for worker in self.group.workers if worker.ready is not None]
+        sizes = {one.batch_size for one in ready}
+        if own.sync and len(sizes) > 1:
+            raise ValueError(
+                f"create_env_fn: a batch of all workers needs environments of one batch size, got {sorted(sizes)}. "
+                "Batch environments of one size together in each worker, or pass sync=False."
+            )
+        check_join(own, ready)
+        return FrameCounts.of_workers(
+            asked,
+            total,
+            [(one.frames_per_batch, one.random_frames) for one in ready],
+            sync=bool(own.sync),
+            waits=own.waits_for(len(ready)) == len(ready),
+        )
+
+    def release(self) -> None:
+        """Close the shared memory; what is mapped stays, for those who hold it."""
+        for segment in (*self._segments, *self.publisher.segments()):
+            segment.close()
+
+
+def _pickled(policy: Any, start_method: str | None) -> bytes:
+    try:  # what was forked has every module
+        return bytes(cloudpickle.dumps(policy, 5)) if start_method == "fork" else dumps(policy)
+    except (TypeError, ValueError, AttributeError, RuntimeError, pickle.PicklingError) as error:
+        raise TypeError(
+            f"policy: {type(policy).__name__} cannot be sent to a worker process: {error}. Pass policy_factory=, a "
+            "function that makes it there."
+        ) from error
