@@ -64,7 +64,7 @@ def test_a_fork_leaves_the_workers_to_its_parent(kind):
         held, over = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with collector._group._changed, collector._weights._publishing, collector._taking:
+            with collector._group._shared.changed, collector._weights._publishing, collector._taking:
                 held.set()
                 over.wait(LIMIT)
 

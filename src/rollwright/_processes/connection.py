@@ -39,6 +39,10 @@ class Connection(Protocol):
     def name(self) -> str:
         """For messages to users."""
 
+    @property
+    def pid(self) -> int | None:
+        """Number of the process, where it runs on this machine."""
+
     def filenos(self) -> tuple[int, ...]:
         """File descriptors to wait for: the first is ready when a message has arrived; others, when it has ended."""
 

@@ -409,7 +409,7 @@ class MultiCollector(BaseCollector):
 
     def _forget(self) -> None:
         """Drop what was collected before the workers were told something, and not delivered."""
-        self._schedule.forget({worker.index: worker.num_told for worker in self._group.workers})
+        self._schedule.forget({worker.index: worker.num_at_answer for worker in self._group.workers})
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Begin new trajectories in all workers; complete ones that are held (``trajs_per_batch``) are dropped.
@@ -440,7 +440,7 @@ class MultiCollector(BaseCollector):
         """
         states = self._call_between("state_dict", [((), {})] * self.num_workers)
         state: OrderedDict[str, Any] = OrderedDict((f"worker{i}", saved) for i, saved in enumerate(states))
-        schedule = self._schedule.state_dict({worker.index: worker.num_told for worker in self._group.workers})
+        schedule = self._schedule.state_dict({worker.index: worker.num_at_answer for worker in self._group.workers})
         state["frames"], state["iter"] = schedule["frames"], self._schedule.batches
         state["policy_version"] = self._weights.version
         state["traj_pool"] = {"traj_id": max(int(saved["traj_pool"]["traj_id"]) for saved in states)}

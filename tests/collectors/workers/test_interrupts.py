@@ -93,7 +93,7 @@ def test_at_the_edges_of_a_wait(make, inside, monkeypatch, edge):
     """Where the lock has just been taken, or just been given back."""
     collector = make("sync", makers(), gain(), frames_per_batch=20)
     collector.next()
-    condition = collector._group._changed
+    condition = collector._group._shared.changed
     real = getattr(condition, edge)
 
     def pressed(*args):

@@ -86,7 +86,7 @@ class Killer(Beside):
             return "shutdown"
         # Not from stats(), which waits for a lock of the buffer: the stopped one may hold it.
         workers = [] if self.collector is None else self.collector._group.workers
-        states = {child.pid: worker.words.state for worker in workers if (child := worker.child) is not None}
+        states = {worker.pid: worker.words.state for worker in workers if worker.pid is not None}
         return states.get(pid, State.STARTING).name.lower()
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from tests.patience import patient
 
 from rollwright.collectors.workers import watching
 from rollwright.collectors.workers.counters import State
+from rollwright.collectors.workers.member import Member
 from rollwright.errors import WorkerError
 from rollwright.testing.mocking_classes import CountingEnv
 
@@ -85,7 +87,9 @@ def test_a_worker_that_waits_for_memory_while_the_consumer_is_busy_is_not_stuck(
     worker = collector._group.workers[1]
     (tmp_path / "gate").touch()
     assert wait_until(lambda: worker.words.state is State.DELIVERING, 5.0)
-    worker.pulse_at -= 30.0  # so long has nobody looked
+    beats = collector._group.watch.heartbeats
+    assert wait_until(lambda: (collector._group.look(), 1 in beats._last)[1], 5.0)
+    beats._last[1] = (beats._last[1][0], *(at - 30.0 for at in beats._last[1][1:]))  # so long has nobody looked
     for _ in range(4):
         assert collector.next() is not None
 
@@ -144,22 +148,13 @@ def test_calls_that_follow_one_another_are_no_long_call(make, monkeypatch):
 class Watched:
     """A worker that does not run, a watch over it, and a clock."""
 
-    def __init__(self, monkeypatch, step_timeout_s):
+    def __init__(self, step_timeout_s):
         self.now, self.stopped_s = 1000.0, 0.0
-        monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.watch = watching.Watch(step_timeout_s)
+        self.watch = watching.Watch(step_timeout_s, lambda: self.now)
         words = SimpleNamespace(pulse=(0, 0), state=State.WAITING)
-        child = SimpleNamespace(stopped_s=lambda: self.stopped_s)
-        self.worker = SimpleNamespace(
-            index=0,
-            name="worker 0",
-            child=child,
-            words=words,
-            ready=True,
-            pulse=(0, 0),
-            pulse_at=1000.0,
-            looked_at=1000.0,
-        )
+        connection = SimpleNamespace(stopped_s=lambda: self.stopped_s)
+        failed = partial(Member.failed, SimpleNamespace(name="worker 0", index=0))
+        self.worker = SimpleNamespace(index=0, connection=connection, words=words, ready=True, failed=failed)
 
     def after(self, seconds, *, state=None, beats=False, every_s=0.2):
         """What the watch finds after looking again and again for a while, in which a worker beats, or not."""
@@ -178,24 +173,24 @@ class Watched:
 
 @pytest.mark.parametrize(("step_timeout_s", "limit_s"), [(2.0, 12), (None, 120)])
 @pytest.mark.parametrize("state", [State.WAITING, State.PAUSED])
-def test_a_worker_that_waits_gives_signs_of_life(monkeypatch, state, step_timeout_s, limit_s):
-    watched = Watched(monkeypatch, step_timeout_s)
+def test_a_worker_that_waits_gives_signs_of_life(state, step_timeout_s, limit_s):
+    watched = Watched(step_timeout_s)
     assert watched.after(1000, state=state, beats=True) is None
     assert watched.after(limit_s - 1) is None
     assert watched.after(2) == f"worker 0 has given no sign of life for {limit_s} s, while it waited to be asked."
 
 
 @pytest.mark.parametrize("state", [State.PREPARING, State.DELIVERING, State.COLLECTING])
-def test_hooks_and_steps_without_a_limit_take_as_long_as_they_like_unless_a_signal_has_stopped_them(monkeypatch, state):
-    watched = Watched(monkeypatch, None)
+def test_hooks_and_steps_without_a_limit_take_as_long_as_they_like_unless_a_signal_has_stopped_them(state):
+    watched = Watched(None)
     assert watched.after(10_000, state=state, every_s=10) is None
     watched.stopped_s = 121.0
     assert watched.after(1) == "worker 0 was stopped by a signal, and did not go on for 120 s."
 
 
 @pytest.mark.parametrize("state", [State.WAITING, State.COLLECTING])
-def test_a_program_that_was_stopped_with_its_workers_goes_on_with_them(monkeypatch, state):
-    watched = Watched(monkeypatch, 2.0)
+def test_a_program_that_was_stopped_with_its_workers_goes_on_with_them(state):
+    watched = Watched(2.0)
     assert watched.after(1, state=state, beats=True) is None
     assert watched.after(3600, every_s=3600) is None
     assert watched.after(0.4) is None
@@ -208,10 +203,10 @@ def test_a_program_that_was_stopped_with_its_workers_goes_on_with_them(monkeypat
 def test_a_worker_that_is_frozen_between_rollouts_is_replaced(make, call):
     collector = make("sync", makers(), gain(), frames_per_batch=20, on_worker_failure="restart", restart_delay=0.01)
     batches = [collector.next()]
-    collector._group._watcher._silence_s = 5.0
+    collector._group.watch._silence_s = 5.0
     worker = collector._group.workers[1]
     assert wait_until(lambda: worker.words.state is State.WAITING)
-    burn(worker.child.pid, signal.SIGSTOP)
+    burn(worker.pid, signal.SIGSTOP)
     if call == "map_fn":
         with pytest.raises(WorkerError, match=r"worker 1 (has given no sign of life|was stopped by a signal).* 5 s"):
             collector.map_fn("env.rand_action")

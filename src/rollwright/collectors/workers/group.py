@@ -1,33 +1,76 @@
-"""WorkerGroup: N workers, what is said to them, and what becomes of those that fail."""
+"""WorkerGroup: N workers, what they are sent and answer, and what becomes of those that fail."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ByValue
-from rollwright._processes.child import Child
-from rollwright._processes.connection import end_all
+from rollwright._processes.connection import Connection, Loss
+from rollwright._processes.heartbeats import Heartbeats
+from rollwright._processes.pool import Answer, Pool
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import State, Word
-from rollwright.collectors.workers.listening import NAP_S, Listening
-from rollwright.collectors.workers.member import Member
+from rollwright.collectors.workers.member import Listener, Member
 from rollwright.collectors.workers.memory.store import Block
-from rollwright.collectors.workers.watching import START_S
+from rollwright.collectors.workers.restarts import Restarts
+from rollwright.collectors.workers.shared_pool import SharedPool
+from rollwright.collectors.workers.watching import START_S, Watch
 from rollwright.errors import WorkerError
+
+if TYPE_CHECKING:
+    from rollwright.collectors.workers.worker import WorkerSpec
 
 __all__ = ["WorkerGroup"]
 
-_STUCK_S = 60.0  # without a step, before a call gives up
+_STUCK_S = 60.0  # without a step, before a call times out
 
 
-class WorkerGroup(Listening):
-    """Tells workers what to do, and ends them; see :class:`Listening` for what it is made of."""
+class WorkerGroup:
+    """Starts workers, sends them messages, takes in what they send, replaces those that fail, and ends them.
+
+    Whoever waits for something takes in what all workers send meanwhile, one thread at a time.
+
+    Args:
+        specs: of the workers.
+        connect: starts a worker, and returns the connection to it.
+        restarts: what is done about workers that fail.
+        watch: finds those that are stuck.
+        forget: takes the index of each worker that is gone.
+
+    Attributes:
+        workers: in order of their indices.
+        listener: takes in what they collect.
+        forced: what was done to workers that did not end by themselves.
+        num_pauses: how many callers are :meth:`pausing`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        *,
+        connect: Callable[[WorkerSpec], Connection],
+        restarts: Restarts,
+        watch: Watch,
+        forget: Callable[[int], None],
+    ) -> None:
+        self._pool = Pool(len(specs), self._received, lost=self._lost, flushed=self._flushed)
+        self._shared = SharedPool(self._pool, self._tend, restarts.next_in)
+        self.workers = [Member(spec, self._pool) for spec in specs]
+        self.listener: Listener | None = None
+        self._connect, self._forget = connect, forget
+        self.restarts, self.watch = restarts, watch
+        self._warned: dict[tuple[type[Warning], str], bool] = {}  # noted by workers, and whether it was passed on
+        self.forced: list[str] = []
+        self.num_pauses = 0
+        self.check_home, self.look, self.wake = self._shared.check_home, self._shared.look, self._shared.wake
+
+    # Starting ---------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start all workers, at once.
@@ -41,17 +84,60 @@ class WorkerGroup(Listening):
             self.wait(
                 lambda: all(worker.ready is not None for worker in self.workers),
                 START_S,
-                lambda: "environments and policies to be made: " + self._doing(w for w in self.workers if not w.ready),
+                lambda: "environments and policies to be made: " + _doing(w for w in self.workers if not w.ready),
             )
         except BaseException:
             self.end(0.0)
             self.forced.clear()  # the others were not asked to end, and nothing is wrong with them
             raise
-        said = {note for worker in self.workers if worker.ready for note in worker.ready.warnings.value}
-        for kind, text in sorted(said, key=str):
+        notes = {note for worker in self.workers if worker.ready for note in worker.ready.warnings.value}
+        for kind, text in sorted(notes, key=str):
             warnings.warn(text, kind, stacklevel=5)
 
-    # Telling ----------------------------------------------------------------------------------
+    def _launch(self, worker: Member) -> None:
+        worker.words.state = State.STARTING
+        worker.words.whole[Word.OLDEST] = -1
+        self.watch.heartbeats.begin(worker.index)
+        self._pool.add(worker.index, self._connect(worker.spec))
+
+    # Waiting ----------------------------------------------------------------------------------
+
+    @property
+    def lock(self) -> AbstractContextManager[None]:
+        """See :class:`SharedPool`."""
+        return self._shared.lock
+
+    def wait(
+        self,
+        until: Callable[[], bool],
+        timeout_s: float | None,
+        what: Callable[[], str],
+        *,
+        abandon: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Take in what workers send until a condition holds, see :meth:`SharedPool.wait`.
+
+        Args:
+            until: the condition.
+            timeout_s: how long; None: as long as the workers take, which are watched.
+            what: is waited for, for the message.
+            abandon: asked at every turn, whether to wait no longer.
+
+        Raises:
+            TimeoutError: it takes too long.
+            WorkerError: a worker could not be started.
+        """
+        return self._shared.wait(until, timeout_s, what, abandon=abandon, report=self._warn)
+
+    def _warn(self) -> None:
+        """Warn of what has happened; of what several workers have noted, once."""
+        for note in [note for note, done in self._warned.items() if not done]:
+            self._warned[note] = True
+            warnings.warn(note[1], note[0], stacklevel=4)
+        while self.restarts.notes:
+            warnings.warn(self.restarts.notes.pop(0), RuntimeWarning, stacklevel=4)
+
+    # Sending ----------------------------------------------------------------------------------
 
     def order(self, worker: Member, run: int, block: Block | None, *, anew: bool = False) -> None:
         """Ask a worker for a rollout."""
@@ -59,14 +145,15 @@ class WorkerGroup(Listening):
             worker.runs[run] = block
             if block is not None:
                 block.runs.add(run)
-            worker.pulse_at = time.monotonic()
+            self.watch.heartbeats.begin(worker.index)
             offset, number = (None, -1) if block is None else (block.offset, block.number)
             worker.send(say.Collect(run, offset, number, anew))
 
     def interrupt(self, worker: Member) -> None:
         """End the rollouts that a worker was asked for after the step under way."""
-        for run in worker.runs:
-            worker.send(say.Interrupt(run), attention=True)
+        with self.lock:
+            for run in worker.runs:
+                worker.send(say.Interrupt(run), attention=True)
 
     def call(
         self,
@@ -98,37 +185,23 @@ class WorkerGroup(Listening):
         chosen = [self.workers[i] for i in (range(len(self.workers)) if workers is None else workers)]
         asked, answers = list(zip(chosen, args, strict=True)), {}
         for may_fail in (True, False) if again else (False,):
-            there = [worker for worker, _ in asked]
-            self._check_there(there)
-            with self._asking() as serial:
-                children = [worker.child for worker in there]
-                for worker, given in asked:
-                    payload, worker.called = None if given is None else ByValue(given), path
-                    worker.send(say.Call(serial, path, payload, between_batches, cut), attention=True)
-                found = self._collect_answers(there, children, serial, path, timeout_s, all_of_them=not may_fail)
-            for worker, (answer, num_told) in zip(there, found, strict=True):
+            ready = [worker for worker, _ in asked]
+            self._check_ready(ready)
+            messages = []
+            for worker, given in asked:
+                payload, worker.called = None if given is None else ByValue(given), path
+                messages.append(lambda serial, payload=payload: say.Call(serial, path, payload, between_batches, cut))
+            found = self._ask(ready, messages, path, timeout_s, all_of_them=not may_fail)
+            for index, (answer, num_collected) in found.items():
                 if isinstance(answer, say.Raised):
-                    raise answer.failure.error(worker.name, worker.index)
-                if answer is not None:
-                    answers[worker.index], worker.num_told = answer.value.value, num_told
+                    raise answer.failure.error(self.workers[index].name, index)
+                answers[index], self.workers[index].num_at_answer = answer.value.value, num_collected
             asked = [(worker, given) for worker, given in asked if worker.index not in answers]
             if not asked:
                 break
         return [answers[worker.index] for worker in chosen]
 
-    @contextmanager
-    def _asking(self) -> Iterator[int]:
-        """The serial of a question whose answers are kept inside the ``with`` block, and not beyond it."""
-        serial = next(self._serial)
-        self._awaited.add(serial)
-        try:
-            yield serial
-        finally:
-            self._awaited.discard(serial)
-            for worker in self.workers:
-                self._answers.pop((worker.index, serial), None)
-
-    def _check_there(self, workers: Iterable[Member]) -> None:
+    def _check_ready(self, workers: Iterable[Member]) -> None:
         for worker in workers:
             if worker.error is not None:
                 raise worker.error
@@ -137,47 +210,62 @@ class WorkerGroup(Listening):
             self.wait(
                 lambda: all(worker.there or worker.error is not None for worker in missing),
                 START_S,
-                lambda: f"{self._doing(missing)}",
+                lambda: _doing(missing),
             )
-            self._check_there(missing)
+            self._check_ready(missing)
 
-    def _collect_answers(
+    def _ask(
         self,
         workers: Sequence[Member],
-        children: Sequence[Child | None],
-        serial: int,
+        messages: Sequence[Callable[[int], Any]],
         what: str,
         timeout_s: float | None,
         *,
-        all_of_them: bool = True,
-    ) -> list[tuple[Any, int]]:
-        """What workers answer whose processes were ``children`` when they were asked; None of those that have gone.
+        all_of_them: bool,
+    ) -> dict[int, tuple[Any, int]]:
+        """Send each worker a message, made from a ticket, and wait for the answers.
 
-        Beside it, how many rollouts of each had arrived before it answered.
+        Returns:
+            By index, but for those that are gone: the answer, and how many rollouts of the worker had arrived before.
+
+        Raises:
+            WorkerError: one is gone for good; or, where all of them are to answer, one was replaced.
+            TimeoutError: one does not answer.
         """
-        patience = _STUCK_S if timeout_s is None else timeout_s
-        beats: dict[int, tuple[int, float]] = {}
-        asked = {worker.index: child for worker, child in zip(workers, children, strict=True)}
-
-        def settled(worker: Member) -> bool:
-            gone = worker.error is not None or not worker.there or worker.child is not asked[worker.index]
-            return gone or (worker.index, serial) in self._answers
-
-        def stuck() -> bool:
-            now = time.monotonic()
-            for worker in workers:
-                beat = worker.words.whole[Word.BEAT]
-                last, since = beats.get(worker.index, (-1, now))
-                beats[worker.index] = (beat, now if beat != last and timeout_s is None else since)
-            return any(not settled(w) and now - beats[w.index][1] > patience for w in workers)
-
-        if not self.wait(lambda: all(map(settled, workers)), None, lambda: what, give_up=stuck):
-            late = self._doing(worker for worker in workers if not settled(worker))
-            raise TimeoutError(f"waited {patience:g} s for {what}: {late}")
-        gone = [worker for worker in workers if (worker.index, serial) not in self._answers]
+        questions = self._pool.questions
+        with self.lock:
+            ticket = questions.open()
+            question = questions[ticket]
+        try:
+            with self.lock:
+                asked = {worker.index: worker.connection for worker in workers}
+                for worker, message in zip(workers, messages, strict=True):
+                    questions.ask(ticket, worker.index)
+                    worker.send(message(ticket), attention=True)
+            self._await_answers(question.due, what, timeout_s)
+        finally:
+            with self.lock:
+                questions.close(ticket)
+        there = [w for w in workers if w.index in question.answers and w.connection is asked[w.index] is not None]
+        gone = [worker for worker in workers if worker not in there]
         if gone and (all_of_them or any(worker.error is not None for worker in gone)):
             raise gone[0].error or self.restarts.last_error(gone[0].index)
-        return [self._answers.get((worker.index, serial), (None, 0)) for worker in workers]
+        return {worker.index: question.answers[worker.index] for worker in there}
+
+    def _await_answers(self, due: dict[int, Any], what: str, timeout_s: float | None) -> None:
+        """Wait until none is due, as long as workers that are at work take steps."""
+        heartbeats, began = Heartbeats(), time.monotonic()
+
+        def is_late() -> bool:
+            if timeout_s is not None:
+                return time.monotonic() - began > timeout_s
+            beats = [(index, self.workers[index].words.whole[Word.BEAT]) for index in due]
+            late = [index for index, beat in beats if heartbeats.is_silent(index, beat, _STUCK_S)]  # each is looked at
+            return bool(late)
+
+        if not self.wait(lambda: not due, None, lambda: what, abandon=is_late):
+            limit_s = _STUCK_S if timeout_s is None else timeout_s
+            raise TimeoutError(f"waited {limit_s:g} s for {what}: {_doing(self.workers[index] for index in due)}")
 
     def change_options(self, **changes: Any) -> None:
         """Change options of workers that will be started in place of others."""
@@ -186,7 +274,7 @@ class WorkerGroup(Listening):
 
     @contextmanager
     def pausing(self, timeout_s: float = _STUCK_S) -> Iterator[None]:
-        """Let all workers rest between two steps inside the ``with`` block; those that come meanwhile are told nothing.
+        """Let all workers rest between two steps inside the ``with`` block; those that are started meanwhile do not.
 
         Raises:
             TimeoutError: a step does not end in time.
@@ -195,11 +283,7 @@ class WorkerGroup(Listening):
         try:
             self.num_pauses += 1
             workers = [worker for worker in self.workers if worker.there]
-            with self._asking() as serial:
-                children = [worker.child for worker in workers]
-                for worker in workers:
-                    worker.send(say.Pause(serial), attention=True)
-                self._collect_answers(workers, children, serial, "a step to end", timeout_s, all_of_them=False)
+            self._ask(workers, [say.Pause] * len(workers), "a step to end", timeout_s, all_of_them=False)
             yield
         finally:
             with uninterrupted:
@@ -209,16 +293,114 @@ class WorkerGroup(Listening):
                         worker.send(say.Resume(), attention=True)
                 self.wake()
 
+    # What workers send ------------------------------------------------------------------------
+
+    def _received(self, index: int, message: Any) -> Answer | None:
+        """See :class:`~rollwright._processes.pool.Pool`."""
+        worker, listener = self.workers[index], self.listener
+        match message:
+            case say.Collected():
+                with self.lock:
+                    worker.num_collected += 1
+                    block = worker.runs.pop(message.run, None)
+                    if listener is not None:
+                        listener.collected(worker, message, block)
+            case _ if self._shared.closed:
+                pass
+            case say.Need() if listener is not None:
+                try:
+                    answer: say.Grant | say.Refusal = listener.needs(worker, message)
+                except Exception as why:  # no memory, most likely; the worker would wait for ever
+                    answer = say.Refusal(f"{type(why).__name__}: {why}")
+                worker.send(answer)
+            case say.Failed():
+                _release(worker, message.run)
+                error = message.failure.error(worker.name, worker.index)
+                if self.restarts.wanted:
+                    self._replace(worker, error)
+                elif listener is not None:
+                    listener.failed(worker, error)
+            case say.Returned() | say.Raised() | say.Paused():
+                return Answer(message.serial, (message, worker.num_collected))
+            case say.Noted() if worker.ready is not None:
+                worker.ready = dataclasses.replace(worker.ready, how=message.how)
+                for note in message.warnings.value:
+                    self._warned.setdefault(note, False)
+            case say.Ready():
+                worker.ready = message
+                self.restarts.began(worker.index)
+        return None
+
+    def _flushed(self, index: int) -> None:
+        self.workers[index].words.call_attention()  # it may have read all that was there before
+
+    # Failures ---------------------------------------------------------------------------------
+
+    def _lost(self, index: int, loss: Loss) -> None:
+        """See :class:`~rollwright._processes.pool.Pool`."""
+        worker = self.workers[index]
+        if loss.failure is not None:
+            error = loss.failure.error(worker.name, worker.index)
+        else:
+            error = worker.failed(f"{loss.how} while {worker.words.state.name.lower().replace('_', ' ')}")
+        self._replace(worker, error)
+
+    def _replace(self, worker: Member, error: WorkerError) -> None:
+        """A worker is of no use any more: have another started in its place, if that is asked for."""
+        self._pool.drop(worker.index, str(error))
+        worker.ready = None
+        for run in list(worker.runs):
+            _release(worker, run)
+        worker.words.whole[Word.OLDEST] = -1
+        self._forget(worker.index)
+        if self._shared.closed:
+            return
+        if self.listener is None:  # nothing is made yet that could do without it
+            worker.error = error
+            raise error
+        again = self.restarts.plan(worker.index, error)
+        if not again:
+            worker.error = self.restarts.verdict(worker.index, error)
+        self.listener.lost(worker)
+        if not again:
+            self.listener.failed(worker, worker.error or error)
+
+    def _tend(self) -> None:
+        """Start those whose time has come, and find those that are stuck."""
+        for index in self.restarts.due():
+            worker = self.workers[index]
+            worker.spec = dataclasses.replace(worker.spec, seed=worker.spec.seed + len(self.workers))
+            try:
+                self._launch(worker)
+            except (OSError, TypeError, ValueError, RuntimeError) as why:
+                self._replace(worker, worker.failed(f"could not be started again: {type(why).__name__}: {why}"))
+        for worker in self.workers:
+            error = self.watch.failure(worker)
+            if error is not None:
+                self._replace(worker, error)
+
     # Looking ----------------------------------------------------------------------------------
 
     def doing(self) -> str:
         """What the workers do, as a phrase."""
-        return self._doing(self.workers)
+        return _doing(self.workers)
 
     @property
     def num_alive(self) -> int:
         """Workers whose process runs."""
-        return sum(worker.child is not None and worker.child.alive for worker in self.workers)
+        return sum(worker.alive for worker in self.workers)
+
+    def oldest_versions(self) -> list[tuple[int, int]]:
+        """Workers, and versions that acted first in their rollouts under way, for use in a condition of :meth:`wait`.
+
+        What workers have sent before is taken in; a rollout that has not begun counts as one of the newest version.
+        """
+        firsts = [worker.words.whole[Word.OLDEST] for worker in self.workers]
+        for worker in self.workers:
+            self._pool.read(worker.index)
+        under_way = [worker for worker in self.workers if worker.runs]
+        published = [(worker.index, worker.words.whole[Word.PUBLISHED]) for worker in under_way]
+        return published + [(worker.index, firsts[worker.index]) for worker in under_way if firsts[worker.index] >= 0]
 
     # The end ----------------------------------------------------------------------------------
 
@@ -232,26 +414,28 @@ class WorkerGroup(Listening):
         Returns:
             What one of them raised at its end, if one did.
         """
-        self.closed = True
-        self.wake()
-        with self.lock:  # whoever reads what workers say stops
-            self._changed.wait_for(lambda: not self._reading, NAP_S)
-            self._reading = True
+        self._shared.close()
         until = time.monotonic() + timeout_s
-        children = [(worker, worker.child) for worker in self.workers if worker.child is not None]
-        for worker, _ in children:
-            worker.send(say.Stop(close_env), attention=True)
-        asleep = [(worker, child) for worker, child in children if child is not None]
-        errors = self._hear_out(asleep, until)
-        doing = [worker.doing() for worker, _ in asleep]
-        hows = end_all([child for _, child in asleep], 0.0)
-        for (worker, _), what, how in zip(asleep, doing, hows, strict=True):
-            self._forget(worker)
+        for worker in self.workers:
+            if worker.connection is not None:
+                worker.send(say.Stop(close_env), attention=True)
+        ended = self._pool.end(lambda: until)
+        for index, (how, _) in ended.items():
+            worker = self.workers[index]
             if how != "ended":
-                self.forced.append(f"{what}, and was {how} after {timeout_s:g} s")
-            worker.child = None
+                self.forced.append(f"{worker.doing()}, and was {how} after {timeout_s:g} s")
             worker.words.state = State.ENDED
-        with self.lock:
-            self._changed.notify_all()
         self.wake()
-        return next(iter(errors), None)
+        failures = [(self.workers[index], end.failure) for index, end in ended.items()]
+        return next((failure.error(worker.name, worker.index) for worker, failure in failures if failure), None)
+
+
+def _release(worker: Member, run: int) -> None:
+    """A rollout will not be written."""
+    block = worker.runs.pop(run, None)
+    if block is not None:
+        block.runs.discard(run)
+
+
+def _doing(workers: Iterable[Member]) -> str:
+    return ", ".join(worker.doing() for worker in workers)

@@ -1,24 +1,25 @@
-"""Member: what is known of one worker on the side of its collector."""
+"""Member: what the collector's process knows of one worker."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.child import Child
+from rollwright._processes.connection import Connection
+from rollwright._processes.pool import Pool
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import Words
 from rollwright.collectors.workers.memory.store import Block
-from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.errors import WorkerError
+
+if TYPE_CHECKING:
+    from rollwright.collectors.workers.worker import WorkerSpec
 
 __all__ = ["Listener", "Member"]
 
 
 class Listener(Protocol):
-    """Who is told what workers say of their rollouts."""
+    """Takes in what workers send of their rollouts."""
 
     def needs(self, worker: Member, need: say.Need) -> say.Grant:
         """Give memory for a rollout; what this raises is raised in the worker."""
@@ -30,48 +31,58 @@ class Listener(Protocol):
         """Take in an error to be raised."""
 
     def lost(self, worker: Member) -> None:
-        """A worker is gone, and with it what it was asked for; another may come in its place."""
+        """A worker is gone, and with it what it was asked for; another may be started in its place."""
 
 
 class Member:
-    """What is known of one worker here.
+    """What is known of one worker.
+
+    Args:
+        spec: what it is made of.
+        pool: its connection is the one of place ``spec.index``.
 
     Attributes:
         index: its number.
-        spec: what it is made of.
-        child: its process.
+        spec: see above.
         words: numbers that it writes.
-        ready: what it told of itself; None while it starts.
+        ready: what it has sent of itself; None while it starts.
         runs: rollouts that it was asked for and has not answered, in order, with their blocks.
         error: why it is gone for good.
         num_collected: rollouts of it that have arrived.
         called: what it was asked to call last.
-        pulse: of its words, when it was looked at last.
-        pulse_at: when that had changed, by ``time.monotonic()``.
-        looked_at: when it was looked at last.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        self.index, self.spec = spec.index, spec
+    def __init__(self, spec: WorkerSpec, pool: Pool) -> None:
+        self.index, self.spec, self._pool = spec.index, spec, pool
         self.words = Words(spec.words, spec.index)
-        self.child: Child | None = None
         self.ready: say.Ready | None = None
         self.runs: dict[int, Block | None] = {}
         self.error: WorkerError | None = None
         self.num_collected = 0
-        self._told = threading.local()
+        self._answered = threading.local()
         self.called = ""
-        self.pulse, self.pulse_at, self.looked_at = (0, 0), 0.0, 0.0
+
+    @property
+    def connection(self) -> Connection | None:
+        """To its process; None: it is gone."""
+        return self._pool[self.index]
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        connection = self.connection
+        return connection is not None and not connection.wait(0.0)
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process, where that runs on this machine."""
+        connection = self.connection
+        return None if connection is None else connection.pid
 
     @property
     def there(self) -> bool:
-        """Whether it can be told something."""
-        return self.ready is not None and self.child is not None
-
-    @property
-    def line(self) -> int:
-        """File descriptor of the line to it; -1 without."""
-        return -1 if self.child is None else self.child.channel.fileno()
+        """Whether it has started, and is not gone."""
+        return self.ready is not None and self.connection is not None
 
     @property
     def threads(self) -> int | None:
@@ -84,39 +95,36 @@ class Member:
         return f"worker {self.index}"
 
     @property
-    def num_told(self) -> int:
+    def num_at_answer(self) -> int:
         """Rollouts of it that had arrived when it answered the last call of this thread."""
-        return getattr(self._told, "num", 0)
+        return getattr(self._answered, "num", 0)
 
-    @num_told.setter
-    def num_told(self, num: int) -> None:
-        self._told.num = num
+    @num_at_answer.setter
+    def num_at_answer(self, num: int) -> None:
+        self._answered.num = num
 
     def send(self, message: Any, *, attention: bool = False) -> None:
-        """Tell it something, without waiting: what the line has no room for goes in :meth:`catch_up`.
+        """Send a message without waiting.
 
-        If it is gone, that will be heard of.
+        Args:
+            message: one of :mod:`~rollwright.collectors.workers.messages`.
+            attention: have it read after the step under way; otherwise, after the rollout.
         """
-        child = self.child
-        if child is not None:
-            with contextlib.suppress(ChannelClosed):
-                child.channel.post(message)
+        self._pool.send(self.index, message)
         if attention:
             self.words.call_attention()
 
     @property
     def behind(self) -> bool:
-        """Whether it was told something that the line had no room for."""
-        child = self.child
-        return child is not None and child.channel.behind
+        """Whether it was sent something that there was no room for yet."""
+        connection = self.connection
+        return connection is not None and connection.behind
 
-    def catch_up(self) -> None:
-        """Go on telling it what the line had no room for."""
-        child = self.child
-        if child is not None:
-            with contextlib.suppress(ChannelClosed):
-                child.channel.flush()
-            self.words.call_attention()  # it may have read all that was there before
+    def failed(self, what: str) -> WorkerError:
+        """An error that names it."""
+        error = WorkerError(f"{self.name} {what}.")
+        error.worker = self.index
+        return error
 
     def doing(self) -> str:
         """A phrase for messages."""

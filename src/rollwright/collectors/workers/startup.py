@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -14,6 +15,7 @@ from rollwright._processes.pickling import dumps
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.counts import FrameCounts
 from rollwright.collectors.workers.group import WorkerGroup
+from rollwright.collectors.workers.local import connect
 from rollwright.collectors.workers.memory.store import BlockStore
 from rollwright.collectors.workers.options import WorkerOptions, check_join
 from rollwright.collectors.workers.restarts import Restarts
@@ -74,8 +76,7 @@ class Workers:
         ]
         self.group = WorkerGroup(
             specs,
-            start_method=own.start_method,
-            num_threads=[own.threads_of(count)] * count,
+            connect=partial(connect, start_method=own.start_method, num_threads=own.threads_of(count)),
             restarts=Restarts(
                 wanted=own.on_worker_failure == "restart", most=own.max_restarts, delay_s=own.restart_delay
             ),

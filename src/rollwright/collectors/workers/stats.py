@@ -75,13 +75,12 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
 
 def _of_worker(group: WorkerGroup, index: int) -> dict[str, Any]:
     worker = group.workers[index]
-    words, child = worker.words, worker.child
-    alive = child is not None and child.alive
+    words, alive = worker.words, worker.alive
     state = words.state if alive else State.ENDED
     return {
         "index": index,
         "alive": alive,
-        "pid": None if child is None else child.pid,
+        "pid": worker.pid,
         "state": state.name.lower(),
         "frames": words.whole[Word.FRAMES],
         "batches": words.whole[Word.BATCHES],

@@ -220,7 +220,7 @@ class Schedule(ABC):
 
         self._taker, self._taken_at = threading.get_ident(), None
         try:
-            return self._group.wait(done, None, lambda: what, give_up=give_up)
+            return self._group.wait(done, None, lambda: what, abandon=give_up)
         finally:
             self._taken_at, self.waiting_for = time.monotonic(), None
 
