@@ -38,6 +38,7 @@ from rollwright.collectors.workers.options import WorkerOptions, factories_of, o
 from rollwright.collectors.workers.schedules.first_come import FirstCome
 from rollwright.collectors.workers.schedules.gather import Gather
 from rollwright.collectors.workers.schedules.joining import are_alike
+from rollwright.collectors.workers.schedules.orders import Orders
 from rollwright.collectors.workers.schedules.schedule import Schedule
 from rollwright.collectors.workers.schedules.staleness import Staleness
 from rollwright.collectors.workers.startup import Workers
@@ -130,7 +131,7 @@ class MultiCollector(BaseCollector):
         frames = others.get("frames_per_batch", CollectorOptions.frames_per_batch)
         self.requested_frames_per_batch = sum(frames) if isinstance(frames, list | tuple) and own.sync else frames
         self._make_lock()
-        on_fork(self, MultiCollector._leave)
+        on_fork(self, MultiCollector.after_fork)
         self._pausers: list[int] = []  # threads inside pause()
         self._policy = policy
         sent = policy if self.options.policy_factory is None else None
@@ -189,7 +190,7 @@ class MultiCollector(BaseCollector):
     def _make_lock(self) -> None:
         self._taking = threading.Lock()  # a batch: of threads that iterate, one at a time
 
-    def _leave(self) -> None:
+    def after_fork(self) -> None:
         """In a forked child: whatever is asked here is refused, and there is nothing to shut down."""
         self._make_lock()
         self.closed = self._ended = True
@@ -197,21 +198,22 @@ class MultiCollector(BaseCollector):
     def _new_schedule(self) -> Schedule:
         own, options = self.own_options, self.options
         stored = options.replay_buffer is not None
-        shared: dict[str, Any] = {
-            "total_frames": self.total_frames,
-            "trajs_per_batch": options.trajs_per_batch,
-            "padded": options.traj_format == "padded",
-            "stored": stored,
-            "staleness": Staleness(
-                None if stored else own.max_policy_lag,
-                waits=own.policy_lag == "wait",
-                versions=lambda: [worker.words.whole[Word.PUBLISHED] for worker in self._group.workers],
-            ),
-        }
-        if own.sync:
-            least = own.waits_for(self.num_workers)
-            return Gather(self._group, self._workers.store, join=own.join, least=least, **shared)
-        return FirstCome(self._group, self._workers.store, **shared)
+        orders = Orders(self._group, self._workers.store, self.total_frames)
+        staleness = Staleness(
+            None if stored else own.max_policy_lag,
+            waits=own.policy_lag == "wait",
+            versions=lambda: [worker.words.whole[Word.PUBLISHED] for worker in self._group.workers],
+        )
+        return Schedule(
+            orders,
+            Gather(orders, join=own.join, least=own.waits_for(self.num_workers))
+            if own.sync
+            else FirstCome(orders, staleness, stored=stored),
+            staleness,
+            trajs_per_batch=options.trajs_per_batch,
+            padded=options.traj_format == "padded",
+            stored=stored,
+        )
 
     # Delivery ---------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ def test_big_batches_do_not_wait_to_be_read(make, kind):
     options = {"trajs_per_batch": 200, "traj_format": "cat"}
     collector = make(kind, makers(), gain(), frames_per_batch=2000, total_frames=6000, **options)
     members = collector._group.workers
-    collector._schedule._ask()
+    collector._schedule.strategy.ask()
     assert wait_until(lambda: all(m.words.whole[Word.BATCHES] and m.words.state is State.WAITING for m in members), 40)
     assert all(member.runs for member in members)  # nothing of it was read here
     assert check(list(collector), whole=True).frames > 4000

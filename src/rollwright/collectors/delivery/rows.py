@@ -48,6 +48,11 @@ class Frames:
         return cls(batch, leaves, starts, starts + steps)
 
     @property
+    def device(self) -> torch.device | None:
+        """Of the batch."""
+        return self._batch.device
+
+    @property
     def num_bytes(self) -> int:
         """Size of the entries, as far as they are tensors."""
         leaves = self._batch.values(True, True) if self.leaves is None else self.leaves.values()
@@ -71,7 +76,7 @@ class Frames:
         if self.leaves is None:
             return Frames(self._batch[index].clone(), None, all_starts, all_stops)
         leaves = {key: leaf[index.to(leaf.device)] for key, leaf in self.leaves.items()}
-        return Frames(self._like(leaves, [len(rows)]), leaves, all_starts, all_stops)
+        return Frames(self.nested_like(leaves, [len(rows)]), leaves, all_starts, all_stops)
 
     def placed(self, envs: list[int], lengths: list[int], num_envs: int) -> Frames:
         """The same rows as those of ``envs``, each with its length, one after another."""
@@ -89,7 +94,7 @@ class Frames:
         """The entries."""
         return list(self.leaves) if self.leaves is not None else leaf_keys(self._batch)
 
-    def _like(self, leaves: Mapping[NestedKey, torch.Tensor], batch_size: Sequence[int]) -> TensorDict:
+    def nested_like(self, leaves: Mapping[NestedKey, torch.Tensor], batch_size: Sequence[int]) -> TensorDict:
         """A TensorDict of other entries that is nested as the batch is."""
         nested: dict[str, Any] = {}
         for key, leaf in leaves.items():
@@ -138,7 +143,7 @@ def concatenate(pieces: Sequence[Piece]) -> TensorDictBase:
         leaves = {key: pieces[0].of(key) for key in keys}
     else:
         leaves = {key: torch.cat([piece.of(key) for piece in pieces]) for key in keys}
-    return pieces[0].frames._like(leaves, [length])
+    return pieces[0].frames.nested_like(leaves, [length])
 
 
 def _join(tds: list[TensorDictBase]) -> TensorDictBase:
@@ -171,5 +176,5 @@ def pad(trajectories: Sequence[Sequence[Piece]]) -> TensorDictBase:
             parts.append(blank.expand(longest - length, *like.shape[1:]))
         leaves[key] = torch.cat(parts).unflatten(0, shape)
     mask = torch.arange(longest) < lengths.unsqueeze(-1)
-    leaves[MASK] = mask.to(pieces[0].frames._batch.device or "cpu")
-    return pieces[0].frames._like(leaves, shape)
+    leaves[MASK] = mask.to(pieces[0].frames.device or "cpu")
+    return pieces[0].frames.nested_like(leaves, shape)

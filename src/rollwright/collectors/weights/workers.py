@@ -61,10 +61,11 @@ class WorkersWeights(CollectorWeights):
         self._relay = Relay(collector)
         self._signatures: dict[tuple[int, str], Any] = {}
         self._version = 0
-        self._make_lock()
-        on_fork(self, WorkersWeights._make_lock)
+        self.after_fork()
+        on_fork(self, WorkersWeights.after_fork)
 
-    def _make_lock(self) -> None:
+    def after_fork(self) -> None:
+        """Have a lock that nobody holds."""
         self._publishing = threading.Lock()
 
     @property
@@ -171,13 +172,9 @@ class WorkersWeights(CollectorWeights):
             late = [first for worker, first in oldest if worker in meant and self._version + 1 - first > limit]
             return not late or not schedule.is_awaited()
 
-        try:
-            schedule.held += 1
+        with schedule.holding():
             self._group.wait(fresh, _LAG_S, lambda: f"rollouts to end that are max_policy_lag={limit} versions old")
             yield
-        finally:
-            schedule.held -= 1
-            self._group.wake()
 
     def _signature(self, worker: int, model_id: str) -> Any:
         """What a model takes, in a worker; asked once."""

@@ -54,7 +54,7 @@ class WorkersBackground:
         self._limiter = limiter = getattr(buffer, "insert_limiter", None)
         if limiter is not None:
             limiter.check(frames=frames)
-            schedule.limiter = limiter
+            schedule.orders.limiter = limiter
             self._leave_limiter = (limiter.on_change(group.wake), limiter.add_inserter(self._inserts))
 
     @property
@@ -99,11 +99,11 @@ class WorkersBackground:
         limiter, frames = self._limiter, self._frames
         if limiter is None or any(worker.runs for worker in self._group.workers) or limiter.may_insert(frames):
             return
-        self._schedule.waiting_for = limiter.wants(frames)
+        self._schedule.orders.waiting_for = limiter.wants(frames)
         try:
             limiter.await_insert(frames, stop=stop, whom=self._owner)
         finally:
-            self._schedule.waiting_for = None
+            self._schedule.orders.waiting_for = None
 
     def _inserts(self) -> str:
         """For who samples and waits: what the workers do."""

@@ -246,10 +246,21 @@ class WorkerCollector(Reachable):
         """What acts."""
         return self._rollout.policy
 
-    def rollout(self) -> TensorDictBase:
-        """Collect one batch that is not delivered."""
+    def next(self) -> TensorDictBase | None:
+        """Collect what is delivered next, for the caller alone."""
+        self._check_idle()
+        if not self._delivery.ready():
+            return None
+        self._delivery.await_room()
+        return self._delivery.next()
+
+    def _check_idle(self) -> None:
         if self._refused_rollout is not None:
             raise paused_error(self._refused_rollout)
+
+    def rollout(self) -> TensorDictBase:
+        """Collect one batch that is not delivered."""
+        self._check_idle()
         try:
             return self._rollout.run()
         finally:

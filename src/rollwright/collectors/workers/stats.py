@@ -66,10 +66,10 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
             else None,
         },
         "forced": list(group.forced),
-        "messages": schedule.num_messages,
+        "messages": schedule.orders.num_messages,
         "undelivered": schedule.num_undelivered,
         "paths": next((worker.ready.how for worker in group.workers if worker.ready is not None), {}),
-        "waiting_for": schedule.waiting_for,
+        "waiting_for": schedule.orders.waiting_for,
     }
 
 

@@ -81,7 +81,7 @@ def lay_out(
     for key in [key for key in fields if key in dropped or is_private(key)]:
         del fields[key]
     kept = [[row for row in rows if row[1] in fields] for rows in (layout.roots, layout.outcomes)]
-    return layout._replace(roots=kept[0], outcomes=kept[1], blank=[key for key in blank if key in fields])
+    return Layout(acts, layout.presets, fields, kept[0], kept[1], [key for key in blank if key in fields])
 
 
 def below_next(key: NestedKey) -> NestedKey:

@@ -69,7 +69,7 @@ class BlockLayout:
             return (len(steps) * env[0], *env[1:], steps[0], *rest)
         return (*env, sum(steps), *rest)
 
-    def _part(self, tensor: torch.Tensor, part: int) -> torch.Tensor:
+    def part(self, tensor: torch.Tensor, part: int) -> torch.Tensor:
         """What one worker writes of an entry of the block."""
         env, steps = self.form.env, self.steps
         if self.join == "stack":
@@ -95,7 +95,7 @@ class BlockLayout:
 
     def part_of(self, memory: memoryview, part: int) -> dict[NestedKey, torch.Tensor]:
         """What one worker writes of a block."""
-        return {key: self._part(tensor, part) for key, tensor in self.tensors(memory).items()}
+        return {key: self.part(tensor, part) for key, tensor in self.tensors(memory).items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"form": self.form, "steps": self.steps, "join": self.join}

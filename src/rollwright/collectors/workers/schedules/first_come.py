@@ -3,122 +3,113 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from rollwright._interrupts import uninterrupted
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.member import Member
 from rollwright.collectors.workers.memory.blocks import BlockLayout
-from rollwright.collectors.workers.memory.store import BlockStore
 from rollwright.collectors.workers.schedules.joining import Result, batch_of
-from rollwright.collectors.workers.schedules.schedule import Schedule
+from rollwright.collectors.workers.schedules.orders import Orders
+from rollwright.collectors.workers.schedules.staleness import Staleness
+from rollwright.collectors.workers.schedules.strategy import Strategy
 
 __all__ = ["FirstCome"]
 
+_AHEAD = 2  # rollouts that a worker may be ahead of the consumer: under way, or finished and not taken yet
 
-class FirstCome(Schedule):
+
+class FirstCome(Strategy):
     """Each batch is of one rollout of one worker, in the order in which they arrive.
 
+    A batch that could not be made stays the next one: its worker has gone on from its end.
+
     Args:
-        group: the workers.
-        store: memory of batches.
-        ahead: rollouts that a worker may be ahead of the consumer: under way, or finished and not taken yet.
-        **options: see :class:`Schedule`.
+        orders: asks workers.
+        staleness: how old batches may be.
+        stored: whether workers write into a replay buffer.
     """
 
-    def __init__(self, group: WorkerGroup, store: BlockStore, *, ahead: int = 2, **options: Any) -> None:
-        super().__init__(group, store, **options)
-        self._ahead = ahead
+    awaits = "a rollout of any worker"
+    loses_what_fails = False
+
+    def __init__(self, orders: Orders, staleness: Staleness, *, stored: bool) -> None:
+        self._orders, self._workers, self._staleness = orders, orders.group.workers, staleness
+        self._stored = stored
         self._layouts: dict[int, BlockLayout | None] = {}  # None: its rollouts lie in no block
         self._arrivals: deque[Result] = deque()
 
-    def _more(self) -> bool:
-        return bool(self._arrivals) or self.frames < self.total_frames
-
-    def _take(self, give_up: Callable[[], bool]) -> bool:
-        while True:
-            if not self._wait(self._next_is_there, "a rollout of any worker", give_up):
-                return False
-            self.raise_error()
-            if not self._arrivals:
-                self.raise_if_short()
-            with self._group.lock, uninterrupted:
-                versions = self._staleness.versions()  # while it is here, whoever publishes waits for it
-                result = self._arrivals[0]
-                if self._staleness.too_stale([result], versions):
-                    self._drop([self._arrivals.popleft()])
-                    continue
-                self._deliver([result])  # if that raises, it stays: its worker has gone on from its end
-                self._arrivals.popleft()
-                if not self._staleness.waits:
-                    self._ask()  # the worker goes on while the consumer has the batch
-                return True
-
-    def _made_of(self, results: Sequence[Result]) -> Any:
-        """See :class:`Schedule`."""
-        if self.stored:
-            return None
-        [result] = results
-        batch = batch_of(result)
-        return batch if self._trajs_per_batch is not None else self._lent(batch)
-
-    def _refused(self, results: Sequence[Result]) -> None:
-        """See :class:`Schedule`: it stays, for its worker has gone on from its end."""
-
-    def _next_is_there(self) -> bool:
-        self._ask()
+    def ready(self) -> bool:
+        """See :class:`Strategy`."""
+        self.ask()
         if self._arrivals and self._staleness.waits:  # the one that began first is the next
             first = min(self._arrivals, key=lambda result: result.found.run)
-            if any(run < first.found.run for worker in self._group.workers for run in worker.runs):
+            if any(run < first.found.run for worker in self._workers for run in worker.runs):
                 return False
             self._arrivals.remove(first)
             self._arrivals.appendleft(first)
+        return self.has_next()
+
+    def has_next(self) -> bool:
+        """See :class:`Strategy`."""
         return bool(self._arrivals)
 
-    def _is_short(self) -> bool:
-        return super()._is_short() and not any(worker.runs for worker in self._group.workers)
+    def is_hopeless(self) -> bool:
+        """See :class:`Strategy`."""
+        return self._orders.is_short and not self._orders.num_under_way
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         """Ask all workers for as much as they may be ahead."""
-        if super()._is_short() or self.held or self._group.num_pauses:
+        orders = self._orders
+        if orders.is_short or orders.on_hold:
             return
         waiting = [result.worker for result in self._arrivals]
-        for ahead in range(1, 2 if self._staleness.drops else self._ahead + 1):
-            for worker in self._group.workers:
+        for ahead in range(1, 2 if self._staleness.drops else _AHEAD + 1):
+            for worker in self._workers:
                 under_way = len(worker.runs) + waiting.count(worker.index)
-                if under_way >= ahead or not worker.there or self.frames_asked >= self.total_frames:
+                if under_way >= ahead or not worker.there or orders.frames_asked >= orders.total_frames:
                     continue
-                if under_way and worker.index not in self._layouts and not self.stored:
-                    continue  # it will be told of the next one with a block for it
-                if len(waiting) + sum(len(w.runs) for w in self._group.workers) >= self._staleness.most_ahead:
+                if under_way and worker.index not in self._layouts and not self._stored:
+                    continue  # it is asked for the next one with a block for it
+                if len(waiting) + orders.num_under_way >= self._staleness.most_ahead:
                     return
-                if self._may_begin(self._frames_of(worker) * (1 + sum(len(w.runs) for w in self._group.workers))):
+                if orders.may_begin(orders.frames_of(worker) * (1 + orders.num_under_way)):
                     layout = self._layouts.get(worker.index)
-                    self._order(worker, None if layout is None else self.store.take(layout))
+                    orders.ask(worker, None if layout is None else orders.store.take(layout))
 
-    def needs(self, worker: Member, need: say.Need) -> say.Grant:
-        """See :class:`~rollwright.collectors.workers.member.Listener`."""
-        grant = self._grant_alone(worker, need)
-        self._layouts[worker.index] = grant.layout
-        return grant
+    def next_rollouts(self) -> list[Result]:
+        """See :class:`Strategy`."""
+        return [self._arrivals[0]]
 
-    def _arrived(self, result: Result) -> None:
+    def remove(self, results: Collection[Result]) -> None:
+        """See :class:`Strategy`."""
+        self._arrivals = deque(result for result in self._arrivals if result not in results)
+
+    def delivered(self) -> None:
+        """See :class:`Strategy`: the worker goes on while the consumer has the batch."""
+        if not self._staleness.waits:
+            self.ask()
+
+    def add(self, result: Result) -> None:
+        """See :class:`Strategy`."""
         self._layouts.setdefault(result.worker, None)
         self._arrivals.append(result)
 
-    def lost(self, worker: Member) -> None:
-        """See :class:`~rollwright.collectors.workers.member.Listener`."""
-        self._layouts.pop(worker.index, None)
-
-    def _waiting(self) -> list[Result]:
+    def waiting(self) -> list[Result]:
+        """See :class:`Strategy`."""
         return list(self._arrivals)
 
-    def _give_up(self, old: Sequence[Result]) -> None:
-        self._arrivals = deque(result for result in self._arrivals if result not in old)
+    def combine(self, results: Sequence[Result]) -> Any:
+        """See :class:`Strategy`."""
+        [result] = results
+        return batch_of(result)
 
-    @property
-    def num_undelivered(self) -> int:
-        """See :class:`Schedule`."""
-        return len(self._arrivals)
+    def grant(self, worker: Member, need: say.Need) -> say.Grant:
+        """See :class:`Strategy`."""
+        grant = self._orders.grant_alone(worker, need)
+        self._layouts[worker.index] = grant.layout
+        return grant
+
+    def lost(self, worker: Member) -> None:
+        """See :class:`Strategy`."""
+        self._layouts.pop(worker.index, None)

@@ -54,7 +54,7 @@ def batch_of(result: Result) -> Any:
     if not result.found.in_block:
         return result.rest
     block = cast(Block, result.block)
-    tensors = {key: block.layout._part(tensor, result.part) for key, tensor in block.lend().items()}
+    tensors = {key: block.layout.part(tensor, result.part) for key, tensor in block.lend().items()}
     form = block.layout.form
     size = torch.Size([*form.env, block.layout.steps[result.part]])
     return _built(tensors, size, result.found, result.rest or {}, result.device)

@@ -6,12 +6,11 @@ them wait.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -24,12 +23,12 @@ from rollwright.collectors.rollout.state import td_from, td_state
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.member import Member
-from rollwright.collectors.workers.memory.blocks import BlockLayout
 from rollwright.collectors.workers.memory.packing import open_parcel
 from rollwright.collectors.workers.memory.store import Block, BlockStore
 from rollwright.collectors.workers.schedules.joining import Result, batch_of, restored
+from rollwright.collectors.workers.schedules.orders import Orders
 from rollwright.collectors.workers.schedules.staleness import Staleness
-from rollwright.data.replay_buffers import SampleToInsertRatio
+from rollwright.collectors.workers.schedules.strategy import Strategy
 from rollwright.errors import WorkerError
 
 __all__ = ["Schedule"]
@@ -38,59 +37,54 @@ __all__ = ["Schedule"]
 _BREAK_S = 0.5  # after which a consumer is taken to have stopped
 
 
-class Schedule(ABC):
-    """Asks workers for rollouts, and takes in what they collect.
+class Schedule:
+    """Takes in what workers collect, and delivers it.
 
     Args:
         group: the workers.
-        store: memory of batches.
-        total_frames: to collect in all; infinity for no end.
+        orders: what they were asked for.
+        strategy: decides what is asked for, and what the next batch is made of.
+        staleness: how old batches may be.
         trajs_per_batch: how many complete trajectories are delivered at a time; None: batches are.
         padded: whether trajectories are delivered padded.
         stored: whether workers write into a replay buffer, and nothing but counts arrives.
-        staleness: how old batches may be.
 
     Attributes:
-        frames: collected so far, as far as they have arrived here.
-        limiter: of the replay buffer: asked before rollouts begin.
-        held: how many keep rollouts from beginning.
         told: whether an error was raised.
         errors: what went wrong in workers, and was not raised yet.
     """
 
     def __init__(
         self,
-        group: WorkerGroup,
-        store: BlockStore,
+        orders: Orders,
+        strategy: Strategy,
+        staleness: Staleness,
         *,
-        total_frames: float,
         trajs_per_batch: int | None,
         padded: bool,
         stored: bool,
-        staleness: Staleness,
     ) -> None:
-        self._group, self.store = group, store
-        self._staleness = staleness
-        self._anew: set[int] = set()  # workers whose trajectories have lost a rollout
+        self.orders, self.strategy, self._staleness = orders, strategy, staleness
+        self._group: WorkerGroup = orders.group
+        self.store: BlockStore = orders.store
+        self._trajs_per_batch, self._padded, self.stored = trajs_per_batch, padded, stored
+        self._devices = [_device(worker) for worker in self._group.workers]
         self._taker: int | None = None  # thread that has asked for a batch last
         self._taken_at: float | None = None
-        self.held = 0
-        self.total_frames = total_frames
-        self._trajs_per_batch, self._padded, self.stored = trajs_per_batch, padded, stored
-        self._devices = [_device(worker) for worker in group.workers]
-        self._runs = itertools.count()
         self._trajectories: deque[TensorDictBase] = deque()
         self._pending: list[tuple[Any, Sequence[Result]]] = []  # what is about to be delivered, and what it is made of
-        self.frames = 0
-        self.frames_stale = self.num_copied = self.num_messages = self.batches = 0
-        self.limiter: SampleToInsertRatio | None = None
+        self.frames_stale = self.num_copied = self.batches = 0
         self.errors: deque[WorkerError] = deque()
         self.told = False
-        self.waiting_for: str | None = None
+
+    @property
+    def frames(self) -> int:
+        """Collected so far, as far as they have arrived."""
+        return self.orders.frames
 
     # What is delivered ------------------------------------------------------------------------
 
-    def ready(self, give_up: Callable[[], bool] = never) -> bool:
+    def ready(self, stop: Callable[[], bool] = never) -> bool:
         """Whether there is something to deliver; it may take rollouts to know."""
         self._drop_stale_rest()
         if self._pending:
@@ -98,17 +92,17 @@ class Schedule(ABC):
         if self._trajs_per_batch is None or self.stored:
             return self._more()
         while len(self._trajectories) < self._trajs_per_batch:
-            if not self._more() or not self._take(give_up):
+            if not self._more() or not self._take(stop):
                 return False
         return True
 
-    def next(self, give_up: Callable[[], bool] = never, shaped: Callable[[Any], Any] = lambda made: made) -> Any:
+    def next(self, stop: Callable[[], bool] = never, shaped: Callable[[Any], Any] = lambda made: made) -> Any:
         """What is delivered next (with a replay buffer: None), only after :meth:`ready`.
 
         Args:
-            give_up: asked again and again, whether to come back without anything.
+            stop: asked again and again, whether to return without anything.
             shaped: what is done with it, before it counts as delivered. If it is interrupted, the batch is delivered
-                by the next call; if it raises, see :meth:`_refused`.
+                by the next call; if it raises, its rollouts may be lost.
 
         Raises:
             WorkerError: a worker has failed.
@@ -117,13 +111,16 @@ class Schedule(ABC):
             if not self._pending:
                 if self._trajs_per_batch is not None and not self.stored:
                     self._put_together(self._trajs_per_batch)
-                elif not self._take(give_up):
+                elif not self._take(stop):
                     return None
             pending = made, results = self._pending[-1]
             try:
                 found = shaped(made)
             except Exception:
-                self._refused(results)
+                if self.strategy.loses_what_fails:
+                    with self._group.lock:
+                        self._pending.clear()
+                        self._lose(results)
                 raise
             with self._group.lock:
                 if self._pending and self._pending[-1] is pending:
@@ -131,7 +128,7 @@ class Schedule(ABC):
                     self._release(results)
                     self.batches += 1
                     return found
-            if not self.ready(give_up):  # another thread has begun anew meanwhile
+            if not self.ready(stop):  # another thread has begun anew meanwhile
                 return None
 
     def _deliver(self, results: Sequence[Result]) -> None:
@@ -143,10 +140,6 @@ class Schedule(ABC):
         else:
             self._pending.append((made, results))
         self._staleness.delivered()
-
-    @abstractmethod
-    def _refused(self, results: Sequence[Result]) -> None:
-        """A batch could not be shaped."""
 
     def _drop_stale_rest(self) -> None:
         """Let go of a batch that an interrupt has kept here until it was too stale."""
@@ -163,17 +156,49 @@ class Schedule(ABC):
             made = pad(pieces) if self._padded else concatenate([piece for [piece] in pieces])
             self._pending.append((made, ()))
 
-    @abstractmethod
     def _more(self) -> bool:
         """Whether anything is still to come."""
+        return bool(self.strategy.waiting()) or self.orders.frames < self.orders.total_frames
 
-    @abstractmethod
-    def _take(self, give_up: Callable[[], bool]) -> bool:
-        """Wait for what comes next, and :meth:`_deliver` it; False if that was given up."""
+    def _take(self, stop: Callable[[], bool]) -> bool:
+        """Wait for what comes next, and :meth:`_deliver` it; False if ``stop`` held first."""
+        strategy = self.strategy
+        while True:
+            if not self._wait(stop):
+                return False
+            self.raise_error()
+            if not strategy.has_next():
+                self.raise_if_short()
+                continue
+            with self._group.lock, uninterrupted:
+                versions = self._staleness.versions()  # while the rollouts are here, whoever publishes waits for them
+                results = strategy.next_rollouts()
+                if self._staleness.too_stale(results, versions):
+                    strategy.remove(results)
+                    self._drop(results)
+                    continue
+                try:
+                    self._deliver(results)
+                except BaseException:
+                    if strategy.loses_what_fails:
+                        strategy.remove(results)
+                        self._lose(results)
+                    raise
+                strategy.remove(results)
+                strategy.delivered()
+                return True
 
-    @abstractmethod
     def _made_of(self, results: Sequence[Result]) -> Any:
         """The batch that is made of rollouts."""
+        if self.stored:
+            return None
+        if self._trajs_per_batch is not None:
+            return [trajectory for result in results for trajectory in result.rest]
+        batch = self.strategy.combine(results)
+        if self.store.num_lent > self.store.most:  # the consumer holds very many
+            self.num_copied += 1
+            return batch.clone()
+        return batch
 
     def _release(self, results: Sequence[Result]) -> None:
         """Results are delivered: what keeps their memory from now on are the consumer's tensors."""
@@ -181,48 +206,18 @@ class Schedule(ABC):
             if result.block is not None:
                 result.block.runs.discard(result.found.run)
 
-    def _lent(self, batch: Any) -> Any:
-        """A batch for the consumer; a copy where it holds very many."""
-        if isinstance(batch, TensorDictBase) and self.store.num_lent > self.store.most:
-            self.num_copied += 1
-            return batch.clone()
-        return batch
+    # Waiting ----------------------------------------------------------------------------------
 
-    # What is asked ----------------------------------------------------------------------------
-
-    def _order(self, worker: Member, block: Block | None) -> int:
-        """Ask for a rollout; returns its number."""
-        run = next(self._runs)
-        self._group.order(worker, run, block, anew=worker.index in self._anew)
-        self._anew.discard(worker.index)
-        self.num_messages += 1
-        return run
-
-    @property
-    def frames_asked(self) -> int:
-        """Collected, or asked for."""
-        return self.frames + sum(len(worker.runs) * self._frames_of(worker) for worker in self._group.workers)
-
-    def _frames_of(self, worker: Member) -> int:
-        return worker.ready.frames_per_batch if worker.ready is not None else 0
-
-    def _may_begin(self, frames: int) -> bool:
-        """Whether the replay buffer may take so many more frames."""
-        if self.limiter is None or self.limiter.may_insert(frames):
-            return True
-        self.waiting_for = self.limiter.wants(frames)
-        return False
-
-    def _wait(self, until: Callable[[], bool], what: str, give_up: Callable[[], bool]) -> bool:
+    def _wait(self, stop: Callable[[], bool]) -> bool:
         def done() -> bool:
-            self.waiting_for = what
-            return until() or bool(self.errors) or self._is_short()
+            self.orders.waiting_for = self.strategy.awaits
+            return self.strategy.ready() or bool(self.errors) or self.strategy.is_hopeless()
 
         self._taker, self._taken_at = threading.get_ident(), None
         try:
-            return self._group.wait(done, None, lambda: what, abandon=give_up)
+            return self._group.wait(done, None, lambda: self.strategy.awaits, abandon=stop)
         finally:
-            self._taken_at, self.waiting_for = time.monotonic(), None
+            self._taken_at, self.orders.waiting_for = time.monotonic(), None
 
     def is_awaited(self) -> bool:
         """Whether another thread takes batches: one that waits, or has just got one."""
@@ -238,8 +233,8 @@ class Schedule(ABC):
     def _lose(self, results: Sequence[Result]) -> None:
         """Let rollouts go that are not delivered: no trajectory goes on across the hole."""
         self._release(results)
-        self._anew.update(result.worker for result in results)
-        self.frames -= sum(result.found.frames for result in results)
+        self.orders.restarting.update(result.worker for result in results)
+        self.orders.frames -= sum(result.found.frames for result in results)
 
     def oldest_versions(self) -> list[tuple[int, int]]:
         """Worker and version of rollouts that have arrived, and were not delivered."""
@@ -256,60 +251,45 @@ class Schedule(ABC):
         if self.told:
             self.errors.clear()  # of workers that are gone, raise_if_short() still knows
 
-    def _is_short(self) -> bool:
-        """Whether waiting is in vain: a worker is gone for good."""
-        return any(worker.error is not None for worker in self._group.workers)
-
     def raise_if_short(self) -> None:
         """Raise if a worker is gone for good."""
         for worker in self._group.workers:
             if worker.error is not None:
                 raise worker.error
 
-    # What workers say -----------------------------------------------------------------------------
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """No rollout begins inside the ``with`` block."""
+        self.orders.held += 1
+        try:
+            yield
+        finally:
+            self.orders.held -= 1
+            self._group.wake()
+
+    # What workers say -------------------------------------------------------------------------
 
     def collected(self, worker: Member, found: say.Collected, block: Block | None) -> None:
         """See :class:`~rollwright.collectors.workers.member.Listener`."""
-        self.num_messages += 1
-        self.frames += found.frames
+        self.orders.num_messages += 1
+        self.orders.frames += found.frames
         self.frames_stale += found.dropped_frames
         self.store.read_by(worker.index, found.held)
         rest = None if found.rest is None else open_parcel(found.rest, worker.spec.parcels)
-        part, device = self._part(worker, block), self._devices[worker.index]
-        self._arrived(Result(worker.index, worker.num_collected, found, block, part, rest, device))
+        part, device = self.strategy.part_of(worker, block), self._devices[worker.index]
+        self.strategy.add(Result(worker.index, worker.num_collected, found, block, part, rest, device))
 
-    @abstractmethod
-    def _arrived(self, result: Result) -> None:
-        """Keep a rollout until it is delivered."""
-
-    def _part(self, worker: Member, block: Block | None) -> int:
-        """Which part of a block is a worker's."""
-        return 0
-
-    @abstractmethod
     def needs(self, worker: Member, need: say.Need) -> say.Grant:
         """See :class:`~rollwright.collectors.workers.member.Listener`."""
-
-    def _grant_alone(self, worker: Member, need: say.Need) -> say.Grant:
-        layout = BlockLayout(need.form, (need.form.steps,), "alone")
-        block = self.store.take(layout)
-        self._use(worker, need.run, block)
-        return say.Grant(need.run, layout, block.number, block.offset, 0)
-
-    def _use(self, worker: Member, run: int, block: Block) -> None:
-        old = worker.runs.get(run)
-        if old is not None:
-            old.runs.discard(run)
-        worker.runs[run] = block
-        block.runs.add(run)
+        return self.strategy.grant(worker, need)
 
     def failed(self, worker: Member, error: WorkerError) -> None:
         """See :class:`~rollwright.collectors.workers.member.Listener`."""
         self.errors.append(error)
 
-    @abstractmethod
     def lost(self, worker: Member) -> None:
         """See :class:`~rollwright.collectors.workers.member.Listener`."""
+        self.strategy.lost(worker)
 
     # State ------------------------------------------------------------------------------------
 
@@ -321,16 +301,12 @@ class Schedule(ABC):
         """
         with self._group.lock, uninterrupted:
             old = [result for result in self._undelivered() if result.number <= shares[result.worker]]
-            self._give_up(old)
+            self.strategy.remove(old)
             self._release(old)
             if not self.stored:  # what is in the buffer stays there
-                self.frames -= sum(result.found.frames for result in old)
+                self.orders.frames -= sum(result.found.frames for result in old)
             self._trajectories.clear()
             self._pending.clear()
-
-    @abstractmethod
-    def _give_up(self, old: Sequence[Result]) -> None:
-        """Drop rollouts that were not delivered."""
 
     def state_dict(self, shares: Mapping[int, int]) -> dict[str, Any]:
         """What has arrived and was not delivered.
@@ -342,30 +318,26 @@ class Schedule(ABC):
         late = [result for result in undelivered if result.number > shares[result.worker]]
         waiting = [] if self.stored else [result for result in undelivered if result not in late]
         return {
-            "frames": self.frames - sum(result.found.frames for result in late),
+            "frames": self.orders.frames - sum(result.found.frames for result in late),
             "waiting": [{"worker": result.worker, "held": _saved(batch_of(result))} for result in waiting],
             "trajectories": [td_state(td) for td in self._trajectories],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        self.frames = int(state_dict["frames"])
+        self.orders.frames = int(state_dict["frames"])
         for saved in state_dict["waiting"]:
-            self._arrived(restored(saved["worker"], _loaded(saved["held"]), self._devices[saved["worker"]]))
+            self.strategy.add(restored(saved["worker"], _loaded(saved["held"]), self._devices[saved["worker"]]))
         self._trajectories.extend(cast(Any, td_from(td)) for td in state_dict["trajectories"])
 
     def _undelivered(self) -> list[Result]:
         """Rollouts that have arrived, those included of which a batch was made."""
-        return [result for _, results in self._pending for result in results] + self._waiting()
-
-    @abstractmethod
-    def _waiting(self) -> list[Result]:
-        """Rollouts that have arrived, and were not delivered yet."""
+        return [result for _, results in self._pending for result in results] + self.strategy.waiting()
 
     @property
-    @abstractmethod
     def num_undelivered(self) -> int:
-        """Rollouts that have arrived, and were not delivered yet."""
+        """Rollouts that have arrived, and of which no batch was made yet."""
+        return len(self.strategy.waiting())
 
 
 def _saved(held: Any) -> Any:
