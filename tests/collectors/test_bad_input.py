@@ -29,7 +29,7 @@ class Case(NamedTuple):
     name: str
     cause: object
     error: type[Exception]
-    words: tuple[str, ...]
+    counters: tuple[str, ...]
 
 
 def collect(env=CountingEnv, policy=None, **options):
@@ -330,7 +330,7 @@ def test_the_error_says_what_is_wrong_and_what_to_do(case):
     with pytest.raises(case.error) as caught:
         case.cause()
     message = str(caught.value)
-    for word in case.words:
+    for word in case.counters:
         assert word in message, f"{word!r} is not in: {message}"
     assert len(message) < 1500  # read, not scrolled
 

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from rollwright.collectors import Collector, Interruptor
 from rollwright.collectors.delivery.assembler import TrajectoryAssembler
-from rollwright.collectors.delivery.rows import Frames, Piece, concatenate, pad
+from rollwright.collectors.delivery.rows import HeldBatch, RowRange, concatenate, pad
 from rollwright.collectors.utils import split_trajectories
 from rollwright.envs import GymEnv, SerialEnv
 from rollwright.testing.mocking_classes import (
@@ -438,7 +438,7 @@ def test_padding_copies_each_frame_once(monkeypatch):
     calls = []
     cat = torch.cat
     monkeypatch.setattr(torch, "cat", lambda tensors, *rest: calls.append(len(tensors)) or cat(tensors, *rest))
-    one, two = (Frames.of(frames(ids), 4) for ids in ([0] * 4, [1] * 4))
-    padded = pad([[Piece(one, 0, 2), Piece(two, 0, 1)], [Piece(two, 1, 3)]])
+    one, two = (HeldBatch.of(frames(ids), 4) for ids in ([0] * 4, [1] * 4))
+    padded = pad([[RowRange(one, 0, 2), RowRange(two, 0, 1)], [RowRange(two, 1, 3)]])
     assert padded["x"].tolist() == [[0, 1, 0], [1, 2, 0]]
     assert len(calls) == 2

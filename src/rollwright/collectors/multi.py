@@ -33,7 +33,7 @@ from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.policy import check_policy
 from rollwright.collectors.weights.workers import WorkersWeights
 from rollwright.collectors.workers.background import WorkersBackground
-from rollwright.collectors.workers.counters import Word
+from rollwright.collectors.workers.counters import Count
 from rollwright.collectors.workers.options import WorkerOptions, factories_of, options_of_workers
 from rollwright.collectors.workers.schedules.first_come import FirstCome
 from rollwright.collectors.workers.schedules.gather import Gather
@@ -202,7 +202,7 @@ class MultiCollector(BaseCollector):
         staleness = Staleness(
             None if stored else own.max_policy_lag,
             waits=own.policy_lag == "wait",
-            versions=lambda: [worker.words.whole[Word.PUBLISHED] for worker in self._group.workers],
+            versions=lambda: [worker.counters.counts[Count.PUBLISHED] for worker in self._group.workers],
         )
         return Schedule(
             orders,

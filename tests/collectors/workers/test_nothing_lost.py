@@ -13,7 +13,7 @@ from tests.collectors.workers.envs import IDS, STEP, VERSION, Gain, gain, makers
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import in_shared_memory, wait_until
 
-from rollwright.collectors.workers.counters import State, Word
+from rollwright.collectors.workers.counters import Count, WorkerState
 from rollwright.collectors.workers.schedules import first_come, gather
 
 KINDS = ["sync", "async"]
@@ -44,7 +44,9 @@ def test_big_batches_do_not_wait_to_be_read(make, kind):
     collector = make(kind, makers(), gain(), frames_per_batch=2000, total_frames=6000, **options)
     members = collector._group.workers
     collector._schedule.strategy.ask()
-    assert wait_until(lambda: all(m.words.whole[Word.BATCHES] and m.words.state is State.WAITING for m in members), 40)
+    assert wait_until(
+        lambda: all(m.counters.counts[Count.BATCHES] and m.counters.state is WorkerState.WAITING for m in members), 40
+    )
     assert all(member.runs for member in members)  # nothing of it was read here
     assert check(list(collector), whole=True).frames > 4000
 

@@ -19,7 +19,7 @@ from tests.collectors.workers.processes import wait_until
 
 from rollwright.collectors import Collector
 from rollwright.collectors.workers import group
-from rollwright.collectors.workers.counters import State, Word
+from rollwright.collectors.workers.counters import Count, WorkerState
 from rollwright.envs import GymEnv
 from rollwright.errors import WorkerError
 
@@ -363,10 +363,10 @@ def test_a_state_in_a_pause_of_a_worker_that_was_told_of_its_next_rollout(make, 
     collector.start()
     assert wait_until((tmp_path / "call 2").exists)
     assert wait_until(lambda: len(worker.runs) == 2)  # the next one was said while the worker is in its hook
-    asked = worker.words.whole[Word.ATTENTION]
+    asked = worker.counters.counts[Count.ATTENTION]
 
     def go_on():
-        if wait_until(lambda: worker.words.whole[Word.ATTENTION] > asked):
+        if wait_until(lambda: worker.counters.counts[Count.ATTENTION] > asked):
             (tmp_path / "paused").touch()
 
     thread = threading.Thread(target=go_on)
@@ -375,7 +375,7 @@ def test_a_state_in_a_pause_of_a_worker_that_was_told_of_its_next_rollout(make, 
         count = rb.write_count
         assert "worker0" in collector.state_dict()
         assert collector.get_distant_attr("env.batch_size") == [torch.Size([])]
-        assert wait_until(lambda: worker.words.state is State.PAUSED)
+        assert wait_until(lambda: worker.counters.state is WorkerState.PAUSED)
         assert rb.write_count == count
     thread.join()
     assert wait_until(lambda: rb.write_count > count)

@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from rollwright._memory.segment import Segment
 from rollwright._processes.channel import Channel
-from rollwright.collectors.workers.memory.packing import ParcelMemory, open_parcel
+from rollwright.collectors.workers.memory.packing import Packer, unpack
 
 DTYPES = [
     torch.bool,
@@ -34,11 +34,11 @@ def segments():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_any_kind(segments, dtype):
-    memory = ParcelMemory(segments)
+    memory = Packer(segments)
     whole = torch.arange(24).reshape(4, 6).to(dtype)
     packed = [whole, whole[0, 0], whole[:, 1], whole.T, whole[:, :0], whole[1:2].expand(3, 6)]
     packed += [whole.conj()] if dtype.is_complex else []
-    found = open_parcel(memory.pack(packed), segments)
+    found = unpack(memory.pack(packed), segments)
     assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in packed]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, packed, strict=True))
 
@@ -49,7 +49,7 @@ def test_other_things(segments):
     tensor = torch.arange(3)
     td = TensorDict({"a": torch.ones(2, 3), ("b", "text"): NonTensorData("x", [2])}, [2], names=["time"])
     packed = {"lazy": lazy, "weight": weight, "twice": [tensor, tensor], "td": td, ("nested", 3): None}
-    found = open_parcel(ParcelMemory(segments).pack(packed), segments)
+    found = unpack(Packer(segments).pack(packed), segments)
     assert [row["a"].tolist() for row in found["lazy"].unbind(0)] == [[1.0], [1.0, 1.0]]
     assert isinstance(found["weight"], torch.nn.Parameter)
     assert found["weight"].requires_grad
@@ -64,21 +64,21 @@ def test_the_message_is_small_however_much_is_packed(segments):
     trajectories = [
         TensorDict({"a": torch.full((7, 50), float(n)), ("next", "b"): torch.ones(7)}, [7]) for n in range(99)
     ]
-    memory = ParcelMemory(segments)
+    memory = Packer(segments)
     mine, theirs = Channel.pair()
     for _ in range(2):  # as many as a worker packs before it is asked for more
         parcel = memory.pack([trajectories, "text" * 100_000])
         assert len(pickle.dumps(parcel)) < 200
         mine.send(parcel, timeout_s=0.0)  # nobody reads
     for _ in range(2):
-        found, text = open_parcel(theirs.recv(5.0), segments)
+        found, text = unpack(theirs.recv(5.0), segments)
         assert len(text) == 400_000
         assert all(bool((mine == theirs).all()) for mine, theirs in zip(found, trajectories, strict=True))
 
 
 def test_what_was_opened_stays_when_the_memory_is_used_again(segments):
-    memory = ParcelMemory(segments)
-    first = open_parcel(memory.pack(torch.zeros(5000)), segments)
+    memory = Packer(segments)
+    first = unpack(memory.pack(torch.zeros(5000)), segments)
     for _ in range(2):
         memory.pack(torch.ones(6000))
     assert not first.any()
@@ -87,7 +87,7 @@ def test_what_was_opened_stays_when_the_memory_is_used_again(segments):
 
 
 def test_what_cannot_be_pickled_leaves_the_memory_in_order(segments):
-    memory = ParcelMemory(segments)
+    memory = Packer(segments)
     with pytest.raises(TypeError):
         memory.pack([torch.zeros(10), (n for n in range(3))])
-    assert open_parcel(memory.pack([torch.ones(3), "a"]), segments)[1] == "a"
+    assert unpack(memory.pack([torch.ones(3), "a"]), segments)[1] == "a"

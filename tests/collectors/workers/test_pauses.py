@@ -7,14 +7,14 @@ from tests.collectors.workers.envs import gain, makers
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import wait_until
 
-from rollwright.collectors.workers.counters import Word
+from rollwright.collectors.workers.counters import Count
 
 KINDS = ["sync", "async"]
 WRITTEN = "replay_buffer.write_count"
 
 
 def beats(collector):
-    return [worker.words.whole[Word.BEAT] for worker in collector._group.workers]
+    return [worker.counters.counts[Count.BEAT] for worker in collector._group.workers]
 
 
 @pytest.fixture

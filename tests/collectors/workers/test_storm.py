@@ -20,7 +20,7 @@ from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import burn, heard, left_behind, strangers
 from tests.patience import patient
 
-from rollwright.collectors.workers.counters import State
+from rollwright.collectors.workers.counters import WorkerState
 from rollwright.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 from rollwright.errors import WorkerError
 
@@ -86,8 +86,8 @@ class Killer(Beside):
             return "shutdown"
         # Not from stats(), which waits for a lock of the buffer: the stopped one may hold it.
         workers = [] if self.collector is None else self.collector._group.workers
-        states = {worker.pid: worker.words.state for worker in workers if worker.pid is not None}
-        return states.get(pid, State.STARTING).name.lower()
+        states = {worker.pid: worker.counters.state for worker in workers if worker.pid is not None}
+        return states.get(pid, WorkerState.STARTING).name.lower()
 
 
 class Updates(Beside):

@@ -16,7 +16,7 @@ from tests.collectors.workers.processes import burn, heard, wait_until
 from tests.patience import patient
 
 from rollwright.collectors.workers import watching
-from rollwright.collectors.workers.counters import State
+from rollwright.collectors.workers.counters import WorkerState
 from rollwright.collectors.workers.member import Member
 from rollwright.errors import WorkerError
 from rollwright.testing.mocking_classes import CountingEnv
@@ -86,7 +86,7 @@ def test_a_worker_that_waits_for_memory_while_the_consumer_is_busy_is_not_stuck(
     collector.next()  # of worker 0
     worker = collector._group.workers[1]
     (tmp_path / "gate").touch()
-    assert wait_until(lambda: worker.words.state is State.DELIVERING, 5.0)
+    assert wait_until(lambda: worker.counters.state is WorkerState.DELIVERING, 5.0)
     beats = collector._group.watch.heartbeats
     assert wait_until(lambda: (collector._group.look(), 1 in beats._last)[1], 5.0)
     beats._last[1] = (beats._last[1][0], *(at - 30.0 for at in beats._last[1][1:]))  # so long has nobody looked
@@ -151,20 +151,20 @@ class Watched:
     def __init__(self, step_timeout_s):
         self.now, self.stopped_s = 1000.0, 0.0
         self.watch = watching.Watch(step_timeout_s, lambda: self.now)
-        words = SimpleNamespace(pulse=(0, 0), state=State.WAITING)
+        counters = SimpleNamespace(pulse=(0, 0), state=WorkerState.WAITING)
         connection = SimpleNamespace(stopped_s=lambda: self.stopped_s)
         failed = partial(Member.failed, SimpleNamespace(name="worker 0", index=0))
-        self.worker = SimpleNamespace(index=0, connection=connection, words=words, ready=True, failed=failed)
+        self.worker = SimpleNamespace(index=0, connection=connection, counters=counters, ready=True, failed=failed)
 
     def after(self, seconds, *, state=None, beats=False, every_s=0.2):
         """What the watch finds after looking again and again for a while, in which a worker beats, or not."""
-        words = self.worker.words
-        words.state = state or words.state
+        counters = self.worker.counters
+        counters.state = state or counters.state
         until = self.now + seconds
         while self.now < until:
             self.now += every_s
             if beats:
-                words.pulse = (words.pulse[0], words.pulse[1] + 1)
+                counters.pulse = (counters.pulse[0], counters.pulse[1] + 1)
             error = self.watch.failure(self.worker)
             if error is not None:
                 return str(error)
@@ -172,7 +172,7 @@ class Watched:
 
 
 @pytest.mark.parametrize(("step_timeout_s", "limit_s"), [(2.0, 12), (None, 120)])
-@pytest.mark.parametrize("state", [State.WAITING, State.PAUSED])
+@pytest.mark.parametrize("state", [WorkerState.WAITING, WorkerState.PAUSED])
 def test_a_worker_that_waits_gives_signs_of_life(state, step_timeout_s, limit_s):
     watched = Watched(step_timeout_s)
     assert watched.after(1000, state=state, beats=True) is None
@@ -180,7 +180,7 @@ def test_a_worker_that_waits_gives_signs_of_life(state, step_timeout_s, limit_s)
     assert watched.after(2) == f"worker 0 has given no sign of life for {limit_s} s, while it waited to be asked."
 
 
-@pytest.mark.parametrize("state", [State.PREPARING, State.DELIVERING, State.COLLECTING])
+@pytest.mark.parametrize("state", [WorkerState.PREPARING, WorkerState.DELIVERING, WorkerState.COLLECTING])
 def test_hooks_and_steps_without_a_limit_take_as_long_as_they_like_unless_a_signal_has_stopped_them(state):
     watched = Watched(None)
     assert watched.after(10_000, state=state, every_s=10) is None
@@ -188,7 +188,7 @@ def test_hooks_and_steps_without_a_limit_take_as_long_as_they_like_unless_a_sign
     assert watched.after(1) == "worker 0 was stopped by a signal, and did not go on for 120 s."
 
 
-@pytest.mark.parametrize("state", [State.WAITING, State.COLLECTING])
+@pytest.mark.parametrize("state", [WorkerState.WAITING, WorkerState.COLLECTING])
 def test_a_program_that_was_stopped_with_its_workers_goes_on_with_them(state):
     watched = Watched(2.0)
     assert watched.after(1, state=state, beats=True) is None
@@ -205,7 +205,7 @@ def test_a_worker_that_is_frozen_between_rollouts_is_replaced(make, call):
     batches = [collector.next()]
     collector._group.watch._silence_s = 5.0
     worker = collector._group.workers[1]
-    assert wait_until(lambda: worker.words.state is State.WAITING)
+    assert wait_until(lambda: worker.counters.state is WorkerState.WAITING)
     burn(worker.pid, signal.SIGSTOP)
     if call == "map_fn":
         with pytest.raises(WorkerError, match=r"worker 1 (has given no sign of life|was stopped by a signal).* 5 s"):

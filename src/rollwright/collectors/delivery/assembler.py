@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from rollwright.collectors.delivery.rows import Frames, Piece, concatenate
+from rollwright.collectors.delivery.rows import HeldBatch, RowRange, concatenate
 from rollwright.collectors.rollout.paths.stages import IDS
 
 __all__ = ["Trajectory", "TrajectoryAssembler"]
@@ -27,7 +27,7 @@ class Trajectory(NamedTuple):
         length: number of frames.
     """
 
-    pieces: list[Piece]
+    pieces: list[RowRange]
     length: int
 
 
@@ -56,7 +56,7 @@ class TrajectoryAssembler:
         self.frames_dropped = 0
         self._spoiled_below = 0  # trajectories with lower ids have begun unseen,
         self._spoiled: set[int] = set()  # and those with these
-        self._rollouts: dict[int, Frames] = {}
+        self._rollouts: dict[int, HeldBatch] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -135,7 +135,7 @@ class TrajectoryAssembler:
         ids = cast(torch.Tensor, batch.get(IDS)).reshape(shape)[:, :steps].cpu().numpy()
         ends = ended.reshape(shape)[:, :steps].cpu().numpy()
         serial, self._serial = self._serial, self._serial + 1
-        self._rollouts[serial] = Frames.of(batch, steps)
+        self._rollouts[serial] = HeldBatch.of(batch, steps)
         self.drop_open(self._id != ids[:, 0])  # they were reset in the middle: nobody will see their end
         self._open(np.flatnonzero(self._since == _NONE), serial, 0, ids[:, 0])
         stops = ends.copy()
@@ -169,7 +169,7 @@ class TrajectoryAssembler:
             frames = self._rollouts[at]
             start, stop = int(frames.starts[env]), int(frames.stops[env])
             begin = start + skipped if at == since else start
-            pieces.append(Piece(frames, begin, start + t + 1 if at == serial else stop))
+            pieces.append(RowRange(frames, begin, start + t + 1 if at == serial else stop))
         return Trajectory(pieces, self._clock + t + 1 - int(self._begun[env]))
 
     def _let_go(self) -> None:
@@ -206,13 +206,13 @@ class TrajectoryAssembler:
             "spoiled": sorted(self._spoiled),
         }
 
-    def _under_way(self, env: int) -> list[Piece]:
+    def _under_way(self, env: int) -> list[RowRange]:
         since, skipped = int(self._since[env]), int(self._offset[env])
         found = []
         for at in range(since, self._serial):
             frames = self._rollouts[at]
             start = int(frames.starts[env]) + (skipped if at == since else 0)
-            found.append(Piece(frames, start, int(frames.stops[env])))
+            found.append(RowRange(frames, start, int(frames.stops[env])))
         return found
 
     def load_state_dict(
@@ -238,7 +238,7 @@ class TrajectoryAssembler:
         for td in state["complete"]:
             name = next(names, None)
             frames = td if name is None else _renamed(td, name)
-            self._complete.append(Trajectory([Piece(Frames.of(frames, len(frames)), 0, len(frames))], len(frames)))
+            self._complete.append(Trajectory([_piece(frames)], len(frames)))
         held = list(zip(state["envs"], state["open"], strict=True))
         if ids is None:
             self.frames_dropped += sum(len(td) for _, td in held)
@@ -250,7 +250,7 @@ class TrajectoryAssembler:
             self._begun[env] = longest - len(td)
         if held:
             whole = concatenate([_piece(_renamed(td, int(ids[env]))) for env, td in held])
-            self._rollouts[0] = Frames.of(whole, longest).placed(
+            self._rollouts[0] = HeldBatch.of(whole, longest).placed(
                 [env for env, _ in held], [len(td) for _, td in held], self._num_envs
             )
             self._serial = 1
@@ -268,8 +268,8 @@ class TrajectoryAssembler:
         self._spoiled_below = 0
 
 
-def _piece(td: TensorDictBase) -> Piece:
-    return Piece(Frames.of(td, len(td)), 0, len(td))
+def _piece(td: TensorDictBase) -> RowRange:
+    return RowRange(HeldBatch.of(td, len(td)), 0, len(td))
 
 
 def _renamed(td: TensorDictBase, name: int) -> TensorDictBase:

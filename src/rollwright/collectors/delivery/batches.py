@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 
 from rollwright.collectors.delivery.assembler import TrajectoryAssembler
 from rollwright.collectors.delivery.base import RolloutDelivery
-from rollwright.collectors.delivery.rows import Piece, common_keys, concatenate, pad
+from rollwright.collectors.delivery.rows import RowRange, common_keys, concatenate, pad
 
 __all__ = ["Batches", "TrajectoryBatches", "copied"]
 
@@ -62,7 +62,7 @@ class TrajectoryBatches(RolloutDelivery):
         return [self._hand_out(copied(trajectory.pieces)) for trajectory in found]
 
 
-def copied(pieces: Sequence[Piece]) -> TensorDictBase:
+def copied(pieces: Sequence[RowRange]) -> TensorDictBase:
     """The rows of pieces one after another, in memory of their own."""
     joined = concatenate(pieces)
     return joined if len(pieces) > 1 else joined.clone()

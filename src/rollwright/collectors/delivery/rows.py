@@ -14,10 +14,10 @@ from rollwright._keys import NestedKey, leaf_keys, place, unravel
 from rollwright.collectors.rollout.paths.recording import is_dense
 from rollwright.data.layout import MASK, pad_trajectories
 
-__all__ = ["Frames", "Piece", "common_keys", "concatenate", "pad"]
+__all__ = ["HeldBatch", "RowRange", "common_keys", "concatenate", "pad"]
 
 
-class Frames:
+class HeldBatch:
     """The frames of a batch ``[*env, T]`` in one row, environment after environment.
 
     Attributes:
@@ -38,7 +38,7 @@ class Frames:
         self.num_rows = batch.numel()
 
     @classmethod
-    def of(cls, batch: TensorDictBase, steps: int) -> Frames:
+    def of(cls, batch: TensorDictBase, steps: int) -> HeldBatch:
         """A batch of which ``steps`` times were taken."""
         length = batch.batch_size[-1]
         starts = np.arange(0, batch.numel(), max(length, 1), dtype=np.int64)
@@ -58,7 +58,7 @@ class Frames:
         leaves = self._batch.values(True, True) if self.leaves is None else self.leaves.values()
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
-    def narrowed(self, envs: NDArray[np.int64], starts: NDArray[np.int64], skipped: NDArray[np.int64]) -> Frames:
+    def narrowed(self, envs: NDArray[np.int64], starts: NDArray[np.int64], skipped: NDArray[np.int64]) -> HeldBatch:
         """A copy of some rows.
 
         Args:
@@ -74,16 +74,16 @@ class Frames:
         all_stops[envs] = ends
         all_starts[envs] = ends - (stops - starts) - skipped
         if self.leaves is None:
-            return Frames(self._batch[index].clone(), None, all_starts, all_stops)
+            return HeldBatch(self._batch[index].clone(), None, all_starts, all_stops)
         leaves = {key: leaf[index.to(leaf.device)] for key, leaf in self.leaves.items()}
-        return Frames(self.nested_like(leaves, [len(rows)]), leaves, all_starts, all_stops)
+        return HeldBatch(self.nested_like(leaves, [len(rows)]), leaves, all_starts, all_stops)
 
-    def placed(self, envs: list[int], lengths: list[int], num_envs: int) -> Frames:
+    def placed(self, envs: list[int], lengths: list[int], num_envs: int) -> HeldBatch:
         """The same rows as those of ``envs``, each with its length, one after another."""
         starts, stops = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
         stops[envs] = np.cumsum(lengths)
         starts[envs] = stops[envs] - lengths
-        return Frames(self._batch, self.leaves, starts, stops)
+        return HeldBatch(self._batch, self.leaves, starts, stops)
 
     def rows(self, start: int, stop: int) -> TensorDictBase:
         """Some of the frames as a view ``[stop - start]``."""
@@ -108,10 +108,10 @@ class Frames:
         return td
 
 
-class Piece(NamedTuple):
+class RowRange(NamedTuple):
     """Rows ``start <= row < stop`` of some frames."""
 
-    frames: Frames
+    frames: HeldBatch
     start: int
     stop: int
 
@@ -125,7 +125,7 @@ class Piece(NamedTuple):
         return self.frames.rows(self.start, self.stop).select(*keys)
 
 
-def common_keys(pieces: Sequence[Piece]) -> tuple[list[NestedKey], set[NestedKey]]:
+def common_keys(pieces: Sequence[RowRange]) -> tuple[list[NestedKey], set[NestedKey]]:
     """The entries that all pieces have, and those that some of them lack."""
     sources = {id(piece.frames): piece.frames for piece in pieces}
     first, *others = [set(frames.keys) for frames in sources.values()]
@@ -133,7 +133,7 @@ def common_keys(pieces: Sequence[Piece]) -> tuple[list[NestedKey], set[NestedKey
     return [key for key in pieces[0].frames.keys if key in common], first.union(*others) - common
 
 
-def concatenate(pieces: Sequence[Piece]) -> TensorDictBase:
+def concatenate(pieces: Sequence[RowRange]) -> TensorDictBase:
     """The rows of pieces one after another, a copy ``[sum of lengths]`` (a view where there is but one piece)."""
     keys, _ = common_keys(pieces)
     if any(piece.frames.leaves is None for piece in pieces):
@@ -154,7 +154,7 @@ def _join(tds: list[TensorDictBase]) -> TensorDictBase:
     return cast(TensorDictBase, joined)
 
 
-def pad(trajectories: Sequence[Sequence[Piece]]) -> TensorDictBase:
+def pad(trajectories: Sequence[Sequence[RowRange]]) -> TensorDictBase:
     """Trajectories of several pieces each, a copy ``[num_trajectories, longest]``: zero-padded, with a mask.
 
     Raises:

@@ -216,7 +216,7 @@ _STAGES = {"act": "a call of the policy", "step": "a step of the environment", "
 def _stage(frame: FrameType) -> str | None:
     """What a frame of the stack stands for."""
     code = frame.f_code
-    of_a_path = code.co_qualname.split(".")[0] in ("AlternatingPath", "ArrayPath", "PlainPath")
+    of_a_path = code.co_qualname.split(".")[0] in ("GroupedPath", "ArrayPath", "PlainPath")
     return _STAGES.get(code.co_name) if of_a_path else None
 
 

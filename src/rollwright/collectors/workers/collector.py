@@ -31,9 +31,9 @@ from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.collectors.weights.local import LocalWeights
 from rollwright.collectors.weights.updates import pick_weights
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.counters import Words
-from rollwright.collectors.workers.memory.blocks import BatchForm, BlockMemory, Place
-from rollwright.collectors.workers.memory.packing import ParcelMemory
+from rollwright.collectors.workers.counters import WorkerCounters
+from rollwright.collectors.workers.memory.blocks import BatchForm, BlockMemory, BlockPart
+from rollwright.collectors.workers.memory.packing import Packer
 from rollwright.collectors.workers.observer import WorkerObserver
 from rollwright.collectors.workers.trajectory_ids import StridedIds
 from rollwright.envs.base import EnvBase
@@ -51,7 +51,7 @@ class WorkerCollector(Reachable):
 
     Args:
         spec: of the worker.
-        words: of the worker.
+        counters: of the worker.
         ask: for memory in the middle of a rollout.
         feed: brings published weights.
         interrupted: asked after each step whether the batch ends there.
@@ -64,8 +64,8 @@ class WorkerCollector(Reachable):
     def __init__(
         self,
         spec: WorkerSpec,
-        words: Words,
-        ask: Callable[[BatchForm], Place | None],
+        counters: WorkerCounters,
+        ask: Callable[[BatchForm], BlockPart | None],
         feed: WeightFeed,
         *,
         interrupted: Callable[[], bool],
@@ -74,16 +74,16 @@ class WorkerCollector(Reachable):
         self.options = options = spec.options
         self.worker_idx = options.worker_idx
         self._feed = feed
-        self._parcels = ParcelMemory(spec.parcels)
+        self._packer = Packer(spec.packing)
         self._blocks = BlockMemory(spec.blocks, ask)
-        self.observer = WorkerObserver(words, spec.max_policy_lag, stopping)
+        self.observer = WorkerObserver(counters, spec.max_policy_lag, stopping)
         self._refused_rollout: str | None = None  # the call that must not take a rollout,
         self._refused_end: str | None = None  # or wait for the end of the one under way
         policy = None if spec.policy is None else pickle.loads(spec.policy)
         if isinstance(spec.create_env_fn, EnvBase):  # a copy, with the generator of its siblings
             spec.create_env_fn.set_seed(int(torch.empty((), dtype=torch.int64).random_()) % 2**31)
         ledger = ledger_of(options.replay_buffer)
-        ids: TrajectoryIds = TrajectoryPool(ledger) if ledger else StridedIds(words, spec.index, spec.num_workers)
+        ids: TrajectoryIds = TrajectoryPool(ledger) if ledger else StridedIds(counters, spec.index, spec.num_workers)
         in_blocks = options.replay_buffer is None and options.trajs_per_batch is None
         self._hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
         self._profile = Profile(lambda: self.worker_idx)
@@ -187,7 +187,7 @@ class WorkerCollector(Reachable):
         if batch is None:
             return False, None, (), {}
         if not windows or type(batch) is not TensorDict or batch.batch_size != self._batch_size:
-            return False, self._parcels.pack(batch), (), {}
+            return False, self._packer.pack(batch), (), {}
         rest: dict[NestedKey, Any] = {}
         nesting: dict[NestedKey, tuple[int, ...]] = {}
         missing = set(windows)
@@ -204,7 +204,7 @@ class WorkerCollector(Reachable):
                 rest[key] = value
             else:
                 missing.discard(key)
-        packed = self._parcels.pack(rest) if rest else None
+        packed = self._packer.pack(rest) if rest else None
         return True, packed, tuple(missing), nesting
 
     @property

@@ -1,4 +1,4 @@
-"""Words: numbers about one worker that it and its collector read and write in shared memory, without a message."""
+"""Shared-memory counters of one worker, which it and its collector read and write without a message."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from rollwright._memory import Segment
 
-__all__ = ["BEAT_S", "State", "Time", "Word", "Words"]
+__all__ = ["BEAT_S", "WorkerState", "Gauge", "Count", "WorkerCounters"]
 
 BEAT_S = 1.0  # the longest nap of a worker that waits
 
 
-class Word(IntEnum):
+class Count(IntEnum):
     """Places of the whole numbers.
 
     Those of the collector: ``ATTENTION`` (grows with each message that does not wait for the end of a rollout),
@@ -34,7 +34,7 @@ class Word(IntEnum):
     ENV_RECREATIONS = 12  # environments that were recreated
 
 
-class Time(IntEnum):
+class Gauge(IntEnum):
     """Places of the fractional numbers."""
 
     POLICY_S = 0
@@ -50,7 +50,7 @@ class Time(IntEnum):
     LAST_RETURN_AT = 10  # when that was known, by time.monotonic(), which processes of a machine share
 
 
-class State(IntEnum):
+class WorkerState(IntEnum):
     """What a worker does."""
 
     STARTING = 0
@@ -68,7 +68,7 @@ class State(IntEnum):
 _PAGE = 512
 
 
-class Words:
+class WorkerCounters:
     """The numbers of one worker.
 
     Args:
@@ -76,9 +76,9 @@ class Words:
         worker: index.
 
     Example:
-        >>> words = Words(Segment(), 0)
-        >>> words.whole[Word.FRAMES] += 20
-        >>> words.whole[Word.FRAMES]
+        >>> counters = WorkerCounters(Segment(), 0)
+        >>> counters.counts[Count.FRAMES] += 20
+        >>> counters.counts[Count.FRAMES]
         20
     """
 
@@ -86,32 +86,32 @@ class Words:
         start = worker * _PAGE
         segment.grow(start + _PAGE)
         memory = segment.map(start, _PAGE)
-        self.whole: Any = memory[: _PAGE // 2].cast("q")
-        self.parts: Any = memory[_PAGE // 2 : _PAGE].cast("d")
+        self.counts: Any = memory[: _PAGE // 2].cast("q")
+        self.gauges: Any = memory[_PAGE // 2 : _PAGE].cast("d")
 
     def call_attention(self) -> None:
         """Make the worker read its messages after the step under way."""
-        self.whole[Word.ATTENTION] += 1
+        self.counts[Count.ATTENTION] += 1
 
     @property
-    def state(self) -> State:
+    def state(self) -> WorkerState:
         """What the worker does."""
-        return State(self.whole[Word.STATE])
+        return WorkerState(self.counts[Count.STATE])
 
     @state.setter
-    def state(self, state: State) -> None:
-        self.whole[Word.STATE] = state
-        self.whole[Word.CHANGES] += 1
+    def state(self, state: WorkerState) -> None:
+        self.counts[Count.STATE] = state
+        self.counts[Count.CHANGES] += 1
 
     def beat(self) -> None:
         """Show that the worker is not stuck while it waits."""
-        self.whole[Word.CHANGES] += 1
+        self.counts[Count.CHANGES] += 1
 
     @property
     def pulse(self) -> tuple[int, int]:
         """Differs from what it was before if the worker is not stuck."""
-        return self.whole[Word.BEAT], self.whole[Word.CHANGES]
+        return self.counts[Count.BEAT], self.counts[Count.CHANGES]
 
     def seconds(self) -> dict[str, float]:
         """Time by stage."""
-        return {time.name[:-2].lower(): self.parts[time] for time in Time if time.name.endswith("_S")}
+        return {time.name[:-2].lower(): self.gauges[time] for time in Gauge if time.name.endswith("_S")}

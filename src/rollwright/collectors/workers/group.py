@@ -15,7 +15,7 @@ from rollwright._processes.connection import Connection, Loss
 from rollwright._processes.heartbeats import Heartbeats
 from rollwright._processes.pool import Answer, Pool
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.counters import State, Word
+from rollwright.collectors.workers.counters import Count, WorkerState
 from rollwright.collectors.workers.member import Listener, Member
 from rollwright.collectors.workers.memory.store import Block
 from rollwright.collectors.workers.restarts import Restarts
@@ -95,8 +95,8 @@ class WorkerGroup:
             warnings.warn(text, kind, stacklevel=5)
 
     def _launch(self, worker: Member) -> None:
-        worker.words.state = State.STARTING
-        worker.words.whole[Word.OLDEST] = -1
+        worker.counters.state = WorkerState.STARTING
+        worker.counters.counts[Count.OLDEST] = -1
         self.watch.heartbeats.begin(worker.index)
         self._pool.add(worker.index, self._connect(worker.spec))
 
@@ -259,7 +259,7 @@ class WorkerGroup:
         def is_late() -> bool:
             if timeout_s is not None:
                 return time.monotonic() - began > timeout_s
-            beats = [(index, self.workers[index].words.whole[Word.BEAT]) for index in due]
+            beats = [(index, self.workers[index].counters.counts[Count.BEAT]) for index in due]
             late = [index for index, beat in beats if heartbeats.is_silent(index, beat, _STUCK_S)]  # each is looked at
             return bool(late)
 
@@ -332,7 +332,7 @@ class WorkerGroup:
         return None
 
     def _flushed(self, index: int) -> None:
-        self.workers[index].words.call_attention()  # it may have read all that was there before
+        self.workers[index].counters.call_attention()  # it may have read all that was there before
 
     # Failures ---------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class WorkerGroup:
         if loss.failure is not None:
             error = loss.failure.error(worker.name, worker.index)
         else:
-            error = worker.failed(f"{loss.how} while {worker.words.state.name.lower().replace('_', ' ')}")
+            error = worker.failed(f"{loss.how} while {worker.counters.state.name.lower().replace('_', ' ')}")
         self._replace(worker, error)
 
     def _replace(self, worker: Member, error: WorkerError) -> None:
@@ -351,7 +351,7 @@ class WorkerGroup:
         worker.ready = None
         for run in list(worker.runs):
             _release(worker, run)
-        worker.words.whole[Word.OLDEST] = -1
+        worker.counters.counts[Count.OLDEST] = -1
         self._forget(worker.index)
         if self._shared.closed:
             return
@@ -395,11 +395,11 @@ class WorkerGroup:
 
         What workers have sent before is taken in; a rollout that has not begun counts as one of the newest version.
         """
-        firsts = [worker.words.whole[Word.OLDEST] for worker in self.workers]
+        firsts = [worker.counters.counts[Count.OLDEST] for worker in self.workers]
         for worker in self.workers:
             self._pool.read(worker.index)
         under_way = [worker for worker in self.workers if worker.runs]
-        published = [(worker.index, worker.words.whole[Word.PUBLISHED]) for worker in under_way]
+        published = [(worker.index, worker.counters.counts[Count.PUBLISHED]) for worker in under_way]
         return published + [(worker.index, firsts[worker.index]) for worker in under_way if firsts[worker.index] >= 0]
 
     # The end ----------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ class WorkerGroup:
             worker = self.workers[index]
             if how != "ended":
                 self.forced.append(f"{worker.doing()}, and was {how} after {timeout_s:g} s")
-            worker.words.state = State.ENDED
+            worker.counters.state = WorkerState.ENDED
         self.wake()
         failures = [(self.workers[index], end.failure) for index, end in ended.items()]
         return next((failure.error(worker.name, worker.index) for worker, failure in failures if failure), None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rollwright._processes.connection import Connection
 from rollwright._processes.pool import Pool
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.counters import Words
+from rollwright.collectors.workers.counters import WorkerCounters
 from rollwright.collectors.workers.memory.store import Block
 from rollwright.errors import WorkerError
 
@@ -44,7 +44,7 @@ class Member:
     Attributes:
         index: its number.
         spec: see above.
-        words: numbers that it writes.
+        counters: numbers that it writes.
         ready: what it has sent of itself; None while it starts.
         runs: rollouts that it was asked for and has not answered, in order, with their blocks.
         error: why it is gone for good.
@@ -54,7 +54,7 @@ class Member:
 
     def __init__(self, spec: WorkerSpec, pool: Pool) -> None:
         self.index, self.spec, self._pool = spec.index, spec, pool
-        self.words = Words(spec.words, spec.index)
+        self.counters = WorkerCounters(spec.counters, spec.index)
         self.ready: say.Ready | None = None
         self.runs: dict[int, Block | None] = {}
         self.error: WorkerError | None = None
@@ -112,7 +112,7 @@ class Member:
         """
         self._pool.send(self.index, message)
         if attention:
-            self.words.call_attention()
+            self.counters.call_attention()
 
     @property
     def behind(self) -> bool:
@@ -130,4 +130,4 @@ class Member:
         """A phrase for messages."""
         if self.error is not None:
             return f"{self.name} has failed"
-        return f"{self.name} is {self.words.state.name.lower().replace('_', ' ')}"
+        return f"{self.name} is {self.counters.state.name.lower().replace('_', ' ')}"

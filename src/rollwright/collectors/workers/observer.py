@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 from rollwright.collectors.core import Stage
 from rollwright.collectors.delivery.base import RolloutDelivery
-from rollwright.collectors.workers.counters import State, Time, Word, Words
+from rollwright.collectors.workers.counters import Count, Gauge, WorkerCounters, WorkerState
 from rollwright.envs.recreation.policy import num_recreations
 
 __all__ = ["WorkerObserver"]
 
 _STATES = {
-    Stage.RESET: State.COLLECTING,  # which may be stuck, too
-    Stage.COMPILE: State.STARTING,  # takes as long as it takes
-    Stage.STEPS: State.COLLECTING,  # each step has the whole limit for itself
-    Stage.FINISH: State.DELIVERING,
+    Stage.RESET: WorkerState.COLLECTING,  # which may be stuck, too
+    Stage.COMPILE: WorkerState.STARTING,  # takes as long as it takes
+    Stage.STEPS: WorkerState.COLLECTING,  # each step has the whole limit for itself
+    Stage.FINISH: WorkerState.DELIVERING,
 }
 
 
@@ -25,7 +25,7 @@ class WorkerObserver:
     """A :class:`~rollwright.collectors.core.RolloutObserver` that refuses batches of weights that are too old.
 
     Args:
-        words: of the worker.
+        counters: of the worker.
         max_policy_lag: versions that may have been published since the first of a batch acted; None: any number.
         stopping: whether the worker ends.
 
@@ -36,56 +36,58 @@ class WorkerObserver:
         notes: category and text of warnings that the collector is to give.
     """
 
-    def __init__(self, words: Words, max_policy_lag: int | None, stopping: Callable[[], bool]) -> None:
-        self._words, self._limit, self._stopping = words, max_policy_lag, stopping
+    def __init__(self, counters: WorkerCounters, max_policy_lag: int | None, stopping: Callable[[], bool]) -> None:
+        self._counters, self._limit, self._stopping = counters, max_policy_lag, stopping
         self.version = self.oldest = 0
-        self.frames_dropped = words.whole[Word.FRAMES_DROPPED]
-        self._recreations_before = words.whole[Word.ENV_RECREATIONS]
+        self.frames_dropped = counters.counts[Count.FRAMES_DROPPED]
+        self._recreations_before = counters.counts[Count.ENV_RECREATIONS]
         self._spent: list[float] = []
         self.notes: list[tuple[type[Warning], str]] = []
 
     def continue_counts(self, delivery: RolloutDelivery) -> None:
         """Count from where the worker was whose place this one takes."""
-        whole, parts, rollout = self._words.whole, self._words.parts, delivery.rollout
-        rollout.frames, delivery.batches = whole[Word.FRAMES], whole[Word.BATCHES]
-        rollout.episodes.episodes = whole[Word.EPISODES]
-        rollout.timer.total = parts[Time.TOTAL_S]
-        rollout.timer.seconds.update(policy=parts[Time.POLICY_S], env=parts[Time.ENV_S], write=parts[Time.WRITE_S])
+        counts, gauges, rollout = self._counters.counts, self._counters.gauges, delivery.rollout
+        rollout.frames, delivery.batches = counts[Count.FRAMES], counts[Count.BATCHES]
+        rollout.episodes.episodes = counts[Count.EPISODES]
+        rollout.timer.total = gauges[Gauge.TOTAL_S]
+        rollout.timer.seconds.update(
+            policy=gauges[Gauge.POLICY_S], env=gauges[Gauge.ENV_S], write=gauges[Gauge.WRITE_S]
+        )
 
     def write_counts(self, delivery: RolloutDelivery) -> None:
         """Write down how far it is."""
-        whole, parts, rollout = self._words.whole, self._words.parts, delivery.rollout
+        counts, gauges, rollout = self._counters.counts, self._counters.gauges, delivery.rollout
         seconds, episodes = rollout.timer.seconds, rollout.episodes
-        whole[Word.FRAMES], whole[Word.BATCHES] = rollout.frames, delivery.batches
-        whole[Word.ENV_RECREATIONS] = self._recreations_before + num_recreations(rollout.env)
-        parts[Time.POLICY_S], parts[Time.ENV_S] = seconds["policy"], seconds["env"]
-        parts[Time.WRITE_S], parts[Time.TOTAL_S] = seconds["write"], rollout.timer.total
-        if whole[Word.EPISODES] != episodes.episodes and episodes.num_in_window:
+        counts[Count.FRAMES], counts[Count.BATCHES] = rollout.frames, delivery.batches
+        counts[Count.ENV_RECREATIONS] = self._recreations_before + num_recreations(rollout.env)
+        gauges[Gauge.POLICY_S], gauges[Gauge.ENV_S] = seconds["policy"], seconds["env"]
+        gauges[Gauge.WRITE_S], gauges[Gauge.TOTAL_S] = seconds["write"], rollout.timer.total
+        if counts[Count.EPISODES] != episodes.episodes and episodes.num_in_window:
             summary = episodes.summary()
-            whole[Word.EPISODES] = summary["episodes"]
-            parts[Time.MEAN_RETURN], parts[Time.MEAN_LENGTH] = summary["mean_return"], summary["mean_length"]
-            parts[Time.LAST_RETURN], parts[Time.WINDOW] = summary["last_return"], float(episodes.num_in_window)
-            parts[Time.LAST_RETURN_AT] = time.monotonic()
+            counts[Count.EPISODES] = summary["episodes"]
+            gauges[Gauge.MEAN_RETURN], gauges[Gauge.MEAN_LENGTH] = summary["mean_return"], summary["mean_length"]
+            gauges[Gauge.LAST_RETURN], gauges[Gauge.WINDOW] = summary["last_return"], float(episodes.num_in_window)
+            gauges[Gauge.LAST_RETURN_AT] = time.monotonic()
 
     def begin(self) -> None:
         """A rollout begins with the weights that act."""
-        self.oldest = self._words.whole[Word.OLDEST] = self.version
+        self.oldest = self._counters.counts[Count.OLDEST] = self.version
 
     def take_version(self, version: int) -> None:
         """Other weights act."""
-        self.version = self._words.whole[Word.VERSION] = version
+        self.version = self._counters.counts[Count.VERSION] = version
 
     def enter(self, stage: Stage) -> None:
         """See :class:`~rollwright.collectors.core.RolloutObserver`."""
-        self._words.state = _STATES[stage]
+        self._counters.state = _STATES[stage]
 
     def accepts(self, frames: int) -> bool:
         """See :class:`~rollwright.collectors.core.RolloutObserver`."""
-        published = self._words.whole[Word.PUBLISHED]
+        published = self._counters.counts[Count.PUBLISHED]
         if self._limit is None or published - self.oldest <= self._limit or self._stopping():
             return True
         self.frames_dropped += frames
-        self._words.whole[Word.FRAMES_DROPPED] = self.frames_dropped
+        self._counters.counts[Count.FRAMES_DROPPED] = self.frames_dropped
         self.begin()
         return False
 
@@ -106,4 +108,4 @@ class WorkerObserver:
             if self._spent:
                 self._spent[-1] += elapsed
             if stage is not None:
-                self._words.parts[Time[f"{stage.upper()}_S"]] += elapsed - inside
+                self._counters.gauges[Gauge[f"{stage.upper()}_S"]] += elapsed - inside

@@ -51,9 +51,9 @@ class Workers:
         publisher: Publisher,
     ) -> None:
         count = len(factories)
-        words, blocks = Segment(), Segment()
+        counters, blocks = Segment(), Segment()
         parcels = [(Segment(), Segment()) for _ in factories]
-        self._segments = [words, blocks, *(segment for pair in parcels for segment in pair)]
+        self._segments = [counters, blocks, *(segment for pair in parcels for segment in pair)]
         self.publisher = publisher
         seed = int(torch.empty((), dtype=torch.int64).random_()) % 2**62
         pickled = None if policy is None else _pickled(policy, own.start_method)
@@ -66,9 +66,9 @@ class Workers:
                 options=per_worker[i],
                 init_fn=own.init_fn,
                 seed=seed + i,
-                words=words,
+                counters=counters,
                 blocks=blocks,
-                parcels=parcels[i],
+                packing=parcels[i],
                 boards=tuple(publisher.boards(i)),
                 max_policy_lag=own.max_policy_lag if per_worker[i].replay_buffer is not None else None,
             )

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from rollwright.collectors.rollout.counts import FrameCounts
-from rollwright.collectors.workers.counters import State, Time, Word
+from rollwright.collectors.workers.counters import Count, Gauge, WorkerState
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.schedules.schedule import Schedule
 
 __all__ = ["merged_stats"]
 
 _WAITING = {
-    State.STARTING: "its environment and policy to be made",
-    State.WAITING: "being asked for a rollout",
-    State.PAUSED: "the end of a pause",
-    State.PREPARING: "its pre_collect_hook",
+    WorkerState.STARTING: "its environment and policy to be made",
+    WorkerState.WAITING: "being asked for a rollout",
+    WorkerState.PAUSED: "the end of a pause",
+    WorkerState.PREPARING: "its pre_collect_hook",
 }
 
 
@@ -30,11 +30,11 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
     """
     group.look()
     workers = [_of_worker(group, index) for index in range(len(group.workers))]
-    words = [worker.words for worker in group.workers]
-    windows = [word.parts[Time.WINDOW] for word in words]
-    told = [word.parts for word in words if word.whole[Word.EPISODES]]
-    latest = max(told, key=lambda parts: parts[Time.LAST_RETURN_AT], default=None)
-    seconds = {name: sum(worker["seconds"][name] for worker in workers) for name in words[0].seconds()}
+    counters = [worker.counters for worker in group.workers]
+    windows = [word.gauges[Gauge.WINDOW] for word in counters]
+    told = [word.gauges for word in counters if word.counts[Count.EPISODES]]
+    latest = max(told, key=lambda gauges: gauges[Gauge.LAST_RETURN_AT], default=None)
+    seconds = {name: sum(worker["seconds"][name] for worker in workers) for name in counters[0].seconds()}
     busiest = max(worker["seconds"]["total"] + worker["seconds"]["wait"] for worker in workers)
     held = schedule.store.num_lent
     return {
@@ -44,17 +44,17 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
         "frames_per_batch": counts.frames,
         "frames_per_second": schedule.frames / busiest if busiest else None,
         "seconds": seconds,
-        "episodes": sum(word.whole[Word.EPISODES] for word in words),
-        "mean_return": _mean([word.parts[Time.MEAN_RETURN] for word in words], windows),
-        "mean_length": _mean([word.parts[Time.MEAN_LENGTH] for word in words], windows),
-        "last_return": None if latest is None else latest[Time.LAST_RETURN],
+        "episodes": sum(word.counts[Count.EPISODES] for word in counters),
+        "mean_return": _mean([word.gauges[Gauge.MEAN_RETURN] for word in counters], windows),
+        "mean_length": _mean([word.gauges[Gauge.MEAN_LENGTH] for word in counters], windows),
+        "last_return": None if latest is None else latest[Gauge.LAST_RETURN],
         "policy_version": version,
         "policy_lag": max(version - worker["policy_version"] for worker in workers),
         "frames_stale": schedule.frames_stale,
         "workers": workers,
         "workers_alive": group.num_alive,
         "restarts": sum(worker["restarts"] for worker in workers),
-        "env_recreations": sum(word.whole[Word.ENV_RECREATIONS] for word in words),
+        "env_recreations": sum(word.counts[Count.ENV_RECREATIONS] for word in counters),
         "threads": {"workers": [worker["threads"] for worker in workers]},
         "bytes_held": schedule.store.num_bytes,
         "leases": {
@@ -75,20 +75,20 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
 
 def _of_worker(group: WorkerGroup, index: int) -> dict[str, Any]:
     worker = group.workers[index]
-    words, alive = worker.words, worker.alive
-    state = words.state if alive else State.ENDED
+    counters, alive = worker.counters, worker.alive
+    state = counters.state if alive else WorkerState.ENDED
     return {
         "index": index,
         "alive": alive,
         "pid": worker.pid,
         "state": state.name.lower(),
-        "frames": words.whole[Word.FRAMES],
-        "batches": words.whole[Word.BATCHES],
-        "episodes": words.whole[Word.EPISODES],
-        "seconds": words.seconds(),
-        "policy_version": words.whole[Word.VERSION],
+        "frames": counters.counts[Count.FRAMES],
+        "batches": counters.counts[Count.BATCHES],
+        "episodes": counters.counts[Count.EPISODES],
+        "seconds": counters.seconds(),
+        "policy_version": counters.counts[Count.VERSION],
         "restarts": group.restarts.counts.get(index, 0),
-        "env_recreations": words.whole[Word.ENV_RECREATIONS],
+        "env_recreations": counters.counts[Count.ENV_RECREATIONS],
         "threads": worker.threads,
         "error": None if worker.error is None else str(worker.error),
         "waiting_for": _WAITING.get(state),

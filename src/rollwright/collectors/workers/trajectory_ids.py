@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollwright.collectors.workers.counters import Word, Words
+from rollwright.collectors.workers.counters import Count, WorkerCounters
 
 __all__ = ["StridedIds"]
 
@@ -14,19 +14,19 @@ class StridedIds:
     """Ids of one worker of several: ``k * num_workers + worker``, so that all have their own, in any order of events.
 
     Args:
-        words: hold k, for the one that takes this worker's place.
+        counters: hold k, for the one that takes this worker's place.
         worker: index.
         num_workers: how many there are.
     """
 
-    def __init__(self, words: Words, worker: int, num_workers: int) -> None:
-        self._words, self._worker, self._stride = words.whole, worker, num_workers
-        self._next = self._words[Word.NUM_IDS]
+    def __init__(self, counters: WorkerCounters, worker: int, num_workers: int) -> None:
+        self._counters, self._worker, self._stride = counters.counts, worker, num_workers
+        self._next = self._counters[Count.NUM_IDS]
 
     def take(self, n: int) -> NDArray[np.int64]:
         """``n`` fresh ids as an array."""
         first, self._next = self._next, self._next + n
-        self._words[Word.NUM_IDS] = self._next
+        self._counters[Count.NUM_IDS] = self._next
         return np.arange(first, first + n, dtype=np.int64) * self._stride + self._worker
 
     def state_dict(self) -> dict[str, int]:
@@ -36,4 +36,4 @@ class StridedIds:
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on above the saved ids, and never below those handed out already."""
         self._next = max(self._next, -(-int(state_dict["traj_id"]) // self._stride))
-        self._words[Word.NUM_IDS] = self._next
+        self._counters[Count.NUM_IDS] = self._next

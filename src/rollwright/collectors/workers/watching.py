@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rollwright._processes.child import STOPPED_S
 from rollwright._processes.heartbeats import Heartbeats
-from rollwright.collectors.workers.counters import BEAT_S, State
+from rollwright.collectors.workers.counters import BEAT_S, WorkerState
 from rollwright.collectors.workers.member import Member
 from rollwright.errors import WorkerError
 
@@ -42,7 +42,7 @@ class Watch:
         """Why a worker has failed, if it is stuck; to be asked now and then."""
         if worker.connection is None:
             return None
-        state, pulse = worker.words.state, worker.words.pulse
+        state, pulse = worker.counters.state, worker.counters.pulse
         starts = worker.ready is None
         limit = START_S if starts else self._limit(state)
         if self.heartbeats.is_silent(worker.index, None if starts else pulse, limit):
@@ -51,25 +51,25 @@ class Watch:
             return worker.failed(f"was stopped by a signal, and did not go on for {self._silence_s:g} s")
         return None
 
-    def _limit(self, state: State) -> float | None:
-        if state is State.COLLECTING:
+    def _limit(self, state: WorkerState) -> float | None:
+        if state is WorkerState.COLLECTING:
             return self._step_timeout_s
-        if state in (State.WAITING, State.PAUSED):
+        if state in (WorkerState.WAITING, WorkerState.PAUSED):
             return self._silence_s
-        return ASIDE_S if state in (State.CALLED, State.TAKING_WEIGHTS) else None
+        return ASIDE_S if state in (WorkerState.CALLED, WorkerState.TAKING_WEIGHTS) else None
 
-    def _why(self, worker: Member, state: State, limit: float) -> str:
+    def _why(self, worker: Member, state: WorkerState, limit: float) -> str:
         if worker.ready is None:
             return f"has taken longer than {limit:g} s to make its environment"
-        if state is State.COLLECTING:
-            step = worker.words.pulse[0] + 1
+        if state is WorkerState.COLLECTING:
+            step = worker.counters.pulse[0] + 1
             return (
                 f"has taken longer than env_step_timeout={limit:g} s for one step (number {step:,} of its life), or "
                 "for the reset before it. Make the environment's step and reset bounded, or raise the limit"
             )
-        if state in (State.WAITING, State.PAUSED):
+        if state in (WorkerState.WAITING, WorkerState.PAUSED):
             return f"has given no sign of life for {limit:g} s, while it waited to be asked"
-        if state is State.CALLED:
+        if state is WorkerState.CALLED:
             return f"has taken longer than {limit:g} s to call {worker.called!r}. Call what returns sooner"
         return (
             f"has taken longer than {limit:g} s to take weights that were published. Look for what the policy does "

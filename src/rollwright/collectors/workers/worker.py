@@ -20,14 +20,14 @@ from rollwright.collectors.delivery.thread import paused_error
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.collector import WorkerCollector
-from rollwright.collectors.workers.counters import BEAT_S, State, Word, Words
-from rollwright.collectors.workers.memory.blocks import BatchForm, Place
+from rollwright.collectors.workers.counters import BEAT_S, Count, WorkerCounters, WorkerState
+from rollwright.collectors.workers.memory.blocks import BatchForm, BlockPart
 from rollwright.weight_update.feed import WeightFeed
 
 __all__ = ["WorkerSpec", "serve"]
 
 _NAP_S = BEAT_S
-_BEAT, _ATTENTION = int(Word.BEAT), int(Word.ATTENTION)  # those of each step, without a lookup
+_BEAT, _ATTENTION = int(Count.BEAT), int(Count.ATTENTION)  # those of each step, without a lookup
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class WorkerSpec:
         options: of its collector.
         init_fn: called first, without arguments.
         seed: of the global random generators.
-        words: of all workers.
+        counters: of all workers.
         blocks: memory of batches.
         parcels: memory of what does not fit in there.
         boards: where its weights are published.
@@ -57,9 +57,9 @@ class WorkerSpec:
     options: CollectorOptions
     init_fn: Callable[[], Any] | None
     seed: int
-    words: Segment
+    counters: Segment
     blocks: Segment
-    parcels: tuple[Segment, Segment]
+    packing: tuple[Segment, Segment]
     boards: tuple[Any, ...]
     max_policy_lag: int | None
 
@@ -74,10 +74,10 @@ class Worker:
 
     def __init__(self, channel: Channel, spec: WorkerSpec) -> None:
         self._channel, self._spec = channel, spec
-        self._words = Words(spec.words, spec.index)
-        self._word = self._words.whole
-        self._seen = self._word[Word.ATTENTION]
-        self._words.state = State.STARTING
+        self._counters = WorkerCounters(spec.counters, spec.index)
+        self._counts = self._counters.counts
+        self._seen = self._counts[Count.ATTENTION]
+        self._counters.state = WorkerState.STARTING
         self._inbox: deque[Any] = deque()
         self._run: int | None = None  # the rollout under way
         self._interrupted_run = -1  # number of the last one that was to be interrupted
@@ -89,7 +89,7 @@ class Worker:
         self._feed = WeightFeed(spec.boards)
         self._collector = WorkerCollector(
             spec,
-            self._words,
+            self._counters,
             self._ask,
             self._feed,
             interrupted=self._checkpoint,
@@ -105,21 +105,21 @@ class Worker:
         collector = self._collector
         try:
             while self._stopping is None:
-                self._words.state = State.PAUSED if self._paused else State.WAITING
+                self._counters.state = WorkerState.PAUSED if self._paused else WorkerState.WAITING
                 with collector.observer.spending("wait"):
                     message = self._next_message()
                 self._handle(message, between_batches=True)
         finally:
-            self._words.state = State.STOPPING
+            self._counters.state = WorkerState.STOPPING
             collector.shutdown(close_env=self._stopping is None or self._stopping.close_env)
-            self._words.state = State.ENDED
+            self._counters.state = WorkerState.ENDED
 
     def _say(self, message: Any) -> None:
         """Tell the collector, which may be busy for long; if it is gone, that is ``ChannelClosed``."""
         self._channel.send(message, timeout_s=math.inf)
 
     def _read(self) -> None:
-        seen = self._word[Word.ATTENTION]  # before, so that what comes while we read is attended to later
+        seen = self._counts[Count.ATTENTION]  # before, so that what comes while we read is attended to later
         while self._channel.poll():
             self._inbox.append(self._channel.recv(0.0))
         self._seen = seen - self._channel.partial  # come again for the rest of a message
@@ -135,7 +135,7 @@ class Worker:
                 self._inbox.remove(message)
                 return message
             self._channel.poll(_NAP_S)
-            self._words.beat()
+            self._counters.beat()
 
     def _handle(self, message: Any, *, between_batches: bool) -> bool:
         """Do what a message asks; False if it has to wait for the end of the rollout."""
@@ -144,7 +144,7 @@ class Worker:
                 self._stopping, self._cut, self._paused = message, True, False
             case say.Pause():
                 self._paused = True
-                self._words.state = State.PAUSED
+                self._counters.state = WorkerState.PAUSED
                 self._say(say.Paused(message.serial))
             case say.Resume():
                 self._paused = False
@@ -165,7 +165,7 @@ class Worker:
         return True
 
     def _call(self, call: say.Call) -> None:
-        before, self._words.state = self._words.state, State.CALLED
+        before, self._counters.state = self._counters.state, WorkerState.CALLED
         try:
             self._take_weights()  # what was published before the call counts in it
             found = resolve(self._collector, call.path)
@@ -174,7 +174,7 @@ class Worker:
                 with self._collector.called(call.path, paused=self._paused, in_rollout=self._run is not None):
                     found = found(*args, **kwargs)
             answer: Any = say.Returned(call.serial, ByValue(found))
-            self._words.state = State.DELIVERING  # which may take until the collector reads
+            self._counters.state = WorkerState.DELIVERING  # which may take until the collector reads
             try:
                 self._say(answer)
             except (TypeError, AttributeError, ValueError, RuntimeError) as error:  # what pickling raises
@@ -184,9 +184,9 @@ class Worker:
         except ChannelClosed:
             raise
         except BaseException as error:
-            self._words.state = State.DELIVERING
+            self._counters.state = WorkerState.DELIVERING
             self._say(say.Raised(call.serial, Failure.of(error)))
-        self._words.state = before
+        self._counters.state = before
 
     # A rollout --------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Worker:
         collector = self._collector
         self._run, self._cut = order.run, order.run <= self._interrupted_run
         self._take_weights()
-        self._words.state = State.PREPARING  # which a hook may take long for
+        self._counters.state = WorkerState.PREPARING  # which a hook may take long for
         try:
             try:
                 found: Any = collector.collect(order)
@@ -206,13 +206,13 @@ class Worker:
         if news is not None:
             self._say(news)
         self._say(found)
-        self._word[Word.OLDEST] = -1  # not before: who reads it may rely on having been told
+        self._counts[Count.OLDEST] = -1  # not before: who reads it may rely on having been told
 
     def _checkpoint(self) -> bool:
         """Between two steps: whether the rollout ends here."""
-        word = self._word
-        word[_BEAT] += 1
-        if word[_ATTENTION] != self._seen or self._feed.due:
+        counts = self._counts
+        counts[_BEAT] += 1
+        if counts[_ATTENTION] != self._seen or self._feed.due:
             self._attend()
         return self._cut
 
@@ -226,22 +226,22 @@ class Worker:
                 if not self._paused or self._cut:
                     break
                 self._channel.poll(_NAP_S)
-                self._words.beat()
+                self._counters.beat()
                 self._take_weights()
             if self._run is not None:
-                self._words.state = State.COLLECTING
+                self._counters.state = WorkerState.COLLECTING
 
     def _take_weights(self) -> None:
         if self._feed.due:
-            self._words.state, before = State.TAKING_WEIGHTS, self._words.state
+            self._counters.state, before = WorkerState.TAKING_WEIGHTS, self._counters.state
             with self._collector.observer.spending("weights"):
                 self._collector.take_version(self._feed.apply(self._collector))
-            self._words.state = before
+            self._counters.state = before
 
-    def _ask(self, form: BatchForm) -> Place | None:
+    def _ask(self, form: BatchForm) -> BlockPart | None:
         """Ask for memory in the middle of a rollout, however long the consumer is busy; None if the collector ends."""
         assert self._run is not None
-        before, self._words.state = self._words.state, State.DELIVERING
+        before, self._counters.state = self._counters.state, WorkerState.DELIVERING
         self._say(say.Need(self._run, form))
         place = None
         while place is None and self._stopping is None:
@@ -249,14 +249,14 @@ class Worker:
                 continue
             match message := self._channel.recv(0.0):
                 case say.Grant():
-                    place = Place(*message[1:])
+                    place = BlockPart(*message[1:])
                 case say.Refusal():
                     raise MemoryError(f"there is no memory for a batch. {message.why}")
                 case say.Stop():
                     self._handle(message, between_batches=False)
                 case _:
                     self._inbox.append(message)
-        self._words.state = before
+        self._counters.state = before
         return place
 
 

@@ -16,7 +16,7 @@ from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import Actor, CastActor, as_array
 from rollwright.collectors.rollout.paths.layout import Form, Layout, below_next, difference, lay_out, unfit
 from rollwright.collectors.rollout.paths.parts import PathParts
-from rollwright.collectors.rollout.paths.recording import Block
+from rollwright.collectors.rollout.paths.recording import BatchMemory
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.collectors.rollout.policy_trial import action_forms
 from rollwright.data.compact import BoundaryKeeper
@@ -78,7 +78,7 @@ class ArrayPath(Path):
         self._no_flags: Values = dict.fromkeys(FLAGS, off)
         self._root: Values | None = None
         self._ids: NDArray[Any] = np.full(self._batch, -1)
-        self._block: Block | None = None
+        self._block: BatchMemory | None = None
         self._layouts: dict[Actor, Layout] = {}
         self._ahead: Values | None = None  # outputs of the first step, where it was taken already
 
@@ -283,7 +283,7 @@ class ArrayPath(Path):
         self._check_action(self._written(outputs))
         frames = []
         if t:
-            block = cast(Block, self._block)
+            block = cast(BatchMemory, self._block)
             self._fill(block, slice(t))
             frames = block.frames(t)
         carrier = cast(TensorDictBase, self.carrier).update(self._written(outputs))
@@ -321,7 +321,7 @@ class ArrayPath(Path):
         else:
             to_move = self._device is not None and self._device.type != "cpu"
             device = None if to_move else self._device
-            block = Block(fields, self._batch, self._steps, device, self._memory, pinned=to_move)
+            block = BatchMemory(fields, self._batch, self._steps, device, self._memory, pinned=to_move)
         self._block = block
         self._root_rows = [(key, _row(block, at, column)) for key, at, column in layout.roots]
         self._out_rows = [(key, _row(block, at, column)) for key, at, column in layout.outcomes]
@@ -335,7 +335,7 @@ class ArrayPath(Path):
 
     def finish(self, steps: int) -> TensorDictBase:
         """See :meth:`Path.finish`."""
-        block = cast(Block, self._block)
+        block = cast(BatchMemory, self._block)
         self._fill(block, slice(steps))
         batch = block.finish(steps)
         if not self._reuses:
@@ -353,11 +353,11 @@ class ArrayPath(Path):
 
     def frame(self, t: int) -> TensorDictBase:
         """See :meth:`Path.frame`."""
-        block = cast(Block, self._block)
+        block = cast(BatchMemory, self._block)
         self._fill(block, slice(t, t + 1))
         return block.frame(t)
 
-    def _fill(self, block: Block, times: slice) -> None:
+    def _fill(self, block: BatchMemory, times: slice) -> None:
         """Write what follows from the rows of the batch: ``done``, the roots' flags, versions."""
         done, terminated, truncated = (block.rows(("next", flag))[times] for flag in FLAGS)
         np.logical_or(terminated, truncated, out=done)
@@ -379,6 +379,6 @@ def begun_anew(arrays: ArrayEnv, root: Values, no_flags: Values, rows: Rows, **k
     return merged
 
 
-def _row(block: Block, at: NestedKey, column: bool) -> NDArray[Any]:
+def _row(block: BatchMemory, at: NestedKey, column: bool) -> NDArray[Any]:
     rows = block.rows(at)
     return rows[..., 0] if column else rows

@@ -13,7 +13,7 @@ from rollwright.collectors.core import Path
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import Actor, FlatActor, TensorDictActor
 from rollwright.collectors.rollout.paths.arrays import ArrayPath
-from rollwright.collectors.rollout.paths.groups import AlternatingPath
+from rollwright.collectors.rollout.paths.groups import GroupedPath
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.plain import PlainPath
 from rollwright.collectors.rollout.policy import accelerate
@@ -60,7 +60,7 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
         acting = None if groups is None else _tried(against, "policy", lambda: _acting(parts, groups, flat, actor))
         if groups is not None and acting is not None:
             how["env"] += f", in {number} groups that take turns"
-            return AlternatingPath(parts, arrays, random_actor, groups=groups, policies=acting, how=how)
+            return GroupedPath(parts, arrays, random_actor, groups=groups, policies=acting, how=how)
     _note_one_group(parts, against, strict)
     return ArrayPath(parts, arrays, actor, random_actor, how=how)
 

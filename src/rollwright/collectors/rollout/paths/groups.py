@@ -1,4 +1,4 @@
-"""AlternatingPath: groups of environments that are stepped in turn, so that the policy acts while others step."""
+"""GroupedPath: groups of environments that are stepped in turn, so that the policy acts while others step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.envs.arrays import ArrayEnv, Values
 from rollwright.errors import EnvError, PolicyError
 
-__all__ = ["AlternatingPath", "Group"]
+__all__ = ["GroupedPath", "Group"]
 
 
 class Group:
@@ -58,7 +58,7 @@ class Group:
         return {key: value[self.rows] for key, value in values.items()}
 
 
-class AlternatingPath(ArrayPath):
+class GroupedPath(ArrayPath):
     """Steps groups of environments in turn.
 
     For each group in order: receive the step before, act, send. The environments of all other groups work meanwhile,

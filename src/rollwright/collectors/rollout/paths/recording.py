@@ -14,7 +14,7 @@ from rollwright._keys import NestedKey, is_private, key_str, place, unravel
 from rollwright._memory import MemoryPool
 from rollwright.errors import RollwrightError
 
-__all__ = ["Block", "Field", "FrameList", "Recorder", "is_dense"]
+__all__ = ["BatchMemory", "Field", "FrameList", "Recorder", "is_dense"]
 
 
 class RaggedError(RollwrightError):
@@ -29,7 +29,7 @@ class Field(NamedTuple):
     device: torch.device
 
 
-class Block:
+class BatchMemory:
     """The memory of one batch: ``[*env, T]``, one row of each entry a step.
 
     CPU memory is lent by ``pool`` and comes back when the consumer has dropped all of an entry's tensors.
@@ -82,7 +82,7 @@ class Block:
             self._arrays[key] = array  # not an array of the tensor, which would keep the memory borrowed
         return tensor
 
-    def nest_like(self, frame: TensorDictBase) -> Block:
+    def nest_like(self, frame: TensorDictBase) -> BatchMemory:
         """Give nested entries the batch sizes that they have in ``frame``, which may be longer than the root's."""
         for key, nested in frame.items(True):
             mine = self.batch.get(key, None)
@@ -120,7 +120,7 @@ class Block:
                 ids.fill_(-1)
         return self.batch
 
-    def reopened(self) -> Block:
+    def reopened(self) -> BatchMemory:
         """This block, to be written again: what the consumer put in place of its memory is taken out."""
         for key, memory in self.memory.items():
             if self.batch.get(key, None) is not memory:
@@ -178,7 +178,7 @@ class FrameList:
 
 
 class Recorder:
-    """Writes frames into a :class:`Block` where all have one layout, else into a :class:`FrameList`.
+    """Writes frames into a :class:`BatchMemory` where all have one layout, else into a :class:`FrameList`.
 
     Args:
         steps: frames a batch for each environment.
@@ -207,14 +207,14 @@ class Recorder:
         self._reuse = reuse
         self._pool = pool
         self._num_entries = 0
-        self._target: Block | FrameList | None = None
+        self._target: BatchMemory | FrameList | None = None
 
     def write(self, t: int, frame: TensorDictBase) -> None:
         """Store the frame of time ``t``; ``t == 0`` opens a new batch."""
         if t == 0:
             self._target = self._open(frame)
         target = self._target
-        if not isinstance(target, Block):
+        if not isinstance(target, BatchMemory):
             cast(FrameList, target).write(t, frame)
             return
         try:
@@ -228,7 +228,7 @@ class Recorder:
 
     def frame(self, t: int) -> TensorDictBase:
         """The frame of time ``t``, which was written last."""
-        target = cast("Block | FrameList", self._target)
+        target = cast("BatchMemory | FrameList", self._target)
         return target.frame(t)
 
     def take_over(self, frames: list[TensorDictBase], varied: TensorDictBase) -> None:
@@ -242,12 +242,12 @@ class Recorder:
 
     def finish(self, steps: int) -> TensorDictBase:
         """The batch of the ``steps`` frames written."""
-        target = cast("Block | FrameList", self._target)
+        target = cast("BatchMemory | FrameList", self._target)
         if not self._reuse:
             self._target = None
         return target.finish(steps)
 
-    def _open(self, frame: TensorDictBase) -> Block | FrameList:
+    def _open(self, frame: TensorDictBase) -> BatchMemory | FrameList:
         if self._use_blocks is False or not is_dense(frame):
             if self._reuse:
                 raise self._refusal(frame)
@@ -257,9 +257,9 @@ class Recorder:
         kept = {key: frame.get(key) for key in keys if key not in self._dropped and not is_private(key)}
         fields = {key: Field(tuple(value.shape), value.dtype, value.device) for key, value in kept.items()}
         old = self._target
-        if self._reuse and isinstance(old, Block) and old.fields == fields:
+        if self._reuse and isinstance(old, BatchMemory) and old.fields == fields:
             return old.reopened()
-        return Block(fields, tuple(frame.batch_size), self.steps, self._device, self._pool).nest_like(frame)
+        return BatchMemory(fields, tuple(frame.batch_size), self.steps, self._device, self._pool).nest_like(frame)
 
     def _refusal(self, frame: TensorDictBase) -> ValueError:
         return ValueError(

@@ -16,7 +16,7 @@ import torch
 from rollwright._keys import NestedKey
 from rollwright._memory import EntryMemory, Layout, Loan, MemoryPool, Segment
 
-__all__ = ["BatchForm", "BlockLayout", "BlockMemory", "Join", "Place"]
+__all__ = ["BatchForm", "BlockLayout", "BlockMemory", "Join", "BlockPart"]
 
 Join = Literal["stack", "first", "time", "alone"]
 
@@ -104,7 +104,7 @@ class BlockLayout:
 # The worker's side -------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class BlockPart(NamedTuple):
     """Where a rollout is to lie: in a part of a block, of a layout that has a number."""
 
     layout: BlockLayout
@@ -121,11 +121,11 @@ class BlockMemory(MemoryPool):
         ask: for a block of another form than the last one's; None: the batch lies in memory of its own.
     """
 
-    def __init__(self, segment: Segment, ask: Callable[[BatchForm], Place | None]) -> None:
+    def __init__(self, segment: Segment, ask: Callable[[BatchForm], BlockPart | None]) -> None:
         super().__init__()
         self._segment, self._ask = segment, ask
         self._form: BatchForm | None = None
-        self._place: Place | None = None
+        self._place: BlockPart | None = None
         self._mapped: dict[int, tuple[Loan, dict[NestedKey, torch.Tensor]]] = {}
         self._bases: dict[NestedKey, torch.Tensor] = {}
         self._loans: dict[int, Loan] = {}

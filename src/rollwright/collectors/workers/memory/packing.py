@@ -11,10 +11,10 @@ import torch
 
 from rollwright._memory import Field, Segment, aligned
 
-__all__ = ["Parcel", "ParcelMemory", "open_parcel"]
+__all__ = ["Packed", "Packer", "unpack"]
 
 
-class Parcel(NamedTuple):
+class Packed(NamedTuple):
     """Where something lies, packed: all that the message about it carries.
 
     Attributes:
@@ -28,7 +28,7 @@ class Parcel(NamedTuple):
     pickle_at: int
 
 
-class ParcelMemory:
+class Packer:
     """Where a worker packs parcels: two, in turn, so that one may be opened while the next is packed.
 
     Args:
@@ -36,8 +36,8 @@ class ParcelMemory:
 
     Example:
         >>> segments = (Segment(), Segment())
-        >>> parcel = ParcelMemory(segments).pack({"a": torch.arange(5000), "b": "text"})
-        >>> opened = open_parcel(parcel, segments)
+        >>> parcel = Packer(segments).pack({"a": torch.arange(5000), "b": "text"})
+        >>> opened = unpack(parcel, segments)
         >>> opened["a"].shape, opened["b"]
         (torch.Size([5000]), 'text')
     """
@@ -46,14 +46,14 @@ class ParcelMemory:
         self._segments = segments
         self._next = 0
 
-    def pack(self, value: Any) -> Parcel:
+    def pack(self, value: Any) -> Packed:
         """Pack anything; tensors are copied once."""
         place, self._next = self._next, 1 - self._next
         stream = io.BytesIO()
         pickler = _Pickler(stream)
         pickler.dump(value)
         pickled, start = stream.getbuffer(), pickler.num_bytes
-        parcel = Parcel(place, start + len(pickled), start)
+        parcel = Packed(place, start + len(pickled), start)
         self._segments[place].grow(parcel.num_bytes)
         memory = self._segments[place].map(0, parcel.num_bytes)
         memory[start:] = pickled
@@ -61,7 +61,7 @@ class ParcelMemory:
         return parcel
 
 
-def open_parcel(parcel: Parcel, segments: tuple[Segment, Segment]) -> Any:
+def unpack(parcel: Packed, segments: tuple[Segment, Segment]) -> Any:
     """What was packed; it is copied once more, and its tensors lie in one piece of memory."""
     packed = torch.frombuffer(segments[parcel.place].map(0, parcel.num_bytes), dtype=torch.uint8)
     memory = memoryview(cast(Any, packed.clone().numpy()))

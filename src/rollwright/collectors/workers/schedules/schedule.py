@@ -18,12 +18,12 @@ from tensordict import TensorDictBase
 
 from rollwright._interrupts import uninterrupted
 from rollwright.collectors.core import never
-from rollwright.collectors.delivery.rows import Frames, Piece, concatenate, pad
+from rollwright.collectors.delivery.rows import HeldBatch, RowRange, concatenate, pad
 from rollwright.collectors.rollout.state import td_from, td_state
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.member import Member
-from rollwright.collectors.workers.memory.packing import open_parcel
+from rollwright.collectors.workers.memory.packing import unpack
 from rollwright.collectors.workers.memory.store import Block, BlockStore
 from rollwright.collectors.workers.schedules.joining import Result, batch_of, restored
 from rollwright.collectors.workers.schedules.orders import Orders
@@ -152,7 +152,7 @@ class Schedule:
         """Make a batch of trajectories."""
         with uninterrupted:
             taken = [self._trajectories.popleft() for _ in range(count)]
-            pieces = [[Piece(Frames.of(td, len(td)), 0, len(td))] for td in taken]
+            pieces = [[RowRange(HeldBatch.of(td, len(td)), 0, len(td))] for td in taken]
             made = pad(pieces) if self._padded else concatenate([piece for [piece] in pieces])
             self._pending.append((made, ()))
 
@@ -275,7 +275,7 @@ class Schedule:
         self.orders.frames += found.frames
         self.frames_stale += found.dropped_frames
         self.store.read_by(worker.index, found.held)
-        rest = None if found.rest is None else open_parcel(found.rest, worker.spec.parcels)
+        rest = None if found.rest is None else unpack(found.rest, worker.spec.packing)
         part, device = self.strategy.part_of(worker, block), self._devices[worker.index]
         self.strategy.add(Result(worker.index, worker.num_collected, found, block, part, rest, device))
 
