@@ -60,7 +60,7 @@ class BaseCollector(Reachable, ABC):
     def next(self) -> TensorDictBase | None:
         """The next batch, or None when all are delivered.
 
-        With a replay buffer, batches go there and None is returned each time; ``stats()["completed"]`` tells the end,
+        With a replay buffer, batches go there and None is returned each time; ``stats()["completed"]`` shows the end,
         as does ``next(collector)``, which raises ``StopIteration``.
         """
         return next(self, None)

@@ -191,7 +191,7 @@ class Collector(BaseCollector):
         self.devices = devices
         self.policy_device, self.env_device, self.storing_device = devices.policy, devices.env, devices.storing
         self._cast_to_policy_device, self._cast_to_env_device = devices.cast_to_policy, devices.cast_to_env
-        self._carrier_has_no_device = devices.carrier_has_none
+        self._carrier_has_no_device = devices.current_has_no_device
         self._sync_policy, self._sync_env, self._sync_storage = syncs
 
     def _get_sync_fn(self, device: torch.device | None) -> Callable[[], None]:
@@ -287,7 +287,7 @@ class Collector(BaseCollector):
         it are copied and updated; a function cannot be copied, and what it reads is read as it stands (a warning says
         so where that is a module). What goes wrong in the thread is raised at the next call of :meth:`pause`,
         :meth:`update_policy_weights_`, :meth:`reset`, :meth:`state_dict`, :meth:`async_shutdown` or iteration, or by a
-        ``sample()`` of the buffer that waits (its ``limiter``), once; ``stats()["background"]`` tells of it before.
+        ``sample()`` of the buffer that waits (its ``limiter``), once; ``stats()["background"]`` has it before.
         Where the buffer has a limiter, the thread waits between two batches, and ``stats()["waiting_for"]`` says so.
         Meanwhile:
 
@@ -444,7 +444,7 @@ class Collector(BaseCollector):
 
         The next batch of a collector that was made with the same arguments and has stepped nothing is, to the bit,
         the one that the saved collector delivered next. A collector that has stepped gives new ids to the
-        trajectories that it goes on with, for it may have used theirs. Trajectories begin anew where the
+        trajectories that it goes on with, for it may have used theirs. Trajectories are reset where the
         environment was not saved (``unsaved`` names it) or was of another make.
 
         .. warning:: The state of an environment is pickled, and loading it can run any code. Load only what you trust.

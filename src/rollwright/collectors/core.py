@@ -1,8 +1,8 @@
 """The parts that collectors are made of: what each promises, and nothing of how it is done.
 
 A *rollout* (:class:`~rollwright.collectors.rollout.rollout.Rollout`) takes steps on a :class:`Path` and fills one batch
-at a time. A :class:`Delivery` makes of batches what a collector yields or writes. A worker has both, and tells a
-:class:`RolloutObserver` how far it is. :class:`TrajectoryIds` and :class:`BatchSource` are passed to a rollout.
+at a time. A :class:`Delivery` makes of batches what a collector yields or writes. A worker has both, and a
+:class:`RolloutObserver` that follows them. :class:`TrajectoryIds` and an observer are passed to a rollout.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
+from rollwright.envs.arrays import Values
 from rollwright.errors import NotNative
 
-__all__ = ["Delivery", "Path", "RolloutObserver", "Stage", "TrajectoryIds", "UnfitOutputs", "never"]
+__all__ = ["Actor", "Delivery", "Path", "RolloutObserver", "Stage", "TrajectoryIds", "UnfitOutputs", "never"]
 
 
 def never() -> bool:
@@ -89,6 +90,47 @@ class Delivery(ABC):
         """What is yielded next; only after :meth:`ready`."""
 
 
+class Actor(ABC):
+    """A policy on arrays: chooses actions from those of the current TensorDict.
+
+    Attributes:
+        how: what runs, for ``stats()`` and ``repr``.
+        finite_keys: of its outputs, those to be tested once a batch.
+        frozen: whether the weights of a rollout's start act in all of it.
+        varies: whether its outputs may be of other keys, shapes or dtypes in the middle of a batch.
+    """
+
+    how: str
+    varies: bool = True
+    frozen: bool = False
+    finite_keys: list[NestedKey]
+
+    @abstractmethod
+    def start(self, steps: int) -> None:
+        """Prepare a rollout.
+
+        Raises:
+            NotNative: the policy is no longer what it was.
+        """
+
+    @abstractmethod
+    def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
+        """What the policy writes: arrays by key, ``[*batch, ...]``.
+
+        Args:
+            root: the current TensorDict, in row form.
+            ids: of trajectories, int64 ``[*batch]``.
+        """
+
+    @abstractmethod
+    def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
+        """A cheaper actor that does the same.
+
+        Raises:
+            NotNative: there is none.
+        """
+
+
 class UnfitOutputs(NotNative):
     """What a policy writes cannot lie in rows: whatever else has changed, it takes the plain path."""
 
@@ -96,8 +138,8 @@ class UnfitOutputs(NotNative):
 class Path(ABC):
     """Takes the steps of a rollout: act, step, record. One path works on TensorDicts, others on arrays.
 
-    It holds what the next step is taken from, the *carrier*: observations, flags, whatever else the environment and
-    the policy carry along, and trajectory ids.
+    It holds what the next step is taken from, the *current TensorDict*: observations, flags, whatever else the
+    environment and the policy carry along, and trajectory ids.
 
     Attributes:
         how: what runs the environment and the policy, and why; for ``stats()`` and ``repr``.
@@ -108,7 +150,7 @@ class Path(ABC):
     finite_keys: Sequence[NestedKey] = ()
 
     def compile(self, arguments: Mapping[str, Any]) -> None:  # noqa: B027 - most paths have nothing to prepare
-        """Make the policy cheaper, and warm it up on the carrier.
+        """Make the policy cheaper, and warm it up on the current TensorDict.
 
         Raises:
             NotNative: it cannot be compiled, and runs as before.
@@ -121,29 +163,29 @@ class Path(ABC):
             NotNative: it is not.
         """
 
-    # The carrier ------------------------------------------------------------------------------
+    # The current TensorDict ----------------------------------------------------------------------
 
     @property
     @abstractmethod
     def started(self) -> bool:
-        """Whether there is a carrier."""
+        """Whether there is a current TensorDict."""
 
     @property
     @abstractmethod
-    def carrier(self) -> TensorDictBase | None:
+    def current(self) -> TensorDictBase | None:
         """What the next step is taken from, ``[*env]``; None: nothing, a reset comes first."""
 
-    @carrier.setter
+    @current.setter
     @abstractmethod
-    def carrier(self, carrier: TensorDictBase | None) -> None: ...
+    def current(self, current: TensorDictBase | None) -> None: ...
 
     @abstractmethod
     def reset(self, **kwargs: Any) -> None:
-        """Begin anew in all environments; trajectory ids are to be set next."""
+        """Reset all environments; trajectory ids are to be set next."""
 
     @abstractmethod
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
-        """Begin anew where ``marked``, bool ``[*env]``, says; the other environments go on."""
+        """Reset where ``marked``, bool ``[*env]``, says; the other environments go on."""
 
     @abstractmethod
     def set_ids(self, ids: torch.Tensor) -> None:
@@ -176,7 +218,7 @@ class Path(ABC):
 
     @abstractmethod
     def step(self, t: int) -> None:
-        """The environment steps; what ended begins anew."""
+        """The environment steps; what ended is reset."""
 
     @abstractmethod
     def record(self, t: int) -> None:

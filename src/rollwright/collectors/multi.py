@@ -376,7 +376,7 @@ class MultiCollector(BaseCollector):
         if background is not None:
             background.raise_at_end()
         schedule: Schedule | None = getattr(self, "_schedule", None)
-        if schedule is not None and not schedule.told:  # of several failures, one is enough
+        if schedule is not None and not schedule.raised:  # of several failures, one is enough
             error = next(iter(schedule.errors), error)
         if error is not None:
             raise error
@@ -393,7 +393,7 @@ class MultiCollector(BaseCollector):
     # State ------------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environments and the global generators of all workers, and begin anew with the next batch.
+        """Seed the environments and global generators of all workers, and reset them all with the next batch.
 
         Args:
             seed: of the first environment of the first worker; further ones get ``seed + 1`` and so on.
@@ -410,7 +410,7 @@ class MultiCollector(BaseCollector):
         return last
 
     def _forget(self) -> None:
-        """Drop what was collected before the workers were told something, and not delivered."""
+        """Drop what was collected before the last call of workers, and not delivered."""
         self._schedule.forget({worker.index: worker.num_at_answer for worker in self._group.workers})
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:

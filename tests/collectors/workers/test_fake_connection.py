@@ -16,7 +16,7 @@ from rollwright._processes.connection import NOTHING
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.group import WorkerGroup
-from rollwright.collectors.workers.memory.packing import PackedValues
+from rollwright.collectors.workers.memory.packing import Packer
 from rollwright.collectors.workers.memory.store import BlockStore
 from rollwright.collectors.workers.restarts import Restarts
 from rollwright.collectors.workers.schedules.first_come import FirstCome
@@ -36,7 +36,7 @@ class FakeWorker:
 
     def __init__(self, spec, breaks_at=None):
         self._spec, self._breaks_at = spec, breaks_at
-        self._parcels = PackedValues(spec.parcels)
+        self._parcels = Packer(spec.parcels)
         self._bell, self._ring = os.pipe()
         self._arrived = deque()
         self._gone = False

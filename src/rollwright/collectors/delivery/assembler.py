@@ -226,7 +226,7 @@ class TrajectoryAssembler:
 
         Args:
             state: of :meth:`state_dict`.
-            ids: those of the trajectories under way, int64 ``[num_envs]``; None: they begin anew, and what was saved
+            ids: those of the trajectories under way, int64 ``[num_envs]``; None: they are reset, and what was saved
                 of them is dropped.
             fresh: ids for those that are complete; empty: they keep their own.
             saved_ids: what ``ids`` were when the state was saved; None: the same.
@@ -260,7 +260,7 @@ class TrajectoryAssembler:
     ) -> None:
         """Those that have begun unseen are never whole, whatever they are called now."""
         self._spoiled_below, self._spoiled = int(state.get("spoiled_below", 0)), set(state.get("spoiled", ()))
-        if ids is None or saved_ids is None:  # all begin anew
+        if ids is None or saved_ids is None:  # all were reset
             self._spoiled_below, self._spoiled = 0, set()
             return
         names = zip(ids.tolist(), saved_ids.tolist(), strict=True)

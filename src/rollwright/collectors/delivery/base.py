@@ -181,8 +181,8 @@ class RolloutDelivery(Delivery):
             self.missed()  # trajectories that go on have begun elsewhere
             return
         loaded = {name: [td_from(td) for td in placed(held[name])] for name in ("open", "complete")}
-        carrier = None if trajectories is None else rollout.current
-        ids = None if carrier is None else carrier.get(IDS).reshape(-1).cpu().numpy()
+        current = None if trajectories is None else rollout.current
+        ids = None if current is None else current.get(IDS).reshape(-1).cpu().numpy()
         saved = td_from(trajectories["carrier"]) if trajectories is not None and ids is not None else None
         saved_ids = None if saved is None else saved.get(IDS).reshape(-1).cpu().numpy()
         fresh = () if ids_are_free else rollout.ids.take(len(loaded["complete"])).tolist()

@@ -26,7 +26,7 @@ _AGAINST_BUFFERS = {
 
 
 def check_delivery(options: CollectorOptions) -> None:
-    """Test what is said of trajectories and buffers.
+    """Test the options on trajectories and buffers.
 
     Raises:
         ValueError: options contradict one another, or a value is none of those known.

@@ -120,10 +120,10 @@ class SavedState:
 def _trajectories(now: RolloutState) -> tuple[dict[str, Any] | None, list[str]]:
     """The current TensorDict and what belongs to it; or None, and why it cannot be saved."""
     try:
-        carrier = td_state(now.carrier)
+        current = td_state(now.current)
     except Exception as error:
         return None, [f"objects in the carrier: cannot be pickled: {type(error).__name__}: {error}"]
-    return {"carrier": carrier, "anew": torch.from_numpy(now.reset_envs), "fresh_ids": now.unused_ids}, []
+    return {"carrier": current, "anew": torch.from_numpy(now.reset_envs), "fresh_ids": now.unused_ids}, []
 
 
 def _equal(one: Any, other: Any) -> bool:

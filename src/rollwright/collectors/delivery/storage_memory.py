@@ -65,7 +65,7 @@ class StorageMemory(MemoryPool):
 
     @contextmanager
     def batch(self, *, keeps_batches: bool, in_background: bool) -> Iterator[None]:
-        """Collect a batch in the ``with`` block; what was reserved and not published at its end is given up.
+        """Collect a batch in the ``with`` block; what was reserved and not published at its end is released.
 
         Args:
             keeps_batches: whether someone is given the batch, who may keep it longer than the rows hold it.
@@ -76,7 +76,7 @@ class StorageMemory(MemoryPool):
             yield
         finally:
             self._open = False
-            self._give_up()
+            self._abandon()
 
     def _begin(self, keeps_batches: bool, in_background: bool) -> None:
         self._reason = self._never or why_not_direct(self._buffer)
@@ -89,7 +89,7 @@ class StorageMemory(MemoryPool):
                 self._reason = "the buffer is shared, and what other processes write is not held back"
         self._open = not self._reason
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         """Give back what is reserved and not published."""
         self._windows = {}
         if self._reservation is not None:
@@ -131,7 +131,7 @@ class StorageMemory(MemoryPool):
             for key in fields:
                 window = storage.window(reservation, key)
                 if window is None:  # another writer was faster
-                    self._give_up()
+                    self._abandon()
                     return
                 self._windows[key] = window.unflatten(0, (*env, steps)) if flat else window.movedim(0, len(env))
 
@@ -157,7 +157,7 @@ class StorageMemory(MemoryPool):
                 if whole:  # what was reserved in vain is lost: do not try again
                     self._never = "batches do not lie where frames are written"
                 batch = batch.clone()  # the rows given up may be the next to be written
-                self._give_up()
+                self._abandon()
             self.num_copied += 1
             return batch
         self._storage.publish(self._reservation)
@@ -167,7 +167,7 @@ class StorageMemory(MemoryPool):
         return None
 
     def _holds(self, batch: TensorDictBase) -> bool:
-        """Whether the batch is what lies in the windows: it may have been stacked anew, or moved."""
+        """Whether the batch is what lies in the windows: it may have been stacked or moved."""
         if isinstance(batch, LazyStackedTensorDict):  # of frames whose shapes vary
             return False
         if len(leaf_keys(batch)) != len(self._windows):

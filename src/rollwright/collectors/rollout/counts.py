@@ -54,20 +54,20 @@ class FrameCounts:
         batches = None if options.total_frames == -1 else -(-options.total_frames // frames)
         asked_random = max(options.init_random_frames or 0, 0)
         random_frames = -(-asked_random // frames) * frames
-        said = []
+        notes = []
         if frames != options.frames_per_batch:
-            said.append(
+            notes.append(
                 f"frames_per_batch={options.frames_per_batch} becomes {frames}, "
                 f"{steps} steps of {num_envs} environments"
             )
         if batches is not None and batches * frames != options.total_frames:
-            said.append(
+            notes.append(
                 f"total_frames={options.total_frames} becomes {batches * frames}, {batches} batches of {frames}"
             )
         if random_frames != asked_random:
-            said.append(f"init_random_frames={asked_random} becomes {random_frames}")
+            notes.append(f"init_random_frames={asked_random} becomes {random_frames}")
         total = math.inf if batches is None else batches * frames
-        return cls(steps, frames, batches, total, random_frames, "; ".join(said))
+        return cls(steps, frames, batches, total, random_frames, "; ".join(notes))
 
     @classmethod
     def of_workers(
@@ -87,10 +87,10 @@ class FrameCounts:
         known = waits if sync else len(set(of_each)) == 1
         batches = None if total == -1 else -(-total // frames)
         rounded = math.inf if batches is None else batches * frames if known else total
-        said = []
+        notes = []
         if asked != frames and not isinstance(asked, list | tuple):
-            said.append(f"frames_per_batch={asked} becomes {frames}, in {len(each)} workers")
+            notes.append(f"frames_per_batch={asked} becomes {frames}, in {len(each)} workers")
         if total not in (-1, rounded):
-            said.append(f"total_frames={total} becomes {rounded}, {batches} batches of {frames}")
+            notes.append(f"total_frames={total} becomes {rounded}, {batches} batches of {frames}")
         random_frames = sum(random for _, random in each)
-        return cls(0, frames, batches if known else None, rounded, random_frames, "; ".join(said))
+        return cls(0, frames, batches if known else None, rounded, random_frames, "; ".join(notes))

@@ -20,7 +20,7 @@ class Devices:
     """The devices of a collector, resolved once.
 
     Attributes:
-        policy: where the policy computes; None when nothing tells (no parameters, no option).
+        policy: where the policy computes; None when it is not known (no parameters, no option).
         env: where the environment's data live; None for an environment without a device.
         storing: where batches are delivered; None when their entries share no device by promise.
     """
@@ -57,8 +57,8 @@ class Devices:
         return self.env is not None and (self.policy != self.env or self.storing != self.env)
 
     @property
-    def carrier_has_none(self) -> bool:
-        """Whether the carrier holds entries of several devices, or of no declared one, and so has none itself."""
+    def current_has_no_device(self) -> bool:
+        """Whether the current TensorDict has entries on several devices, or on none that was declared."""
         return self.env is None or self.policy != self.env
 
 

@@ -96,7 +96,7 @@ def explained(error: BaseException, trial: Trial, path: Path) -> PolicyError | N
     if not of_policy or isinstance(error, RollwrightError):
         return None
     try:
-        text = _found_out(error, trial, path.carrier)
+        text = _found_out(error, trial, path.current)
     except Exception:  # whatever went wrong here, the policy's error is what the user has to see
         return None
     kind = type(error)
@@ -136,25 +136,25 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
         trace = trace.tb_next
 
 
-def _found_out(error: BaseException, trial: Trial, carrier: TensorDictBase | None) -> str:
+def _found_out(error: BaseException, trial: Trial, current: TensorDictBase | None) -> str:
     frames, root = list(_frames(error.__traceback__)), trial.call
-    if carrier is not None and isinstance(root, nn.Module):
-        copied, found = trial.failure(carrier)
+    if current is not None and isinstance(root, nn.Module):
+        copied, found = trial.failure(current)
         if found is not None:
             frames, root = list(_frames(found.__traceback__)), copied
-    return _told(error, frames, root, carrier)
+    return _told(error, frames, root, current)
 
 
-def _told(error: BaseException, frames: list[FrameType], root: Any, carrier: TensorDictBase | None) -> str:
+def _told(error: BaseException, frames: list[FrameType], root: Any, current: TensorDictBase | None) -> str:
     raised = f"{type(error).__name__}: {error}".rstrip(".")
     modules = [frame for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
     if not modules:
-        seen = "" if carrier is None else f" It was given {_shapes(carrier, leaf_keys(carrier))}."
+        seen = "" if current is None else f" It was given {_shapes(current, leaf_keys(current))}."
         return f"policy: {_name(root)} raised {raised}.{seen}"
     module = modules[-1].f_locals["self"]
     paths = {id(part): path for path, part in root.named_modules()} if isinstance(root, nn.Module) else {}
     path = paths.get(id(module))
-    keys = _read(frames, root, path, carrier)
+    keys = _read(frames, root, path, current)
     if path and isinstance(root, SignaturePolicy):
         path = path.removeprefix("module").removeprefix(".")
     what = f"policy: {repr(path) + ' ' if path else ''}({_name(module)})"
@@ -171,7 +171,7 @@ def _told(error: BaseException, frames: list[FrameType], root: Any, carrier: Ten
     return f"{what} raised {raised}.{f' Its input: {shapes}.' if given else ''}{keys}"
 
 
-def _read(frames: list[FrameType], root: Any, path: str | None, carrier: TensorDictBase | None) -> str:
+def _read(frames: list[FrameType], root: Any, path: str | None, current: TensorDictBase | None) -> str:
     """What the TensorDict module reads that a module is in."""
     parts = {} if path is None else dict(root.named_modules())
     places = [] if path is None else ["", *itertools.accumulate(path.split("."), "{}.{}".format)]
@@ -179,18 +179,18 @@ def _read(frames: list[FrameType], root: Any, path: str | None, carrier: TensorD
     keys = list(map(unravel, getattr(owners[-1], "in_keys", ()))) if owners else []
     given = [frame for frame in frames if owners and frame.f_locals.get("self") is owners[-1]]
     tds = [value for frame in given for value in _arguments(frame) if isinstance(value, TensorDictBase)]
-    td = tds[-1] if tds else carrier
+    td = tds[-1] if tds else current
     known = [] if td is None else [key for key in keys if td.get(key, None) is not None]
     return f" The module reads {_shapes(td, known)}." if td is not None and known else ""
 
 
 def _shapes(td: TensorDictBase, keys: Iterable[NestedKey]) -> str:
-    told = []
+    found = []
     for key in keys:
         value = td.get(key, None)
         form = f"{list(value.shape)} {_dtype(value)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        told.append(f"{key!r} {form}")
-    return ", ".join(told)
+        found.append(f"{key!r} {form}")
+    return ", ".join(found)
 
 
 def _arguments(frame: FrameType) -> Iterator[Any]:

@@ -56,11 +56,11 @@ class Trial:
         with _generators_kept(self._devices), _buffers_kept(shared):
             yield own, stages.build_act(own, self._move, stages.action_check(env), fresh_outputs=True, stale=stale)
 
-    def outputs(self, carrier: TensorDictBase) -> TensorDictBase | None:
+    def outputs(self, current: TensorDictBase) -> TensorDictBase | None:
         """What the policy writes: its entries, all zero; objects are those that it wrote.
 
         Args:
-            carrier: real observations, ``[*env]``.
+            current: real observations, ``[*env]``.
 
         Returns:
             The entries, ``[*env]``; None where random actions are all that the policy writes.
@@ -68,7 +68,7 @@ class Trial:
         if isinstance(self._policy, RandomPolicy):
             return None
         with self._acting() as (_, act):
-            given = carrier.clone()
+            given = current.clone()
             before = dict(stages.entries(given))
             acted = act(given)
         actions = set(self._env.action_keys)
@@ -79,11 +79,11 @@ class Trial:
         ]
         return cast(TensorDictBase, acted.select(*written).apply(torch.zeros_like))
 
-    def failure(self, carrier: TensorDictBase) -> tuple[Any, Exception | None]:
+    def failure(self, current: TensorDictBase) -> tuple[Any, Exception | None]:
         """The copy that was called, and what it raised."""
         with self._acting() as (own, act):
             try:
-                act(carrier.clone())
+                act(current.clone())
             except Exception as error:
                 return own, error
         return own, None

@@ -159,7 +159,7 @@ class Rollout:
     @property
     def current(self) -> TensorDictBase | None:
         """What the next step is taken from, ``[*env]``; None: a reset comes first."""
-        return self._path.carrier
+        return self._path.current
 
     @property
     def path(self) -> Path:
@@ -269,7 +269,7 @@ class Rollout:
 
     def start_over(self) -> None:
         """Begin the next batch with a reset of all environments and new trajectory ids."""
-        self._path.carrier = None
+        self._path.current = None
 
     def run(self) -> TensorDictBase:
         """Collect one batch, which counts as neither delivered nor post-processed.
@@ -313,7 +313,7 @@ class Rollout:
         if not self._path.started or (self.options.reset_at_each_iter and self._unused_ids is None):
             self.start_trajectories()
         if not self._stepped:  # a reset may lack what the specs of states name
-            self._check_inputs(leaf_keys(cast(TensorDictBase, self._path.carrier)))
+            self._check_inputs(leaf_keys(cast(TensorDictBase, self._path.current)))
         random = self.frames < self.counts.random_frames
         try:
             self._open(random)
@@ -382,7 +382,7 @@ class Rollout:
     def _outputs_of_policy(self) -> TensorDictBase | None:
         """What the policy writes; it is called for that once, on real observations."""
         if self._outputs is None:
-            self._outputs = (self._trial().outputs(cast(TensorDictBase, self._path.carrier)),)
+            self._outputs = (self._trial().outputs(cast(TensorDictBase, self._path.current)),)
         return self._outputs[0]
 
     def _trial(self) -> Trial:
@@ -413,20 +413,20 @@ class Rollout:
 
     def _go_on(self, path: Path) -> None:
         """Go on from here on another path."""
-        carrier = self._path.carrier
+        current = self._path.current
         self._use(path)
         try:
-            path.carrier = carrier
+            path.current = current
         except NotNative as reason:  # it was made before a transform came that carries something
             self._use(plain_path(self._parts, {"env": str(reason)}))
-            self._path.carrier = carrier
+            self._path.current = current
 
     def _hand_over(
-        self, frames: list[TensorDictBase], carrier: TensorDictBase, keeper: BoundaryKeeper | None, reason: str
+        self, frames: list[TensorDictBase], current: TensorDictBase, keeper: BoundaryKeeper | None, reason: str
     ) -> None:
         """Take the plain path in the middle of a batch."""
         path = plain_path(self._parts, {"policy": reason})
-        path.take_over(frames, carrier, keeper)
+        path.take_over(frames, current, keeper)
         self._use(path)
 
     def _check_path(self) -> None:
@@ -499,7 +499,7 @@ class Rollout:
     def state(self) -> RolloutState:
         """What the next step depends on beside environment, policy and generators."""
         unused = self._unused_ids
-        return RolloutState(self._path.carrier, self._reset_envs.copy(), None if unused is None else unused.clone())
+        return RolloutState(self._path.current, self._reset_envs.copy(), None if unused is None else unused.clone())
 
     @property
     def stepped(self) -> bool:
@@ -519,17 +519,17 @@ class Rollout:
             ids_are_free: whether their ids have no other use; if not, they get new ones.
         """
         self._reset_envs[:] = saved.reset_envs
-        unused, carrier = saved.unused_ids, saved.carrier
-        if carrier is None:
+        unused, current = saved.unused_ids, saved.current
+        if current is None:
             self._unused_ids = unused.clone() if unused is not None and ids_are_free else None
             return
-        if not self.devices.carrier_has_none and self.env.device is not None:
-            carrier = carrier.to(self.env.device)
-        ids = carrier.get(stages.IDS, None)
+        if not self.devices.current_has_no_device and self.env.device is not None:
+            current = current.to(self.env.device)
+        ids = current.get(stages.IDS, None)
         ids = None if ids is None else ids.cpu()
         tracks = self.options.track_traj_ids
         unasked = [*([] if tracks else ["collector"]), *([] if self.options.track_policy_version else [stages.VERSION])]
-        self._path.carrier = carrier.exclude(*unasked)
+        self._path.current = current.exclude(*unasked)
         if ids is None or not ids_are_free:
             ids = torch.from_numpy(self.ids.take(self.env.numel())).reshape(self.env.batch_size)
         if tracks:

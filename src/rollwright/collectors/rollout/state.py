@@ -18,12 +18,12 @@ class RolloutState(NamedTuple):
     """The trajectories under way.
 
     Attributes:
-        carrier: the current TensorDict, ``[*env]``; None: a reset comes first.
+        current: the current TensorDict, ``[*env]``; None: a reset comes first.
         reset_envs: environments that were reset since the last batch, bool ``[num_envs]``.
         unused_ids: of trajectories that have not taken a step, int64 ``[*env]``; None: all have.
     """
 
-    carrier: TensorDictBase | None
+    current: TensorDictBase | None
     reset_envs: NDArray[Any]
     unused_ids: torch.Tensor | None
 
@@ -37,13 +37,13 @@ def placed(state: Any, device: torch.device | None = None) -> Any:
     return state.to(device or "cpu") if isinstance(state, torch.Tensor) else state
 
 
-def td_state(carrier: TensorDictBase | None) -> dict[str, Any] | None:
+def td_state(current: TensorDictBase | None) -> dict[str, Any] | None:
     """A TensorDict as ``torch.load(..., weights_only=True)`` reads it; its tensors are copied."""
-    if carrier is None:
+    if current is None:
         return None
-    if _is_plain(carrier):
-        return _node_state(carrier)
-    return {"pickled": torch.frombuffer(bytearray(dump(carrier, {}, set())), dtype=torch.uint8)}
+    if _is_plain(current):
+        return _node_state(current)
+    return {"pickled": torch.frombuffer(bytearray(dump(current, {}, set())), dtype=torch.uint8)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -68,8 +68,8 @@ def td_from(saved: Mapping[str, Any] | None) -> TensorDictBase | None:
     if saved is None:
         return None
     if "pickled" in saved:
-        carrier: TensorDictBase = load(saved["pickled"].cpu().numpy().tobytes(), {})
-        return carrier
+        current: TensorDictBase = load(saved["pickled"].cpu().numpy().tobytes(), {})
+        return current
     return _node(saved)
 
 

@@ -88,13 +88,13 @@ class EpisodeStats:
         self._open_return: np.ndarray[Any, np.dtype[np.float64]] | None = None
         self._open_length: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
-    def update(self, rewards: Any, ended: Any, begun_anew: Any) -> None:
+    def update(self, rewards: Any, ended: Any, were_reset: Any) -> None:
         """Count the frames of one batch.
 
         Args:
             rewards: float ``[env, T]``.
             ended: bool ``[env, T]``, the last frame of an episode.
-            begun_anew: bool ``[env]``, environments that were reset between the last batch and this one without
+            were_reset: bool ``[env]``, environments that were reset between the last batch and this one without
                 having ended.
         """
         rewards, ended = np.asarray(rewards), np.asarray(ended)
@@ -102,8 +102,8 @@ class EpisodeStats:
         if self._open_return is None or self._open_length is None:
             self._open_return = np.zeros(num_envs)
             self._open_length = np.zeros(num_envs, dtype=np.int64)
-        self._open_return[begun_anew] = 0.0
-        self._open_length[begun_anew] = 0
+        self._open_return[were_reset] = 0.0
+        self._open_length[were_reset] = 0
         # Segments of the flattened frames: one begins with each environment, and after each end.
         ends = np.flatnonzero(ended)
         starts = np.union1d(np.arange(num_envs) * steps, ends[(ends + 1) % steps != 0] + 1)
@@ -122,7 +122,9 @@ class EpisodeStats:
         self._open_return[env[~closed]] = returns[~closed]
         self._open_length[env[~closed]] = lengths[~closed]
 
-    def update_from(self, batch: TensorDictBase, reward: torch.Tensor | None, ended: torch.Tensor, anew: Any) -> None:
+    def update_from(
+        self, batch: TensorDictBase, reward: torch.Tensor | None, ended: torch.Tensor, were_reset: Any
+    ) -> None:
         """:meth:`update` from the tensors of a batch ``[*env, T]``; without rewards, returns count zero."""
         steps = batch.batch_size[-1]
         if reward is None:
@@ -131,7 +133,7 @@ class EpisodeStats:
             rows = reward.detach().reshape(*batch.batch_size, -1)
             rows = rows.squeeze(-1) if rows.shape[-1] == 1 else rows.sum(-1, dtype=torch.float64)
             rows = rows.float() if rows.dtype == torch.bfloat16 else rows
-        self.update(rows.reshape(-1, steps).cpu().numpy(), ended.reshape(-1, steps).cpu().numpy(), anew)
+        self.update(rows.reshape(-1, steps).cpu().numpy(), ended.reshape(-1, steps).cpu().numpy(), were_reset)
 
     def state_dict(self) -> dict[str, Any]:
         """Episodes so far, and what is counted of those under way."""

@@ -14,7 +14,7 @@ __all__ = ["WorkersBackground"]
 
 
 class _Thread(DaemonThread):
-    """Calls ``deliver`` again and again; it takes a function that tells whether to stop."""
+    """Calls ``deliver`` again and again; it takes a condition to stop."""
 
     def __init__(self, deliver: Callable[[Callable[[], bool]], bool]) -> None:
         super().__init__("rollwright-schedule")

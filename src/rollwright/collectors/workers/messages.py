@@ -1,7 +1,7 @@
 """What a collector and its workers say to each other.
 
 A collector asks for rollouts, one message each (:class:`Collect`), and a worker answers each with what came of it
-(:class:`Collected` or :class:`Failed`). Everything else can be said at any time, and takes no rollout away.
+(:class:`Collected` or :class:`Failed`). Everything else can be sent at any time, and takes no rollout away.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Ready:
 
 
 class Noted(NamedTuple):
-    """Something of what :class:`Ready` told has changed.
+    """Something of what :class:`Ready` holds has changed.
 
     Attributes:
         how: see :class:`Ready`.

@@ -52,8 +52,8 @@ class Workers:
     ) -> None:
         count = len(factories)
         counters, blocks = Segment(), Segment()
-        parcels = [(Segment(), Segment()) for _ in factories]
-        self._segments = [counters, blocks, *(segment for pair in parcels for segment in pair)]
+        packing = [(Segment(), Segment()) for _ in factories]
+        self._segments = [counters, blocks, *(segment for pair in packing for segment in pair)]
         self.publisher = publisher
         seed = int(torch.empty((), dtype=torch.int64).random_()) % 2**62
         pickled = None if policy is None else _pickled(policy, own.start_method)
@@ -68,7 +68,7 @@ class Workers:
                 seed=seed + i,
                 counters=counters,
                 blocks=blocks,
-                packing=parcels[i],
+                packing=packing[i],
                 boards=tuple(publisher.boards(i)),
                 max_policy_lag=own.max_policy_lag if per_worker[i].replay_buffer is not None else None,
             )

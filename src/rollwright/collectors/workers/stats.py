@@ -1,4 +1,4 @@
-"""What is said of workers: their numbers, merged."""
+"""Statistics of workers, merged."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
     group.look()
     workers = [_of_worker(group, index) for index in range(len(group.workers))]
     counters = [worker.counters for worker in group.workers]
-    windows = [word.gauges[Gauge.WINDOW] for word in counters]
-    told = [word.gauges for word in counters if word.counts[Count.EPISODES]]
-    latest = max(told, key=lambda gauges: gauges[Gauge.LAST_RETURN_AT], default=None)
+    windows = [of_worker.gauges[Gauge.WINDOW] for of_worker in counters]
+    with_episodes = [of_worker.gauges for of_worker in counters if of_worker.counts[Count.EPISODES]]
+    latest = max(with_episodes, key=lambda gauges: gauges[Gauge.LAST_RETURN_AT], default=None)
     seconds = {name: sum(worker["seconds"][name] for worker in workers) for name in counters[0].seconds()}
     busiest = max(worker["seconds"]["total"] + worker["seconds"]["wait"] for worker in workers)
     held = schedule.store.num_lent
@@ -44,9 +44,9 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
         "frames_per_batch": counts.frames,
         "frames_per_second": schedule.frames / busiest if busiest else None,
         "seconds": seconds,
-        "episodes": sum(word.counts[Count.EPISODES] for word in counters),
-        "mean_return": _mean([word.gauges[Gauge.MEAN_RETURN] for word in counters], windows),
-        "mean_length": _mean([word.gauges[Gauge.MEAN_LENGTH] for word in counters], windows),
+        "episodes": sum(of_worker.counts[Count.EPISODES] for of_worker in counters),
+        "mean_return": _mean([of_worker.gauges[Gauge.MEAN_RETURN] for of_worker in counters], windows),
+        "mean_length": _mean([of_worker.gauges[Gauge.MEAN_LENGTH] for of_worker in counters], windows),
         "last_return": None if latest is None else latest[Gauge.LAST_RETURN],
         "policy_version": version,
         "policy_lag": max(version - worker["policy_version"] for worker in workers),
@@ -54,7 +54,7 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
         "workers": workers,
         "workers_alive": group.num_alive,
         "restarts": sum(worker["restarts"] for worker in workers),
-        "env_recreations": sum(word.counts[Count.ENV_RECREATIONS] for word in counters),
+        "env_recreations": sum(of_worker.counts[Count.ENV_RECREATIONS] for of_worker in counters),
         "threads": {"workers": [worker["threads"] for worker in workers]},
         "bytes_held": schedule.store.num_bytes,
         "leases": {

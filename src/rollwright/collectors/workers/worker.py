@@ -1,4 +1,4 @@
-"""Worker: a collector in a process of its own, which takes rollouts when it is told to."""
+"""Worker: collects in a process of its own, one batch for each message that asks for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WorkerSpec:
         seed: of the global random generators.
         counters: of all workers.
         blocks: memory of batches.
-        parcels: memory of what does not fit in there.
+        packing: memory of what does not fit in there.
         boards: where its weights are published.
         max_policy_lag: versions that may have been published since the first of a batch acted; beyond it, the batch is
             thrown away and taken again; None: no limit.
@@ -206,7 +206,7 @@ class Worker:
         if news is not None:
             self._say(news)
         self._say(found)
-        self._counts[Count.OLDEST] = -1  # not before: who reads it may rely on having been told
+        self._counts[Count.OLDEST] = -1  # not before: who reads it may rely on having the message
 
     def _checkpoint(self) -> bool:
         """Between two steps: whether the rollout ends here."""

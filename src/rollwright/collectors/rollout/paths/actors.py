@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -13,54 +12,14 @@ from tensordict import TensorDict
 
 from rollwright._keys import NestedKey, as_tuple, place
 from rollwright._memory import in_numpy
+from rollwright.collectors.core import Actor
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.envs.arrays import Entry, Values
 from rollwright.errors import NotNative
 from rollwright.policies import FlatPolicy, compile_flat
 
-__all__ = ["Actor", "CastActor", "FlatActor", "TensorDictActor", "as_array"]
-
-
-class Actor(ABC):
-    """Chooses actions from the arrays of a carrier.
-
-    Attributes:
-        how: what runs, for ``stats()`` and ``repr``.
-        finite_keys: of its outputs, those to be tested once a batch.
-        frozen: whether the weights of a rollout's start act in all of it.
-        varies: whether its outputs may be of other keys, shapes or dtypes in the middle of a batch.
-    """
-
-    how: str
-    varies: bool = True
-    frozen: bool = False
-    finite_keys: list[NestedKey]
-
-    @abstractmethod
-    def start(self, steps: int) -> None:
-        """Prepare a rollout.
-
-        Raises:
-            NotNative: the policy is no longer what it was.
-        """
-
-    @abstractmethod
-    def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
-        """What the policy writes: arrays by key, ``[*batch, ...]``.
-
-        Args:
-            root: the carrier, in row form.
-            ids: of trajectories, int64 ``[*batch]``.
-        """
-
-    @abstractmethod
-    def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
-        """A cheaper actor that does the same.
-
-        Raises:
-            NotNative: there is none.
-        """
+__all__ = ["CastActor", "FlatActor", "TensorDictActor", "as_array"]
 
 
 class FlatActor(Actor):
@@ -68,7 +27,7 @@ class FlatActor(Actor):
 
     Args:
         policy: the policy.
-        entries: what the carrier holds.
+        entries: what the current TensorDict holds.
     """
 
     def __init__(self, policy: FlatPolicy, entries: Mapping[NestedKey, Entry]) -> None:
@@ -131,14 +90,14 @@ class CastActor(Actor):
 
 
 class TensorDictActor(Actor):
-    """A policy on TensorDicts, given the carrier as one.
+    """A policy on TensorDicts, given the current TensorDict as one.
 
     Args:
         act: of :func:`~rollwright.collectors.rollout.paths.stages.build_act`.
-        entries: what the carrier holds.
+        entries: what the current TensorDict holds.
         rewards: what a step leaves beside them, which no policy sees.
         batch: the environment's batch size.
-        device: of the carrier.
+        device: of the current TensorDict.
         reads_ids: whether there are trajectory ids.
         why: why the policy does not run on arrays.
     """
@@ -175,10 +134,10 @@ class TensorDictActor(Actor):
                 place(nested, key, torch.from_numpy(value))
         if self._reads_ids:
             place(nested, IDS, torch.from_numpy(np.array(ids)))
-        carrier = self._act(TensorDict(nested, batch_size=self._batch, device=self._device))
+        current = self._act(TensorDict(nested, batch_size=self._batch, device=self._device))
         return {
             key: as_array(value)
-            for key, value in stages.entries(carrier)
+            for key, value in stages.entries(current)
             if given.get(key) is not value and key not in (IDS, VERSION)
         }
 

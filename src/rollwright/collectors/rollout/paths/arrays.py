@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys
-from rollwright.collectors.core import Path, UnfitOutputs
+from rollwright.collectors.core import Actor, Path, UnfitOutputs
 from rollwright.collectors.rollout.paths import stages
-from rollwright.collectors.rollout.paths.actors import Actor, CastActor, as_array
+from rollwright.collectors.rollout.paths.actors import CastActor, as_array
 from rollwright.collectors.rollout.paths.layout import Form, Layout, below_next, difference, lay_out, unfit
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.recording import BatchMemory
@@ -23,7 +23,7 @@ from rollwright.data.compact import BoundaryKeeper
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values
 from rollwright.errors import NotNative, PolicyError
 
-__all__ = ["ArrayPath", "begun_anew"]
+__all__ = ["ArrayPath", "reset_rows"]
 
 _FLAG = np.dtype(np.bool_)
 NEXT_VERSION = below_next(VERSION)
@@ -53,11 +53,11 @@ class ArrayPath(Path):
         self.how = dict(how)
         env, options, device = parts.env, parts.options, parts.devices.storing
         self._env, self._arrays, self._steps, self._device = env, arrays, parts.steps, device
-        arrays.resets_ahead = True  # what ends begins anew with the same step
+        arrays.resets_ahead = True  # what ends is reset with the same step
         # Without a device for batches, what a policy on a GPU writes is delivered there.
         acts = parts.devices.policy
         self._acts_device = acts if device is None and acts is not None and acts.type == "cuda" else None
-        self._carrier_device, self._leave = parts.carrier_device, parts.hand_over
+        self._current_device, self._leave = parts.current_device, parts.hand_over
         self._pool, self._memory, self._version = parts.ids, parts.memory, parts.version
         self._batch = arrays.batch
         self._check_action = stages.action_check(env)
@@ -82,7 +82,7 @@ class ArrayPath(Path):
         self._layouts: dict[Actor, Layout] = {}
         self._ahead: Values | None = None  # outputs of the first step, where it was taken already
 
-    # The carrier ------------------------------------------------------------------------------
+    # The current TensorDict ----------------------------------------------------------------------
 
     @property
     def started(self) -> bool:
@@ -90,30 +90,30 @@ class ArrayPath(Path):
         return self._root is not None
 
     @property
-    def carrier(self) -> TensorDictBase | None:
-        """See :attr:`Path.carrier`."""
+    def current(self) -> TensorDictBase | None:
+        """See :attr:`Path.current`."""
         root = self._root
         if root is None:
             return None
-        carrier = TensorDict({}, batch_size=self._batch, device=self._carrier_device)
+        current = TensorDict({}, batch_size=self._batch, device=self._current_device)
         for key, value in root.items():
             if key == VERSION or as_tuple(key)[0] == "next" or key in self._arrays.rewards:
                 continue  # of the last step, not of the next one
             entry = self._roots.get(key)
             array = np.array(value) if entry is None else np.array(value, entry.dtype).reshape(entry.shape)
-            carrier.set(key, torch.from_numpy(array))
+            current.set(key, torch.from_numpy(array))
         if self._tracks_ids:
-            carrier.set(IDS, torch.from_numpy(self._ids.copy()))
-        return carrier
+            current.set(IDS, torch.from_numpy(self._ids.copy()))
+        return current
 
-    @carrier.setter
-    def carrier(self, carrier: TensorDictBase | None) -> None:
-        if carrier is None:
+    @current.setter
+    def current(self, current: TensorDictBase | None) -> None:
+        if current is None:
             self._root = None
             return
         root: Values = dict(self._no_flags)
-        for key in leaf_keys(carrier):
-            value = np.array(carrier.get(key).detach().cpu().numpy())
+        for key in leaf_keys(current):
+            value = np.array(current.get(key).detach().cpu().numpy())
             if key == IDS:
                 self._ids = value
             elif key not in FLAGS:
@@ -132,7 +132,7 @@ class ArrayPath(Path):
         """See :meth:`Path.reset_some`."""
         if bool(marked.any()):
             root = cast(Values, self._root)
-            self._root = begun_anew(self._arrays, root, self._no_flags, marked.numpy(), **kwargs)
+            self._root = reset_rows(self._arrays, root, self._no_flags, marked.numpy(), **kwargs)
 
     def set_ids(self, ids: torch.Tensor) -> None:
         """See :meth:`Path.set_ids`."""
@@ -237,7 +237,7 @@ class ArrayPath(Path):
         ended = out["done"]
         if self._batch:
             if np.count_nonzero(ended):  # far cheaper than any()
-                self._following = begun_anew(self._arrays, continued, self._no_flags, ended)
+                self._following = reset_rows(self._arrays, continued, self._no_flags, ended)
         elif ended:
             self._following = {**continued, **self._arrays.reset(None), **self._no_flags}
 
@@ -286,10 +286,10 @@ class ArrayPath(Path):
             block = cast(BatchMemory, self._block)
             self._fill(block, slice(t))
             frames = block.frames(t)
-        carrier = cast(TensorDictBase, self.carrier).update(self._written(outputs))
+        current = cast(TensorDictBase, self.current).update(self._written(outputs))
         if self._tracks_version:
-            carrier.set(VERSION, torch.full(self._batch, self._acted))
-        self._leave(frames, carrier, self._keeper, reason)
+            current.set(VERSION, torch.full(self._batch, self._acted))
+        self._leave(frames, current, self._keeper, reason)
 
     def _written(self, outputs: Values) -> TensorDict:
         written = TensorDict({}, batch_size=self._batch)
@@ -362,12 +362,12 @@ class ArrayPath(Path):
         done, terminated, truncated = (block.rows(("next", flag))[times] for flag in FLAGS)
         np.logical_or(terminated, truncated, out=done)
         for flag in FLAGS:
-            block.rows(flag)[times] = False  # what ended has begun anew before the next step
+            block.rows(flag)[times] = False  # what ended was reset before the next step
         if self._tracks_version:
             block.rows(NEXT_VERSION)[times] = block.rows(VERSION)[times]
 
 
-def begun_anew(arrays: ArrayEnv, root: Values, no_flags: Values, rows: Rows, **kwargs: Any) -> Values:
+def reset_rows(arrays: ArrayEnv, root: Values, no_flags: Values, rows: Rows, **kwargs: Any) -> Values:
     """``root`` with the first values of new trajectories where ``rows`` marks."""
     fresh = arrays.reset(rows, **kwargs)
     if np.count_nonzero(rows) == rows.size:

@@ -9,9 +9,9 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
-from rollwright.collectors.core import Path
+from rollwright.collectors.core import Actor, Path
 from rollwright.collectors.rollout.paths import stages
-from rollwright.collectors.rollout.paths.actors import Actor, FlatActor, TensorDictActor
+from rollwright.collectors.rollout.paths.actors import FlatActor, TensorDictActor
 from rollwright.collectors.rollout.paths.arrays import ArrayPath
 from rollwright.collectors.rollout.paths.groups import GroupedPath
 from rollwright.collectors.rollout.paths.parts import PathParts
@@ -66,7 +66,7 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
 
 
 def _roots(arrays: ArrayEnv) -> dict[NestedKey, Entry]:
-    """What a carrier holds before the policy has acted."""
+    """What a current TensorDict holds before the policy has acted."""
     flag = Entry((*arrays.batch, 1), np.dtype(np.bool_), True)
     return {**arrays.entries, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
 
@@ -146,7 +146,7 @@ def _on_tensordicts(parts: PathParts, entries: dict[NestedKey, Entry], why: str)
         entries,
         rewards=env.reward_keys,
         batch=tuple(env.batch_size),
-        device=parts.carrier_device,
+        device=parts.current_device,
         reads_ids=options.track_traj_ids,
         why=why,
     )

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
-from rollwright.collectors.core import UnfitOutputs
-from rollwright.collectors.rollout.paths.actors import Actor
-from rollwright.collectors.rollout.paths.arrays import ArrayPath, begun_anew
+from rollwright.collectors.core import Actor, UnfitOutputs
+from rollwright.collectors.rollout.paths.arrays import ArrayPath, reset_rows
 from rollwright.collectors.rollout.paths.layout import Form, difference, unfit
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.envs.arrays import ArrayEnv, Values
@@ -192,7 +191,7 @@ class GroupedPath(ArrayPath):
             each.acts = {key: ((count, *shape[1:]), dtype) for key, (shape, dtype) in self._acts.items()}
 
     def _received(self, group: Group) -> Values:
-        """Wait for the step under way; what ended begins anew."""
+        """Wait for the step under way; what ended is reset."""
         begun = time.perf_counter()
         t, group.time = cast(int, group.time), None
         group.out = out = group.arrays.receive()
@@ -201,7 +200,7 @@ class GroupedPath(ArrayPath):
         group.root = {**group.root, **out}
         ended = out["done"]
         if np.count_nonzero(ended):
-            group.root = begun_anew(group.arrays, group.root, group.no_flags, ended)
+            group.root = reset_rows(group.arrays, group.root, group.no_flags, ended)
             if self._tracks_ids:
                 self._ids = self._ids.copy()
                 self._ids[group.rows][ended] = self._pool.take(int(np.count_nonzero(ended)))

@@ -24,7 +24,7 @@ class Layout(NamedTuple):
         acts: shape and dtype of the policy's outputs.
         presets: those below ``"next"``: key, and key inside ``"next"``.
         fields: the entries of a frame.
-        roots: what is written from the carrier at each step: key, place in the frame, whether a column.
+        roots: what is written from the current TensorDict at each step: key, place in the frame, whether a column.
         outcomes: what is written from the outcome at each step, likewise.
         blank: what is zero in the whole batch.
     """
@@ -51,7 +51,7 @@ def lay_out(
 
     Args:
         acts: the policy's outputs, those below ``"next"`` among them.
-        roots: entries of the carrier.
+        roots: entries of the current TensorDict.
         outcomes: entries of what comes of a step.
         batch: the environment's batch size.
         dropped: places in the frame that the batch leaves out.

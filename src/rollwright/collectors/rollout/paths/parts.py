@@ -52,9 +52,9 @@ class PathParts:
     hand_over: HandOver
 
     @property
-    def carrier_device(self) -> torch.device | None:
+    def current_device(self) -> torch.device | None:
         """Of what the next step is taken from."""
-        return None if self.devices.carrier_has_none else self.env.device
+        return None if self.devices.current_has_no_device else self.env.device
 
     def version(self) -> int:
         """Of the weights that act."""

@@ -37,9 +37,9 @@ class PlainPath(Path):
         self.how = dict(how)
         env, options, devices = parts.env, parts.options, parts.devices
         self._env, self._ids, self._device = env, parts.ids, devices.storing
-        self._has_no_device = devices.carrier_has_none
+        self._has_no_device = devices.current_has_no_device
         self._renews = options.track_traj_ids and options.reset_when_done
-        self._carrier: TensorDictBase | None = None
+        self._current: TensorDictBase | None = None
 
         check = stages.action_check(env)
         act = stages.build_act(
@@ -54,7 +54,7 @@ class PlainPath(Path):
             env,
             stages.mover(devices.env if devices.cast_to_env else None, parts.syncs.env),
             reset_when_done=options.reset_when_done,
-            carrier_has_no_device=self._has_no_device,
+            current_has_no_device=self._has_no_device,
         )
         if options.track_policy_version:
             act, random = (stages.tag_act(stage, parts.version, env.batch_size) for stage in (act, random))
@@ -75,60 +75,60 @@ class PlainPath(Path):
             pool=parts.memory,
         )
 
-    def take_over(self, frames: list[TensorDictBase], carrier: TensorDictBase, keeper: BoundaryKeeper | None) -> None:
+    def take_over(self, frames: list[TensorDictBase], current: TensorDictBase, keeper: BoundaryKeeper | None) -> None:
         """Go on with a batch that another path began.
 
         Args:
             frames: of the batch so far.
-            carrier: with the actions of the step under way.
+            current: with the actions of the step under way.
             keeper: of the batch so far.
         """
-        self._recorder.take_over(frames, carrier)
-        self._carrier, self._keeper = carrier, keeper
+        self._recorder.take_over(frames, current)
+        self._current, self._keeper = current, keeper
 
-    # The carrier ------------------------------------------------------------------------------
+    # The current TensorDict ----------------------------------------------------------------------
 
     @property
     def started(self) -> bool:
         """See :attr:`Path.started`."""
-        return self._carrier is not None
+        return self._current is not None
 
     @property
-    def carrier(self) -> TensorDictBase | None:
-        """See :attr:`Path.carrier`."""
-        return self._carrier
+    def current(self) -> TensorDictBase | None:
+        """See :attr:`Path.current`."""
+        return self._current
 
-    @carrier.setter
-    def carrier(self, carrier: TensorDictBase | None) -> None:
-        self._carrier = carrier
+    @current.setter
+    def current(self, current: TensorDictBase | None) -> None:
+        self._current = current
 
     def reset(self, **kwargs: Any) -> None:
         """See :meth:`Path.reset`."""
-        self._carrier = self._prepared(self._env.reset(**kwargs))
+        self._current = self._prepared(self._env.reset(**kwargs))
 
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
         """See :meth:`Path.reset_some`."""
-        carrier = cast(TensorDictBase, self._carrier)
+        current = cast(TensorDictBase, self._current)
         for group in self._env.done_groups:
-            flags = carrier.get(group.done)
+            flags = current.get(group.done)
             mask = marked.reshape(marked.shape + (1,) * (flags.ndim - marked.ndim)).expand(flags.shape)
-            carrier.set(group.reset, mask.to(flags.device).clone())
-        self._carrier = self._prepared(self._env.reset(carrier, **kwargs))
+            current.set(group.reset, mask.to(flags.device).clone())
+        self._current = self._prepared(self._env.reset(current, **kwargs))
 
-    def _prepared(self, carrier: TensorDictBase) -> TensorDictBase:
-        return carrier.clear_device_() if self._has_no_device else carrier
+    def _prepared(self, current: TensorDictBase) -> TensorDictBase:
+        return current.clear_device_() if self._has_no_device else current
 
     def set_ids(self, ids: torch.Tensor) -> None:
         """See :meth:`Path.set_ids`."""
-        cast(TensorDictBase, self._carrier).set(IDS, ids)
+        cast(TensorDictBase, self._current).set(IDS, ids)
 
     def renew_ids(self, ended: torch.Tensor) -> None:
         """See :meth:`Path.renew_ids`."""
-        carrier = cast(TensorDictBase, self._carrier)
-        ids = carrier.get(IDS)
+        current = cast(TensorDictBase, self._current)
+        ids = current.get(IDS)
         fresh = renew(ids, ended, self._ids)
         if fresh is not ids:
-            carrier.set("collector", carrier.get("collector").copy().set("traj_ids", fresh))
+            current.set("collector", current.get("collector").copy().set("traj_ids", fresh))
 
     # A rollout ----------------------------------------------------------------------------------------
 
@@ -152,11 +152,11 @@ class PlainPath(Path):
 
     def act(self, t: int) -> None:
         """See :meth:`Path.act`."""
-        self._carrier = self._acting(cast(TensorDictBase, self._carrier))
+        self._current = self._acting(cast(TensorDictBase, self._current))
 
     def step(self, t: int) -> None:
         """See :meth:`Path.step`."""
-        self._frame, self._carrier = self._step(cast(TensorDictBase, self._carrier))
+        self._frame, self._current = self._step(cast(TensorDictBase, self._current))
 
     def record(self, t: int) -> None:
         """See :meth:`Path.record`."""

@@ -58,22 +58,22 @@ def build_act(
     fresh_outputs: bool,
     stale: Iterable[NestedKey] = (),
 ) -> Stage:
-    """The stage that writes actions into the carrier.
+    """The stage that writes actions into the current TensorDict.
 
     Args:
         policy: TensorDict in, TensorDict (or None) out.
-        move: brings the carrier to the policy's device.
+        move: brings the current TensorDict to the policy's device.
         check: tests the actions.
         fresh_outputs: False when the policy overwrites its outputs at the next call.
         stale: entries to take out first: a policy that writes no action must not repeat its last one in silence.
     """
     stale = list(stale)
 
-    def act(carrier: TensorDictBase) -> TensorDictBase:
+    def act(current: TensorDictBase) -> TensorDictBase:
         for key in stale:
-            carrier.pop(key, None)
-        seen = move(carrier)
-        before = None if seen is carrier and fresh_outputs else dict(entries(seen))
+            current.pop(key, None)
+        seen = move(current)
+        before = None if seen is current and fresh_outputs else dict(entries(seen))
         chosen = policy(seen)
         chosen = seen if chosen is None else chosen
         if not is_tensor_collection(chosen):
@@ -81,16 +81,16 @@ def build_act(
                 f"policy: expected it to return a TensorDict (or None), got {type(chosen).__name__}. Write the action "
                 "into the TensorDict and return that, or wrap the function in a TensorDictModule."
             )
-        if chosen is not carrier or not fresh_outputs:
-            old = before if before is not None else dict(entries(carrier))
+        if chosen is not current or not fresh_outputs:
+            old = before if before is not None else dict(entries(current))
             for key, value in list(entries(chosen)):
                 if old.get(key) is not value or not isinstance(value, torch.Tensor):  # stacks are written into
-                    carrier.set(key, value if fresh_outputs else value.clone())
-        states = carrier.get("next", None)
+                    current.set(key, value if fresh_outputs else value.clone())
+        states = current.get("next", None)
         if states is not None:  # they are the next step's root, and a policy may write them into one buffer
-            carrier.set("next", states.clone())
-        check(carrier)
-        return carrier
+            current.set("next", states.clone())
+        check(current)
+        return current
 
     return act
 
@@ -111,8 +111,8 @@ def stale_actions(env: EnvBase, policy: Any) -> list[NestedKey]:
     return [key for key in env.action_keys if key not in read and -1 not in specs[key].shape]
 
 
-def build_step(env: EnvBase, move: Stage, *, reset_when_done: bool, carrier_has_no_device: bool) -> Step:
-    """The stage that steps the environment: the frame, and the carrier of the next step."""
+def build_step(env: EnvBase, move: Stage, *, reset_when_done: bool, current_has_no_device: bool) -> Step:
+    """The stage that steps the environment: the frame, and the current TensorDict of the next step."""
 
     def advance(td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         td = env.step(td)
@@ -120,14 +120,14 @@ def build_step(env: EnvBase, move: Stage, *, reset_when_done: bool, carrier_has_
 
     stage: Step = env.step_and_maybe_reset if reset_when_done else advance
 
-    def step(carrier: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        stepped, following = stage(move(carrier))
-        if stepped is not carrier:
+    def step(current: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        stepped, following = stage(move(current))
+        if stepped is not current:
             outcome = stepped.get("next")
-            carrier.set("next", outcome.copy().clear_device_() if carrier_has_no_device else outcome)
-        if carrier_has_no_device and following.device is not None:
+            current.set("next", outcome.copy().clear_device_() if current_has_no_device else outcome)
+        if current_has_no_device and following.device is not None:
             following.clear_device_()
-        return carrier, following
+        return current, following
 
     return step
 
@@ -137,15 +137,15 @@ def action_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
     ndim = env.ndim
     actions = [(key, spec) for key in env.action_keys if -1 not in (spec := env.full_action_spec[key]).shape]
 
-    def check(carrier: TensorDictBase) -> None:
+    def check(current: TensorDictBase) -> None:
         for key, spec in actions:
-            value: Any = carrier.get(key, None)
+            value: Any = current.get(key, None)
             if value is None:
                 raise PolicyKeyError(
                     f"policy: it wrote no {key!r}, which {env} needs. Entries after the call: "
-                    f"{key_str(carrier.keys(True, True))}. Add {key!r} to its out_keys."
+                    f"{key_str(current.keys(True, True))}. Add {key!r} to its out_keys."
                 )
-            expected = carrier.batch_size + spec.shape[ndim:]
+            expected = current.batch_size + spec.shape[ndim:]
             if isinstance(value, torch.Tensor) and value.numel() != expected.numel():
                 one_hot = isinstance(spec, OneHot | MultiOneHot)
                 hint = " The spec is one-hot: did the policy write an index?" if one_hot else ""
@@ -183,19 +183,19 @@ def finite_check(env: EnvBase) -> Callable[[TensorDictBase, Iterable[NestedKey]]
 def tag_act(act: Stage, version: Callable[[], int], batch_size: torch.Size) -> Stage:
     """``act``, which also writes ``"policy_version"``, int64 of ``batch_size``: the version of the weights that act."""
 
-    def tagged(carrier: TensorDictBase) -> TensorDictBase:
-        carrier.set(VERSION, torch.full(batch_size, version(), dtype=torch.int64))
-        return act(carrier)
+    def tagged(current: TensorDictBase) -> TensorDictBase:
+        current.set(VERSION, torch.full(batch_size, version(), dtype=torch.int64))
+        return act(current)
 
     return tagged
 
 
 def tag_step(step: Step) -> Step:
-    """``step``, which also carries ``"policy_version"`` on: to ``"next"``, and to the carrier of the next step."""
+    """``step``, which also copies ``"policy_version"`` to ``"next"`` and to what the next step is taken from."""
 
-    def tagged(carrier: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        tag = carrier.get(VERSION)
-        frame, following = step(carrier)
+    def tagged(current: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        tag = current.get(VERSION)
+        frame, following = step(current)
         frame.set(("next", VERSION), tag)
         following.set(VERSION, tag)
         return frame, following

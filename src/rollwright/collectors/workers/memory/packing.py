@@ -29,15 +29,15 @@ class Packed(NamedTuple):
 
 
 class Packer:
-    """Where a worker packs parcels: two, in turn, so that one may be opened while the next is packed.
+    """Packs values in two segments in turn, so that one may be opened while the next is packed.
 
     Args:
         segments: two of them.
 
     Example:
         >>> segments = (Segment(), Segment())
-        >>> parcel = Packer(segments).pack({"a": torch.arange(5000), "b": "text"})
-        >>> opened = unpack(parcel, segments)
+        >>> packed = Packer(segments).pack({"a": torch.arange(5000), "b": "text"})
+        >>> opened = unpack(packed, segments)
         >>> opened["a"].shape, opened["b"]
         (torch.Size([5000]), 'text')
     """
@@ -53,19 +53,19 @@ class Packer:
         pickler = _Pickler(stream)
         pickler.dump(value)
         pickled, start = stream.getbuffer(), pickler.num_bytes
-        parcel = Packed(place, start + len(pickled), start)
-        self._segments[place].grow(parcel.num_bytes)
-        memory = self._segments[place].map(0, parcel.num_bytes)
+        packed = Packed(place, start + len(pickled), start)
+        self._segments[place].grow(packed.num_bytes)
+        memory = self._segments[place].map(0, packed.num_bytes)
         memory[start:] = pickled
         pickler.write_tensors(memory)
-        return parcel
+        return packed
 
 
-def unpack(parcel: Packed, segments: tuple[Segment, Segment]) -> Any:
+def unpack(packed: Packed, segments: tuple[Segment, Segment]) -> Any:
     """What was packed; it is copied once more, and its tensors lie in one piece of memory."""
-    packed = torch.frombuffer(segments[parcel.place].map(0, parcel.num_bytes), dtype=torch.uint8)
-    memory = memoryview(cast(Any, packed.clone().numpy()))
-    return _Unpickler(io.BytesIO(memory[parcel.pickle_at :]), memory).load()
+    content = torch.frombuffer(segments[packed.place].map(0, packed.num_bytes), dtype=torch.uint8)
+    memory = memoryview(cast(Any, content.clone().numpy()))
+    return _Unpickler(io.BytesIO(memory[packed.pickle_at :]), memory).load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -27,7 +27,7 @@ class Result:
     Attributes:
         worker: index.
         number: how many this worker has collected, with this one.
-        found: what the worker said.
+        found: what the worker sent.
         block: where its batch lies, if it lies in one.
         part: which part of the block is this worker's.
         rest: what does not lie there, opened.

@@ -50,7 +50,7 @@ class Schedule:
         stored: whether workers write into a replay buffer, and nothing but counts arrives.
 
     Attributes:
-        told: whether an error was raised.
+        raised: whether an error was raised.
         errors: what went wrong in workers, and was not raised yet.
     """
 
@@ -75,7 +75,7 @@ class Schedule:
         self._pending: list[tuple[Any, Sequence[Result]]] = []  # what is about to be delivered, and what it is made of
         self.frames_stale = self.num_copied = self.batches = 0
         self.errors: deque[WorkerError] = deque()
-        self.told = False
+        self.raised = False
 
     @property
     def frames(self) -> int:
@@ -128,7 +128,7 @@ class Schedule:
                     self._release(results)
                     self.batches += 1
                     return found
-            if not self.ready(stop):  # another thread has begun anew meanwhile
+            if not self.ready(stop):  # another thread has reset the workers meanwhile
                 return None
 
     def _deliver(self, results: Sequence[Result]) -> None:
@@ -243,12 +243,12 @@ class Schedule:
     def raise_error(self) -> None:
         """Raise what went wrong in a worker: each error once, but that of a worker that is gone again and again."""
         if self.errors:
-            self.told = True
+            self.raised = True
             raise self.errors.popleft()
 
     def forgive(self) -> None:
         """What raised is another now: if one error of it was raised, so much for the others."""
-        if self.told:
+        if self.raised:
             self.errors.clear()  # of workers that are gone, raise_if_short() still knows
 
     def raise_if_short(self) -> None:
@@ -294,10 +294,10 @@ class Schedule:
     # State ------------------------------------------------------------------------------------
 
     def forget(self, shares: Mapping[int, int]) -> None:
-        """Drop what was not delivered: all has begun anew.
+        """Drop what was not delivered: the workers were reset.
 
         Args:
-            shares: how many rollouts each worker had collected when it began anew; later ones stay.
+            shares: how many rollouts each worker had collected when it was reset; later ones stay.
         """
         with self._group.lock, uninterrupted:
             old = [result for result in self._undelivered() if result.number <= shares[result.worker]]

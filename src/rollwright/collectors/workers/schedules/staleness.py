@@ -21,7 +21,7 @@ class Staleness:
     Args:
         limit: versions; None: any number.
         waits: whether workers wait; otherwise what is too stale is dropped.
-        versions: tells the version that was published last for each worker.
+        versions: gives the version that was published last for each worker.
 
     Example:
         >>> staleness = Staleness(4, waits=True, versions=lambda: [0])
