@@ -36,7 +36,7 @@ class FakeWorker:
 
     def __init__(self, spec, breaks_at=None):
         self._spec, self._breaks_at = spec, breaks_at
-        self._parcels = Packer(spec.parcels)
+        self._packer = Packer(spec.packing)
         self._bell, self._ring = os.pipe()
         self._arrived = deque()
         self._gone = False
@@ -56,7 +56,7 @@ class FakeWorker:
                     return
                 frames = torch.arange(self._frames, self._frames + STEPS)
                 self._frames += STEPS
-                rest = self._parcels.pack(TensorDict({"frame": frames}, batch_size=STEPS))
+                rest = self._packer.pack(TensorDict({"frame": frames}, batch_size=STEPS))
                 self._send(say.Collected(run, STEPS, STEPS, False, rest, (), {}, (), 0, 0, 0))
             case say.Call(serial=serial, path=path):
                 self._send(say.Returned(serial, ByValue(f"{path} of {self._spec.index}")))

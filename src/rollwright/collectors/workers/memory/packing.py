@@ -1,4 +1,4 @@
-"""Parcels: what does not lie in a block travels pickled, through memory that both processes map."""
+"""Packing: what does not lie in a block travels pickled, through memory that both processes map."""
 
 from __future__ import annotations
 
