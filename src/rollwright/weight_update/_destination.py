@@ -14,7 +14,14 @@ from rollwright.weight_update.forms import is_extra, prepare
 
 __all__ = ["Destination"]
 
-_LOADS_PLAINLY = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
+# How a module says that it loads in a way of its own. Torch has no public names for most of these.
+_METHODS = ("_load_from_state_dict", "load_state_dict", "state_dict", "get_extra_state")
+_HOOKS = (
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)
 
 
 class Destination:
@@ -37,12 +44,8 @@ class Destination:
     def __init__(self, target: Any, specs: tuple[EntrySpec, ...], tensors: dict[str, torch.Tensor], name: str) -> None:
         prepare(target, tensors, name)
         self._target, self._specs, self._name = target, specs, name
-        self._parts = list(target.named_modules())
-        self._children = [
-            (part._modules, key, child) for _, part in self._parts for key, child in part._modules.items()
-        ]
-        self._num_children = [(part._modules, len(part._modules)) for _, part in self._parts]
-        self._places = _places(target, specs) if all(_is_plain(part) for _, part in self._parts) else None
+        self._parts = _parts(target)
+        self._places = _places(self._parts, specs) if all(map(_is_plain, self._parts.values())) else None
         self._shapes = [shape for _, shape, _ in specs]
 
     @property
@@ -54,16 +57,14 @@ class Destination:
         """Whether the module is this one, made of the same parts as before, and the weights are of the same kind."""
         if target is not self._target or (specs is not self._specs and specs != self._specs):
             return False
-        for parts, count in self._num_children:
-            if len(parts) != count:
-                return False
-        return all(parts.get(key) is child for parts, key, child in self._children)
+        parts = _parts(target)
+        return parts.keys() == self._parts.keys() and all(parts[name] is part for name, part in self._parts.items())
 
     def copy(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Copy weights in place, in the order of the specs; False where the module must load them (nothing is done)."""
         if self._places is None:
             return False
-        into = [place[key] for place, key in self._places]
+        into = [getattr(part, key) for part, key in self._places]
         for tensor, shape in zip(into, self._shapes, strict=True):
             if tensor.shape != shape:
                 return False
@@ -76,32 +77,27 @@ class Destination:
         prepare(self._target, weights, self._name)()
 
 
+def _parts(module: nn.Module) -> dict[str, nn.Module]:
+    return dict(module.named_modules(remove_duplicate=False))
+
+
 def _is_plain(part: nn.Module) -> bool:
     kind = type(part)
+    usual = (nn.Module, _NormBase)  # batch norm loads numbers of batches that old states lack, and is plain otherwise
     return (
-        kind._load_from_state_dict in _LOADS_PLAINLY
-        and kind.load_state_dict is nn.Module.load_state_dict
-        and kind.state_dict is nn.Module.state_dict
-        and kind.get_extra_state is nn.Module.get_extra_state
-        and not part._load_state_dict_pre_hooks
-        and not part._load_state_dict_post_hooks
-        and not part._state_dict_hooks
-        and not part._state_dict_pre_hooks
+        all(any(getattr(kind, name) is getattr(base, name) for base in usual) for name in _METHODS)
+        and not any(vars(part)[hooks] for hooks in _HOOKS)
         and not hasattr(part, "parametrizations")
     )
 
 
-def _places(target: nn.Module, specs: tuple[EntrySpec, ...]) -> list[tuple[dict[str, Any], str]] | None:
-    """The dictionary and the key where each weight is kept; a module may put another tensor there at any time."""
-    parts = dict(target.named_modules(remove_duplicate=False))
-    places: list[tuple[dict[str, Any], str]] = []
+def _places(parts: dict[str, nn.Module], specs: tuple[EntrySpec, ...]) -> list[tuple[nn.Module, str]] | None:
+    """The module and the name where each weight is kept; another tensor may be put there at any time."""
+    places: list[tuple[nn.Module, str]] = []
     for name, _, _ in specs:
         path, _, key = name.rpartition(".")
         part = parts.get(path)
-        held = None
-        if part is not None and not is_extra(name):
-            held = next((kept for kept in (part._parameters, part._buffers) if kept.get(key) is not None), None)
-        if held is None:
+        if part is None or is_extra(name) or not isinstance(getattr(part, key, None), torch.Tensor):
             return None
-        places.append((held, key))
+        places.append((part, key))
     return places

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from rollwright.weight_update._board import Board
+from rollwright.weight_update._boards import Boards
 from rollwright.weight_update.feed import WeightFeed
-from rollwright.weight_update.forms import State, check_state, describe, flat_state
+from rollwright.weight_update.forms import State, check_state, describe, flat_state, split_by_worker
 
 __all__ = ["WeightSyncScheme"]
 
@@ -39,8 +39,6 @@ class WeightSyncScheme:
     sends: ClassVar[bool] = True
     """Whether weights travel at all."""
 
-    _by_backend: ClassVar[dict[str, type[WeightSyncScheme]]] = {}
-
     def __init__(self, strategy: str = "tensordict") -> None:
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy: expected {' or '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
@@ -51,8 +49,7 @@ class WeightSyncScheme:
         self.version = 0
         self._model: Any = None
         self._initial: Any = None
-        self._common: Board | None = None
-        self._own: list[Board] = []
+        self._boards: Boards | None = None
         self._feed: WeightFeed | None = None
         self._role: str | None = None
         self._synchronized = False
@@ -74,14 +71,13 @@ class WeightSyncScheme:
             >>> WeightSyncScheme.from_backend("process", strategy="state_dict")
             MultiProcessWeightSyncScheme(strategy='state_dict')
         """
-        kinds = cls._by_backend
-        if backend not in kinds:
-            raise ValueError(f"backend: expected one of {', '.join(map(repr, sorted(kinds)))}, got {backend!r}.")
-        return kinds[backend](**kwargs)
+        if backend not in _BY_BACKEND:
+            raise ValueError(f"backend: expected one of {', '.join(map(repr, sorted(_BY_BACKEND)))}, got {backend!r}.")
+        return _BY_BACKEND[backend](**kwargs)
 
     def __init_subclass__(cls, backends: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        WeightSyncScheme._by_backend.update(dict.fromkeys(backends, cls))
+        _BY_BACKEND.update(dict.fromkeys(backends, cls))
 
     @property
     def shares(self) -> bool:
@@ -130,7 +126,7 @@ class WeightSyncScheme:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"num_workers: expected a count of at least 1, got {count!r}.")
         self._initial = weights
-        self._common, self._own = Board(), [Board() for _ in range(count)]
+        self._boards = Boards(count)
 
     def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> int:
         """Publish weights.
@@ -147,29 +143,20 @@ class WeightSyncScheme:
             ValueError: a worker that is not there, or weights that do not fit the model of the sender.
             TypeError: weights of no known form.
         """
-        self._check_role("sender", "send")
-        by_worker: dict[int, Any] | None = None
-        if isinstance(weights, dict) and weights and all(type(key) is int for key in weights):
-            if worker_ids is not None:
-                raise ValueError("worker_ids: got it beside weights by worker. Drop one of them.")
-            by_worker = weights
-        elif worker_ids is not None:
-            by_worker = dict.fromkeys([worker_ids] if isinstance(worker_ids, int) else worker_ids, weights)
-        elif not self.shares:
-            by_worker = dict.fromkeys(range(len(self._own)), weights)
-        unknown = sorted((by_worker or {}).keys() - set(range(len(self._own))))
+        boards, split = self._sending("send"), split_by_worker(weights, worker_ids)
+        if split is None and worker_ids is not None:
+            split = dict.fromkeys([worker_ids] if isinstance(worker_ids, int) else worker_ids, weights)
+        unknown = sorted((split or {}).keys() - set(range(len(boards))))
         if unknown:
-            raise ValueError(f"worker_ids: expected some of 0 to {len(self._own) - 1}, got {unknown}.")
-        states: dict[int | None, State] = (
-            {None: self._checked(weights)}
-            if by_worker is None
-            else {worker: self._checked(given) for worker, given in by_worker.items()}
+            raise ValueError(f"worker_ids: expected some of 0 to {len(boards) - 1}, got {unknown}.")
+        states: list[tuple[list[int] | None, State]] = (
+            [(None, self._checked(weights))]
+            if split is None
+            else [([worker], self._checked(given)) for worker, given in split.items()]
         )
         self.version += 1
-        for worker, state in states.items():
-            board = self._common if worker is None else self._own[worker]
-            if self.sends and board is not None:
-                board.publish(self.version, {self.model_id or "policy": state})
+        for workers, state in states if self.sends else ():
+            boards.publish(self.version, {self.model_id or "policy": state}, workers, shared=self.shares)
         return self.version
 
     def wait_until_taken(self, timeout_s: float, worker_ids: Sequence[int] | None = None) -> None:
@@ -178,11 +165,11 @@ class WeightSyncScheme:
         Raises:
             TimeoutError: some have not; the message names them.
         """
-        self._check_role("sender", "wait_until_taken")
+        boards = self._sending("wait_until_taken")
         until = time.monotonic() + timeout_s
-        while True:
-            late = [worker for worker in worker_ids or range(len(self._own)) if not self._has_taken(worker)]
-            if not late or not self.sends:
+        while self.sends:
+            late = [worker for worker in worker_ids or range(len(boards)) if not boards.has_taken(worker)]
+            if not late:
                 return
             if time.monotonic() > until:
                 raise TimeoutError(
@@ -190,9 +177,11 @@ class WeightSyncScheme:
                 )
             time.sleep(_NAP_S)
 
-    def _has_taken(self, worker: int) -> bool:
-        boards = [self._own[worker], *([] if self._common is None else [self._common])]
-        return all(board.stamp_taken(worker) >= board.stamp for board in boards)
+    def _sending(self, what: str) -> Boards:
+        """The boards of a sender."""
+        self._check_role("sender", what)
+        assert self._boards is not None  # of a sender
+        return self._boards
 
     def _checked(self, weights: Any) -> State:
         model, name = self.model, self.model_id or "policy"
@@ -219,7 +208,7 @@ class WeightSyncScheme:
             RuntimeError: it was initialised before, or does not come from a sender.
             ValueError: there is no receiver of that index, or nothing to receive for.
         """
-        if not self._own:
+        if self._boards is None:
             raise RuntimeError(
                 "init_on_receiver: this scheme comes from no sender. Call init_on_sender() on it, and hand it to the "
                 "process of the receiver."
@@ -228,12 +217,11 @@ class WeightSyncScheme:
             raise ValueError("init_on_receiver: expected context= or model=, got neither. Pass what takes the weights.")
         worker = getattr(context, "_worker_idx", None) if worker_idx is None else worker_idx
         worker = 0 if worker is None else worker
-        if not 0 <= worker < len(self._own):
-            raise ValueError(f"worker_idx: expected 0 to {len(self._own) - 1}, got {worker}.")
+        if not 0 <= worker < len(self._boards):
+            raise ValueError(f"worker_idx: expected 0 to {len(self._boards) - 1}, got {worker}.")
         self._become("receiver", model_id or self.model_id or "policy", context, model)
         self.worker_idx = worker
-        boards = [*([] if self._common is None else [self._common]), self._own[worker]]
-        self._feed = WeightFeed([board.as_reader(worker) for board in boards])
+        self._feed = WeightFeed(self._boards.of(worker))
 
     def receive(self, timeout: float | None = None) -> int | None:
         """Copy what was sent last into the model.
@@ -320,7 +308,7 @@ class WeightSyncScheme:
 
     def shutdown(self) -> None:
         """Let go of memory and models. May be called again."""
-        self._common, self._own, self._feed, self._model, self.context, self._role = None, [], None, None, None, None
+        self._boards = self._feed = self._model = self.context = self._role = None
 
     def __getstate__(self) -> Mapping[str, Any]:
         # What a receiver needs: the models of the sender stay there.
@@ -338,3 +326,6 @@ class WeightSyncScheme:
     def _check_role(self, role: str, what: str) -> None:
         if self._role != role:
             raise RuntimeError(f"{what}: this scheme is no {role}. Call init_on_{role}() first.")
+
+
+_BY_BACKEND: dict[str, type[WeightSyncScheme]] = {}

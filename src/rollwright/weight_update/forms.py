@@ -20,6 +20,7 @@ __all__ = [
     "is_extra",
     "prepare",
     "signature_of",
+    "split_by_worker",
     "unsaved_buffers",
 ]
 
@@ -46,8 +47,8 @@ def unsaved_buffers(module: nn.Module) -> set[str]:
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, part in module.named_modules(remove_duplicate=False)
-        for name in part._non_persistent_buffers_set
-        if part._buffers.get(name) is not None
+        for name in vars(part)["_non_persistent_buffers_set"]  # torch has no public name for it
+        if getattr(part, name, None) is not None
     }
 
 
@@ -79,6 +80,25 @@ def flat_state(weights: Any, name: str, *, strategy: str = "state_dict") -> Stat
     if strategy != "state_dict":
         state = {key: value for key, value in state.items() if not is_extra(key)}
     return state
+
+
+def split_by_worker(given: Any, worker_ids: Any) -> Mapping[int, Any] | None:
+    """Weights by worker, where they were given so; None where all who get them get the same.
+
+    Args:
+        given: weights in any form, or a dictionary of such from indices of workers.
+        worker_ids: who gets them; None where the user did not say.
+
+    Raises:
+        ValueError: ``worker_ids`` beside weights by worker.
+    """
+    # A TensorDict is a Mapping too, and has no truth value.
+    plain = isinstance(given, Mapping) and not isinstance(given, TensorDictBase)
+    if not plain or not given or not all(type(key) is int for key in given):
+        return None
+    if worker_ids is not None:
+        raise ValueError("worker_ids: got it beside weights by worker. Drop one of them.")
+    return given
 
 
 def signature_of(module: nn.Module) -> Signature:

@@ -1,4 +1,4 @@
-"""Publisher: on which boards an update of a group of workers travels."""
+"""Publisher: sends the weights of several models to a group of workers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from rollwright._memory import Segment
 from rollwright.weight_update._board import Board
+from rollwright.weight_update._boards import Boards
 from rollwright.weight_update._scheme import WeightSyncScheme
 from rollwright.weight_update.forms import State
 from rollwright.weight_update.receiving import check_schemes
@@ -28,11 +29,10 @@ class Update(NamedTuple):
 
 
 class Publisher:
-    """The boards of a group of workers: one that all of them follow, and one for each.
+    """Publishes the weights of several models to a group of workers.
 
-    What is for all workers goes to the common board, and is copied once. What is for some, or belongs to a scheme that
-    keeps workers apart, goes to their own. All models of an update go the same way, so that a worker gets them in one
-    publication.
+    All models of an update go to the same boards, so that a worker gets them in one publication: to the common one,
+    unless the scheme of one of them keeps workers apart.
 
     Args:
         num_workers: how many there are.
@@ -57,16 +57,15 @@ class Publisher:
         check_schemes("weight_sync_schemes", schemes)
         self._schemes = dict(schemes or {})
         self._default = SharedMemWeightSyncScheme(strategy="state_dict") if default is None else default
-        self._common = Board()
-        self._own = [Board() for _ in range(num_workers)]
+        self._boards = Boards(num_workers)
 
     def scheme(self, model_id: str) -> WeightSyncScheme:
         """How a model's weights travel."""
         return self._schemes.get(model_id, self._default)
 
     def boards(self, worker: int) -> list[Board]:
-        """What a worker follows, with a :class:`WeightFeed`; hand it over while its process starts."""
-        return [self._common.as_reader(worker), self._own[worker].as_reader(worker)]
+        """What a worker follows; see :meth:`Boards.of`."""
+        return self._boards.of(worker)
 
     def publish(self, updates: Iterable[Update], version: int, *, timeout_s: float = 1.0) -> None:
         """Publish updates that belong to one version; each reaches its workers whole.
@@ -78,17 +77,13 @@ class Publisher:
         """
         for update in updates:
             models = {model_id: state for model_id, state in update.models.items() if self.scheme(model_id).sends}
-            if update.workers is None and all(self.scheme(model_id).shares for model_id in models):
-                self._common.publish(version, models, timeout_s=timeout_s)
-                continue
-            for worker in range(len(self._own)) if update.workers is None else update.workers:
-                self._own[worker].publish(version, models, timeout_s=timeout_s)
+            shared = all(self.scheme(model_id).shares for model_id in models)
+            self._boards.publish(version, models, update.workers, shared=shared, timeout_s=timeout_s)
 
     def segments(self) -> list[Segment]:
         """The memory of all boards."""
-        return [board.segment for board in (self._common, *self._own)]
+        return self._boards.segments()
 
     def forget(self, worker: int) -> None:
         """Wait no more for a worker that is dead."""
-        for board in (self._common, self._own[worker]):
-            board.forget(worker)
+        self._boards.forget(worker)

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from rollwright.weight_update.forms import Signature, State, check_state, flat_state, prepare
+from rollwright.weight_update.forms import Signature, State, check_state, flat_state, prepare, split_by_worker
 from rollwright.weight_update.publisher import Update
 
 __all__ = ["Update", "parse_update", "parse_update_for_workers", "pick_weights", "prepare", "snapshot"]
@@ -52,11 +52,10 @@ def parse_update(
         ValueError: arguments contradict one another, or mean another worker.
     """
     _check_weights_dict(given, weights_dict, model_id)
-    if _is_by_worker(given):
-        if worker_ids is not None:
-            raise ValueError("worker_ids: got it beside weights by worker. Drop one of them.")
-        worker_ids = sorted(given)
-        given = given.get(worker_ids[0]) if len(given) == 1 else None
+    split = split_by_worker(given, worker_ids)
+    if split is not None:
+        worker_ids = sorted(split)
+        given = split.get(worker_ids[0]) if len(split) == 1 else None
     named = worker_ids if isinstance(worker_ids, list | tuple) else [] if worker_ids is None else [worker_ids]
     strangers = [worker for worker in named if worker not in own]
     if strangers:
@@ -108,11 +107,10 @@ def parse_update_for_workers(
     _check_weights_dict(given, weights_dict, model_id)
     flat = state_of or (lambda name, weights: flat_state(weights, name))
     name = model_id or "policy"
-    if _is_by_worker(given):
-        if worker_ids is not None:
-            raise ValueError("worker_ids: got it beside weights by worker. Drop one of them.")
-        named = _workers(list(given), num_workers, devices)
-        updates = [Update([worker], {name: flat(name, given[worker])}) for worker in named]
+    split = split_by_worker(given, worker_ids)
+    if split is not None:
+        named = _workers(list(split), num_workers, devices)
+        updates = [Update([worker], {name: flat(name, split[worker])}) for worker in named]
     else:
         if weights_dict is None and given is None:
             if name != "policy":
@@ -162,12 +160,6 @@ def _check_weights_dict(given: Any, weights_dict: Any, model_id: str | None) -> 
         raise ValueError("weights_dict excludes model_id and other weights. Put all weights into weights_dict.")
     if not isinstance(weights_dict, Mapping):
         raise TypeError(f"weights_dict: expected weights by model, got {type(weights_dict).__name__}.")
-
-
-def _is_by_worker(given: Any) -> bool:
-    # A TensorDict is a Mapping too, and has no truth value.
-    plain = isinstance(given, Mapping) and not isinstance(given, TensorDictBase)
-    return plain and bool(given) and all(isinstance(key, int) for key in given)
 
 
 def snapshot(weights: Any) -> Any:
