@@ -265,26 +265,26 @@ def test_one_publication_behind_is_whole():
 def test_a_publisher_waits_for_a_reader_that_failed_three_times():
     board = Board()
     board.publish(0, {"policy": filled(0)})
-    reader, wishes = board.as_reader(7), []
+    reader, pauses = board.as_reader(7), []
 
     def apply(found):
-        wishes.append(int(board._wishes[7]))
+        pauses.append(int(board._pauses[7]))
         for _ in range(2):
             board.publish(found.version + 1, {"policy": filled(1)}, timeout_s=0.0)
 
     with pytest.raises(TimeoutError, match="Publish less often"):
         reader.take({}, apply, timeout_s=0.2)
-    assert wishes[:4] == [0, 0, 0, 1]
-    assert not board._wishes.any()
+    assert pauses[:4] == [0, 0, 0, 1]
+    assert not board._pauses.any()
 
 
 def test_a_dead_reader_is_waited_for_once():
     board = Board()
     board.publish(0, {"policy": filled(0)})
-    board.as_reader(7).wish(True)
+    board.as_reader(7).ask_to_pause(True)
     board.publish(1, {"policy": filled(1)}, timeout_s=0.01)
-    assert not board._wishes.any()
-    board.as_reader(7).wish(True)
+    assert not board._pauses.any()
+    board.as_reader(7).ask_to_pause(True)
     board.forget(7)
     board.publish(2, {"policy": filled(2)}, timeout_s=1e9)
 

@@ -298,6 +298,6 @@ def test_what_is_for_some_reaches_no_other():
 def test_a_dead_worker_is_forgotten():
     publisher = Publisher(2)
     for board in publisher.boards(1):
-        board.wish(True)
+        board.ask_to_pause(True)
     publisher.forget(1)
     publisher.publish([Update(None, {}), Update([1], {})], version=1, timeout_s=1e9)

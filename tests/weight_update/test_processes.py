@@ -75,7 +75,7 @@ def reading(channel, board, least_reads, least_versions):
 
 
 def wishing(channel, board):
-    board.wish(True)
+    board.ask_to_pause(True)
     channel.send("wishing")
     channel.recv(LIMIT_S)
 
@@ -153,7 +153,7 @@ def test_a_reader_is_killed(start):
     assert reader.channel.recv(LIMIT_S) == "wishing"
     reader.kill()
     reader.end(5.0)
-    assert board._wishes[5] == 1
+    assert board._pauses[5] == 1
     begun = time.monotonic()
     for version in range(1, 20):
         board.publish(version, update(version), timeout_s=0.05)

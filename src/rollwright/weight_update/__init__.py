@@ -1,4 +1,4 @@
-"""Weights on their way from a learner to the processes that act."""
+"""Sends weights from a learner to the processes that act."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ _GRAIN = max(_PAGE, mmap.ALLOCATIONGRANULARITY)
 # Words (int64) of the head, which is two pages long.
 _CURRENT = 0
 _SLOTS = (8, 16)  # of each slot: word of its publication (0: none that is whole), version, place
-_WISHES, _TAKEN, _NUM_READERS = 32, 512, 480
-_TRIES_BEFORE_WISH = 3
+_PAUSES, _TAKEN, _NUM_READERS = 32, 512, 480
+_TRIES_BEFORE_PAUSE = 3
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
 
 
@@ -66,7 +66,7 @@ class Board:
     A publication is written to the slot that is not current, and one store of an int64 makes it current. A reader
     copies from the current slot, and looks afterwards whether the slot was written meanwhile: if so, it copies again.
     So a publisher waits for no reader, a reader waits for no publisher, and a publisher that is killed leaves the last
-    publication whole. A reader that failed three times raises a word, for which the publisher waits before it writes
+    publication whole. A reader that failed three times asks for a pause, for which the publisher waits before it writes
     again (at most ``timeout_s``, and once for a reader that is dead).
 
     Publications are cumulative: the models that one leaves out are carried on from the last.
@@ -91,10 +91,10 @@ class Board:
         self.segment = Segment() if segment is None else segment
         self.segment.grow(2 * _PAGE)
         head = self.segment.map(0, 2 * _PAGE)
-        self.words = head.cast("q")
-        words = np.frombuffer(head, np.int64)
-        self._wishes, self._taken = (words[begin : begin + _NUM_READERS] for begin in (_WISHES, _TAKEN))
-        self._reader, self._wished = reader % _NUM_READERS, False
+        self.head = head.cast("q")
+        numbers = np.frombuffer(head, np.int64)
+        self._pauses, self._taken = (numbers[begin : begin + _NUM_READERS] for begin in (_PAUSES, _TAKEN))
+        self._reader, self._pausing = reader % _NUM_READERS, False
         self._begin()
         on_fork(self, Board._begin)
         self._slots: list[Slot | None] = [None, None]
@@ -112,18 +112,18 @@ class Board:
     @property
     def stamp(self) -> int:
         """Of the last publication; 0 before the first."""
-        return self.words[_CURRENT] >> 1
+        return self.head[_CURRENT] >> 1
 
     @property
     def version(self) -> int:
         """Of the last publication, as published; -1 before the first."""
         while True:
-            word = self.words[_CURRENT]
+            word = self.head[_CURRENT]
             if not word:
                 return -1
-            version = self.words[_SLOTS[word & 1] + 1]
+            version = self.head[_SLOTS[word & 1] + 1]
             fence()
-            if self.words[_SLOTS[word & 1]] == word:
+            if self.head[_SLOTS[word & 1]] == word:
                 return version
 
     # Publishing -------------------------------------------------------------------------------
@@ -143,15 +143,15 @@ class Board:
         packed = {model_id: _packed(state) for model_id, state in updates.items()}
         needed = {model_id: (spec_of(tensors), len(extras)) for model_id, (tensors, extras) in packed.items()}
         with self._publishing:
-            self._await_wishes(timeout_s)
-            word = self.words[_CURRENT]
+            self._await_readers(timeout_s)
+            word = self.head[_CURRENT]
             stamp = max((word >> 1) + 1, time.monotonic_ns())
             current = self._slot(word & 1, lambda: True) if word else None
             table = (Table({}, 0) if current is None else current.table).changed(needed)
             spare = 1 - (word & 1)
             base = _SLOTS[spare]
-            was_whole = self.words[base] != 0
-            self.words[base] = 0
+            was_whole = self.head[base] != 0
+            self.head[base] = 0
             fence()
             slot, is_new = self._room_for(spare, table, stamp, was_whole)
             for model_id in table.models:
@@ -160,17 +160,17 @@ class Board:
                 elif is_new or not was_whole or slot.stamp(model_id) != _stamp_in(current, model_id):
                     assert current is not None  # where the model is from
                     slot.carry_on(model_id, current)
-            self.words[base + 1] = version
+            self.head[base + 1] = version
             fence()
-            self.words[base] = stamp << 1 | spare
+            self.head[base] = stamp << 1 | spare
             fence()
-            self.words[_CURRENT] = stamp << 1 | spare
+            self.head[_CURRENT] = stamp << 1 | spare
             return stamp
 
     def _room_for(self, number: int, table: Table, stamp: int, was_whole: bool) -> tuple[Slot, bool]:
         """The slot of that number, with room for a table, and whether the table is new to it."""
         base = _SLOTS[number]
-        place = Place(*self.words[base + 2 : base + 6])
+        place = Place(*self.head[base + 2 : base + 6])
         slot = self._slot(number, lambda: True) if was_whole else self._slots[number]
         if slot is not None and slot.place != place:
             slot = None  # a publisher was killed while it changed the place
@@ -187,24 +187,24 @@ class Board:
         place = place._replace(table_id=stamp, table_bytes=dumped)
         self._slots[number] = None
         for offset, value in enumerate(place):
-            self.words[base + 2 + offset] = value
+            self.head[base + 2 + offset] = value
         slot = self._slots[number] = Slot(self.segment, place, table=table)
         return slot, True
 
-    def _await_wishes(self, timeout_s: float) -> None:
-        if not self._wishes.any():
+    def _await_readers(self, timeout_s: float) -> None:
+        if not self._pauses.any():
             return
         until, nap = time.monotonic() + timeout_s, _SHORTEST_NAP_S
-        while self._wishes.any():
+        while self._pauses.any():
             if time.monotonic() > until:
-                self._wishes[:] = 0  # a reader that lives raises its own again
+                self._pauses[:] = 0  # a reader that lives asks again
                 return
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_S)
 
     def forget(self, reader: int) -> None:
         """Wait no more for a reader, which is dead."""
-        self._wishes[reader % _NUM_READERS] = 0
+        self._pauses[reader % _NUM_READERS] = 0
 
     def stamp_taken(self, reader: int) -> int:
         """Stamp of the publication that a reader took last; 0 before its first."""
@@ -235,14 +235,14 @@ class Board:
         Raises:
             TimeoutError: publications followed too fast all the time.
         """
-        if not self.words[_CURRENT]:
+        if not self.head[_CURRENT]:
             return None
         until, tries = time.monotonic() + timeout_s, 0
         try:
             while True:
                 tries += 1
-                if tries > _TRIES_BEFORE_WISH:
-                    self._wishes[self._reader] = 1
+                if tries > _TRIES_BEFORE_PAUSE:
+                    self._pauses[self._reader] = 1
                     fence()
                 publication = self._try_taking(since, floor, apply)
                 if publication is not None:
@@ -254,28 +254,28 @@ class Board:
                         "overwritten meanwhile. Publish less often."
                     )
         finally:
-            self._wishes[self._reader] = self._wished
+            self._pauses[self._reader] = self._pausing
 
-    def wish(self, wished: bool) -> None:
+    def ask_to_pause(self, pausing: bool) -> None:
         """Ask the publisher to wait, or no more: for a reader that takes from several boards."""
-        self._wished = wished
-        self._wishes[self._reader] = wished
+        self._pausing = pausing
+        self._pauses[self._reader] = pausing
 
     def _try_taking(
         self, since: Mapping[str, int], floor: int, apply: Callable[[Publication], None]
     ) -> Publication | None:
-        word = self.words[_CURRENT]
+        word = self.head[_CURRENT]
         base = _SLOTS[word & 1]
 
         def valid() -> bool:
             fence()
-            return bool(self.words[base] == word)
+            return bool(self.head[base] == word)
 
         try:
             slot = self._slot(word & 1, valid)
         except Torn:
             return None
-        version, newer = self.words[base + 1], {}
+        version, newer = self.head[base + 1], {}
         for model_id in slot.table.models:
             stamp = slot.stamp(model_id)
             if stamp > max(since.get(model_id, 0), floor):
@@ -297,7 +297,7 @@ class Board:
 
     def _slot(self, number: int, valid: Callable[[], bool]) -> Slot:
         base = _SLOTS[number]
-        place = Place(*self.words[base + 2 : base + 6])
+        place = Place(*self.head[base + 2 : base + 6])
         slot = self._slots[number]
         if slot is None or slot.place != place:
             if not valid():  # the place may be half of one and half of another

@@ -14,7 +14,7 @@ from rollwright.weight_update.forms import is_extra, prepare
 
 __all__ = ["Destination"]
 
-# How a module says that it loads in a way of its own. Torch has no public names for most of these.
+# What gives a module its own loading. Torch has no public names for most of these.
 _METHODS = ("_load_from_state_dict", "load_state_dict", "state_dict", "get_extra_state")
 _HOOKS = (
     "_load_state_dict_pre_hooks",
@@ -28,7 +28,7 @@ class Destination:
     """Copies weights into a module, as ``load_state_dict`` does.
 
     What weights of the same names and shapes need is found once, and again when the module has changed: where its
-    parameters and buffers lie. A module that loads in a way of its own (hooks, extra state) is given
+    parameters and buffers lie. A module that has its own loading (hooks, extra state) is given
     copies of the weights for its ``load_state_dict``, once they are known to be whole.
 
     Args:

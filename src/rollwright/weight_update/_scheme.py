@@ -1,4 +1,4 @@
-"""WeightSyncScheme: what every way for the weights of one model has in common."""
+"""WeightSyncScheme: sends the weights of one model to receivers."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from rollwright.weight_update._board import Board, ModelWeights, Publication
 from rollwright.weight_update._destination import Destination
 from rollwright.weight_update.forms import State
 
-__all__ = ["HasModels", "Held", "WeightFeed"]
+__all__ = ["HasModels", "HeldWeights", "WeightFeed"]
 
-_PASSES_BEFORE_WISH = 3
+_PASSES_BEFORE_PAUSE = 3
 
 
 class HasModels(Protocol):
@@ -24,7 +24,7 @@ class HasModels(Protocol):
         """The model that an id names."""
 
 
-class Held:
+class HeldWeights:
     """In place of a model that is elsewhere: keeps the last weights that came for it.
 
     Attributes:
@@ -78,8 +78,8 @@ class WeightFeed:
     @property
     def due(self) -> bool:
         """Whether something was published since :meth:`apply`."""
-        for words, seen in self._watched:  # noqa: SIM110 - runs before each step; a generator takes twice as long
-            if words[0] >> 1 != seen:
+        for head, seen in self._watched:  # noqa: SIM110 - runs before each step; a generator takes twice as long
+            if head[0] >> 1 != seen:
                 return True
         return False
 
@@ -113,16 +113,16 @@ class WeightFeed:
         try:
             while not passes or self._overwritten or self._is_behind():
                 passes += 1
-                if passes > _PASSES_BEFORE_WISH:
-                    self._wish(True)
+                if passes > _PASSES_BEFORE_PAUSE:
+                    self._ask_to_pause(True)
                 again, self._overwritten = self._overwritten, set()
                 for index, board in sorted(enumerate(self._boards), key=lambda found: found[1].stamp):
                     if board.stamp != self._seen[index] or again:
                         self._take(index, again, collector, max(0.0, until - time.monotonic()))
         finally:
             self._watch()
-            if passes > _PASSES_BEFORE_WISH:
-                self._wish(False)
+            if passes > _PASSES_BEFORE_PAUSE:
+                self._ask_to_pause(False)
         return self.version
 
     def _is_behind(self) -> bool:
@@ -158,7 +158,7 @@ class WeightFeed:
 
     def _copy(self, target: Any, model_id: str, weights: ModelWeights, *, at_once: bool) -> Callable[[], None] | None:
         """Copy weights in place; where that is not enough, or too early, returns what to do once they are whole."""
-        if isinstance(target, Held):
+        if isinstance(target, HeldWeights):
             return partial(target.keep, {**_copies(weights), **weights.extras})
         destination = self._destinations.get(model_id)
         if destination is None or not destination.fits(target, weights.specs):
@@ -168,12 +168,12 @@ class WeightFeed:
             return None
         return partial(destination.load, {**_copies(weights), **weights.extras})
 
-    def _wish(self, wished: bool) -> None:
+    def _ask_to_pause(self, pausing: bool) -> None:
         for board in self._boards:
-            board.wish(wished)
+            board.ask_to_pause(pausing)
 
     def _watch(self) -> None:
-        self._watched = list(zip([board.words for board in self._boards], self._seen, strict=True))
+        self._watched = list(zip([board.head for board in self._boards], self._seen, strict=True))
 
 
 def _copies(weights: ModelWeights) -> State:

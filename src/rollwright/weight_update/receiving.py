@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollwright.weight_update._scheme import WeightSyncScheme
-from rollwright.weight_update.feed import HasModels, Held
+from rollwright.weight_update.feed import HasModels, HeldWeights
 
 __all__ = ["Relay", "check_schemes", "receive_all", "register_receivers"]
 
@@ -32,7 +32,7 @@ class Relay:
 
     def __init__(self, collector: HasModels) -> None:
         self._collector = collector
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldWeights] = {}
 
     def get_model(self, model_id: str) -> Any:
         """The model, where it is in this process; else what keeps weights for it."""
@@ -40,13 +40,13 @@ class Relay:
             try:
                 return self._collector.get_model(model_id)
             except ValueError:
-                self._held[model_id] = Held()
+                self._held[model_id] = HeldWeights()
         return self._held[model_id]
 
     def weights(self, model_id: str) -> Any:
         """What came last for a model: the model itself where it is in this process; None if nothing came."""
         model = self.get_model(model_id)
-        return model.state if isinstance(model, Held) else model
+        return model.state if isinstance(model, HeldWeights) else model
 
 
 def check_schemes(name: str, schemes: Any) -> None:
