@@ -13,9 +13,14 @@ from rollwright._keys import as_tuple
 from rollwright.policies.draws import CategoricalDraw, DeltaDraw, NormalDraw
 from rollwright.policies.nodes import Draw
 
-__all__ = ["DISTRIBUTIONS", "Sampling", "find_draw"]
+__all__ = ["DISTRIBUTIONS", "EXPLORATION_TYPES", "Sampling", "find_draw"]
 
-_TYPES = (InteractionType.RANDOM, InteractionType.MODE, InteractionType.MEAN, InteractionType.DETERMINISTIC)
+EXPLORATION_TYPES = (
+    InteractionType.RANDOM,
+    InteractionType.MODE,
+    InteractionType.MEAN,
+    InteractionType.DETERMINISTIC,
+)
 
 
 class Sampling(NamedTuple):
@@ -61,7 +66,7 @@ def find_draw(
         positive: slots of scales that cannot be zero or less.
     """
     make = DISTRIBUTIONS.get(module.distribution_class)
-    if make is None or exploration_type not in _TYPES:
+    if make is None or exploration_type not in EXPLORATION_TYPES:
         return None
     if (
         module.distribution_kwargs

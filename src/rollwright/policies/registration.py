@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict.nn import InteractionType, ProbabilisticTensorDictModule
+from tensordict.nn import InteractionType
 from torch import Tensor, nn
 from torch.distributions import constraints
 
 from rollwright._keys import unravel
 from rollwright.errors import PolicyError
 from rollwright.policies.base import NotFlat
-from rollwright.policies.distributions import DISTRIBUTIONS, Sampling
+from rollwright.policies.distributions import DISTRIBUTIONS, EXPLORATION_TYPES, Sampling
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.layers import LAYERS, KnownLayer
 from rollwright.policies.nodes import Ask, Draw, Layer, Step, Values
@@ -61,7 +61,7 @@ def register_layer(
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise TypeError(f"kind: expected a subclass of torch.nn.Module, got {kind!r}. Pass the class.")
-    _check_new("kind", kind, LAYERS)
+    _check_new(kind, LAYERS)
     _check_functions({"function": function, "in_numpy": in_numpy})
     call: Callable[[Any, Tensor], Tensor] = kind.forward if function is None else function
     LAYERS[kind] = KnownLayer(partial(_layer, call), None if in_numpy is None else partial(_emit, in_numpy))
@@ -110,25 +110,20 @@ def register_distribution(
     """
     if not callable(kind):
         raise TypeError(f"kind: expected a distribution class, got {type(kind).__name__}: {kind!r}.")
-    _check_new("kind", kind, DISTRIBUTIONS)
+    _check_new(kind, DISTRIBUTIONS)
     if isinstance(parameters, str) or not all(isinstance(name, str) for name in parameters) or not parameters:
         raise TypeError(f"parameters: expected names such as ['loc', 'scale'], got {parameters!r}.")
     functions = {"sample": sample, "mode": mode, "mean": mean, "deterministic": deterministic}
     _check_functions({**functions, "log_prob": log_prob})
     if not any(functions.values()):
         raise ValueError("sample: expected a function for one exploration type at least, got none. Pass sample=.")
-    by_type = {
-        InteractionType.RANDOM: sample,
-        InteractionType.MODE: mode,
-        InteractionType.MEAN: mean,
-        InteractionType.DETERMINISTIC: deterministic,
-    }
+    by_type = dict(zip(EXPLORATION_TYPES, functions.values(), strict=True))
     DISTRIBUTIONS[kind] = partial(_draw, tuple(parameters), by_type, log_prob)
 
 
-def _check_new(name: str, kind: Any, table: Mapping[Any, Any]) -> None:
+def _check_new(kind: Any, table: Mapping[Any, Any]) -> None:
     if kind in table:
-        raise ValueError(f"{name}: {kind.__name__} is registered already. Register each type once.")
+        raise ValueError(f"kind: {kind.__name__} is registered already. Register each type once.")
 
 
 def _check_functions(functions: Mapping[str, Any]) -> None:
@@ -179,20 +174,16 @@ class _RegisteredDraw(Draw):
     """A value of a registered distribution, and perhaps its log-prob.
 
     Attributes:
-        module: builds the distribution.
-        batch: the batch size of its entries.
-        names: the parameters, in the order of ``reads``.
-        order: places in ``reads`` of the parameters that the functions take.
+        plain: builds the distribution.
+        tests: whether parameters satisfy their constraints, by slot.
         pick: gives a value.
         score: gives its log-prob.
     """
 
-    module: ProbabilisticTensorDictModule
-    batch: tuple[int, ...]
-    names: tuple[str, ...]
-    order: tuple[int, ...]
+    plain: Ask
+    tests: tuple[tuple[int, Callable[[Tensor], Tensor]], ...]
     pick: Callable[..., Tensor]
-    score: Callable[..., Tensor] | None
+    score: Callable[..., Tensor]
 
     compiles = False
     fresh = False
@@ -201,25 +192,13 @@ class _RegisteredDraw(Draw):
     @property
     def label(self) -> str:
         """The distribution."""
-        return f"the distribution {self.module.distribution_class.__name__}"
-
-    def _plain(self) -> Step:
-        """The step that builds the distribution."""
-        keys = [*self.module.dist_sample_keys, *([self.module.log_prob_key] if len(self.writes) == 2 else [])]
-        in_keys, out_keys = (tuple(unravel(key) for key in some) for some in (self.module.in_keys, keys))
-        return Ask(self.reads, self.writes, self.module, in_keys, out_keys, self.batch).step()
+        return self.plain.label
 
     def step(self) -> Step:
         """See :class:`Node`."""
-        reads, action, scored = [self.reads[i] for i in self.order], self.writes[0], self.writes[1:]
-        pick, score, plain = self.pick, self.score, self._plain()
-        limits = getattr(self.module.distribution_class, "arg_constraints", {})
-        limits = limits if isinstance(limits, dict) else {}
-        tests = [
-            (slot, limits[name].check)
-            for name, slot in zip(self.names, self.reads, strict=True)
-            if name in limits and not constraints.is_dependent(limits[name])
-        ]
+        reads, action, scored = self.reads, self.writes[0], self.writes[1:]
+        pick, score, tests = self.pick, self.score, self.tests
+        plain = replace(self.plain, writes=self.writes).step()
 
         def run(values: Values) -> None:
             for slot, test in tests:
@@ -229,13 +208,13 @@ class _RegisteredDraw(Draw):
             given = [values[slot] for slot in reads]
             values[action] = value = pick(*given)
             for slot in scored:
-                values[slot] = score(value, *given)  # type: ignore[misc]
+                values[slot] = score(value, *given)
 
         return run
 
     def checked_step(self) -> Step:
         """See :class:`Node`."""
-        fast, plain, writes = self.step(), self._plain(), self.writes
+        fast, plain = self.step(), replace(self.plain, writes=self.writes).step()
 
         def run(values: Values) -> None:
             expected, like = values.copy(), values[self.reads[0]]
@@ -243,7 +222,7 @@ class _RegisteredDraw(Draw):
                 plain(expected)
                 after = _generator_state(like)
             fast(values)
-            same = all(_same_bits(values[slot], expected[slot]) for slot in writes)
+            same = all(_same_bits(values[slot], expected[slot]) for slot in self.writes)
             if not same or not torch.equal(_generator_state(like), after):
                 raise PolicyError(
                     f"policy: the functions that register_distribution was given for {self.label} give other "
@@ -257,14 +236,29 @@ class _RegisteredDraw(Draw):
 def _draw(
     parameters: tuple[str, ...],
     by_type: Mapping[InteractionType, Callable[..., Tensor] | None],
-    log_prob: Callable[..., Tensor] | None,
+    score: Callable[..., Tensor] | None,
     given: Sampling,
 ) -> Draw | None:
-    pick = by_type[given.exploration_type]
-    if pick is None or sorted(given.names) != sorted(parameters) or (given.module.return_log_prob and log_prob is None):
+    module, slots = given.module, dict(zip(given.names, given.reads, strict=True))
+    pick, scored = by_type[given.exploration_type], bool(module.return_log_prob)
+    if pick is None or (scored and score is None) or slots.keys() != set(parameters):
         return None
-    order = tuple(given.names.index(name) for name in parameters)
-    return _RegisteredDraw(given.reads, (), given.module, given.batch, tuple(given.names), order, pick, log_prob)
+    out_keys = [*module.dist_sample_keys, *([module.log_prob_key] if scored else [])]
+    in_keys, writes = (tuple(map(unravel, keys)) for keys in (cast(Any, module.in_keys), out_keys))
+    limits = getattr(module.distribution_class, "arg_constraints", None)
+    tests = [
+        (slots[name], limit.check)
+        for name, limit in (limits if isinstance(limits, dict) else {}).items()
+        if name in slots and not constraints.is_dependent(limit)
+    ]
+    return _RegisteredDraw(
+        reads=tuple(slots[name] for name in parameters),
+        writes=(),
+        plain=Ask(given.reads, (), module, in_keys, writes, given.batch),
+        tests=tuple(tests),
+        pick=pick,
+        score=cast(Any, score),
+    )
 
 
 # Comparing ----------------------------------------------------------------------------------------

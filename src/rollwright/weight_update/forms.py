@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -98,7 +98,7 @@ def split_by_worker(given: Any, worker_ids: Any) -> Mapping[int, Any] | None:
         return None
     if worker_ids is not None:
         raise ValueError("worker_ids: got it beside weights by worker. Drop one of them.")
-    return given
+    return cast("Mapping[int, Any]", given)
 
 
 def signature_of(module: nn.Module) -> Signature:

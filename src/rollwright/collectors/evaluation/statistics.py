@@ -100,15 +100,22 @@ def prepare_weights(target: Any, weights: State, name: str) -> Callable[[], None
     """
     if isinstance(target, Transform):
         for path, module in target.named_modules():
-            for held, buffer in module._buffers.items():
+            buffers = _buffers_of(module)
+            for held, buffer in buffers.items():
                 saved = weights.get(f"{path}.{held}" if path else held)
                 if isinstance(saved, torch.Tensor) and (buffer is None or buffer.shape != saved.shape):
-                    module._buffers[held] = torch.zeros_like(saved, device=None if buffer is None else buffer.device)
+                    buffers[held] = torch.zeros_like(saved, device=None if buffer is None else buffer.device)
     return prepare(target, weights, name)
 
 
+def _buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Buffers by name, those that are None included, which ``named_buffers`` leaves out."""
+    buffers: dict[str, torch.Tensor | None] = vars(module)["_buffers"]
+    return buffers
+
+
 class _Held(NamedTuple):
-    module: nn.Module
+    buffers: dict[str, torch.Tensor | None]
     name: str
     tensor: torch.Tensor | None
     saved: torch.Tensor | None
@@ -143,9 +150,9 @@ class FrozenBuffers:
     def hold(self) -> None:
         """What buffers hold now is what they keep."""
         self._held = [
-            _Held(module, name, tensor, None if tensor is None else tensor.detach().clone())
-            for module in self._modules
-            for name, tensor in module._buffers.items()
+            _Held(buffers, name, tensor, None if tensor is None else tensor.detach().clone())
+            for buffers in map(_buffers_of, self._modules)
+            for name, tensor in buffers.items()
         ]
         self._versions = [_version(held.tensor) for held in self._held]
         self._extra = [
@@ -156,10 +163,10 @@ class FrozenBuffers:
 
     def restore(self) -> None:
         """Undo what a step did to them."""
-        for index, (module, name, tensor, saved) in enumerate(self._held):
-            if module._buffers.get(name) is tensor and _version(tensor) == self._versions[index]:
+        for index, (buffers, name, tensor, saved) in enumerate(self._held):
+            if buffers.get(name) is tensor and _version(tensor) == self._versions[index]:
                 continue
-            module._buffers[name] = tensor
+            buffers[name] = tensor
             if tensor is not None and saved is not None:
                 with torch.no_grad():
                     tensor.copy_(saved)
