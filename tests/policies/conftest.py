@@ -1,4 +1,4 @@
-"""Policies that must run flat, and how to compare a flat policy with the plain path."""
+"""Policies that must run on arrays, and how to compare one with the plain path."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def plain_steps(policy: Any, batch: tuple[int, ...], kind: Type, steps: int = 20
 
 
 def flat_steps(flat: Any, batch: tuple[int, ...], kind: Type, steps: int = 20) -> list[dict[Any, np.ndarray]]:
-    """What a flat policy writes at each step."""
+    """What a policy on arrays writes at each step."""
     written = []
     with torch.no_grad(), set_interaction_type(kind), np.errstate(all="ignore"):
         flat.start(steps)

@@ -1,4 +1,4 @@
-"""Compiled policies: the results of the flat policy to rounding, its actions, its random numbers."""
+"""Compiled policies: the results of the policy on arrays to rounding, its actions, its random numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tensordict.nn import InteractionType as Type
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import nn
 
-from rollwright.policies import NotFlat, compile_flat, flatten
+from rollwright.errors import NotNative
+from rollwright.policies import array_policy, compile_policy
 from rollwright.policies.noise import Noise, noise_stream
 
 IN_NUMPY = [
@@ -33,8 +34,8 @@ IN_NUMPY = [
 
 
 def both(lab, policy, batch=(), kind=Type.RANDOM, dtype=np.float32):
-    flat = flatten(policy, exploration_type=kind, batch_shape=batch, available=lab.available)
-    return flat, compile_flat(flat, example=lab.root(batch, dtype=dtype))
+    flat = array_policy(policy, exploration_type=kind, batch_shape=batch, available=lab.available)
+    return flat, compile_policy(flat, example=lab.root(batch, dtype=dtype))
 
 
 def assert_alike(written, expected):
@@ -115,9 +116,9 @@ def test_new_weights_keep_the_program(lab, change):
 
 def test_compiling_leaves_random_numbers_alone(lab):
     state = torch.get_rng_state()
-    flat = flatten(lab.logits_policy(), exploration_type=Type.RANDOM, batch_shape=(), available=lab.available)
+    flat = array_policy(lab.logits_policy(), exploration_type=Type.RANDOM, batch_shape=(), available=lab.available)
     state = torch.get_rng_state()
-    compile_flat(flat, example=lab.root(()))
+    compile_policy(flat, example=lab.root(()))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -153,7 +154,7 @@ def test_a_changed_policy_is_noticed_by_its_program(lab):
     policy = lab.logits_policy()
     _, compiled = both(lab, policy)
     policy[0].module[1] = nn.ReLU()
-    with pytest.raises(NotFlat, match=r"changed \(Sequential\)"):
+    with pytest.raises(NotNative, match=r"changed \(Sequential\)"):
         compiled.start(1)
 
 
@@ -164,9 +165,9 @@ def test_a_changed_policy_is_noticed_by_its_program(lab):
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
 def test_torch_compile_equals_flat(lab, policy_name, batch):
     policy = lab.policies[policy_name]()
-    flat = flatten(copy.deepcopy(policy), exploration_type=Type.RANDOM, batch_shape=batch, available=lab.available)
-    again = flatten(policy, exploration_type=Type.RANDOM, batch_shape=batch, available=lab.available)
-    compiled = compile_flat(again, arguments={"backend": "eager"}, example=lab.root(batch))
+    flat = array_policy(copy.deepcopy(policy), exploration_type=Type.RANDOM, batch_shape=batch, available=lab.available)
+    again = array_policy(policy, exploration_type=Type.RANDOM, batch_shape=batch, available=lab.available)
+    compiled = compile_policy(again, arguments={"backend": "eager"}, example=lab.root(batch))
     assert compiled.how.startswith("torch.compile")
     torch.manual_seed(5)
     expected = lab.flat_steps(flat, batch, Type.RANDOM)
@@ -181,8 +182,8 @@ def test_arguments_reach_torch_compile(lab):
         seen.append(len(inputs))
         return graph.forward
 
-    flat = flatten(lab.logits_policy(), exploration_type=Type.RANDOM, batch_shape=(), available=lab.available)
-    compiled = compile_flat(flat, arguments={"backend": backend}, example=lab.root(()))
+    flat = array_policy(lab.logits_policy(), exploration_type=Type.RANDOM, batch_shape=(), available=lab.available)
+    compiled = compile_policy(flat, arguments={"backend": backend}, example=lab.root(()))
     lab.flat_steps(compiled, (), Type.RANDOM, 3)
     assert len(seen) == 1
 
@@ -195,8 +196,8 @@ def test_torch_compile_keeps_its_program_for_new_weights(lab):
         return graph.forward
 
     policy = lab.logits_policy()
-    flat = flatten(policy, exploration_type=Type.DETERMINISTIC, batch_shape=(), available=lab.available)
-    compiled = compile_flat(flat, arguments={"backend": backend}, example=lab.root(()))
+    flat = array_policy(policy, exploration_type=Type.DETERMINISTIC, batch_shape=(), available=lab.available)
+    compiled = compile_policy(flat, arguments={"backend": backend}, example=lab.root(()))
     layer = policy[0].module[2]
     layer.weight = nn.Parameter(torch.randn_like(layer.weight))
     with torch.no_grad():
@@ -210,18 +211,18 @@ def test_a_failing_compiler_is_a_reason(lab):
     def backend(graph, inputs):
         raise OSError("no compiler here")
 
-    flat = flatten(lab.logits_policy(), exploration_type=Type.RANDOM, batch_shape=(), available=lab.available)
+    flat = array_policy(lab.logits_policy(), exploration_type=Type.RANDOM, batch_shape=(), available=lab.available)
     state = torch.get_rng_state()
-    with pytest.raises(NotFlat, match=r"torch\.compile failed"):
-        compile_flat(flat, arguments={"backend": backend}, example=lab.root(()))
+    with pytest.raises(NotNative, match=r"torch\.compile failed"):
+        compile_policy(flat, arguments={"backend": backend}, example=lab.root(()))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.slow
 def test_unknown_modules_go_through_inductor(lab):
     policy = lab.policies["recurrent"]()
-    flat = flatten(policy, exploration_type=Type.RANDOM, batch_shape=(3,), available=lab.available)
-    compiled = compile_flat(flat, example=lab.root((3,)))
+    flat = array_policy(policy, exploration_type=Type.RANDOM, batch_shape=(3,), available=lab.available)
+    compiled = compile_policy(flat, example=lab.root((3,)))
     assert compiled.how.startswith("torch.compile")
     written = lab.flat_steps(compiled, (3,), Type.RANDOM)
     policy.module.kept.zero_()
@@ -264,11 +265,11 @@ def test_a_split_scale_of_odd_size(lab):
 
 
 def test_probabilities_have_no_numpy_program(lab):
-    flat = flatten(
+    flat = array_policy(
         lab.policies["categorical of probabilities"](),
         exploration_type=Type.RANDOM,
         batch_shape=(),
         available=lab.available,
     )
-    compiled = compile_flat(flat, arguments={"backend": "eager"}, example=lab.root(()))
+    compiled = compile_policy(flat, arguments={"backend": "eager"}, example=lab.root(()))
     assert compiled.how.startswith("torch.compile")

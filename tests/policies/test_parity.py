@@ -1,4 +1,4 @@
-"""A flat policy writes the bits of the plain path and uses the random numbers that it uses."""
+"""A policy on arrays writes the bits of the plain path and uses the random numbers that it uses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from rollwright.policies import flatten
+from rollwright.policies import array_policy
 
 
 @pytest.mark.filterwarnings("ignore:deterministic_sample wasn't found")
 def test_flat_equals_plain_to_the_bit(lab, policy_name, batch, kind):
     policy = lab.policies[policy_name]()
-    flat = flatten(copy.deepcopy(policy), exploration_type=kind, batch_shape=batch, available=lab.available)
+    flat = array_policy(copy.deepcopy(policy), exploration_type=kind, batch_shape=batch, available=lab.available)
     torch.manual_seed(5)
     try:
         expected = lab.plain_steps(policy, batch, kind)

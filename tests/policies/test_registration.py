@@ -13,7 +13,14 @@ from torch import nn
 from rollwright.collectors import Collector
 from rollwright.envs import GymEnv
 from rollwright.errors import PolicyError
-from rollwright.policies import compile_flat, distributions, flatten, layers, register_distribution, register_layer
+from rollwright.policies import (
+    array_policy,
+    compile_policy,
+    distributions,
+    layers,
+    register_distribution,
+    register_layer,
+)
 
 
 class ScaledTanh(nn.Module):
@@ -82,7 +89,7 @@ def gaussian_like(kind, *, scored=True):
 
 
 def flat_of(lab, policy, kind=Type.RANDOM, batch=()):
-    return flatten(policy, exploration_type=kind, batch_shape=batch, available=lab.available)
+    return array_policy(policy, exploration_type=kind, batch_shape=batch, available=lab.available)
 
 
 def assert_equals_plain(lab, policy, flat, batch, kind):
@@ -130,7 +137,7 @@ def test_a_registered_layer_in_numpy(lab, batch):
     register_layer(ScaledTanh, in_numpy=scaled_tanh)
     policy = with_layer(ScaledTanh())
     flat = flat_of(lab, policy, batch=batch)
-    compiled = compile_flat(flat, example=lab.root(batch))
+    compiled = compile_policy(flat, example=lab.root(batch))
     assert compiled.how.startswith("NumPy program")
     with torch.no_grad():
         policy.module[1].scale.fill_(0.3)  # acts from the next rollout on
@@ -149,7 +156,7 @@ def test_a_wrong_function_in_numpy_is_not_used(lab, monkeypatch):
     register_layer(ScaledTanh, in_numpy=lambda module, x, *, scale: np.tanh(x) * scale + 1)
     flat = flat_of(lab, with_layer(ScaledTanh()))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    assert compile_flat(flat, example=lab.root(())).how.startswith("torch.compile")
+    assert compile_policy(flat, example=lab.root(())).how.startswith("torch.compile")
 
 
 @pytest.mark.parametrize(

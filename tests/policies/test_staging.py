@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType as Type
 from tensordict.nn import set_interaction_type
 
-from rollwright.policies import compile_flat, flatten
+from rollwright.policies import array_policy, compile_policy
 from rollwright.policies.staging import Packing, Staged
 
 
@@ -41,7 +41,7 @@ def test_a_packing_knows_what_does_not_fit():
 @pytest.mark.parametrize("policy_name", ["categorical", "normal", "one-hot", "recurrent", "independent normal"])
 def test_staged_equals_plain_to_the_bit(lab, policy_name):
     policy = lab.policies[policy_name]().cuda()
-    flat = flatten(policy, exploration_type=Type.RANDOM, batch_shape=(8,), available=lab.available)
+    flat = array_policy(policy, exploration_type=Type.RANDOM, batch_shape=(8,), available=lab.available)
     assert isinstance(flat, Staged)
     if policy_name == "recurrent":
         policy.module.kept.zero_()
@@ -61,7 +61,9 @@ def test_staged_equals_plain_to_the_bit(lab, policy_name):
 
 @pytest.mark.cuda
 def test_staged_outputs_are_never_overwritten(lab):
-    flat = flatten(lab.policies["identity"](), exploration_type=Type.RANDOM, batch_shape=(3,), available=lab.available)
+    flat = array_policy(
+        lab.policies["identity"](), exploration_type=Type.RANDOM, batch_shape=(3,), available=lab.available
+    )
     staged = Staged(flat, torch.device("cuda", 0))
     staged.start(2)
     first = staged(np.ones((3, 4), np.float32))[0]
@@ -72,8 +74,8 @@ def test_staged_outputs_are_never_overwritten(lab):
 @pytest.mark.cuda
 def test_a_compiled_policy_may_be_on_the_device(lab):
     policy = lab.logits_policy().cuda()
-    flat = flatten(policy, exploration_type=Type.DETERMINISTIC, batch_shape=(8,), available=lab.available)
-    compiled = compile_flat(flat, arguments={"backend": "eager"}, example=lab.root((8,)))
+    flat = array_policy(policy, exploration_type=Type.DETERMINISTIC, batch_shape=(8,), available=lab.available)
+    compiled = compile_policy(flat, arguments={"backend": "eager"}, example=lab.root((8,)))
     pairs = zip(
         lab.flat_steps(compiled, (8,), Type.DETERMINISTIC), lab.flat_steps(flat, (8,), Type.DETERMINISTIC), strict=True
     )

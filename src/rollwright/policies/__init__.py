@@ -1,7 +1,7 @@
 """Policies on arrays: a policy as a short list of calls on tensors, or as a compiled program.
 
 What runs here gives the bits of the plain path (TensorDict in, TensorDict out) and draws the same random numbers.
-Whether a policy can is decided by what it is made of; :class:`NotFlat` says why not.
+Whether a policy can is decided by what it is made of; :class:`NotNative` says why not.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from typing import Any
 from tensordict.nn import InteractionType, TensorDictModuleBase
 
 from rollwright._keys import NestedKey
+from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy
 from rollwright.modules.signature import SignaturePolicy
-from rollwright.policies.base import FlatPolicy, NotFlat, TensorPolicy
-from rollwright.policies.compiling import compile_flat
+from rollwright.policies.base import ArrayPolicy, TensorPolicy
+from rollwright.policies.compiling import compile_policy
 from rollwright.policies.program import CalledModule, Program, RandomActions, parameters_of
 from rollwright.policies.registration import register_distribution, register_layer
 from rollwright.policies.staging import Staged
 
-__all__ = ["FlatPolicy", "NotFlat", "compile_flat", "flatten", "register_distribution", "register_layer"]
+__all__ = ["ArrayPolicy", "array_policy", "compile_policy", "register_distribution", "register_layer"]
 
 
-def flatten(
+def array_policy(
     policy: Any,
     *,
     exploration_type: InteractionType,
     batch_shape: tuple[int, ...],
     available: Collection[NestedKey],
-) -> FlatPolicy:
+) -> ArrayPolicy:
     """The policy as calls on tensors.
 
     Args:
@@ -39,32 +40,32 @@ def flatten(
         available: entries that the root has at each step, all tensors.
 
     Raises:
-        NotFlat: it must take the plain path; the message says why.
+        NotNative: it must take the plain path; the message says why.
 
     Example:
         >>> import numpy as np, torch
         >>> from tensordict.nn import TensorDictModule
         >>> policy = TensorDictModule(torch.nn.Tanh(), in_keys=["observation"], out_keys=["action"])
-        >>> flat = flatten(
+        >>> acting = array_policy(
         ...     policy, exploration_type=InteractionType.RANDOM, batch_shape=(), available=["observation"]
         ... )
-        >>> flat.start(1)
-        >>> flat.in_keys, flat.out_keys, flat(np.zeros(2, np.float32))
+        >>> acting.start(1)
+        >>> acting.in_keys, acting.out_keys, acting(np.zeros(2, np.float32))
         (['observation'], ['action'], [array([0., 0.], dtype=float32)])
     """
-    flat = _flatten(policy, exploration_type, tuple(batch_shape), available)
+    made = _on_tensors(policy, exploration_type, tuple(batch_shape), available)
     devices = {tensor.device for tensor in parameters_of(policy)}
     if len(devices) > 1:
-        raise NotFlat("its parameters lie on several devices")
+        raise NotNative("its parameters lie on several devices")
     for device in devices:
         if device.type == "cuda":
-            return Staged(flat, device)
+            return Staged(made, device)
         if device.type != "cpu":
-            raise NotFlat(f"its parameters lie on {device}")
-    return flat
+            raise NotNative(f"its parameters lie on {device}")
+    return made
 
 
-def _flatten(
+def _on_tensors(
     policy: Any, exploration_type: InteractionType, batch_shape: tuple[int, ...], available: Collection[NestedKey]
 ) -> TensorPolicy:
     if type(policy) is RandomPolicy:
@@ -73,4 +74,4 @@ def _flatten(
         return CalledModule(policy, batch_shape, available)
     if isinstance(policy, TensorDictModuleBase):
         return Program(policy, exploration_type, batch_shape, available)
-    raise NotFlat(f"{type(policy).__name__} is no TensorDict module")
+    raise NotNative(f"{type(policy).__name__} is no TensorDict module")

@@ -13,21 +13,17 @@ from torch import Tensor
 from rollwright._keys import NestedKey
 from rollwright.errors import NotNative
 
-__all__ = ["FlatPolicy", "NotFlat", "TensorPolicy"]
+__all__ = ["ArrayPolicy", "TensorPolicy"]
 
 
-class NotFlat(NotNative):
-    """A policy cannot run flat; the message is the reason, a short phrase such as ``"it has hooks (Linear)"``."""
-
-
-class FlatPolicy(abc.ABC):
+class ArrayPolicy(abc.ABC):
     """A policy from arrays to arrays; the same bits and the same random numbers as the policy it was made of.
 
     Attributes:
         in_keys: entries read from the root, each once.
         out_keys: entries written, each once. Complete after the first call of a rollout.
         finite_keys: those of ``out_keys`` that turn NaN when the policy's numbers do. The plain path tests the
-            parameters of a distribution at each step; who runs a flat policy tests these, once a batch.
+            parameters of a distribution at each step; who runs it tests these, once a batch.
         how: what runs, in a short phrase.
         varies: whether shapes and dtypes of the outputs may differ from call to call.
         frozen: whether the weights of a rollout's start act in all of it.
@@ -45,7 +41,7 @@ class FlatPolicy(abc.ABC):
         """Prepare a rollout of ``steps`` calls.
 
         Raises:
-            NotFlat: the policy has changed since (hooks, modules, settings). Flatten it again, or run it plain.
+            NotNative: the policy has changed since (hooks, modules, settings). Make it again, or run it plain.
         """
 
     @abc.abstractmethod
@@ -60,20 +56,20 @@ class FlatPolicy(abc.ABC):
         """
 
 
-class TensorPolicy(FlatPolicy):
-    """A flat policy that calls torch on tensors."""
+class TensorPolicy(ArrayPolicy):
+    """A policy on arrays that calls torch on tensors."""
 
     @abc.abstractmethod
     def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:
         """As a call, on tensors of the policy's device."""
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
-        """See :class:`FlatPolicy`."""
+        """See :class:`ArrayPolicy`."""
         outputs = self.tensors(*map(_from_numpy, inputs))
         try:
             return [value.numpy() for value in outputs]
         except TypeError as error:  # bfloat16, as a rule
-            raise NotFlat(f"NumPy has no such output: {error}") from error
+            raise NotNative(f"NumPy has no such output: {error}") from error
 
 
 _from_numpy: Any = torch.from_numpy

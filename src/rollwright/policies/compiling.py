@@ -1,4 +1,4 @@
-"""Compiles a flat policy: to a NumPy program where all of it is known, else through ``torch.compile``."""
+"""Compiles a policy on arrays: to a NumPy program where all of it is known, else through ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -15,96 +15,97 @@ from tensordict.nn import set_interaction_type
 from torch import nn
 
 from rollwright._keys import NestedKey
-from rollwright.policies.base import FlatPolicy, NotFlat, TensorPolicy
+from rollwright.errors import NotNative
+from rollwright.policies.base import ArrayPolicy, TensorPolicy
 from rollwright.policies.numpy_program import NumpyProgram
 from rollwright.policies.program import CalledModule, Program, RandomActions
 from rollwright.policies.staging import Staged
 from rollwright.policies.torch_program import CompiledModule, TorchProgram
 
-__all__ = ["compile_flat"]
+__all__ = ["compile_policy"]
 
 _NOTICEABLE_S = 1.0
 
 
-def compile_flat(
-    flat: FlatPolicy, *, arguments: Mapping[str, Any] | None = None, example: Mapping[NestedKey, np.ndarray]
-) -> FlatPolicy:
-    """A cheaper program that does what ``flat`` does, to rounding, and equal in its actions for equal random numbers.
+def compile_policy(
+    policy: ArrayPolicy, *, arguments: Mapping[str, Any] | None = None, example: Mapping[NestedKey, np.ndarray]
+) -> ArrayPolicy:
+    """A cheaper program that does what ``policy`` does, to rounding, and equal in its actions for equal random numbers.
 
     It is run on the example. Random numbers and buffers are as if it had not been.
 
     Args:
-        flat: from :func:`~rollwright.policies.flatten`.
+        policy: from :func:`~rollwright.policies.array_policy`.
         arguments: of ``torch.compile``, which they choose; without any, a small known network becomes NumPy calls.
         example: an array per in_key, as the calls will bring them.
 
     Raises:
-        NotFlat: it cannot be compiled; the message says why.
+        NotNative: it cannot be compiled; the message says why.
 
     Example:
         >>> from tensordict.nn import InteractionType, TensorDictModule
-        >>> from rollwright.policies import flatten
+        >>> from rollwright.policies import array_policy
         >>> policy = TensorDictModule(torch.nn.Tanh(), in_keys=["observation"], out_keys=["action"])
-        >>> flat = flatten(
+        >>> policy = array_policy(
         ...     policy, exploration_type=InteractionType.RANDOM, batch_shape=(), available=["observation"]
         ... )
-        >>> compile_flat(flat, example={"observation": np.zeros(2, np.float32)}).how
+        >>> compile_policy(policy, example={"observation": np.zeros(2, np.float32)}).how
         'NumPy program of 1 call'
     """
-    if isinstance(flat, RandomActions):
-        return flat
-    inputs = [np.ascontiguousarray(example[key]) for key in flat.in_keys]
-    inner = flat.policy if isinstance(flat, Staged) else flat
+    if isinstance(policy, RandomActions):
+        return policy
+    inputs = [np.ascontiguousarray(example[key]) for key in policy.in_keys]
+    inner = policy.policy if isinstance(policy, Staged) else policy
     acting = set_interaction_type(inner.exploration_type) if isinstance(inner, Program) else nullcontext()
     with torch.no_grad(), acting, _same_random_numbers(), _same_buffers(getattr(inner, "policy", None)):
         why = ""
-        if not arguments and isinstance(flat, Program):
+        if not arguments and isinstance(policy, Program):
             try:
-                return _agrees(flat, NumpyProgram(flat, inputs), inputs)
-            except NotFlat as error:
+                return _agrees(policy, NumpyProgram(policy, inputs), inputs)
+            except NotNative as error:
                 why = f"{error}; "
         try:
             with _announced("compiling the policy"), warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of the compiler about its own parts
-                compiled = _through_torch(flat, inputs, arguments or {})
+                compiled = _through_torch(policy, inputs, arguments or {})
                 compiled.start(1)
                 compiled(*inputs)
-        except NotFlat:
+        except NotNative:
             raise
         except Exception as error:
             said = " ".join(str(error).split("\n")[:2])
-            raise NotFlat(f"{why}torch.compile failed with {type(error).__name__}: {said}") from error
+            raise NotNative(f"{why}torch.compile failed with {type(error).__name__}: {said}") from error
     return compiled
 
 
-def _through_torch(flat: FlatPolicy, inputs: list[np.ndarray], arguments: Mapping[str, Any]) -> FlatPolicy:
-    if isinstance(flat, Staged):
-        device = flat.device
+def _through_torch(policy: ArrayPolicy, inputs: list[np.ndarray], arguments: Mapping[str, Any]) -> ArrayPolicy:
+    if isinstance(policy, Staged):
+        device = policy.device
         tensors = [torch.from_numpy(array).to(device) for array in inputs]
-        return Staged(_compiled_on(flat.policy, tensors, arguments), device)
-    return _compiled_on(flat, [torch.from_numpy(array) for array in inputs], arguments)
+        return Staged(_compiled_on(policy.policy, tensors, arguments), device)
+    return _compiled_on(policy, [torch.from_numpy(array) for array in inputs], arguments)
 
 
-def _compiled_on(flat: Any, tensors: list[torch.Tensor], arguments: Mapping[str, Any]) -> TensorPolicy:
-    if isinstance(flat, Program):
-        return TorchProgram(flat, tensors, arguments)
-    if isinstance(flat, CalledModule):
-        return CompiledModule(flat, arguments)
-    raise NotFlat(f"{type(flat).__name__} cannot be compiled")
+def _compiled_on(policy: Any, tensors: list[torch.Tensor], arguments: Mapping[str, Any]) -> TensorPolicy:
+    if isinstance(policy, Program):
+        return TorchProgram(policy, tensors, arguments)
+    if isinstance(policy, CalledModule):
+        return CompiledModule(policy, arguments)
+    raise NotNative(f"{type(policy).__name__} cannot be compiled")
 
 
-def _agrees(flat: Program, compiled: NumpyProgram, inputs: list[np.ndarray]) -> NumpyProgram:
-    """``compiled``, tested against ``flat`` on the inputs."""
+def _agrees(policy: Program, compiled: NumpyProgram, inputs: list[np.ndarray]) -> NumpyProgram:
+    """``compiled``, tested against ``policy`` on the inputs."""
     state = torch.get_rng_state()
     compiled.start(1)
     with np.errstate(all="ignore"):
         ours = compiled(*inputs)
     torch.set_rng_state(state)
-    for key, value, expected in zip(flat.out_keys, ours, flat(*inputs), strict=True):
+    for key, value, expected in zip(policy.out_keys, ours, policy(*inputs), strict=True):
         if value.shape != expected.shape or value.dtype != expected.dtype:
-            raise NotFlat(f"NumPy gives {key!r} as {value.dtype} {list(value.shape)}")
+            raise NotNative(f"NumPy gives {key!r} as {value.dtype} {list(value.shape)}")
         if not np.allclose(value, expected, rtol=1e-3, atol=1e-4, equal_nan=True):
-            raise NotFlat(f"NumPy gives other values of {key!r} than torch")
+            raise NotNative(f"NumPy gives other values of {key!r} than torch")
     return compiled
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 
-from rollwright.policies.base import NotFlat
+from rollwright.errors import NotNative
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.nodes import Draw, Step, Values
 from rollwright.policies.noise import Noise
@@ -76,7 +76,7 @@ class CategoricalDraw(Draw):
         if self.random:
             emitter.draw("gumbel", logits)
         if self.parameter != "logits":
-            raise NotFlat("a Categorical of probabilities")
+            raise NotNative("a Categorical of probabilities")
         index = emitter.new(logits.shape[:-1], np.int64)
         if logits.ndim == 1 and len(logits) <= _FEW_CHOICES:
             score = emitter.new((), logits.dtype) if scores else None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rollwright.policies.base import NotFlat
+from rollwright.errors import NotNative
 from rollwright.policies.noise import Kind, Noise
 
 __all__ = ["Array", "Emitter"]
@@ -73,7 +73,7 @@ class Emitter:
         """Memory that holds a parameter or buffer as it is when a rollout begins; None if the module has none.
 
         Raises:
-            NotFlat: it is of another dtype than the data.
+            NotNative: it is of another dtype than the data.
         """
         fields = vars(module)
         owner = fields["_parameters"] if name in fields["_parameters"] else fields["_buffers"]
@@ -82,7 +82,7 @@ class Emitter:
         if tensor is None:
             return None
         if tensor.device.type != "cpu" or tensor.detach().numpy().dtype != dtype:
-            raise NotFlat(f"a parameter is {tensor.dtype} and the data are {dtype}")
+            raise NotNative(f"a parameter is {tensor.dtype} and the data are {dtype}")
         own = np.empty(tuple(tensor.shape), dtype)
         self.refreshes.append(lambda: np.copyto(own, cast(torch.Tensor, owner[name]).detach().numpy()))
         self._own.append(own)

@@ -14,7 +14,7 @@ from tensordict.nn import AddStateIndependentNormalScale, NormalParamExtractor, 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rollwright.policies.base import NotFlat
+from rollwright.errors import NotNative
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.nodes import Layer
 from rollwright.policies.watch import Watch, is_special
@@ -70,7 +70,7 @@ def _addmv_is_exact(rows: int, columns: int, dtype: torch.dtype) -> bool:
 def _linear_numpy(emitter: Emitter, module: nn.Linear, x: Array) -> Array:
     weight, bias = emitter.parameter(module, "weight", x.dtype), emitter.parameter(module, "bias", x.dtype)
     if weight is None:
-        raise NotFlat("a Linear has no weight")
+        raise NotNative("a Linear has no weight")
     out = emitter.new((*x.shape[:-1], len(weight)), x.dtype)
     if x.ndim == 1 and bias is not None:  # one call for both
         both = np.empty((len(weight), len(x) + 1), x.dtype)
@@ -94,7 +94,7 @@ def _layer_norm(module: nn.LayerNorm) -> Layer:
 
 def _layer_norm_numpy(emitter: Emitter, module: nn.LayerNorm, x: Array) -> Array:
     if len(module.normalized_shape) != 1:
-        raise NotFlat("LayerNorm over several dimensions is not known in NumPy")
+        raise NotNative("LayerNorm over several dimensions is not known in NumPy")
     mean, variance = emitter.new((*x.shape[:-1], 1), x.dtype), emitter.new((*x.shape[:-1], 1), x.dtype)
     emitter.put(np.add.reduce, x, -1, None, mean, True)
     emitter.put(np.divide, mean, x.shape[-1], mean)
@@ -143,7 +143,7 @@ def _softplus(module: nn.Softplus) -> Layer:
 
 def _softplus_numpy(emitter: Emitter, module: nn.Softplus, x: Array) -> Array:
     if module.beta != 1 or module.threshold < 15:
-        raise NotFlat("Softplus with such settings is not known in NumPy")
+        raise NotNative("Softplus with such settings is not known in NumPy")
     return emitter.to(np.logaddexp, x, 0, like=x)
 
 
@@ -157,7 +157,7 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[[Any], Layer]:
 
 def _softmax_numpy(emitter: Emitter, module: Any, x: Array) -> Array:
     if module.dim not in (-1, x.ndim - 1):
-        raise NotFlat(f"{type(module).__name__} of another dimension than the last is not known in NumPy")
+        raise NotNative(f"{type(module).__name__} of another dimension than the last is not known in NumPy")
     out = emitter.to(np.subtract, x, emitter.log_sum(x), like=x)
     if type(module) is nn.Softmax:
         emitter.put(np.exp, out, out)
@@ -175,7 +175,7 @@ def _elu_numpy(emitter: Emitter, module: nn.ELU, x: Array) -> Array:
 
 def _leaky_numpy(emitter: Emitter, module: nn.LeakyReLU, x: Array) -> Array:
     if not 0 <= module.negative_slope <= 1:
-        raise NotFlat("LeakyReLU with such a slope is not known in NumPy")
+        raise NotNative("LeakyReLU with such a slope is not known in NumPy")
     out = emitter.to(np.multiply, x, module.negative_slope, like=x)
     emitter.put(np.maximum, x, out, out=out)
     return out
@@ -217,7 +217,7 @@ def _dropout(module: nn.Dropout) -> Layer:
 
 def _dropout_numpy(emitter: Emitter, module: nn.Dropout, x: Array) -> Array:
     if module.training:
-        raise NotFlat("Dropout is training")
+        raise NotNative("Dropout is training")
     return x
 
 
@@ -262,7 +262,7 @@ def _free_scale(module: AddStateIndependentNormalScale) -> Layer:
 def _free_scale_numpy(emitter: Emitter, module: AddStateIndependentNormalScale, x: Array) -> tuple[Array, Array]:
     raw = emitter.parameter(module, "state_independent_scale", x.dtype)
     if raw is None:
-        raise NotFlat("an AddStateIndependentNormalScale has no scale")
+        raise NotNative("an AddStateIndependentNormalScale has no scale")
     scale = emitter.new(x.shape, x.dtype)
     emitter.put(np.copyto, scale, _scale(emitter, mappings(module.scale_mapping), module.scale_lb, raw))
     return x, scale
@@ -279,7 +279,7 @@ def _scale(emitter: Emitter, mapping: Any, bound: Any, x: Array) -> Array:
     elif mapping is torch.exp:
         out = emitter.to(np.exp, x, like=x)
     else:
-        raise NotFlat("the mapping of a scale is not known in NumPy")
+        raise NotNative("the mapping of a scale is not known in NumPy")
     emitter.put(np.maximum, out, bound, out=out)
     return out
 

@@ -14,7 +14,7 @@ from tensordict import TensorDict, is_tensor_collection
 from torch import Tensor
 
 from rollwright._keys import NestedKey, unravel
-from rollwright.policies.base import NotFlat
+from rollwright.errors import NotNative
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.noise import Noise
 
@@ -53,9 +53,9 @@ class Node(abc.ABC):
         """Append the calls that do it in NumPy; the results.
 
         Raises:
-            NotFlat: it is not known there.
+            NotNative: it is not known there.
         """
-        raise NotFlat(f"{self.label} is not known in NumPy")
+        raise NotNative(f"{self.label} is not known in NumPy")
 
     @property
     def calls(self) -> int:
@@ -94,13 +94,13 @@ class Layer:
         """Append its calls on ``x``; its results.
 
         Raises:
-            NotFlat: it is not known in NumPy.
+            NotNative: it is not known in NumPy.
         """
         name = type(self.module).__name__
         if self.in_numpy is None or self.outputs is None:
-            raise NotFlat(f"{name} is not known in NumPy")
+            raise NotNative(f"{name} is not known in NumPy")
         if x.dtype not in ("float32", "float64"):
-            raise NotFlat(f"{name} reads {x.dtype}")
+            raise NotNative(f"{name} reads {x.dtype}")
         result = self.in_numpy(emitter, self.module, x)
         return result if isinstance(result, tuple) else (result,)
 
@@ -150,12 +150,12 @@ class Chain(Node):
         results = reads
         for layer in self.layers:
             if len(results) != 1:
-                raise NotFlat("a layer reads several values")
+                raise NotNative("a layer reads several values")
             if getattr(layer.module, "inplace", False) and np.shares_memory(results[0], reads[0]):
-                raise NotFlat(f"{type(layer.module).__name__} changes an entry in place")
+                raise NotNative(f"{type(layer.module).__name__} changes an entry in place")
             results = layer.emit(emitter, results[0])
         if len(results) != len(self.writes):
-            raise NotFlat("the outputs of a layer do not match its out_keys")
+            raise NotNative("the outputs of a layer do not match its out_keys")
         return results
 
     @property
@@ -250,7 +250,7 @@ class Outputs:
 
         Raises:
             RuntimeError: the number of outputs is not that of the keys.
-            NotFlat: an output is no tensor and cannot be made one.
+            NotNative: an output is no tensor and cannot be made one.
         """
         if result is None:
             result = ()
@@ -276,12 +276,12 @@ def as_tensor(value: Any, batch: tuple[int, ...], owner: str) -> Tensor:
     """A tensor from what a TensorDict makes one of: numbers, lists of them, arrays.
 
     Raises:
-        NotFlat: from anything else.
+        NotNative: from anything else.
     """
     if not isinstance(value, Tensor):
         value = TensorDict(batch_size=batch).set("value", TensorDict.from_any(value)).get("value")
     if not isinstance(value, Tensor):
-        raise NotFlat(f"{owner} returned a {type(value).__name__}")
+        raise NotNative(f"{owner} returned a {type(value).__name__}")
     return value
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rollwright.policies.base import FlatPolicy
+from rollwright.policies.base import ArrayPolicy
 from rollwright.policies.emitter import Emitter
 from rollwright.policies.noise import noise_stream
 from rollwright.policies.program import Program, counted
@@ -15,7 +15,7 @@ from rollwright.policies.program import Program, counted
 __all__ = ["NumpyProgram"]
 
 
-class NumpyProgram(FlatPolicy):
+class NumpyProgram(ArrayPolicy):
     """Runs the steps of a :class:`~rollwright.policies.program.Program` in NumPy.
 
     Results agree with torch's to rounding. Equal random numbers give equal actions, except where two outcomes tie to
@@ -27,7 +27,7 @@ class NumpyProgram(FlatPolicy):
         example: inputs, for shapes and dtypes.
 
     Raises:
-        NotFlat: a step is not known in NumPy.
+        NotNative: a step is not known in NumPy.
     """
 
     def __init__(self, program: Program, example: Sequence[np.ndarray]) -> None:
@@ -51,7 +51,7 @@ class NumpyProgram(FlatPolicy):
         self._bound = emitter.forms()
 
     def start(self, steps: int) -> None:
-        """Draw the random numbers of ``steps`` steps; see :class:`~rollwright.policies.FlatPolicy`."""
+        """Draw the random numbers of ``steps`` steps; see :class:`~rollwright.policies.ArrayPolicy`."""
         self._program.start(steps)
         if self._emitter.forms() != self._bound:
             self._emit()

@@ -1,4 +1,4 @@
-"""Flat policies on tensors: the steps of a graph, a module called by signature, and random actions."""
+"""Policies on tensors: the steps of a graph, a module called by signature, and random actions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.data import specs
-from rollwright.errors import PolicyError
+from rollwright.errors import NotNative, PolicyError
 from rollwright.modules import RandomPolicy
 from rollwright.modules.random_policy import missing_batch
 from rollwright.modules.signature import SignaturePolicy
-from rollwright.policies.base import NotFlat, TensorPolicy
+from rollwright.policies.base import TensorPolicy
 from rollwright.policies.nodes import Values, as_tensor
 from rollwright.policies.walk import Walk
 from rollwright.policies.watch import Watch, check_globals, is_special
@@ -32,7 +32,7 @@ class _WatchedPolicy(TensorPolicy):
         self._shapes_seen = False
 
     def start(self, steps: int) -> None:
-        """See :class:`~rollwright.policies.FlatPolicy`."""
+        """See :class:`~rollwright.policies.ArrayPolicy`."""
         self._watch.check()
         self._shapes_seen = False
 
@@ -58,7 +58,7 @@ class Program(_WatchedPolicy):
         available: entries of the root.
 
     Raises:
-        NotFlat: the graph cannot be taken apart.
+        NotNative: the graph cannot be taken apart.
     """
 
     def __init__(
@@ -115,19 +115,19 @@ class CalledModule(_WatchedPolicy):
         available: entries of the root.
 
     Raises:
-        NotFlat: the wrapper has hooks, or an entry is missing.
+        NotNative: the wrapper has hooks, or an entry is missing.
     """
 
     def __init__(self, policy: SignaturePolicy, batch_shape: tuple[int, ...], available: Collection[NestedKey]) -> None:
         check_globals()
         special = is_special(policy)
         if special is not None:
-            raise NotFlat(special)
+            raise NotNative(special)
         self._names: list[str] = list(policy.in_keys)
         self.in_keys = list(self._names)
         missing = [key for key in self._names if key not in {unravel(key) for key in available}]
         if missing:
-            raise NotFlat(f"it reads {key_str(missing)}, which is no tensor of the environment")
+            raise NotNative(f"it reads {key_str(missing)}, which is no tensor of the environment")
         super().__init__(Watch(), batch_shape)
         self._watch.add(policy)
         self.policy = policy
@@ -169,13 +169,13 @@ class RandomActions(TensorPolicy):
         batch_shape: of the entries.
 
     Raises:
-        NotFlat: a spec holds objects, or parts of several shapes.
+        NotNative: a spec holds objects, or parts of several shapes.
     """
 
     def __init__(self, policy: RandomPolicy, batch_shape: tuple[int, ...]) -> None:
         spec = policy.action_spec
         if spec is None:
-            raise NotFlat("the random policy has no spec yet")
+            raise NotNative("the random policy has no spec yet")
         batch = torch.Size(batch_shape)
         if isinstance(spec, specs.Composite):
             expanded = spec if spec.shape == batch else spec.expand(batch)
@@ -184,9 +184,9 @@ class RandomActions(TensorPolicy):
             draws = [(policy.action_key, spec, missing_batch(spec, batch))]
         for key, leaf, _ in draws:
             if type(leaf) not in _DRAWN:
-                raise NotFlat(f"the spec of {key!r} is a {type(leaf).__name__}")
+                raise NotNative(f"the spec of {key!r} is a {type(leaf).__name__}")
             if leaf.device is not None and leaf.device.type != "cpu":
-                raise NotFlat(f"the spec of {key!r} is on {leaf.device}")
+                raise NotNative(f"the spec of {key!r} is on {leaf.device}")
         self.in_keys: list[NestedKey] = []
         self.out_keys = [key for key, _, _ in draws]
         self.finite_keys: list[NestedKey] = []
@@ -196,9 +196,9 @@ class RandomActions(TensorPolicy):
         self._draws = [(leaf.rand, shape) for _, leaf, shape in draws]
 
     def start(self, steps: int) -> None:
-        """See :class:`~rollwright.policies.FlatPolicy`."""
+        """See :class:`~rollwright.policies.ArrayPolicy`."""
         if self._policy.action_spec is not self._spec:
-            raise NotFlat("the policy has changed (RandomPolicy)")
+            raise NotNative("the policy has changed (RandomPolicy)")
 
     def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:
         """One draw per action."""

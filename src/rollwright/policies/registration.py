@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from rollwright._keys import unravel
-from rollwright.errors import PolicyError
-from rollwright.policies.base import NotFlat
+from rollwright.errors import NotNative, PolicyError
 from rollwright.policies.distributions import DISTRIBUTIONS, EXPLORATION_TYPES, Sampling
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.layers import LAYERS, KnownLayer
@@ -157,7 +156,7 @@ def _emit(function: Callable[..., np.ndarray], emitter: Emitter, module: nn.Modu
     tensors: dict[str, Any] = {}
     for key, _ in (*module.named_parameters(), *module.named_buffers()):
         if "." in key:
-            raise NotFlat(f"{name} has parameters in parts of its own")
+            raise NotNative(f"{name} has parameters in parts of its own")
         tensors[key] = emitter.parameter(module, key, x.dtype)
     with np.errstate(all="ignore"):
         example = np.asarray(function(module, np.zeros_like(x), **tensors))

@@ -1,4 +1,4 @@
-"""A flat policy on a CUDA device, for data in the host's memory: one copy each way a step, ordered by events."""
+"""A policy on arrays on a CUDA device, for data in the host's memory: one copy each way a step, ordered by events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollwright._keys import NestedKey
-from rollwright.policies.base import FlatPolicy, TensorPolicy
+from rollwright.policies.base import ArrayPolicy, TensorPolicy
 
 __all__ = ["Packing", "Staged"]
 
@@ -53,8 +53,8 @@ class Packing:
         return [value.shape for value in values] == self.shapes and [value.dtype for value in values] == self.dtypes
 
 
-class Staged(FlatPolicy):
-    """Brings inputs to the device of a flat policy, and its outputs back.
+class Staged(ArrayPolicy):
+    """Brings inputs to the device of a policy on arrays, and its outputs back.
 
     Copies and calls are queued on the current stream. The host waits for one event a step, never for the device.
 
@@ -78,7 +78,7 @@ class Staged(FlatPolicy):
         return self.policy.out_keys
 
     def start(self, steps: int) -> None:
-        """See :class:`~rollwright.policies.FlatPolicy`."""
+        """See :class:`~rollwright.policies.ArrayPolicy`."""
         self.policy.start(steps)
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:

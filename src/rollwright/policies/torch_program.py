@@ -1,4 +1,4 @@
-"""A flat policy through ``torch.compile``, with the noise of known distributions as an input."""
+"""A policy on arrays through ``torch.compile``, with the noise of known distributions as an input."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TorchProgram(TensorPolicy):
         self.how = "torch.compile of " + program.how
 
     def start(self, steps: int) -> None:
-        """Draw the noise of ``steps`` steps; see :class:`~rollwright.policies.FlatPolicy`."""
+        """Draw the noise of ``steps`` steps; see :class:`~rollwright.policies.ArrayPolicy`."""
         self._program.start(steps)
         if self._noises:
             self._noise = noise_stream(self._noises, steps, Tensor.unbind)
@@ -96,11 +96,11 @@ class CompiledModule(CalledModule):
     """A module called by the names of its arguments, through ``torch.compile``.
 
     Args:
-        flat: the module, uncompiled.
+        policy: the module, uncompiled.
         arguments: of ``torch.compile``.
     """
 
-    def __init__(self, flat: CalledModule, arguments: Mapping[str, Any]) -> None:
-        super().__init__(flat.policy, flat.batch_shape, flat.in_keys)
+    def __init__(self, policy: CalledModule, arguments: Mapping[str, Any]) -> None:
+        super().__init__(policy.policy, policy.batch_shape, policy.in_keys)
         self.call = torch.compile(self.call, **arguments)
         self.how = "torch.compile of " + self.how

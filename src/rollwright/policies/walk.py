@@ -1,4 +1,4 @@
-"""Takes a graph of TensorDict modules apart into the steps of a flat policy."""
+"""Takes a graph of TensorDict modules apart into the steps of a policy on arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tensordict.nn import (
 from torch import nn
 
 from rollwright._keys import NestedKey, as_tuple, is_private, unravel
-from rollwright.policies.base import NotFlat
+from rollwright.errors import NotNative
 from rollwright.policies.distributions import find_draw
 from rollwright.policies.layers import unroll
 from rollwright.policies.nodes import Ask, Call, Chain, Node, Outputs, Own
@@ -73,13 +73,13 @@ class Walk:
         """Take ``policy`` apart.
 
         Raises:
-            NotFlat: a part of it is not known, or does more than its type says.
+            NotNative: a part of it is not known, or does more than its type says.
         """
         check_globals()
         self._module(policy)
         for key, slot in self._tested:
             if slot is None or self.written.get(key) != slot or is_private(key):
-                raise NotFlat(f"a batch would not show whether {key!r} is a number")
+                raise NotNative(f"a batch would not show whether {key!r} is a number")
             self.checked.append(key)
         for slot in {slot for slot in self.written.values() if not self._fresh[slot]}:
             self.nodes.append(Own((slot,), (slot,)))
@@ -97,7 +97,7 @@ class Walk:
         if key in self.written:
             return self.written[key]
         if key not in self._available:
-            raise NotFlat(f"it reads {key!r}, which is no tensor of the environment")
+            raise NotNative(f"it reads {key!r}, which is no tensor of the environment")
         if key not in self.inputs:
             self.inputs[key] = self._slot(fresh=False)
         return self.inputs[key]
@@ -116,7 +116,7 @@ class Walk:
         for other in map(as_tuple, {*self._available, *self.written}):
             short = min(len(path), len(other))
             if len(path) != len(other) and path[:short] == other[:short]:
-                raise NotFlat(f"{key!r} would replace a nest of entries, or an entry by a nest")
+                raise NotNative(f"{key!r} would replace a nest of entries, or an entry by a nest")
 
     # Modules ----------------------------------------------------------------------------------
 
@@ -133,12 +133,12 @@ class Walk:
                 self._look_into(module)
                 visit(module)
                 return
-        raise NotFlat(f"{type(module).__name__} is no module that can be taken apart")
+        raise NotNative(f"{type(module).__name__} is no module that can be taken apart")
 
     def _look_into(self, module: Any) -> None:
         special = is_special(module)
         if special is not None:
-            raise NotFlat(special)
+            raise NotNative(special)
         self.watch.add(module)
 
     def _wrapper(self, module: TensorDictModuleWrapper) -> None:
@@ -152,17 +152,17 @@ class Walk:
         if not sequence.return_composite:
             first: Any = getattr(sequence, "_det_part", None)
             if first is None or list(map(id, _parts(first))) != list(map(id, parts[:-1])):
-                raise NotFlat("a ProbabilisticTensorDictSequential runs other modules than it holds")
+                raise NotNative("a ProbabilisticTensorDictSequential runs other modules than it holds")
             self._look_into(first)
             self.watch.add(first.module)
         drawn = isinstance(parts[-1], ProbabilisticTensorDictModule | ProbabilisticTensorDictSequential)
         if drawn and not getattr(sequence, "_requires_sample", False):
-            raise NotFlat("an earlier module writes what the distribution would draw")
+            raise NotNative("an earlier module writes what the distribution would draw")
         self._parts(sequence, parts)
 
     def _parts(self, sequence: TensorDictSequential, parts: Sequence[Any]) -> None:
         if sequence.inplace not in (None, True):
-            raise NotFlat(f"{type(sequence).__name__} has inplace={sequence.inplace!r}")
+            raise NotNative(f"{type(sequence).__name__} has inplace={sequence.inplace!r}")
         self.watch.add(sequence.module)
         before = {*self._available, *self.written}
         outer = dict(self.written)
@@ -175,9 +175,9 @@ class Walk:
     def _tensordict_module(self, module: TensorDictModule) -> None:
         name = type(module.module).__name__
         if module.inplace is not True:
-            raise NotFlat(f"TensorDictModule({name}) has inplace={module.inplace!r}")
+            raise NotNative(f"TensorDictModule({name}) has inplace={module.inplace!r}")
         if getattr(module, "_get_kwargs", None):
-            raise NotFlat(f"TensorDictModule({name}) has get_kwargs")
+            raise NotNative(f"TensorDictModule({name}) has get_kwargs")
         keys = _unraveled(module.out_keys_source)
         reads = self._read(module.in_keys)
         outputs = Outputs(keys, self._batch, f"TensorDictModule({name})")
@@ -199,15 +199,15 @@ class Walk:
 
     def _probabilistic(self, module: ProbabilisticTensorDictModule) -> None:
         if module.num_samples is not None:
-            raise NotFlat("a distribution has num_samples")
+            raise NotNative("a distribution has num_samples")
         if getattr(module, "_generator_key", None) is not None:
-            raise NotFlat("a distribution reads its generator from the data")
+            raise NotNative("a distribution reads its generator from the data")
         if getattr(module, "_warn_default_out_key", False):
-            raise NotFlat("a distribution has no out_keys")
+            raise NotNative("a distribution has no out_keys")
         if getattr(module, "_composite_lp_aggreate_at_init", None) != composite_lp_aggregate(nowarn=True):
-            raise NotFlat("composite_lp_aggregate has changed since the distribution was made")
+            raise NotNative("composite_lp_aggregate has changed since the distribution was made")
         if module.distribution_class is CompositeDistribution:
-            raise NotFlat("it samples a CompositeDistribution")
+            raise NotNative("it samples a CompositeDistribution")
         reads, batch = self._read(module.in_keys), self._batch
         draw = find_draw(module, reads, self._type, batch=batch, positive=self._positive)
         if draw is None:

@@ -10,7 +10,7 @@ from tensordict.nn import skip_existing
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from rollwright.policies.base import NotFlat
+from rollwright.errors import NotNative
 
 __all__ = ["Watch", "check_globals", "is_special"]
 
@@ -40,19 +40,19 @@ def check_globals() -> None:
     """Test for settings that act on every module.
 
     Raises:
-        NotFlat: torch has hooks for all modules, or tensordict skips entries that exist.
+        NotNative: torch has hooks for all modules, or tensordict skips entries that exist.
     """
     for name in _GLOBAL_HOOKS:
         if getattr(torch_module, name, None):
-            raise NotFlat("torch has global module hooks")
+            raise NotNative("torch has global module hooks")
     if skip_existing():
-        raise NotFlat("set_skip_existing is on")
+        raise NotNative("set_skip_existing is on")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise NotFlat("autocast is on")
+        raise NotNative("autocast is on")
 
 
 class Watch:
-    """The objects that a flat policy was made of, as they were.
+    """The objects that a policy on arrays was made of, as they were.
 
     A change is an attribute that holds another object, a child or a hook that came or went. New values of parameters
     and buffers are none: they are read at each call.
@@ -73,7 +73,7 @@ class Watch:
         """Compare all that was remembered with what is.
 
         Raises:
-            NotFlat: something changed.
+            NotNative: something changed.
         """
         check_globals()
         for thing, kind, fields, children, parts, parameters, special in self._seen:
@@ -87,4 +87,4 @@ class Watch:
                 or list(now.get("_parameters", ())) != parameters
                 or (isinstance(thing, nn.Module) and (is_special(thing) is not None) is not special)
             ):
-                raise NotFlat(f"the policy has changed ({kind.__name__})")
+                raise NotNative(f"the policy has changed ({kind.__name__})")

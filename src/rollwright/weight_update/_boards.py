@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rollwright._processes.segment import Segment
+from rollwright._memory import Segment
 from rollwright.weight_update._board import Board
 from rollwright.weight_update.forms import State
 

@@ -17,7 +17,7 @@ from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.envs.arrays import Entry, Values
 from rollwright.errors import NotNative
-from rollwright.policies import FlatPolicy, compile_flat
+from rollwright.policies import ArrayPolicy, compile_policy
 
 __all__ = ["CastActor", "FlatActor", "TensorDictActor", "as_array"]
 
@@ -30,7 +30,7 @@ class FlatActor(Actor):
         entries: what the current TensorDict holds.
     """
 
-    def __init__(self, policy: FlatPolicy, entries: Mapping[NestedKey, Entry]) -> None:
+    def __init__(self, policy: ArrayPolicy, entries: Mapping[NestedKey, Entry]) -> None:
         self._policy, self._entries = policy, entries
         self.how, self.finite_keys = f"native: {policy.how}", policy.finite_keys
         self.varies, self.frozen = policy.varies, policy.frozen
@@ -54,7 +54,7 @@ class FlatActor(Actor):
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
         """See :meth:`Actor.compiled`."""
         example = dict(zip(self._policy.in_keys, self._inputs(root), strict=True))
-        return FlatActor(compile_flat(self._policy, arguments=arguments, example=example), self._entries)
+        return FlatActor(compile_policy(self._policy, arguments=arguments, example=example), self._entries)
 
 
 class CastActor(Actor):

@@ -23,7 +23,7 @@ from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.transforms import TransformedEnv
 from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy
-from rollwright.policies import FlatPolicy, flatten
+from rollwright.policies import ArrayPolicy, array_policy
 from rollwright.policies.program import RandomActions
 
 __all__ = ["arrays_of", "choose_path", "plain_path"]
@@ -86,7 +86,7 @@ def _groups(arrays: ArrayEnv, number: int) -> list[ArrayEnv]:
     return groups
 
 
-def _acting(parts: PathParts, groups: list[ArrayEnv], flat: FlatPolicy, whole: Actor) -> list[Actor]:
+def _acting(parts: PathParts, groups: list[ArrayEnv], flat: ArrayPolicy, whole: Actor) -> list[Actor]:
     """A policy for each group; random actions are drawn for all of them at once."""
     if isinstance(flat, RandomActions):
         return [whole] * len(groups)
@@ -174,12 +174,12 @@ def arrays_of(parts: PathParts) -> ArrayEnv:
     return array_form(parts.env)
 
 
-def _flat(parts: PathParts, arrays: ArrayEnv, policy: Any) -> FlatPolicy:
+def _flat(parts: PathParts, arrays: ArrayEnv, policy: Any) -> ArrayPolicy:
     if parts.options.cudagraph_policy:
         raise NotNative("cudagraph_policy")
     env = parts.env
     available = {*arrays.entries, *FLAGS}
-    flat = flatten(
+    flat = array_policy(
         policy,
         exploration_type=parts.options.exploration_type,
         batch_shape=arrays.batch,
@@ -201,7 +201,7 @@ def _lands(key: NestedKey, available: set[NestedKey]) -> bool:
     return path[0] != "next" or unravel(path[1:]) in available
 
 
-def _random(parts: PathParts, arrays: ArrayEnv) -> FlatPolicy:
+def _random(parts: PathParts, arrays: ArrayEnv) -> ArrayPolicy:
     """Random actions, as the environment would draw them."""
     env: EnvBase = parts.env
     passing = (TransformedEnv.rand_action, RecreatedEnv.rand_action)

@@ -1,4 +1,4 @@
-"""What runs flat, what does not and why, and what a flat policy notices."""
+"""What runs on arrays, what does not and why, and what such a policy notices."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollwright.data import Binary, Bounded, Categorical, Composite, MultiCategorical, NonTensor, OneHot, Unbounded
-from rollwright.errors import PolicyError
+from rollwright.errors import NotNative, PolicyError
 from rollwright.modules import RandomPolicy
 from rollwright.modules.signature import SignaturePolicy
-from rollwright.policies import NotFlat, flatten
+from rollwright.policies import array_policy
 from rollwright.policies.draws import _race_is_exact, race
 
 
 def flat_of(lab, policy, batch=(), kind=Type.RANDOM, available=None):
-    return flatten(policy, exploration_type=kind, batch_shape=batch, available=available or lab.available)
+    return array_policy(policy, exploration_type=kind, batch_shape=batch, available=available or lab.available)
 
 
 def linear(reads="observation", writes="action", **options):
@@ -133,25 +133,25 @@ REASONS = {
 @pytest.mark.parametrize("reason", REASONS)
 def test_not_flat_says_why(lab, reason):
     made = REASONS[reason]()
-    with pytest.raises(NotFlat, match=reason):
+    with pytest.raises(NotNative, match=reason):
         flat_of(lab, *made if isinstance(made, tuple) else (made,))
 
 
 def test_selected_outputs_of_a_single_module_are_a_hook(lab):
     policy = TensorDictModule(lambda x: (x, x), ["observation"], ["a", "b"]).select_out_keys("a")
-    with pytest.raises(NotFlat, match="hooks"):
+    with pytest.raises(NotNative, match="hooks"):
         flat_of(lab, policy)
 
 
 def test_settings_of_the_process_are_reasons(lab):
-    with set_skip_existing(True), pytest.raises(NotFlat, match="set_skip_existing"):
+    with set_skip_existing(True), pytest.raises(NotNative, match="set_skip_existing"):
         flat_of(lab, linear())
     policy = drawing(return_log_prob=True)
-    with set_composite_lp_aggregate(True), pytest.raises(NotFlat, match="composite_lp_aggregate"):
+    with set_composite_lp_aggregate(True), pytest.raises(NotNative, match="composite_lp_aggregate"):
         flat_of(lab, policy)
     handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
     try:
-        with pytest.raises(NotFlat, match="global module hooks"):
+        with pytest.raises(NotNative, match="global module hooks"):
             flat_of(lab, linear())
     finally:
         handle.remove()
@@ -199,7 +199,7 @@ def test_a_change_is_noticed_at_start(lab, change):
     flat = flat_of(lab, policy)
     flat.start(1)
     change(policy)
-    with pytest.raises(NotFlat, match="the policy has changed"):
+    with pytest.raises(NotNative, match="the policy has changed"):
         flat.start(1)
 
 
@@ -268,7 +268,7 @@ def test_outputs_become_tensors_as_in_the_plain_path(lab, value):
 def test_an_object_is_no_output(lab):
     flat = flat_of(lab, TensorDictModule(lambda x: "left", ["observation"], ["action"]))
     flat.start(1)
-    with pytest.raises(NotFlat, match=r"TensorDictModule\(function\) returned a"):
+    with pytest.raises(NotNative, match=r"TensorDictModule\(function\) returned a"):
         flat(np.ones(4, np.float32))
 
 
@@ -383,7 +383,7 @@ def test_a_new_spec_is_noticed(lab):
     policy = RandomPolicy(Bounded(-1, 1, shape=(2,)))
     flat = flat_of(lab, policy)
     policy.action_spec = Bounded(0, 1, shape=(2,))
-    with pytest.raises(NotFlat, match="changed"):
+    with pytest.raises(NotNative, match="changed"):
         flat.start(1)
 
 
