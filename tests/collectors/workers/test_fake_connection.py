@@ -21,6 +21,8 @@ from rollwright.collectors.workers.memory.store import BlockStore
 from rollwright.collectors.workers.restarts import Restarts
 from rollwright.collectors.workers.schedules.first_come import FirstCome
 from rollwright.collectors.workers.schedules.gather import Gather
+from rollwright.collectors.workers.schedules.orders import Orders
+from rollwright.collectors.workers.schedules.schedule import Schedule
 from rollwright.collectors.workers.schedules.staleness import Staleness
 from rollwright.collectors.workers.watching import Watch
 from rollwright.collectors.workers.worker import WorkerSpec
@@ -121,8 +123,9 @@ def group_of():
 
 def schedule_of(kind, group, store, **options):
     staleness = Staleness(None, waits=False, versions=lambda: [0, 0])
-    shared = {"total_frames": math.inf, "trajs_per_batch": None, "padded": False, "stored": False}
-    schedule = kind(group, store, **shared, staleness=staleness, **options)
+    orders = Orders(group, store, math.inf)
+    strategy = Gather(orders, **options) if kind is Gather else FirstCome(orders, staleness, stored=False)
+    schedule = Schedule(orders, strategy, staleness, trajs_per_batch=None, padded=False, stored=False)
     group.listener = schedule
     return schedule
 
