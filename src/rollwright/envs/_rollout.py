@@ -71,7 +71,7 @@ def rollout(
             ended = ended | ends if break_when_all_done else ends.any()
             if bool(torch.as_tensor(ended).all()) or t == max_steps - 1:
                 break
-            td = env._step_mdp(td)
+            td = env.step_mdp(td)
         else:
             frame, td = env.step_and_maybe_reset(td)
             frames.append(frame.clone())

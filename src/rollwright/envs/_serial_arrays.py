@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rollwright._keys import NestedKey
-from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values, check_flags, check_open, refuse_overrides
+from rollwright.envs.arrays import (
+    FLAGS,
+    ArrayEnv,
+    Entry,
+    Rows,
+    Values,
+    array_form,
+    check_flags,
+    check_open,
+    refuse_overrides,
+)
 from rollwright.envs.factories import own_kwargs
 from rollwright.errors import EnvError, NotNative
 
@@ -27,8 +37,8 @@ class SerialArrays(ArrayEnv):
     def __init__(self, env: SerialEnv, known: type[SerialEnv]) -> None:
         refuse_overrides(env, known)
         check_flags(env)
-        self._env, self._openings = env, env._openings
-        self._parts = [part._array_form() for part in env._envs]
+        self._env, self._openings = env, env.openings
+        self._parts = [array_form(getattr(env, f"worker{i}")) for i in range(env.num_workers)]
         first = self._parts[0]
         for part in self._parts:
             if (part.entries, part.rewards, part.reads) != (first.entries, first.rewards, first.reads):
@@ -41,11 +51,11 @@ class SerialArrays(ArrayEnv):
 
     def _widened(self, entries: dict[NestedKey, Entry]) -> dict[NestedKey, Entry]:
         workers = self.batch[0]
-        return {key: entry._replace(shape=(workers, *entry.shape)) for key, entry in entries.items()}
+        return {key: Entry((workers, *shape), dtype, column) for key, (shape, dtype, column) in entries.items()}
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
-        if self._env._openings != self._openings:
+        if self._env.openings != self._openings:
             raise NotNative("its environments were closed, and others were made")
         for part in self._parts:
             part.check()
@@ -60,7 +70,7 @@ class SerialArrays(ArrayEnv):
             try:
                 outcome = part.step(mine, {key: value[i, ...] for key, value in preset.items()} if preset else preset)
             except EnvError as error:
-                raise self._env._renamed(i, error) from error
+                raise self._env.named_error(i, error) from error
             for key, value in outcome.items():
                 if key in out:
                     out[key][i] = value
@@ -69,7 +79,7 @@ class SerialArrays(ArrayEnv):
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
         check_open(self._env, "reset")
-        self._env._seed_for_reset(kwargs)
+        self._env.seed_for_reset(kwargs)
         out = _blank(self.entries)
         for i, part in enumerate(self._parts):
             mine = None if rows is None else rows[i]
@@ -79,7 +89,7 @@ class SerialArrays(ArrayEnv):
                 own = own_kwargs(kwargs, i) if kwargs else kwargs
                 fresh = part.reset(None if mine is None else np.asarray(mine), **own)
             except EnvError as error:
-                raise self._env._renamed(i, error) from error
+                raise self._env.named_error(i, error) from error
             for key, memory in out.items():
                 memory[i] = fresh[key]
         return out

@@ -138,6 +138,11 @@ class EnvSpecs(nn.Module):
             self._cache[name] = find()
         return cast(T, self._cache[name])
 
+    @property
+    def known_specs(self) -> dict[str, Composite]:
+        """The five Composites by name, those that were set or asked for; not a copy."""
+        return self._full_specs
+
     def full_spec(self, name: str) -> Composite:
         """``full_<name>_spec``, of ``"observation"``, ``"state"``, ``"action"``, ``"reward"`` or ``"done"``."""
         if name not in self._full_specs:  # read before it was set

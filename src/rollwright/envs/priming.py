@@ -64,7 +64,7 @@ def provide_for_policy(env: EnvBase, policy: Any) -> EnvBase:
                 f"{key_str(present)}. Let its primer give all of them, or none."
             )
         added.append(primer)
-        known.update({key: primer._place(key, env.batch_size) for key in wanted})
+        known.update({key: primer.placed(key, env.batch_size) for key in wanted})
     if not added:
         return env
     return TransformedEnv(env, Compose(*added), cache_specs=getattr(env, "cache_specs", True))

@@ -73,7 +73,7 @@ class SerialEnv(BatchedEnv):
         ['CartPole-v1', 'CartPole-v1']
     """
 
-    _not_saved = ("_makers", "_openings")
+    _not_saved = ("_makers", "openings")
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class SerialEnv(BatchedEnv):
         return self._stack(outcomes)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        self._seed_for_reset(kwargs)
+        self.seed_for_reset(kwargs)
         rows = [None] * self.num_workers if tensordict is None else tensordict.unbind(0)
         fresh: list[TensorDictBase | None] = []
         for i, (env, row) in enumerate(zip(self._envs, rows, strict=True)):
@@ -156,7 +156,7 @@ class SerialEnv(BatchedEnv):
         try:
             yield
         except RollwrightError as error:
-            raise self._renamed(worker, error) from error
+            raise self.named_error(worker, error) from error
 
     def _array_form(self) -> ArrayEnv:
         return SerialArrays(self, SerialEnv)

@@ -175,7 +175,7 @@ class AsyncEnvPool(AsyncHalves):
         return self._stack(list(self._together(cast(Any, rows), resets=False).values()))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        self._seed_for_reset(kwargs)
+        self.seed_for_reset(kwargs)
         given = [None] * self.num_workers if tensordict is None else tensordict.unbind(0)
         rows = {row: td for row, td in enumerate(given) if self._is_marked(td)}
         fresh = self._together(rows, resets=True, **kwargs)

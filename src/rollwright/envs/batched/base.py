@@ -37,6 +37,7 @@ class BatchedEnv(EnvBase):
 
     Attributes:
         num_workers: number of environments.
+        openings: how often environments were made: once, and with each reset after :meth:`close`.
     """
 
     returns_copies = True  # stacking copies
@@ -53,7 +54,7 @@ class BatchedEnv(EnvBase):
         listed = {name: [getattr(part, f"full_{name}_spec") for part in parts] for name in SPECS}
         for name, spec in stacked_specs(listed, self.device).items():
             setattr(self, f"full_{name}_spec", spec)
-        self._openings = 1  # how often environments were made
+        self.openings = 1  # how often environments were made
         self._moved_to: torch.device | None = None
         self._ragged = any(is_ragged(getattr(self, f"full_{name}_spec")) for name in SPECS)
 
@@ -80,7 +81,7 @@ class BatchedEnv(EnvBase):
         before = list(self._known_parts())
         parts = self._open()
         self.is_closed = False
-        self._openings += 1
+        self.openings += 1
         for i, (new, old) in enumerate(zip(parts, before, strict=True)):
             if new is old or _entries(new) != _entries(old):
                 self.close()
@@ -100,7 +101,7 @@ class BatchedEnv(EnvBase):
 
     # Resets and seeds ---------------------------------------------------------------------------
 
-    def _seed_for_reset(self, kwargs: dict[str, Any]) -> None:
+    def seed_for_reset(self, kwargs: dict[str, Any]) -> None:
         """Take a seed out of the arguments of a reset, and seed each environment with its own, as ``set_seed``.
 
         Raises:
@@ -138,7 +139,8 @@ class BatchedEnv(EnvBase):
             return cast(TensorDictBase, LazyStackedTensorDict.lazy_stack(rows, 0))
         return cast(TensorDictBase, torch.stack(rows, 0))  # type: ignore[arg-type]
 
-    def _renamed(self, worker: int, error: RollwrightError) -> RollwrightError:
+    def named_error(self, worker: int, error: RollwrightError) -> RollwrightError:
+        """What the environment of a worker raised, with the worker's place in front."""
         return renamed(f"{type(self).__name__}[{worker}]", error)
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:

@@ -252,7 +252,7 @@ class ParallelEnv(RemoteEnvs):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self._drop(range(self.num_workers))
-        self._seed_for_reset(kwargs)
+        self.seed_for_reset(kwargs)
         marked = range(self.num_workers)
         sent = None
         if tensordict is not None:

@@ -41,7 +41,7 @@ class ParallelArrays(ArrayEnv):
         facts: list[ArrayFacts] = list(env._ask(calls.array_facts).values())
         if any(each != facts[0] for each in facts):
             raise NotNative("its environments differ in their entries")
-        self._env, self._openings = env, env._openings
+        self._env, self._openings = env, env.openings
         self._take(range(env.num_workers), facts[0])
 
     def _take(self, rows: range, facts: ArrayFacts) -> None:
@@ -73,7 +73,7 @@ class ParallelArrays(ArrayEnv):
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
-        if self._env._openings != self._openings:
+        if self._env.openings != self._openings:
             raise NotNative("its environments were closed, and others were made")
         check_open(self._env, "step")
         self._env._ask(calls.check_arrays)
@@ -168,7 +168,7 @@ class ParallelArrays(ArrayEnv):
         env = self._env
         check_open(env, "reset")
         env._drop(self._rows)
-        env._seed_for_reset(kwargs)
+        env.seed_for_reset(kwargs)
         ended, self._ended = self._ended, None
         if ended is None or kwargs or env._num_seedings != self._num_seedings:
             self._reset_now(rows, kwargs)

@@ -25,7 +25,7 @@ __all__ = ["RemoteEnvs"]
 class RemoteEnvs(BatchedEnv):
     """All of :class:`~rollwright.envs.batched.parallel.ParallelEnv` but steps and resets."""
 
-    _not_saved = ("_launch", "_openings", "_processes", "_outcomes", "_recreation", "_facts")
+    _not_saved = ("_launch", "openings", "_processes", "_outcomes", "_recreation", "_facts")
 
     _processes: EnvProcesses
     _recreation: Recreation
@@ -155,7 +155,7 @@ class RemoteEnvs(BatchedEnv):
             error_msgs += [f"{places[row]}: {error}"] if error else []
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
-    def _checkpoint(self) -> tuple[list[dict[str, Any]], list[str]]:
+    def save_remote(self) -> tuple[list[dict[str, Any]], list[str]]:
         """All that the environments are, one state each; and what of them could not be saved."""
         saved = self._ask(calls.checkpoint)
         waiting = self._recreation.due(range(self.num_workers))
@@ -164,7 +164,8 @@ class RemoteEnvs(BatchedEnv):
         ]
         return [{**state, "waits": row in waiting} for row, (state, _) in saved.items()], unsaved
 
-    def _load_checkpoint(self, states: Sequence[dict[str, Any]]) -> None:
+    def load_remote(self, states: Sequence[dict[str, Any]]) -> None:
+        """Let the environments be what :meth:`save_remote` has saved."""
         self._ask(calls.load_checkpoint, dict(enumerate(states)))
         self._recreation.load(row for row, state in enumerate(states) if state.get("waits"))
 

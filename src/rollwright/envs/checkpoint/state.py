@@ -87,7 +87,7 @@ def save_env(env: EnvBase) -> EnvCheckpoint:
         "attributes": torch.frombuffer(bytearray(pickled), dtype=torch.uint8),
     }
     for path, part in _elsewhere(parts):
-        state.setdefault("elsewhere", {})[path], lines = part._checkpoint()
+        state.setdefault("elsewhere", {})[path], lines = part.save_remote()
         unsaved += lines
     return EnvCheckpoint(state, unsaved)
 
@@ -128,12 +128,12 @@ def load_env(env: EnvBase, state: Mapping[str, Any]) -> None:
     for path, attributes in content.items():
         _put_attributes(parts[path], attributes)
     for path, part in _elsewhere(parts):
-        part._load_checkpoint(state["elsewhere"][path])
+        part.load_remote(state["elsewhere"][path])
 
 
 def _elsewhere(parts: Mapping[str, nn.Module]) -> list[tuple[str, Any]]:
     """Parts whose environments are in other processes."""
-    return [(path, part) for path, part in parts.items() if hasattr(type(part), "_load_checkpoint")]
+    return [(path, part) for path, part in parts.items() if hasattr(type(part), "load_remote")]
 
 
 # Attributes -----------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def _tensors(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor | Non
 
 def _specs(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, TensorSpec]]:
     for path, part in parts.items():
-        for kind, composite in part._full_specs.items() if isinstance(part, EnvBase) else ():
+        for kind, composite in part.known_specs.items() if isinstance(part, EnvBase) else ():
             yield f"{path}:{kind}", composite
             for key, spec in composite.items(True, False):
                 yield f"{path}:{kind}:{key!r}", spec
@@ -273,7 +273,7 @@ def _make(part: nn.Module) -> list[str]:
             specs = [(name, spec) for name, spec in _specs({"": part}) if not isinstance(spec, Composite)]
             facts += sorted(f"spec {name[1:]} {list(spec.shape)} {spec.dtype}" for name, spec in specs)
     if isinstance(part, GymWrapper):
-        facts[1:1] = [str(part._env), str(part._env.spec)]
+        facts[1:1] = [str(part.gym_env), str(part.gym_env.spec)]
     return [re.sub(r" at 0x[0-9a-f]+", "", fact) for fact in facts]
 
 

@@ -50,7 +50,7 @@ class GymArrays(ArrayEnv):
         self.reads = list(env.action_keys)
         self._specs = _specs_of(env)
         rewards = {"reward": Entry((*self.batch, 1), np.dtype(np.float32), True)}
-        if self.entries.keys() != {key for key, _, _ in env._observe.entries} or self.rewards != rewards:
+        if self.entries.keys() != set(env.space_keys) or self.rewards != rewards:
             raise NotNative("its specs are not those of its spaces")
 
     def check(self) -> None:
@@ -64,7 +64,7 @@ class GymArrays(ArrayEnv):
         """See :meth:`ArrayEnv.step`."""
         check_open(self._env, "step")
         try:
-            return self._env._step_values(root)
+            return self._env.step_values(root)
         except RollwrightError:
             raise
         except Exception as error:
@@ -74,7 +74,7 @@ class GymArrays(ArrayEnv):
         """See :meth:`ArrayEnv.reset`."""
         check_open(self._env, "reset")
         try:
-            return self._env._reset_values(None if rows is None else rows.reshape(-1), **kwargs)
+            return self._env.reset_values(None if rows is None else rows.reshape(-1), **kwargs)
         except RollwrightError:
             raise
         except Exception as error:

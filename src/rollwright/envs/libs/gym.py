@@ -10,7 +10,7 @@ import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDict, TensorDictBase
 
-from rollwright._keys import key_str, leaf_keys, place, unravel
+from rollwright._keys import NestedKey, key_str, leaf_keys, place, unravel
 from rollwright.data.specs import Categorical, Unbounded
 from rollwright.envs.arrays import ArrayEnv, Rows, Values
 from rollwright.envs.libs._gym_arrays import GymArrays
@@ -151,9 +151,9 @@ class GymWrapper(InfoReadingEnv):
     # Stepping ---------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self._as_tensordict(self._step_values(tensordict))
+        return self._as_tensordict(self.step_values(tensordict))
 
-    def _step_values(self, given: TensorDictBase | Values) -> Values:
+    def step_values(self, given: TensorDictBase | Values) -> Values:
         """Act, by the actions among ``given``; the content of ``"next"`` as arrays."""
         action = self._raw_action(given)
         if self._episodes is not None:
@@ -174,9 +174,9 @@ class GymWrapper(InfoReadingEnv):
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
         rows = None if mask is None else mask.reshape(-1).cpu().numpy()
-        return self._as_tensordict(self._reset_values(rows, **kwargs))
+        return self._as_tensordict(self.reset_values(rows, **kwargs))
 
-    def _reset_values(self, rows: Rows | None, **kwargs: Any) -> Values:
+    def reset_values(self, rows: Rows | None, **kwargs: Any) -> Values:
         """Begin anew where ``rows`` marks; first observations as arrays."""
         seeds = self._seeds_for(rows, kwargs.pop("seed", None))
         if self._episodes is not None:
@@ -298,6 +298,16 @@ class GymWrapper(InfoReadingEnv):
         return GymArrays(self, GymWrapper)
 
     # The object itself ------------------------------------------------------------------------
+
+    @property
+    def space_keys(self) -> list[NestedKey]:
+        """Keys of the entries that the observation space gives."""
+        return [key for key, _, _ in self._observe.entries]
+
+    @property
+    def gym_env(self) -> Any:
+        """The gymnasium environment."""
+        return self._env
 
     def __getattr__(self, name: str) -> Any:
         try:

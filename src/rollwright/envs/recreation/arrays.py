@@ -21,6 +21,7 @@ from rollwright.envs.arrays import (
     constant,
     refuse_overrides,
 )
+from rollwright.envs.wrapper import WrapperArrays
 from rollwright.errors import EnvError, NotNative, RollwrightError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["RecreatedArrays"]
 
 
-class RecreatedArrays(ArrayEnv):
+class RecreatedArrays(WrapperArrays):
     """The array form of a :class:`~rollwright.envs.recreation.env.RecreatedEnv`.
 
     Raises:
@@ -39,19 +40,8 @@ class RecreatedArrays(ArrayEnv):
     def __init__(self, env: RecreatedEnv) -> None:
         refuse_overrides(env, type(env))
         check_flags(env)
-        self.env = env
-        self._of, self._base = env.base_env, array_form(env.base_env)
-        self.batch, self.entries, self.rewards = self._base.batch, self._base.entries, self._base.rewards
-        self.reads = self._base.reads
-
-    @property
-    def resets_ahead(self) -> bool:
-        """See :class:`ArrayEnv`."""
-        return self._base.resets_ahead
-
-    @resets_ahead.setter
-    def resets_ahead(self, value: bool) -> None:
-        self._base.resets_ahead = value
+        super().__init__(array_form(env.base_env))
+        self.env, self._of = env, env.base_env
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""

@@ -20,12 +20,13 @@ from rollwright.envs.base import EnvBase
 from rollwright.envs.factories import SPECS, made
 from rollwright.envs.recreation.arrays import RecreatedArrays
 from rollwright.envs.recreation.policy import RecreationPolicy
+from rollwright.envs.wrapper import WrapperEnv
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = ["RecreatedEnv"]
 
 
-class RecreatedEnv(EnvBase):
+class RecreatedEnv(WrapperEnv):
     """An environment around another one, ``base_env``, which is replaced by a new one when it raises.
 
     A step that raised is answered by the last observation once more, a reward of 0, and ``truncated`` and ``done`` set
@@ -56,25 +57,18 @@ class RecreatedEnv(EnvBase):
         (torch.Size([3]), 0)
     """
 
-    base_env: EnvBase
     _not_saved = ("_maker", "_report")
 
     def __init__(
         self, env: EnvBase, maker: Callable[[], EnvBase], worker: int | None, report: Callable[[str], Any]
     ) -> None:
-        self.__dict__["base_env"] = env  # for the constructor, which sets what belongs to it
         env.add_truncated_keys()
         if alone := [group.done for group in env.done_groups if group.truncated is None]:
             raise ValueError(
                 f"on_env_failure='recreate': {env} ends trajectories by {key_str(alone)}, which cannot tell a cut from "
                 "an end. Name the environment's flag 'done', or leave on_env_failure out."
             )
-        super().__init__(
-            device=env.device,
-            batch_size=env.batch_size,
-            run_type_checks=env.run_type_checks,
-            allow_done_after_reset=env.allow_done_after_reset,
-        )
+        super().__init__(env)
         self._maker = ByValue(maker)
         self._worker = worker
         self._report = report
@@ -82,15 +76,6 @@ class RecreatedEnv(EnvBase):
         self.awaits_reset = False
         self.last_observed: TensorDictBase | Values | None = None
         self._owes_end = False  # whether trajectories are under way that no environment goes on with
-        self._hold(env)
-
-    def _finalize(self) -> None:
-        """Specs are those of the base environment."""
-
-    def _hold(self, env: EnvBase) -> None:
-        self.base_env = env
-        self.__dict__["base_env"] = env  # as in TransformedEnv
-        self._cache.clear()
 
     @property
     def recreations(self) -> int:
@@ -131,7 +116,7 @@ class RecreatedEnv(EnvBase):
     def _replace(self) -> None:
         old = self.base_env
         check = partial(_check_fits, old=old, facts=_facts(old))
-        self._hold(self.recreation.replace(old, lambda: made(self._worker, self._maker.value), check))
+        self.base_env = self.recreation.replace(old, lambda: made(self._worker, self._maker.value), check)
 
     def note_step(self, observed: TensorDictBase | Values) -> None:
         """Note a step that the environment took."""
@@ -236,11 +221,6 @@ class RecreatedEnv(EnvBase):
         """No effect: all groups of flags have one."""
         return self
 
-    @property
-    def batch_locked(self) -> bool:  # type: ignore[override]
-        """As for the base environment."""
-        return self.base_env.batch_locked
-
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """That of the base environment."""
         return self.base_env.rand_action(tensordict)
@@ -255,7 +235,7 @@ class RecreatedEnv(EnvBase):
         if device is not None:
             self.recreation.device = as_device(device)
             self.base_env.to(device)
-            super().to(device)
+            self._cache.clear()
         return self
 
     def close(self, *, raise_if_closed: bool = True) -> None:
@@ -271,15 +251,6 @@ class RecreatedEnv(EnvBase):
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}base_env.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            base_env = self.__dict__.get("base_env")
-            if base_env is None or name.startswith("__") or hasattr(type(self), name):
-                raise
-        return getattr(base_env, name)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.base_env!r})"

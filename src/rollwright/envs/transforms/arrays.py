@@ -19,6 +19,7 @@ from rollwright.envs.arrays import (
 )
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.compose import Compose
+from rollwright.envs.wrapper import WrapperArrays
 from rollwright.errors import NotNative, RollwrightError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def _chain(transform: Transform) -> list[Transform]:
     return [transform]
 
 
-class TransformedArrays(ArrayEnv):
+class TransformedArrays(WrapperArrays):
     """The array form of a :class:`TransformedEnv`.
 
     Raises:
@@ -52,8 +53,8 @@ class TransformedArrays(ArrayEnv):
         if not env.cache_specs:
             raise NotNative("cache_specs=False")
         self._env, self._known = env, known
-        self._base = base = array_form(env.base_env) if base is None else base
-        self.batch, self.rewards = base.batch, base.rewards
+        base = array_form(env.base_env) if base is None else base
+        super().__init__(base)
         self.entries, self.reads = dict(base.entries), list(base.reads)
         self._parts: list[ArrayTransform] = []
         self._transforms = _chain(env.transform)
@@ -67,15 +68,6 @@ class TransformedArrays(ArrayEnv):
         self._steps = [part.step for part in self._parts]
         if self.entries.keys() != {unravel(key) for key in env.observation_keys}:
             raise NotNative("its specs are not those of its transforms")
-
-    @property
-    def resets_ahead(self) -> bool:
-        """See :class:`ArrayEnv`."""
-        return self._base.resets_ahead
-
-    @resets_ahead.setter
-    def resets_ahead(self, value: bool) -> None:
-        self._base.resets_ahead = value
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""

@@ -97,9 +97,10 @@ class TensorDictPrimer(Transform):
     def _placed(self, batch: torch.Size) -> dict[NestedKey, TensorSpec]:
         """The specs of the entries of a batch."""
         name = f"specs{tuple(batch)}"
-        return self._remember(name, lambda: {key: self._place(key, batch) for key in self._keys})
+        return self._remember(name, lambda: {key: self.placed(key, batch) for key in self._keys})
 
-    def _place(self, key: NestedKey, batch: torch.Size) -> TensorSpec:
+    def placed(self, key: NestedKey, batch: torch.Size) -> TensorSpec:
+        """The spec of an entry of a batch."""
         spec = self.primers[key]
         has_batch = spec.shape[: len(batch)] == batch
         if self.expand_specs or (self.expand_specs is None and not has_batch):

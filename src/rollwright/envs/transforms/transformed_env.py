@@ -16,15 +16,15 @@ from rollwright.envs.transforms.arrays import TransformedArrays
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.compose import Compose, TransformLike
 from rollwright.envs.transforms.functions import as_transform
+from rollwright.envs.wrapper import WrapperEnv
 from rollwright.errors import EnvError
 
 __all__ = ["TransformedEnv"]
 
-SHARED = ("run_type_checks", "allow_done_after_reset", "is_closed")
 OUTPUTS, INPUTS = ("observation", "reward", "done"), ("action", "state")
 
 
-class TransformedEnv(EnvBase):
+class TransformedEnv(WrapperEnv):
     """An environment whose data pass through a transform.
 
     Attributes that it does not have itself are those of ``base_env``. Its ``state_dict()`` holds the
@@ -51,8 +51,8 @@ class TransformedEnv(EnvBase):
         tensor([1, 2, 3])
     """
 
-    base_env: EnvBase
     transform: Transform
+    _of_base = ("run_type_checks", "allow_done_after_reset", "is_closed")
     returns_copies = True  # what the base environment returned was copied already
 
     def __init__(
@@ -69,8 +69,6 @@ class TransformedEnv(EnvBase):
                 f"base_env: expected an environment of rollwright, got {type(base_env).__name__}. "
                 "Wrap a gymnasium environment in GymWrapper(env) first."
             )
-        super().__init__()
-        self.cache_specs = cache_specs
         transform = Compose() if transform is None else as_transform(transform)
         transform.check_free()
         if auto_unwrap and type(base_env) is TransformedEnv and type(self) is TransformedEnv:
@@ -80,24 +78,17 @@ class TransformedEnv(EnvBase):
                 chain.share(part)
             chain.append(transform)
             base_env, transform = base_env.base_env, chain
-        self.base_env = base_env if device is None else base_env.to(device)
+        super().__init__(base_env if device is None else base_env.to(device))
+        self.cache_specs = cache_specs
         self.transform = transform
-
-    def _finalize(self) -> None:
-        """Specs come from the base environment, when they are first asked for."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "transform":
             self._set_transform(as_transform(value))
-        elif name not in SHARED:
-            super().__setattr__(name, value)
-            if name == "base_env":
-                # Also a plain attribute: modules are looked up in a slow way, and each step does so often.
-                self.__dict__[name] = value
-                if "transform" in self._modules:
-                    self.empty_cache()
-        elif "base_env" in self._modules:  # not yet while EnvBase sets its defaults
-            setattr(self.base_env, name, value)
+            return
+        super().__setattr__(name, value)
+        if name == "base_env" and "transform" in self._modules:
+            self.empty_cache()
 
     def _set_transform(self, transform: Transform) -> None:
         transform.check_free()
@@ -222,32 +213,6 @@ class TransformedEnv(EnvBase):
 
     # What belongs to the base environment -----------------------------------------------------
 
-    @property
-    def batch_size(self) -> torch.Size:
-        """Shape of the batch of environments."""
-        return self.base_env.batch_size
-
-    @batch_size.setter
-    def batch_size(self, value: Sequence[int]) -> None:
-        raise AttributeError("batch_size: that of a TransformedEnv is its base environment's. Set it there.")
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the environment's tensors live, or None."""
-        return self.base_env.device
-
-    @device.setter
-    def device(self, value: torch.device | str | None) -> None:
-        self.to(value)
-
-    @property
-    def batch_locked(self) -> bool:  # type: ignore[override]
-        """As for the base environment."""
-        return self.base_env.batch_locked
-
-    # Set through ``__setattr__``.
-    run_type_checks = property(lambda self: self.base_env.run_type_checks)
-    allow_done_after_reset = property(lambda self: self.base_env.allow_done_after_reset)
     remedy_when_closed = property(lambda self: self.base_env.remedy_when_closed)
     is_closed = property(lambda self: self.base_env.is_closed)
 
@@ -258,16 +223,6 @@ class TransformedEnv(EnvBase):
             self.transform.to(device)
             self.empty_cache()
         return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            base_env = self.__dict__.get("_modules", {}).get("base_env")
-            # Where a property of this class raised, the base environment's value would be a wrong one.
-            if base_env is None or name.startswith("__") or hasattr(type(self), name):
-                raise
-        return getattr(base_env, name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

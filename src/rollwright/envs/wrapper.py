@@ -1,0 +1,99 @@
+"""WrapperEnv: an environment around another one, whose attributes it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from rollwright.envs.arrays import ArrayEnv
+from rollwright.envs.base import EnvBase
+
+__all__ = ["WrapperArrays", "WrapperEnv"]
+
+
+class WrapperEnv(EnvBase):
+    """An environment around another one; attributes that it does not have itself are those of ``base_env``.
+
+    Args:
+        base_env: the environment.
+    """
+
+    base_env: EnvBase
+    _of_base: ClassVar[tuple[str, ...]] = ("run_type_checks", "allow_done_after_reset")  # are set there
+
+    def __init__(self, base_env: EnvBase) -> None:
+        super().__init__()
+        self.base_env = base_env
+
+    def _finalize(self) -> None:
+        """Specs come from the base environment, when they are first asked for."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._of_base:
+            if "base_env" in self.__dict__:  # not yet while EnvBase sets its defaults
+                setattr(self.base_env, name, value)
+            return
+        super().__setattr__(name, value)
+        if name == "base_env":
+            # Also a plain attribute: modules are looked up in a slow way, and each step does so often.
+            self.__dict__[name] = value
+            self._cache.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            base_env = self.__dict__.get("base_env")
+            # Where a property of this class raised, the base environment's value would be a wrong one.
+            if base_env is None or name.startswith("__") or hasattr(type(self), name):
+                raise
+        return getattr(base_env, name)
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """Shape of the batch of environments."""
+        return self.base_env.batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: Sequence[int]) -> None:
+        raise AttributeError(f"batch_size: that of a {type(self).__name__} is its base environment's. Set it there.")
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the environment's tensors live, or None."""
+        return self.base_env.device
+
+    @device.setter
+    def device(self, value: torch.device | str | None) -> None:
+        self.to(value)
+
+    @property
+    def batch_locked(self) -> bool:  # type: ignore[override]
+        """As for the base environment."""
+        return self.base_env.batch_locked
+
+    run_type_checks = property(lambda self: self.base_env.run_type_checks)
+    allow_done_after_reset = property(lambda self: self.base_env.allow_done_after_reset)
+
+
+class WrapperArrays(ArrayEnv):
+    """The array form of an environment around another one.
+
+    Args:
+        base: the array form of that one.
+    """
+
+    def __init__(self, base: ArrayEnv) -> None:
+        self._base = base
+        self.batch, self.entries, self.rewards, self.reads = base.batch, base.entries, base.rewards, base.reads
+
+    @property
+    def resets_ahead(self) -> bool:
+        """See :class:`ArrayEnv`."""
+        return self._base.resets_ahead
+
+    @resets_ahead.setter
+    def resets_ahead(self, value: bool) -> None:
+        self._base.resets_ahead = value
