@@ -1,4 +1,4 @@
-"""EnvBase.rollout: step with a policy and stack what happened."""
+"""The method ``EnvBase.rollout``: step with a policy and stack what happened."""
 
 from __future__ import annotations
 
@@ -22,27 +22,48 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 @set_recurrent_mode("sequential")  # the dimension of a batch of environments is not time, whatever the caller set
-def rollout(
-    env: EnvBase,
+def rollout(  # noqa: D417 - self
+    self: EnvBase,
     max_steps: int,
-    policy: Policy | None,
-    callback: Callable[[EnvBase, TensorDictBase], Any] | None,
+    policy: Policy | None = None,
+    callback: Callable[[EnvBase, TensorDictBase], Any] | None = None,
     *,
-    start: TensorDictBase | None,
-    auto_reset: bool,
-    auto_cast_to_device: bool,
-    break_when_any_done: bool | None,
-    break_when_all_done: bool,
-    return_contiguous: bool | None,
-    set_truncated: bool,
-    trust_policy: bool,
+    auto_reset: bool = True,
+    auto_cast_to_device: bool = False,
+    break_when_any_done: bool | None = None,
+    break_when_all_done: bool | None = None,
+    return_contiguous: bool | None = None,
+    tensordict: TensorDictBase | None = None,
+    set_truncated: bool = False,
+    trust_policy: bool = False,
 ) -> TensorDictBase:
-    """See :meth:`EnvBase.rollout`, which declares the options."""
+    """Step for up to ``max_steps`` with a policy.
+
+    Args:
+        max_steps: the most steps to take.
+        policy: called on each TensorDict; random actions when None.
+        callback: called as ``callback(env, tensordict)`` after each action was chosen.
+        auto_reset: reset first. If False, ``tensordict`` holds the start.
+        auto_cast_to_device: move data to the policy's device and back at each step.
+        break_when_any_done: stop when any environment is done (the default). If False, what is
+            done begins anew and stepping goes on.
+        break_when_all_done: stop when every environment is done; those that are done before
+            go on without a reset.
+        return_contiguous: stack into dense tensors (the default unless specs are dynamic); if
+            False, the result is a lazy stack.
+        tensordict: where to start (``auto_reset=False``), or data for ``reset``.
+        set_truncated: mark the last step as truncated unless it is terminated.
+        trust_policy: call the policy as it is. If False, a module whose ``forward`` takes entries by name is
+            wrapped, as in a collector.
+
+    Returns:
+        ``[*batch, T]``, the last dimension named ``"time"``.
+    """
     if max_steps < 1:
         raise ValueError(f"max_steps: expected at least 1, got {max_steps}.")
     if break_when_any_done and break_when_all_done:
         raise ValueError("break_when_any_done and break_when_all_done exclude one another; pass one of them.")
-    if not auto_reset and start is None:
+    if not auto_reset and tensordict is None:
         raise ValueError("tensordict: expected the start of the rollout with auto_reset=False, got None. Pass reset().")
     if policy is not None and not callable(policy):
         raise TypeError(
@@ -50,12 +71,12 @@ def rollout(
             "Pass None for random actions."
         )
     stop_at_any = not break_when_all_done if break_when_any_done is None else break_when_any_done
-    act: Call = env.rand_action if policy is None else policy
+    act: Call = self.rand_action if policy is None else policy
     if policy is not None and not trust_policy:
-        act = speak_tensordict(policy, env, strict=False)
+        act = speak_tensordict(policy, self, strict=False)
     if auto_cast_to_device and policy is not None:
-        act = _on_device_of(policy, act, env)
-    td = env.reset(start) if auto_reset else cast(TensorDictBase, start).copy()
+        act = _on_device_of(policy, act, self)
+    td = self.reset(tensordict) if auto_reset else cast(TensorDictBase, tensordict).copy()
     frames: list[TensorDictBase] = []
     ended: torch.Tensor | bool = False
     for t in range(max_steps):
@@ -63,17 +84,17 @@ def rollout(
         if chosen is not None and chosen is not td:
             td.update(_checked(chosen))
         if callback is not None:
-            callback(env, td)
+            callback(self, td)
         if stop_at_any or break_when_all_done:
-            td = env.step(td)
+            td = self.step(td)
             frames.append(td.clone())  # policies may write into what they see, and into buffers of their own
-            ends = end_of_trajectory(td.get("next"), env.done_groups, td.ndim)
+            ends = end_of_trajectory(td.get("next"), self.done_groups, td.ndim)
             ended = ended | ends if break_when_all_done else ends.any()
             if bool(torch.as_tensor(ended).all()) or t == max_steps - 1:
                 break
-            td = env.step_mdp(td)
+            td = self.step_mdp(td)
         else:
-            frame, td = env.step_and_maybe_reset(td)
+            frame, td = self.step_and_maybe_reset(td)
             frames.append(frame.clone())
     ndim = frames[0].ndim
     if return_contiguous is False:  # named at once: names that are set later are checked against entries of any shape
@@ -82,7 +103,7 @@ def rollout(
         out = cast(TensorDictBase, LazyStackedTensorDict.maybe_dense_stack(frames, ndim))
         out.names = [*[None] * ndim, "time"]
     if set_truncated:
-        mark_truncated(env.done_groups, out[..., -1].get("next"), ndim)
+        mark_truncated(self.done_groups, out[..., -1].get("next"), ndim)
     return out
 
 

@@ -270,8 +270,6 @@ class EnvSpecs(nn.Module):
         """The flags, one group for each place that holds some."""
         return self.remember("done_groups", lambda: done_groups(self.done_keys))
 
-    done_groups = done_groups
-
     @property
     def done_keys_groups(self) -> list[list[NestedKey]]:
         """The flags' keys, one list for each place that holds flags."""

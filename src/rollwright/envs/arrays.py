@@ -1,8 +1,15 @@
 """Environments on NumPy arrays: the native form of those that need no TensorDict to take a step.
 
-An environment has this form beside its plain one (TensorDict in, TensorDict out), and both give the same bits. Data are
-dictionaries from keys to arrays, in *row form*: an entry whose spec ends in a dimension of one that says nothing
-(rewards, flags, counts) is a *column*, ``[*batch]``; for a single environment that is a plain number.
+An environment has this form beside its plain one (TensorDict in, TensorDict out), and both give the same bits. Both
+stay, since neither can carry the other without loss. The plain form takes what arrays do not hold: flags in several
+places, entries that differ between rows or vary in shape, objects, devices, batch sizes that follow the data, and
+environments that users write. The array form is what makes a step as cheap as gymnasium's own: it has no TensorDict to
+build. What both do stands once: the conversion of gymnasium's values (:meth:`GymWrapper.step_values`), the steps of
+transforms (:meth:`Transform.on_arrays`), failures and replacements (:class:`RecreatedEnv`). A batch of environments
+stacks TensorDicts in the one form and writes rows in the other.
+
+Data are dictionaries from keys to arrays, in *row form*: an entry whose spec ends in a dimension of one that says
+nothing (rewards, flags, counts) is a *column*, ``[*batch]``; for a single environment that is a plain number.
 """
 
 from __future__ import annotations

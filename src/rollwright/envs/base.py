@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EnvBase", "register_extension"]
 
-Policy = Callable[[TensorDictBase], TensorDictBase]
-
 _extensions: dict[str, Callable[[EnvBase, Any], EnvBase]] = {}
 
 
@@ -235,57 +233,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         """Take a random action and step."""
         return self.step(self.rand_action(self.reset() if tensordict is None else tensordict))
 
-    def rollout(
-        self,
-        max_steps: int,
-        policy: Policy | None = None,
-        callback: Callable[[EnvBase, TensorDictBase], Any] | None = None,
-        *,
-        auto_reset: bool = True,
-        auto_cast_to_device: bool = False,
-        break_when_any_done: bool | None = None,
-        break_when_all_done: bool | None = None,
-        return_contiguous: bool | None = None,
-        tensordict: TensorDictBase | None = None,
-        set_truncated: bool = False,
-        trust_policy: bool = False,
-    ) -> TensorDictBase:
-        """Step for up to ``max_steps`` with a policy.
-
-        Args:
-            max_steps: the most steps to take.
-            policy: called on each TensorDict; random actions when None.
-            callback: called as ``callback(env, tensordict)`` after each action was chosen.
-            auto_reset: reset first. If False, ``tensordict`` holds the start.
-            auto_cast_to_device: move data to the policy's device and back at each step.
-            break_when_any_done: stop when any environment is done (the default). If False, what is
-                done begins anew and stepping goes on.
-            break_when_all_done: stop when every environment is done; those that are done before
-                go on without a reset.
-            return_contiguous: stack into dense tensors (the default unless specs are dynamic); if
-                False, the result is a lazy stack.
-            tensordict: where to start (``auto_reset=False``), or data for ``reset``.
-            set_truncated: mark the last step as truncated unless it is terminated.
-            trust_policy: call the policy as it is. If False, a module whose ``forward`` takes entries by name is
-                wrapped, as in a collector.
-
-        Returns:
-            ``[*batch, T]``, the last dimension named ``"time"``.
-        """
-        return rollout(
-            self,
-            max_steps,
-            policy,
-            callback,
-            start=tensordict,
-            auto_reset=auto_reset,
-            auto_cast_to_device=auto_cast_to_device,
-            break_when_any_done=break_when_any_done,
-            break_when_all_done=bool(break_when_all_done),
-            return_contiguous=return_contiguous,
-            set_truncated=set_truncated,
-            trust_policy=trust_policy,
-        )
+    rollout = rollout
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         """Seed the environment and torch's global generator (from which policies sample).

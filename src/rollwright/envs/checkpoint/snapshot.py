@@ -92,10 +92,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return NotImplemented
 
 
+_FORMER_MODULES = {  # in states that were saved before these had public names
+    "rollwright.envs.checkpoint.snapshot": "rollwright.envs.checkpoint.snapshot",
+    "rollwright.envs.libs._codecs": "rollwright.envs.libs.codecs",
+}
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, objects: Mapping[str, Any]) -> None:
         super().__init__(file)
         self._objects = objects
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class or function, also where its module has another name by now."""
+        return super().find_class(_FORMER_MODULES.get(module, module), name)
 
     def persistent_load(self, pid: str) -> Any:
         """The live object of that name."""
