@@ -138,7 +138,7 @@ class CollectorOptions:
             ``"recreate"``: ``create_env_fn``, which must be a function, makes another one in its place, with its
             transforms; the step that failed is a frame with the last observation once more, a reward of 0 and
             ``truncated`` and ``done`` set. What the environment kept in buffers begins anew, and its seed is made of
-            the old one. The first time is told by a ``RuntimeWarning``, all are counted in
+            the old one. The first time gives a ``RuntimeWarning``, all are counted in
             ``stats()["env_recreations"]``; four failures without a step in between are raised. A batch of environments
             is recreated as a whole: ``SerialEnv`` and ``ParallelEnv`` have an option of this name for the single ones.
             An environment that does not come back from a step cannot be recreated in its own process: one of a

@@ -96,7 +96,7 @@ def check_entries(
 
 
 class Checks(NamedTuple):
-    """What is to be tested of the entries of one spec, and the words for the message."""
+    """What is to be tested of the entries of one spec, and what its messages name."""
 
     env: EnvBase
     name: str

@@ -64,7 +64,10 @@ class Keys:
     def __get__(self, env: EnvSpecs | None, kind: Any = None) -> list[NestedKey]:
         if env is None:
             return cast("list[NestedKey]", self)
-        return env.remember(self.name, lambda: _sorted_keys(getattr(env, f"full_{self.name}_spec")))
+        keys = env._cache.get(self.name)  # in each step
+        if keys is None:
+            keys = env._cache[self.name] = _sorted_keys(getattr(env, f"full_{self.name}_spec"))
+        return cast("list[NestedKey]", keys)
 
     def __set__(self, env: EnvSpecs, keys: Any) -> None:
         raise AttributeError(f"{self.name}_keys: follow from {self.name}_spec. Set that.")
@@ -268,7 +271,10 @@ class EnvSpecs(nn.Module):
     @property
     def done_groups(self) -> list[DoneGroup]:
         """The flags, one group for each place that holds some."""
-        return self.remember("done_groups", lambda: done_groups(self.done_keys))
+        groups = self._cache.get("done_groups")
+        if groups is None:
+            groups = self._cache["done_groups"] = done_groups(self.done_keys)
+        return cast("list[DoneGroup]", groups)
 
     @property
     def done_keys_groups(self) -> list[list[NestedKey]]:

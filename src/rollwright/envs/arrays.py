@@ -121,7 +121,7 @@ class ArrayEnv(ABC):
 
     @abstractmethod
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
-        """Begin anew in the environments that ``rows``, bool ``[*batch]``, marks; None: in all.
+        """Begin new trajectories in the environments that ``rows``, bool ``[*batch]``, marks; None: in all.
 
         Returns:
             :attr:`entries`; what they hold in rows that are not marked means nothing.
@@ -163,13 +163,13 @@ def constant(entry: Entry, value: int) -> Any:
 
 
 def check_open(env: EnvBase, call: str) -> None:
-    """Test that an environment was not closed, as the plain path words it."""
+    """Test that an environment was not closed, with the message of the plain path."""
     if env.is_closed:
         raise EnvError(f"{env}: {call} after close(). {env.remedy_when_closed}.")
 
 
 def named_error(env: EnvBase, call: str, error: Exception) -> EnvError:
-    """What an environment raised, as the plain path words it."""
+    """What an environment raised, with the message of the plain path."""
     return EnvError(f"{env} raised in {call}: {type(error).__name__}: {error}")
 
 

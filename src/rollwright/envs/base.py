@@ -116,7 +116,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     # What a subclass writes -------------------------------------------------------------------
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        """Begin anew; returns observations (and flags, where any is set), without ``"next"``.
+        """Begin new trajectories; returns observations (and flags, where any is set), without ``"next"``.
 
         ``tensordict`` is None for a plain reset. In a partial reset it holds ``"_reset"``; only rows
         that it marks are read from the result.

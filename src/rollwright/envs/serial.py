@@ -50,8 +50,8 @@ class SerialEnv(BatchedEnv):
             it. ``"recreate"``: another one is made in its place, and the others do not notice; the step that failed is
             a frame with the last observation once more, a reward of 0 and ``truncated`` and ``done`` set, so that its
             trajectory ends. What the environment kept in buffers begins anew, and its seed is made of the old one. The
-            first time is told by a ``RuntimeWarning``, all are counted in :attr:`recreations`; four failures of one
-            environment without a step in between are raised. An environment that does not come back from a step can
+            first time gives a ``RuntimeWarning``, all are counted in :attr:`recreations`; four failures of one
+            environment without a step in between are raised. An environment whose step does not return can
             be replaced only in another process, by ``ParallelEnv``.
 
     Attributes:

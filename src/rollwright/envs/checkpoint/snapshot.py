@@ -1,7 +1,7 @@
 """Pickles of what lies in an environment, where a pickle would hold all of it.
 
 A pickle that quietly leaves something out is worse than none. So what pickles without its state is refused
-here, and arrays that share memory go on sharing it.
+instead of pickled, and arrays that share memory go on sharing it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""InTurn: the environments of a SyncVectorEnv, stepped one after the other, and reset only when told."""
+"""InTurn: the environments of a SyncVectorEnv, stepped one after the other, and reset only on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes any gymnasium vector environment begin episodes only when told to, whatever its autoreset mode."""
+"""Makes any gymnasium vector environment begin episodes only on request, whatever its autoreset mode."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class VectorEpisodes:
         seeds_parts: whether a reset of some environments can seed them.
 
     Raises:
-        ValueError: the environment cannot be made to reset only when told.
+        ValueError: the environment cannot be made to reset only on request.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:

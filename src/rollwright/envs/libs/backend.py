@@ -18,7 +18,7 @@ class set_gym_backend:
     """Choose the package that :class:`~rollwright.envs.GymEnv` builds environments with.
 
     Only gymnasium is supported. The function exists so that programs which name their backend run
-    unchanged, and so that those which ask for another are told.
+    unchanged, and so that those which ask for another get an error.
 
     Args:
         backend: ``"gymnasium"``, or the imported module.

@@ -202,25 +202,27 @@ class ObservationReader:
             SpecError: an entry has another shape or dtype than its space says.
             KeyError: an entry is missing.
         """
-        if self._only is not None:
-            key, read = self._only
-            try:
+        key: NestedKey = ""
+        try:
+            if self._only is not None:
+                key, read = self._only
                 return {key: read(raw)}
-            except SpecError as error:
-                raise SpecError(f"{key!r} {error}") from error
-        out: dict[NestedKey, Any] = {}
-        for key, path, read in self.entries:
-            value = raw
-            for part in path:
-                try:
-                    value = value[part]
-                except (KeyError, IndexError, TypeError) as error:
-                    raise KeyError(key) from error
-            try:
-                out[key] = read(value)
-            except SpecError as error:
-                raise SpecError(f"{key!r} {error}") from error
-        return out
+            out: dict[NestedKey, Any] = {}
+            for key, path, read in self.entries:
+                out[key] = read(_at(raw, path, key))
+            return out
+        except SpecError as error:
+            raise SpecError(f"{key!r} {error}") from error
+
+
+def _at(raw: Any, path: tuple[Any, ...], key: NestedKey) -> Any:
+    """The part of a raw value that is the entry ``key``."""
+    try:
+        for part in path:
+            raw = raw[part]
+    except (KeyError, IndexError, TypeError) as error:
+        raise KeyError(key) from error
+    return raw
 
 
 def _only(entries: list[tuple[NestedKey, tuple[Any, ...], Any]]) -> tuple[NestedKey, Any] | None:
@@ -364,28 +366,26 @@ class ActionWriter:
             SpecError: an action that the environment cannot take.
             KeyError: an action is missing.
         """
-        if self._only is not None and type(value := values.get(self._only[0], None)) is np.ndarray:
-            try:
-                return self._only[1](value)
-            except SpecError as error:
-                raise SpecError(f"{self._only[0]!r} {error}") from error
-        written = {}
-        for key, path, write in self.entries:
-            value = values.get(key, None)
-            if value is None:
-                raise KeyError(key)
-            if type(value) is np.ndarray:
-                pass
-            elif isinstance(value, Tensor):
-                value = value.detach().cpu().numpy()
-            elif isinstance(write, WriteObject):
-                value = value.tolist()  # non-tensor data: the object itself, or a list of them
-            else:
-                raise SpecError(f"{key!r} must be a tensor, got {type(value).__name__}.")
-            try:
+        key: NestedKey = ""
+        try:
+            if self._only is not None:
+                key, write = self._only
+                if type(value := values.get(key, None)) is np.ndarray:
+                    return write(value)
+            written = {}
+            for key, path, write in self.entries:
+                value = values.get(key, None)
+                if value is None:
+                    raise KeyError(key)
+                if isinstance(value, Tensor):
+                    value = value.detach().cpu().numpy()
+                elif type(value) is not np.ndarray:
+                    if not isinstance(write, WriteObject):
+                        raise SpecError(f"must be a tensor, got {type(value).__name__}.")
+                    value = value.tolist()  # non-tensor data: the object itself, or a list of them
                 written[path] = write(value)
-            except SpecError as error:
-                raise SpecError(f"{key!r} {error}") from error
+        except SpecError as error:
+            raise SpecError(f"{key!r} {error}") from error
         return written[()] if () in written else _assemble(self.space, (), written)
 
 

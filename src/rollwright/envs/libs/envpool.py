@@ -28,7 +28,7 @@ class EnvPoolEnv(GymWrapper):
     ``"next"`` holds the true last observation.
 
     EnvPool takes seeds when a pool is made. After :meth:`set_seed` the next reset of all
-    environments makes the pool anew; without a seed, seeds come from the operating system (EnvPool
+    environments makes a new pool; without a seed, seeds come from the operating system (EnvPool
     itself would use 42 every time).
 
     Args:

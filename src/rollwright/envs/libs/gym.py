@@ -177,7 +177,7 @@ class GymWrapper(InfoReadingEnv):
         return self._as_tensordict(self.reset_values(rows, **kwargs))
 
     def reset_values(self, rows: Rows | None, **kwargs: Any) -> Values:
-        """Begin anew where ``rows`` marks; first observations as arrays."""
+        """Begin new episodes where ``rows`` marks; first observations as arrays."""
         seeds = self._seeds_for(rows, kwargs.pop("seed", None))
         if self._episodes is not None:
             options = kwargs.pop("options", None)

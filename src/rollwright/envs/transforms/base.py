@@ -132,7 +132,7 @@ class Transform(nn.Module):
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """What the transform does where an environment is stepped on arrays; bit for bit what it does on TensorDicts.
 
-        A subclass that changes how steps or resets are transformed says so anew: the method is not inherited.
+        A subclass of a transform with such a form works on TensorDicts until it defines one of its own.
 
         Args:
             env: the environment that it follows, with the transforms before it.

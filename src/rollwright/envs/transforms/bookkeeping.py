@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +20,10 @@ from rollwright.errors import NotNative
 __all__ = ["InitTracker", "RewardSum", "StepCounter"]
 
 
+Pairs = list[tuple[NestedKey, NestedKey]]
+GroupEntries = list[tuple[DoneGroup, NestedKey]]
+
+
 def _check_name(argument: str, name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"{argument}: expected a plain name, to be used beside each group of flags, got {name!r}.")
@@ -33,7 +38,7 @@ class _Bookkeeping(Transform):
         self.name = name
 
     @property
-    def _entries(self) -> list[tuple[DoneGroup, NestedKey]]:
+    def _entries(self) -> GroupEntries:
         return self._remember("entries", lambda: [(g, unravel((*g.prefix, self.name))) for g in self._groups])
 
     def _flags(self, tensordict: TensorDictBase, group: DoneGroup) -> torch.Tensor:
@@ -148,11 +153,11 @@ class StepCounter(_Bookkeeping):
         self.update_done = update_done
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self._count(tensordict, next_tensordict)
+        self._count(self._entries, tensordict, next_tensordict)
         return next_tensordict
 
-    def _count(self, root: TensorDictBase | Values, out: TensorDictBase | Values) -> None:
-        for group, key in self._entries:
+    def _count(self, entries: GroupEntries, root: TensorDictBase | Values, out: TensorDictBase | Values) -> None:
+        for group, key in entries:
             out[key] = count = self._carried(root, key) + 1
             if self.max_steps is not None:
                 self._cut(out, group, count >= self.max_steps)
@@ -195,7 +200,7 @@ class StepCounter(_Bookkeeping):
         def reset(fresh: Values) -> None:
             fresh[key] = zero
 
-        return ArrayTransform({key: entry}, [key], self._count, reset)
+        return ArrayTransform({key: entry}, [key], partial(self._count, self._entries), reset)
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Announce the count, and the flag that it may set."""
@@ -267,7 +272,7 @@ class RewardSum(Transform):
             )
         self._pairs()
 
-    def _pairs(self) -> list[tuple[NestedKey, NestedKey]]:
+    def _pairs(self) -> Pairs:
         return self._remember("pairs", self._find)
 
     def _find(self) -> list[tuple[NestedKey, NestedKey]]:
@@ -286,26 +291,27 @@ class RewardSum(Transform):
         return super()._pairs()
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self._sum(tensordict, next_tensordict)
+        self._sum(self._pairs(), tensordict, next_tensordict)
         return next_tensordict
 
-    def _sum(self, root: TensorDictBase | Values, out: TensorDictBase | Values) -> None:
-        for in_key, out_key in self._pairs():
+    def _sum(self, pairs: Pairs, root: TensorDictBase | Values, out: TensorDictBase | Values) -> None:
+        for in_key, out_key in pairs:
             out[out_key] = self._carried(root, out_key) + self._read(out, in_key)
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
         if self.reset_keys:
             raise NotNative("RewardSum has reset_keys")
-        if unknown := [key for key, _ in self._pairs() if key not in env.rewards]:
+        pairs = self._pairs()
+        if unknown := [key for key, _ in pairs if key not in env.rewards]:
             raise NotNative(f"RewardSum sums {unknown[0]!r}")
-        entries = {out_key: env.rewards[in_key] for in_key, out_key in self._pairs()}
+        entries = {out_key: env.rewards[in_key] for in_key, out_key in pairs}
         zeros = {key: constant(entry, 0) for key, entry in entries.items()}
 
         def reset(fresh: Values) -> None:
             fresh.update(zeros)
 
-        return ArrayTransform(entries, list(entries), self._sum, reset)
+        return ArrayTransform(entries, list(entries), partial(self._sum, pairs), reset)
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         specs = self._rewards()
@@ -338,7 +344,7 @@ class RewardSum(Transform):
         return self.transform_observation_spec(state_spec)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Sum rewards over the time dimension of data, anew after each ``("next", "done")``."""
+        """Sum rewards over the time dimension of data, from 0 after each ``("next", "done")``."""
         axis = time_axis(tensordict, "RewardSum")
         before = trajectory_starts(tensordict, axis) - 1
         for in_key, out_key in self._pairs():

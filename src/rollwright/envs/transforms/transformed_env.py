@@ -35,7 +35,7 @@ class TransformedEnv(WrapperEnv):
             ``transform``, and ``base_env`` becomes the environment inside (``auto_unwrap=False`` nests).
         transform: a transform, or a function on TensorDicts that is called on what steps and resets
             return; None for an empty chain. Assign to ``env.transform`` to replace it.
-        cache_specs: compute specs once. If False, anew with each use, for transforms whose specs vary.
+        cache_specs: compute specs once. If False, with each use, for transforms whose specs vary.
         device: move the environment there first.
         auto_unwrap: see ``base_env``.
 
