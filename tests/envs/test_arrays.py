@@ -13,9 +13,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv, default_info_dict_reader
-from rollwright.envs.arrays import FLAGS, array_form
+from rollwright.envs.arrays import FLAGS, ArrayTransform, array_form
 from rollwright.envs.libs._turns import InTurn
-from rollwright.envs.transforms import Compose, InitTracker, RewardSum, StepCounter, TensorDictPrimer
+from rollwright.envs.transforms import Compose, InitTracker, RewardSum, StepCounter, TensorDictPrimer, Transform
+from rollwright.envs.transforms.base import map_spec
 from rollwright.errors import EnvError, NotNative
 
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -64,6 +65,27 @@ def books(env):
     return TransformedEnv(env, Compose(InitTracker(), StepCounter(max_steps=3), RewardSum(), primer))
 
 
+class Twice(Transform):
+    """A user's transform that has an array form."""
+
+    def __init__(self, key, out_key):
+        super().__init__([key], [out_key])
+
+    def _apply_transform(self, obs):
+        return obs * 2
+
+    def transform_observation_spec(self, observation_spec):
+        return map_spec(observation_spec, self._pairs(), lambda leaf: Unbounded(leaf.shape, dtype=leaf.dtype))
+
+    def on_arrays(self, env):
+        ((key, out_key),) = self._pairs()
+
+        def add(values):
+            values[out_key] = self._apply_transform(values[key])
+
+        return ArrayTransform({out_key: env.entries[key]}, [], lambda root, out: add(out), add)
+
+
 ENVS = {
     "single": walk,
     "single of a dict": lambda: walk(seen=spaces.Dict(a=BOX, b=spaces.Dict(c=spaces.Discrete(3)))),
@@ -75,6 +97,9 @@ ENVS = {
     "disabled": lambda: vector(AutoresetMode.DISABLED, seen=spaces.Dict(a=BOX, b=spaces.Discrete(2))),
     "books": lambda: books(walk()),
     "books of a vector": lambda: books(vector(AutoresetMode.SAME_STEP)),
+    "a user's transforms": lambda: TransformedEnv(
+        walk(), Compose(Twice("observation", "two"), StepCounter(), Twice("two", "four"), Twice("step_count", "even"))
+    ),
     "serial": lambda: SerialEnv(3, walk),
     "serial of vectors": lambda: SerialEnv(2, vector),
     "serial of books": lambda: SerialEnv(2, lambda: books(walk())),
@@ -185,6 +210,13 @@ def patched(env, name):
     return env
 
 
+class Slower(StepCounter):
+    """Counts in another way, and has no array form of its own."""
+
+    def _step(self, tensordict, next_tensordict):
+        return next_tensordict.set("step_count", tensordict["step_count"] + tensordict["step_count"] % 2)
+
+
 def odd_transform():
     return patched(StepCounter(), "_step")
 
@@ -197,6 +229,7 @@ REFUSED = {
     "readers of info": lambda: walk().set_info_dict_reader(default_info_dict_reader(["x"])),
     "holds objects": lambda: walk(seen=spaces.Dict(a=BOX, b=spaces.Text(3))),
     "works on TensorDicts": lambda: TransformedEnv(walk(), odd_transform()),
+    "Slower works on TensorDicts": lambda: TransformedEnv(walk(), Slower()),
     "cache_specs": lambda: TransformedEnv(walk(), StepCounter(), cache_specs=False),
     "reset_keys": lambda: TransformedEnv(walk(), RewardSum(["reward"], reset_keys=["_reset"])),
     "a reset_key": lambda: TransformedEnv(walk(), TensorDictPrimer(h=Unbounded(()), reset_key="_reset")),

@@ -64,10 +64,7 @@ class Keys:
     def __get__(self, env: EnvSpecs | None, kind: Any = None) -> list[NestedKey]:
         if env is None:
             return cast("list[NestedKey]", self)
-        keys = env._cache.get(self.name)  # in each step
-        if keys is None:
-            keys = env._cache[self.name] = _sorted_keys(getattr(env, f"full_{self.name}_spec"))
-        return cast("list[NestedKey]", keys)
+        return env.remember(self.name, lambda: _sorted_keys(getattr(env, f"full_{self.name}_spec")))
 
     def __set__(self, env: EnvSpecs, keys: Any) -> None:
         raise AttributeError(f"{self.name}_keys: follow from {self.name}_spec. Set that.")

@@ -221,8 +221,14 @@ def _by_name(parts: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 def _tensors(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor | None]]:
     for path, part in parts.items():
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            yield f"{path}.{name}", tensor
+        for own in _own_tensors(part):
+            for name, tensor in own.items():
+                yield f"{path}.{name}", tensor
+
+
+def _own_tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters and buffers, those included that are None so far."""
+    return part._parameters, part._buffers
 
 
 def _specs(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, TensorSpec]]:
@@ -247,13 +253,13 @@ def _copied(tensor: Tensor | None) -> Tensor | None:
 
 def _put_tensors(parts: Mapping[str, nn.Module], saved: Mapping[str, Tensor | None]) -> None:
     for path, part in parts.items():
-        for own in (part._parameters, part._buffers):
+        for own in _own_tensors(part):
             for name, live in own.items():
                 if f"{path}.{name}" not in saved:
                     continue
                 value = saved[f"{path}.{name}"]
                 if live is None or value is None:
-                    own[name] = _copied(value)  # type: ignore[assignment]
+                    own[name] = _copied(value)
                 elif live.shape == value.shape and live.dtype == value.dtype:
                     with torch.no_grad():
                         live.copy_(value)  # in place: others may share it

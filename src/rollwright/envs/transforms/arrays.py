@@ -61,7 +61,7 @@ class TransformedArrays(WrapperArrays):
         for transform in self._transforms:
             if "on_arrays" not in vars(type(transform)) or OVERRIDABLE & vars(transform).keys():
                 raise NotNative(f"{type(transform).__name__} works on TensorDicts")
-            part = transform.on_arrays(base)
+            part = transform.on_arrays(self)  # with the entries of those before
             self._parts.append(part)
             self.entries.update(part.entries)
             self.reads += [key for key in part.reads if key not in self.reads]
