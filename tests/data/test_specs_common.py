@@ -224,7 +224,7 @@ def test_indices_that_do_not_fit_are_errors() -> None:
 def test_reshaping_keeps_the_samples(spec: TensorSpec, lead: tuple[int, ...]) -> None:
     lead = (2, *lead, 3)
     wide = spec.expand(*lead, *spec.shape)
-    event = spec.ndim - spec._batch_ndim
+    event = spec.ndim - spec.batch_ndim
     tail = tuple(spec.shape[spec.ndim - event :])
     assert wide.reshape(-1, *tail).reshape(wide.shape) == wide
     assert wide.view(-1, *tail).shape == (int(np.prod(wide.shape[: wide.ndim - event])), *tail)

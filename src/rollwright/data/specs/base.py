@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from rollwright._keys import NestedKey
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, star_size
 
-__all__ = ["IntervalSpace", "OutcomeSpace", "TensorSpec"]
+__all__ = ["IntervalSpace", "OutcomeSpace", "TensorSpec", "implements"]
 
 
 class IntervalSpace(NamedTuple):
@@ -45,8 +45,6 @@ class TensorSpec(abc.ABC):
     shape: torch.Size
     dtype: torch.dtype | None
     device: torch.device | None
-
-    _torch_functions: ClassVar[dict[Any, Callable[..., Any]]] = {}
 
     # What a subclass supplies -----------------------------------------------------------------
 
@@ -135,16 +133,19 @@ class TensorSpec(abc.ABC):
     @abc.abstractmethod
     def __eq__(self, other: object) -> bool: ...
 
+    # The shape operations that all others are made of. Specs that hold others call them on these; the first ``ndim``
+    # dimensions, at most :attr:`batch_ndim`, are those of the spec that holds them.
+
     @abc.abstractmethod
-    def _index_batch(self, idx: Any, ndim: int) -> Self:
+    def index_batch(self, idx: Any, ndim: int) -> Self:
         """Index the first ``ndim`` dimensions."""
 
     @abc.abstractmethod
-    def _expand_batch(self, batch: torch.Size, ndim: int) -> Self:
+    def expand_batch(self, batch: torch.Size, ndim: int) -> Self:
         """Expand the first ``ndim`` dimensions to ``batch``, already known to be possible."""
 
     @abc.abstractmethod
-    def _reshape_batch(self, batch: torch.Size, ndim: int) -> Self:
+    def reshape_batch(self, batch: torch.Size, ndim: int) -> Self:
         """Reshape the first ``ndim`` dimensions to ``batch``, of the same number of elements."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -224,8 +225,11 @@ class TensorSpec(abc.ABC):
         return torch.Size([size if size >= 0 else 1 for size in self.shape])
 
     @property
-    def _batch_ndim(self) -> int:
-        """Leading dimensions that shape operations may touch: all before the first varying one."""
+    def batch_ndim(self) -> int:
+        """Leading dimensions that shape operations may touch: all before the first varying one.
+
+        The last dimensions of some specs belong to one value, and do not count.
+        """
         return self.shape.index(-1) if -1 in self.shape else self.ndim
 
     # Shape arithmetic -------------------------------------------------------------------------
@@ -238,7 +242,7 @@ class TensorSpec(abc.ABC):
         Raises:
             IndexError: the index does not fit the other dimensions.
         """
-        return self._index_batch(idx, self._batch_ndim)
+        return self.index_batch(idx, self.batch_ndim)
 
     def unbind(self, dim: int = 0) -> tuple[Self, ...]:
         """One spec for each index along a dimension."""
@@ -254,7 +258,7 @@ class TensorSpec(abc.ABC):
         Raises:
             ValueError: the shape cannot be expanded to the one given.
         """
-        target, ndim = star_size(shape), self._batch_ndim
+        target, ndim = star_size(shape), self.batch_ndim
         old, tail = self.shape[:ndim], self.shape[ndim:]
         split = len(target) - len(tail)
         added = max(split - ndim, 0)
@@ -266,7 +270,7 @@ class TensorSpec(abc.ABC):
                 f"shape: expected one to which {list(self.shape)} can be expanded, got {list(target)}. "
                 f"Let it end in {list(self.shape)}, of which sizes of one may be larger."
             )
-        return self._expand_batch(torch.Size(batch), ndim)
+        return self.expand_batch(torch.Size(batch), ndim)
 
     def reshape(self, *shape: Any) -> Self:
         """The spec of a reshaped sample; one size may be -1.
@@ -274,7 +278,7 @@ class TensorSpec(abc.ABC):
         Raises:
             ValueError: the numbers of elements differ, or a dimension inside one value would change.
         """
-        target, ndim = star_size(shape), self._batch_ndim
+        target, ndim = star_size(shape), self.batch_ndim
         tail = self.shape[ndim:]
         split = len(target) - len(tail)
         if split < 0 or target[split:] != tail:
@@ -282,20 +286,20 @@ class TensorSpec(abc.ABC):
                 f"shape: expected one that ends in {list(tail)}, which belongs to one value, got "
                 f"{list(target)}. Reshape the dimensions {list(self.shape[:ndim])} only."
             )
-        return self._reshape_batch(self._resolve(target[:split]), ndim)
+        return self.reshape_batch(self._resolve(target[:split]), ndim)
 
     view = reshape
 
     def squeeze(self, dim: int | None = None) -> Self:
         """The spec without its dimensions of size one, or without the given one if it has size one."""
-        ndim = self._batch_ndim
+        ndim = self.batch_ndim
         batch = list(self.shape[:ndim])
         if dim is None:
             kept = [size for size in batch if size != 1]
         else:
             dim = self._batch_dim(dim)
             kept = batch[:dim] + batch[dim + (batch[dim] == 1) :]
-        return self if kept == batch else self._reshape_batch(torch.Size(kept), ndim)
+        return self if kept == batch else self.reshape_batch(torch.Size(kept), ndim)
 
     def unsqueeze(self, dim: int) -> Self:
         """The spec with a new dimension of size one.
@@ -304,25 +308,25 @@ class TensorSpec(abc.ABC):
             ValueError: the dimension would lie inside one value.
         """
         dim = self._batch_dim(dim, new=1)
-        batch = self.shape[: self._batch_ndim]
-        return self._reshape_batch(torch.Size((*batch[:dim], 1, *batch[dim:])), self._batch_ndim)
+        batch = self.shape[: self.batch_ndim]
+        return self.reshape_batch(torch.Size((*batch[:dim], 1, *batch[dim:])), self.batch_ndim)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
         """The spec with the dimensions from ``start_dim`` to ``end_dim`` made one."""
         start, end = self._batch_dim(start_dim), self._batch_dim(end_dim)
-        batch = self.shape[: self._batch_ndim]
+        batch = self.shape[: self.batch_ndim]
         sizes = (*batch[:start], math.prod(batch[start : end + 1]), *batch[end + 1 :])
-        return self._reshape_batch(torch.Size(sizes), self._batch_ndim)
+        return self.reshape_batch(torch.Size(sizes), self.batch_ndim)
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Self:
         """The spec with one dimension split in several; one size may be -1."""
         dim = self._batch_dim(dim)
-        batch = self.shape[: self._batch_ndim]
-        return self._reshape_batch(self._resolve((*batch[:dim], *sizes, *batch[dim + 1 :])), self._batch_ndim)
+        batch = self.shape[: self.batch_ndim]
+        return self.reshape_batch(self._resolve((*batch[:dim], *sizes, *batch[dim + 1 :])), self.batch_ndim)
 
     def _batch_dim(self, dim: int, new: int = 0) -> int:
         """``dim`` counted from the front; ``new`` is 1 where it names a dimension to add."""
-        ndim = self._batch_ndim
+        ndim = self.batch_ndim
         resolved = dim + self.ndim + new if dim < 0 else dim
         if not 0 <= resolved < ndim + new:
             raise ValueError(
@@ -333,7 +337,7 @@ class TensorSpec(abc.ABC):
 
     def _resolve(self, batch: Sequence[int]) -> torch.Size:
         """The batch shape with its -1 worked out."""
-        old = self.shape[: self._batch_ndim]
+        old = self.shape[: self.batch_ndim]
         try:
             return torch.zeros(()).expand(old).reshape(tuple(batch)).shape
         except RuntimeError as error:
@@ -346,8 +350,13 @@ class TensorSpec(abc.ABC):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Let ``torch.stack``, ``torch.squeeze`` and their like work on specs."""
-        handler = TensorSpec._torch_functions.get(func)
+        handler = _torch_functions.get(func)
         return NotImplemented if handler is None else handler(*args, **(kwargs or {}))
+
+
+def implements(function: Callable[..., Any], handler: Callable[..., Any]) -> None:
+    """Let a function of torch call ``handler`` where its argument is a spec."""
+    _torch_functions[function] = handler
 
 
 def _calls(name: str) -> Callable[..., Any]:
@@ -355,5 +364,6 @@ def _calls(name: str) -> Callable[..., Any]:
     return lambda spec, *args, **kwargs: getattr(spec, name)(*args, **kwargs)
 
 
+_torch_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
 for _name in ("clone", "flatten", "reshape", "squeeze", "unbind", "unflatten", "unsqueeze"):
-    TensorSpec._torch_functions[getattr(torch, _name)] = _calls(_name)
+    implements(getattr(torch, _name), _calls(_name))

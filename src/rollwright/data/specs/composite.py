@@ -74,7 +74,7 @@ class Composite(SpecMapping):
             raise TypeError(f"specs: expected a mapping from keys to specs, got {type(specs).__name__}.")
         self.shape = as_size(batch_size if shape is None else shape)
         self._device = as_device(device)
-        self._specs = {}
+        self.entries = {}
         for entries in (specs, kwargs):
             for key, spec in () if entries is None else entries.items():
                 self.set(key, spec)
@@ -93,7 +93,7 @@ class Composite(SpecMapping):
     def device(self, device: DeviceLike) -> None:
         target = as_device(device)
         if target is not None:
-            self._specs = {name: spec.to(target) for name, spec in self._specs.items()}
+            self.entries = {name: spec.to(target) for name, spec in self.entries.items()}
         self._device = target
 
     def clear_device_(self) -> Self:
@@ -117,12 +117,12 @@ class Composite(SpecMapping):
             raise TypeError(f"key: expected a string or a tuple of strings, got {key!r}.")
         name, *rest = as_tuple(key)
         if rest:
-            child = self._specs.get(name)
+            child = self.entries.get(name)
             if not isinstance(child, Composite):
                 child = Composite(shape=self.shape, device=self.device)
-            self._specs[name] = child.set(tuple(rest), spec)
+            self.entries[name] = child.set(tuple(rest), spec)
         else:
-            self._specs[name] = self._adopt(name, spec)
+            self.entries[name] = self._adopt(name, spec)
         return self
 
     def __setitem__(self, key: NestedKey, spec: TensorSpec | Mapping[Any, Any]) -> None:
@@ -135,17 +135,15 @@ class Composite(SpecMapping):
         if not isinstance(spec, TensorSpec):
             raise TypeError(f"{name!r}: expected a TensorSpec or a mapping of them, got {type(spec).__name__}.")
         if spec.shape[: self.ndim] != self.shape:
-            if isinstance(spec, Composite) and spec.shape == self.shape[: spec.ndim]:
-                spec = spec._rebatched(self.shape)
-            elif isinstance(spec, NonTensor) and spec.shape == self.shape[: spec.ndim]:
-                spec = spec._changed(shape=self.shape)
+            if isinstance(spec, (Composite, NonTensor)) and spec.shape == self.shape[: spec.ndim]:
+                spec = spec.rebatched(self.shape)
             else:
                 raise ValueError(
                     f"{name!r}: expected a spec whose shape begins with the Composite's {list(self.shape)}, "
                     f"got {spec!r}. Use spec.expand({[*self.shape, *spec.shape]}), or another shape "
                     "for the Composite."
                 )
-        if spec._batch_ndim < self._batch_ndim:
+        if spec.batch_ndim < self.batch_ndim:
             raise ValueError(
                 f"{name!r}: expected a spec whose first {self.ndim} dimensions are batch dimensions, "
                 f"got {spec!r}, "
@@ -153,10 +151,11 @@ class Composite(SpecMapping):
             )
         return spec if self.device is None else spec.to(self.device)
 
-    def _rebatched(self, shape: torch.Size) -> Self:
+    def rebatched(self, shape: torch.Size) -> Self:
         """The same entries with more of their dimensions counted as batch."""
-        new = self._rebuilt(shape)
-        new._specs = {name: new._adopt(name, spec) for name, spec in self._specs.items()}
+        new = self.with_entries({}, shape)
+        for name, spec in self.entries.items():
+            new.set(name, spec)
         return new
 
     def update(self, specs: Mapping[Any, Any] | Composite) -> Self:
@@ -171,13 +170,13 @@ class Composite(SpecMapping):
 
     def empty(self) -> Self:
         """A Composite of the same shape and device without entries."""
-        return self._rebuilt(self.shape, entries={})
+        return self.with_entries({})
 
     # Samples ----------------------------------------------------------------------------------
 
     def _sample(self, shape: ShapeLike, draw: Callable[[TensorSpec, torch.Size], Any]) -> TensorDictBase:
         sizes = as_size(shape)
-        entries = {name: draw(spec, sizes) for name, spec in self._specs.items()}
+        entries = {name: draw(spec, sizes) for name, spec in self.entries.items()}
         return TensorDict(entries, batch_size=[*sizes, *self._safe_shape], device=self.device)
 
     def rand(self, shape: ShapeLike = ()) -> TensorDictBase:
@@ -194,11 +193,11 @@ class Composite(SpecMapping):
 
     def cardinality(self) -> int | float:
         """The product of the entries' cardinalities."""
-        return math.prod(spec.cardinality() for spec in self._specs.values())
+        return math.prod(spec.cardinality() for spec in self.entries.values())
 
     def enumerate(self, use_mask: bool = False) -> TensorDictBase:
         """All combinations of the entries' values, batch size ``[combinations, *self.shape]``."""
-        values = {name: spec.enumerate(use_mask) for name, spec in self._specs.items()}
+        values = {name: spec.enumerate(use_mask) for name, spec in self.entries.items()}
         counts = [torch.arange(value.shape[0], device=value.device) for value in values.values()]
         grids = torch.meshgrid(*counts, indexing="ij") if counts else ()
         picked = {name: value[grid.flatten()] for (name, value), grid in zip(values.items(), grids, strict=True)}
@@ -214,7 +213,7 @@ class Composite(SpecMapping):
             return parts is not None and all(spec.is_in(part) for spec, part in parts)
         return all(
             spec.is_in(part)
-            for name, spec in self._specs.items()
+            for name, spec in self.entries.items()
             if (part := val.get(name, None)) is not None or not _optional(spec)
         )
 
@@ -246,22 +245,26 @@ class Composite(SpecMapping):
                 )
             for spec, part in parts:
                 spec.assert_is_in(part, key)
-        for child, spec in self._specs.items():
-            part = val.get(child, None)
-            if part is not None or not _optional(spec):
-                if part is None:
-                    raise _missing((*path, child), spec, val)
-                spec.assert_is_in(part, (*path, child))
+        for child, spec, part in self._present(val, path):
+            spec.assert_is_in(part, (*path, child))
+
+    def _present(self, val: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, TensorSpec, Any]]:
+        """Name, spec and value of each entry; a SpecError where one is missing."""
+        for name, spec in self.entries.items():
+            part = val.get(name, None)
+            if part is not None:
+                yield name, spec, part
+            elif not _optional(spec):
+                raise SpecError(
+                    f"{unravel((*path, name))!r}: expected an entry for {spec!r}, got only {_names(val)}. "
+                    "Write the entry, or take it out of the spec."
+                )
 
     def type_check(self, val: Any, key: NestedKey | None = None) -> None:
         """Raise :class:`SpecError` where an entry is missing or has another dtype than its spec."""
         path = () if key is None else as_tuple(key)
-        for name, spec in self._specs.items():
-            part = val.get(name, None)
-            if part is None and not _optional(spec):
-                raise _missing((*path, name), spec, val)
-            if part is not None:
-                spec.type_check(part, (*path, name))
+        for name, spec, part in self._present(val, path):
+            spec.type_check(part, (*path, name))
 
     def project(self, val: Any) -> Any:
         """A TensorDict with every entry mapped into its spec; ``val`` itself where it is a member.
@@ -272,13 +275,9 @@ class Composite(SpecMapping):
         if self.is_in(val):
             return val
         out = val.copy()
-        for name, spec in self._specs.items():
-            part = val.get(name, None)
-            if part is None and not _optional(spec):
-                raise _missing((name,), spec, val)
-            if part is not None:
-                with _under(name):
-                    out[name] = spec.project(part)
+        for name, spec, part in self._present(val):
+            with _under(name):
+                out[name] = spec.project(part)
         return out
 
     def encode(self, val: Any) -> TensorDictBase:
@@ -291,14 +290,14 @@ class Composite(SpecMapping):
             val = {str(i): part for i, part in enumerate(val)}
         if not isinstance(val, (TensorDictBase, Mapping)):
             raise SpecError(f"value: expected a mapping with {key_str(self.keys())}, got {type(val).__name__}.")
-        required = {name for name, spec in self._specs.items() if not _optional(spec)}
+        required = {name for name, spec in self.entries.items() if not _optional(spec)}
         present = set(val.keys())
-        if not required <= present <= set(self._specs):
+        if not required <= present <= set(self.entries):
             raise SpecError(
                 f"value: expected the entries {key_str(self.keys())}, got {_names(val)}. Make data and spec agree."
             )
         entries = {}
-        for name, spec in self._specs.items():
+        for name, spec in self.entries.items():
             with _under(name):
                 entries[name] = spec.encode(val[name]) if name in present else spec.zero()
         return TensorDict(entries, batch_size=self._safe_shape, device=self.device)
@@ -307,59 +306,57 @@ class Composite(SpecMapping):
         """A nested dict of arrays."""
         if safe:
             self.assert_is_in(val)
-        return {name: spec.to_numpy(val.get(name)) for name, spec in self._specs.items()}
+        return {name: spec.to_numpy(val.get(name)) for name, spec in self.entries.items()}
 
     # Other specs ------------------------------------------------------------------------------
 
-    def _rebuilt(
-        self,
-        shape: torch.Size,
-        op: Callable[[TensorSpec], TensorSpec] | None = None,
-        entries: dict[str, TensorSpec] | None = None,
-    ) -> Self:
-        """A copy of another shape, with an operation applied to every entry or other entries."""
+    def with_entries(self, entries: dict[str, TensorSpec], shape: torch.Size | None = None) -> Self:
+        """A copy of other entries, which are not checked, and of another shape."""
         new = copy.copy(self)
-        new.shape = shape
-        if entries is not None:
-            new._specs = entries
-        elif op is not None:
-            new._specs = {name: op(spec) for name, spec in self._specs.items()}
+        new.entries = entries
+        new.shape = self.shape if shape is None else shape
         return new
+
+    def _mapped(self, op: Callable[[TensorSpec], TensorSpec], shape: torch.Size | None = None) -> Self:
+        return self.with_entries({name: op(spec) for name, spec in self.entries.items()}, shape)
 
     def clone(self) -> Self:
         """A copy of the mapping and of every spec in it."""
-        return self._rebuilt(self.shape, lambda spec: spec.clone())
+        return self._mapped(lambda spec: spec.clone())
 
     def to(self, dest: torch.dtype | DeviceLike) -> Self:
         """The Composite on another device, or with all its entries of another dtype."""
         device = None if dest is None or isinstance(dest, torch.dtype) else as_device(dest)
         if dest is None or (device is not None and device == self.device):
             return self
-        new = self._rebuilt(self.shape, lambda spec: spec.to(dest))
+        new = self._mapped(lambda spec: spec.to(dest))
         if device is not None:
-            new._device = device
+            new.device = device
         return new
 
-    def _index_batch(self, idx: Any, ndim: int) -> Any:
+    def index_batch(self, idx: Any, ndim: int) -> Any:
+        """See :meth:`TensorSpec.index_batch`."""
         shape = index_shape(self.shape[:ndim], idx) + self.shape[ndim:]
-        return self._rebuilt(shape, lambda spec: spec._index_batch(idx, ndim))
+        return self._mapped(lambda spec: spec.index_batch(idx, ndim), shape)
 
-    def _expand_batch(self, batch: torch.Size, ndim: int) -> Self:
-        return self._rebuilt(batch + self.shape[ndim:], lambda spec: spec._expand_batch(batch, ndim))
+    def expand_batch(self, batch: torch.Size, ndim: int) -> Self:
+        """See :meth:`TensorSpec.expand_batch`."""
+        return self._mapped(lambda spec: spec.expand_batch(batch, ndim), batch + self.shape[ndim:])
 
-    def _reshape_batch(self, batch: torch.Size, ndim: int) -> Self:
-        return self._rebuilt(batch + self.shape[ndim:], lambda spec: spec._reshape_batch(batch, ndim))
+    def reshape_batch(self, batch: torch.Size, ndim: int) -> Self:
+        """See :meth:`TensorSpec.reshape_batch`."""
+        return self._mapped(lambda spec: spec.reshape_batch(batch, ndim), batch + self.shape[ndim:])
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other) or not isinstance(other, Composite):
             return False
-        return self.shape == other.shape and self.device == other.device and self._specs == other._specs
+        return self.shape == other.shape and self.device == other.device and self.entries == other.entries
 
     def __repr__(self) -> str:
         end = f"shape={list(self.shape)}, device={self.device})"
-        if not self._specs:
+        if not self.entries:
             return f"{type(self).__name__}({end}"
-        lines = ",\n".join([*(f"{name}: {spec!r}" for name, spec in self._specs.items()), end])
+        lines = ",\n".join([*(f"{name}: {spec!r}" for name, spec in self.entries.items()), end])
         return f"{type(self).__name__}(\n{textwrap.indent(lines, '    ')}"
 
 
@@ -371,13 +368,6 @@ def _optional(spec: TensorSpec) -> bool:
 def _names(val: Any) -> str:
     """The keys of any mapping, for a message."""
     return ", ".join(sorted(map(repr, val.keys()))) or "no entries"
-
-
-def _missing(path: tuple[str, ...], spec: TensorSpec, val: Any) -> SpecError:
-    return SpecError(
-        f"{unravel(path)!r}: expected an entry for {spec!r}, got only {_names(val)}. "
-        "Write the entry, or take it out of the spec."
-    )
 
 
 @contextlib.contextmanager

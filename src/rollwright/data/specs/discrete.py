@@ -59,7 +59,7 @@ class DiscreteSpec(DenseSpec):
     def to_one_hot_spec(self) -> DiscreteSpec:
         """The spec of the same choice in one-hot form, bool (itself if it is one)."""
 
-    def _widths(self) -> tuple[int, ...]:
+    def widths(self) -> tuple[int, ...]:
         """Number of outcomes of each choice along the last dimension of the one-hot form."""
         return (int(self._one_hot_shape[-1]),)
 
@@ -94,7 +94,7 @@ class DiscreteSpec(DenseSpec):
             raise ValueError(
                 f"mask: expected a shape that broadcasts to {shape}, got {list(mask.shape)}. {remedy}"
             ) from error
-        if not all(bool(part.any(-1).all()) for part in mask.split(self._widths(), -1)):
+        if not all(bool(part.any(-1).all()) for part in mask.split(self.widths(), -1)):
             raise ValueError(f"mask: expected an allowed outcome for each choice, got {mask.tolist()}. {remedy}")
         self.mask = mask
 
@@ -213,9 +213,10 @@ class Categorical(SingleChoice):
         self.n = check_n(n)
         self.start = int(start)
         self.update_mask(mask)
-        self._prepare()
+        self.prepare()
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """See :meth:`LeafSpec.prepare`."""
         check_capacity(self.n, self.dtype)
         self._outcomes = torch.arange(self.n, device=self.device)
 
@@ -326,9 +327,10 @@ class OneHot(SingleChoice):
             )
         self.start = int(start)
         self.update_mask(mask)
-        self._prepare()
+        self.prepare()
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """See :meth:`LeafSpec.prepare`."""
         self._outcomes = torch.arange(self.n, device=self.device)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -31,14 +31,15 @@ class LeafSpec(TensorSpec):
     _tensors: ClassVar[tuple[str, ...]] = ()
     _event_ndim: ClassVar[int] = 0  # trailing dimensions that belong to one value
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """Compute what follows from the parameters; called whenever one has changed."""
 
     @property
-    def _batch_ndim(self) -> int:
-        return min(super()._batch_ndim, self.ndim - self._event_ndim)
+    def batch_ndim(self) -> int:
+        """See :attr:`TensorSpec.batch_ndim`."""
+        return min(super().batch_ndim, self.ndim - self._event_ndim)
 
-    def _changed(
+    def replace(
         self,
         *,
         shape: torch.Size | None = None,
@@ -55,7 +56,7 @@ class LeafSpec(TensorSpec):
             tensor = getattr(self, name)
             if tensor is not None and tensor_op is not None:
                 setattr(new, name, tensor_op(tensor))
-        new._prepare()
+        new.prepare()
         return new
 
     def clone(self) -> Self:
@@ -71,34 +72,53 @@ class LeafSpec(TensorSpec):
         device = as_device(dest)
         if device == self.device:
             return self
-        return self._changed(device=device, tensor_op=lambda tensor: tensor.to(device))
+        return self.replace(device=device, tensor_op=lambda tensor: tensor.to(device))
 
     def _to_dtype(self, dtype: torch.dtype) -> Self:
-        return self._changed(dtype=dtype)
+        return self.replace(dtype=dtype)
 
-    def _index_batch(self, idx: Any, ndim: int) -> Self:
+    def index_batch(self, idx: Any, ndim: int) -> Self:
+        """See :meth:`TensorSpec.index_batch`."""
         shape = index_shape(self.shape[:ndim], idx) + self.shape[ndim:]
-        return self._changed(shape=shape, tensor_op=lambda tensor: index_leading(tensor, idx, ndim))
+        return self.replace(shape=shape, tensor_op=lambda tensor: index_leading(tensor, idx, ndim))
 
-    def _expand_batch(self, batch: torch.Size, ndim: int) -> Self:
-        return self._changed(
+    def expand_batch(self, batch: torch.Size, ndim: int) -> Self:
+        """See :meth:`TensorSpec.expand_batch`."""
+        return self.replace(
             shape=batch + self.shape[ndim:],
             tensor_op=lambda tensor: tensor.expand(batch + tensor.shape[ndim:]),
         )
 
-    def _reshape_batch(self, batch: torch.Size, ndim: int) -> Self:
-        return self._changed(
+    def reshape_batch(self, batch: torch.Size, ndim: int) -> Self:
+        """See :meth:`TensorSpec.reshape_batch`."""
+        return self.replace(
             shape=batch + self.shape[ndim:],
             tensor_op=lambda tensor: tensor.reshape(batch + tensor.shape[ndim:]),
         )
 
-    def _same_kind(self, other: TensorSpec) -> bool:
+    def stack_with(self, others: Sequence[TensorSpec], dim: int) -> Self | None:
+        """One spec for this one and others, along a new dimension; None where more than tensor parameters differ."""
+        if not all(self.same_kind(spec) for spec in others):
+            return None
+        out = self.unsqueeze(dim).expand_batch(torch.Size((*self.shape[:dim], 1 + len(others))), dim + 1)
+        if all(spec == self for spec in others):
+            return out
+        for name in self._tensors:
+            tensors = [getattr(spec, name) for spec in (self, *others)]
+            if len({None if tensor is None else tensor.shape for tensor in tensors}) > 1:
+                return None
+            if tensors[0] is not None:
+                setattr(out, name, torch.stack(tensors, dim))
+        out.prepare()
+        return out
+
+    def same_kind(self, other: TensorSpec) -> bool:
         """Whether the other spec differs in tensor parameters at most."""
         names = ("shape", "dtype", "device", *self._fields)
         return type(self) is type(other) and all(_same(getattr(self, n), getattr(other, n)) for n in names)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, LeafSpec) or not self._same_kind(other):
+        if not isinstance(other, LeafSpec) or not self.same_kind(other):
             return False
         return all(_same(getattr(self, name), getattr(other, name)) for name in self._tensors)
 

@@ -15,9 +15,13 @@ MISSING: Any = object()
 
 
 class SpecMapping(TensorSpec):
-    """A spec that holds others under nested keys."""
+    """A spec that holds others under nested keys.
 
-    _specs: dict[str, TensorSpec]
+    Attributes:
+        entries: those of the first level, by name. It is for reading; ``set`` and its like check what they put in.
+    """
+
+    entries: dict[str, TensorSpec]
 
     @abc.abstractmethod
     def empty(self) -> Self:
@@ -25,13 +29,13 @@ class SpecMapping(TensorSpec):
 
     def _flat(self, include_nested: bool, leaves_only: bool) -> dict[NestedKey, TensorSpec]:
         found: dict[NestedKey, TensorSpec] = {}
-        for name, spec in self._specs.items():
+        for name, spec in self.entries.items():
             nested = isinstance(spec, SpecMapping)
             if not (nested and leaves_only):
                 found[name] = spec
             if isinstance(spec, SpecMapping) and include_nested:
-                below = spec._flat(include_nested, leaves_only)
-                found.update({(name, *as_tuple(key)): child for key, child in below.items()})
+                below = spec.items(include_nested, leaves_only)
+                found.update({(name, *as_tuple(key)): child for key, child in below})
         return found
 
     def keys(self, include_nested: bool = False, leaves_only: bool = False) -> KeysView[NestedKey]:
@@ -52,17 +56,17 @@ class SpecMapping(TensorSpec):
         return self._flat(include_nested, leaves_only).items()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._specs))
+        return iter(list(self.entries))
 
     def __len__(self) -> int:
-        return len(self._specs)
+        return len(self.entries)
 
     def __contains__(self, key: object) -> bool:
         return is_key(key) and self.get(key, MISSING) is not MISSING  # type: ignore[arg-type]
 
     def is_empty(self, recurse: bool = False) -> bool:
         """Whether there is no entry; with ``recurse``, none but empty Composites."""
-        return not (self._flat(True, True) if recurse else self._specs)
+        return not (self._flat(True, True) if recurse else self.entries)
 
     def __getitem__(self, idx: Any) -> Any:
         """The entry of a (nested) key, or the Composite of an indexed sample.
@@ -81,7 +85,7 @@ class SpecMapping(TensorSpec):
     def get(self, key: NestedKey, default: Any = None) -> Any:
         """The entry of a (nested) key, or ``default``."""
         name, *rest = as_tuple(key)
-        spec = self._specs.get(name, MISSING)
+        spec = self.entries.get(name, MISSING)
         if spec is MISSING or not rest:
             return default if spec is MISSING else spec
         return spec.get(tuple(rest), default) if isinstance(spec, SpecMapping) else default
@@ -108,9 +112,9 @@ class SpecMapping(TensorSpec):
             raise self._unknown(key)
         name, *rest = as_tuple(key)
         if rest:
-            del self._specs[name][tuple(rest)]  # type: ignore[attr-defined]
+            del self.entries[name][tuple(rest)]  # type: ignore[attr-defined]
         else:
-            del self._specs[name]
+            del self.entries[name]
 
     def select(self, *keys: NestedKey, strict: bool = True) -> Self:
         """A Composite of the given entries only.
@@ -123,24 +127,24 @@ class SpecMapping(TensorSpec):
                 raise self._unknown(key)
         wanted = _by_first(keys)
         out = self.empty()
-        for name, spec in self._specs.items():
+        for name, spec in self.entries.items():
             below = wanted.get(name)
             if below is None:
                 continue
             if () in below:
-                out._specs[name] = spec
+                out.entries[name] = spec
             elif isinstance(spec, SpecMapping):
-                out._specs[name] = spec.select(*below, strict=strict)
+                out.entries[name] = spec.select(*below, strict=strict)
         return out
 
     def exclude(self, *keys: NestedKey) -> Self:
         """A Composite without the given entries; unknown ones are ignored."""
         unwanted = _by_first(keys)
         out = self.empty()
-        for name, spec in self._specs.items():
+        for name, spec in self.entries.items():
             below = unwanted.get(name, [])
             if () not in below:
-                out._specs[name] = spec.exclude(*below) if below and isinstance(spec, SpecMapping) else spec
+                out.entries[name] = spec.exclude(*below) if below and isinstance(spec, SpecMapping) else spec
         return out
 
 

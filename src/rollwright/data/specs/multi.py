@@ -69,9 +69,10 @@ class MultiCategorical(DiscreteSpec):
                 f"got {list(self.shape)}. Let it end in {numbers.shape[-1]}."
             ) from error
         self.update_mask(mask)
-        self._prepare()
+        self.prepare()
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """See :meth:`LeafSpec.prepare`."""
         if self.nvec.numel():
             check_capacity(int(self.nvec.max()), self.dtype)
 
@@ -85,7 +86,8 @@ class MultiCategorical(DiscreteSpec):
             )
         return [int(n) for n in rows[0].tolist()]
 
-    def _widths(self) -> tuple[int, ...]:
+    def widths(self) -> tuple[int, ...]:
+        """See :meth:`DiscreteSpec.widths`."""
         return tuple(self._row())
 
     @property
@@ -106,14 +108,14 @@ class MultiCategorical(DiscreteSpec):
         values = [torch.arange(n, device=self.device) for n in self._row()]
         mask = self._common_mask() if use_mask else None
         if mask is not None:
-            values = [value[part] for value, part in zip(values, mask.split(self._widths()), strict=True)]
+            values = [value[part] for value, part in zip(values, mask.split(self.widths()), strict=True)]
         table = torch.stack([grid.flatten() for grid in torch.meshgrid(*values, indexing="ij")], -1)
         return table.to(self.dtype).view(-1, *(1,) * (self.ndim - 1), len(values)).expand(-1, *self._safe_shape)
 
     def rand(self, shape: ShapeLike = ()) -> Tensor:
         """Outcomes drawn uniformly from those allowed."""
         if self.mask is not None:
-            parts = self.mask.split(self._widths(), -1)
+            parts = self.mask.split(self.widths(), -1)
             return torch.stack([draw(part, as_size(shape)) for part in parts], -1).to(self.dtype)
         unit = torch.rand(self._sizes(shape), dtype=torch.float64, device=self.device)
         return (unit * self.nvec).long().to(self.dtype)
@@ -132,7 +134,7 @@ class MultiCategorical(DiscreteSpec):
         if self.mask is None:
             return number
         nearest = []
-        for choice, part in enumerate(self.mask.to(val.device).split(self._widths(), -1)):
+        for choice, part in enumerate(self.mask.to(val.device).split(self.widths(), -1)):
             outcomes = torch.arange(part.shape[-1], device=val.device)
             distance = (outcomes - number[..., choice].unsqueeze(-1)).abs()
             nearest.append(distance.masked_fill(~part, part.shape[-1]).argmin(-1))
@@ -226,15 +228,17 @@ class MultiOneHot(DiscreteSpec):
             )
         self.start = tuple(torch.as_tensor(start).expand(len(self.nvec)).tolist())
         self.update_mask(mask)
-        self._prepare()
+        self.prepare()
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """See :meth:`LeafSpec.prepare`."""
         ends = torch.tensor(self.nvec, device=self.device).cumsum(0)
         self._counts = torch.tensor(self.nvec, device=self.device)
         self._offsets = ends - self._counts  # where each choice begins in the last dimension
         self._starts = torch.tensor(self.start, device=self.device)
 
-    def _widths(self) -> tuple[int, ...]:
+    def widths(self) -> tuple[int, ...]:
+        """See :meth:`DiscreteSpec.widths`."""
         return self.nvec
 
     @property
@@ -278,11 +282,11 @@ class MultiOneHot(DiscreteSpec):
 
     def _in_domain(self, val: Tensor) -> bool:
         parts = val.split(self.nvec, -1)
-        return all(spec._in_domain(part) for spec, part in zip(self._split(), parts, strict=True))
+        return all(spec.is_in(part) for spec, part in zip(self._split(), parts, strict=True))
 
     def _nearest(self, val: Tensor) -> Tensor:
         parts = val.split(self.nvec, -1)
-        return torch.cat([spec._nearest(part) for spec, part in zip(self._split(), parts, strict=True)], -1)
+        return torch.cat([spec.project(part) for spec, part in zip(self._split(), parts, strict=True)], -1)
 
     def _domain(self) -> str:
         allowed = "" if self.mask is None else ", where the mask allows it"

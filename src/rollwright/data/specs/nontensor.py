@@ -58,6 +58,10 @@ class NonTensor(LeafSpec):
         """The example, as ``NonTensorData`` or ``NonTensorStack`` of batch size ``[*shape, *self.shape]``."""
         return self._wrap(self.example_data, torch.Size((*as_size(shape), *self._safe_shape)))
 
+    def rebatched(self, shape: torch.Size) -> NonTensor:
+        """The same spec with another batch size."""
+        return self.replace(shape=shape)
+
     def zero(self, shape: ShapeLike = ()) -> Any:
         """Same as :meth:`rand`."""
         return self.rand(shape)

@@ -75,7 +75,7 @@ class Bounded(DenseSpec):
                 f"low, high: expected low <= high everywhere and no NaN, got low={low!r}, high={high!r}. "
                 "Swap or correct the bounds."
             )
-        self._prepare()
+        self.prepare()
 
     def _bound(self, name: str, value: Any) -> Tensor:
         """A bound as a tensor of the dtype, with one element where all are equal."""
@@ -93,7 +93,8 @@ class Bounded(DenseSpec):
             return bound.flatten()[0].clone().expand(bound.shape)  # a view on one number
         return bound
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """See :meth:`LeafSpec.prepare`."""
         # Bounds without the dimensions along which they repeat: less work for each sample.
         self._low, self._high = _compact(self.low), _compact(self.high)
         self._interval: tuple[int, int] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rollwright.data.specs.base import TensorSpec
+from rollwright.data.specs.base import TensorSpec, implements
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.leaf import LeafSpec
 from rollwright.data.specs.stacked import Stacked
@@ -49,30 +49,12 @@ def stack(specs: Sequence[TensorSpec], dim: int = 0) -> Any:
             f"shape and device, got {specs!r}. Put different leaves under keys of a Composite."
         )
     dim = dim + first.ndim + 1 if dim < 0 else dim
-    if not 0 <= dim <= first._batch_ndim:
-        raise ValueError(f"dim: expected a new dimension among the first {first._batch_ndim + 1}, got {dim}.")
+    if not 0 <= dim <= first.batch_ndim:
+        raise ValueError(f"dim: expected a new dimension among the first {first.batch_ndim + 1}, got {dim}.")
     if composite:
         return _stack_composites(specs, dim)
-    dense = _stack_leaves(specs, dim)
+    dense = first.stack_with(specs[1:], dim) if isinstance(first, LeafSpec) else None
     return Stacked(specs, dim) if dense is None else dense
-
-
-def _stack_leaves(specs: Sequence[Any], dim: int) -> TensorSpec | None:
-    """One spec for leaves that differ in their tensor parameters at most, else None."""
-    first = specs[0]
-    if not isinstance(first, LeafSpec) or not all(first._same_kind(spec) for spec in specs):
-        return None
-    out = first.unsqueeze(dim)._expand_batch(torch.Size((*first.shape[:dim], len(specs))), dim + 1)
-    if all(spec == first for spec in specs):
-        return out
-    for name in first._tensors:
-        tensors = [getattr(spec, name) for spec in specs]
-        if len({None if tensor is None else tensor.shape for tensor in tensors}) > 1:
-            return None
-        if tensors[0] is not None:
-            setattr(out, name, torch.stack(tensors, dim))
-    out._prepare()
-    return out
 
 
 def _stack_composites(specs: Sequence[Any], dim: int) -> Composite:
@@ -86,7 +68,7 @@ def _stack_composites(specs: Sequence[Any], dim: int) -> Composite:
     if any(isinstance(entry, (Stacked, StackedComposite)) for entry in entries.values()):
         return StackedComposite(specs, dim)
     shape = torch.Size((*first.shape[:dim], len(specs), *first.shape[dim:]))
-    return first._rebuilt(shape, entries=entries)
+    return first.with_entries(entries, shape)
 
 
-TensorSpec._torch_functions[torch.stack] = stack
+implements(torch.stack, stack)

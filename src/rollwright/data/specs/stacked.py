@@ -30,10 +30,11 @@ class LazyStack:
         """The stack of specs after an operation, along another dimension."""
         return type(self)([op(spec) for spec in self.specs], dim)  # type: ignore[call-arg]
 
-    def _index_batch(self, idx: Any, ndim: int) -> Any:
+    def index_batch(self, idx: Any, ndim: int) -> Any:
+        """See :meth:`TensorSpec.index_batch`."""
         if ndim <= self.dim:
             shape = index_shape(self.shape[:ndim], idx)
-            return self._restacked(lambda spec: spec._index_batch(idx, ndim), self.dim + len(shape) - ndim)
+            return self._restacked(lambda spec: spec.index_batch(idx, ndim), self.dim + len(shape) - ndim)
         items = full_index(idx, 0)
         gap = ndim - sum(item is not Ellipsis for item in items)
         dots = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
@@ -48,22 +49,24 @@ class LazyStack:
         # numpy's rules for one dimension: a number, or an array of numbers
         numbers = np.arange(len(self.specs))[along.numpy(force=True) if isinstance(along, Tensor) else along]
         if numbers.ndim == 0:
-            return self.specs[int(numbers)]._index_batch(others, ndim - 1)
+            return self.specs[int(numbers)].index_batch(others, ndim - 1)
         picked = [self.specs[int(number)] for number in numbers]
         dim = self.dim - sum(isinstance(item, int) for item in items[: self.dim])
-        return torch.stack([spec._index_batch(others, ndim - 1) for spec in picked], dim)
+        return torch.stack([spec.index_batch(others, ndim - 1) for spec in picked], dim)
 
-    def _expand_batch(self, batch: torch.Size, ndim: int) -> Any:
+    def expand_batch(self, batch: torch.Size, ndim: int) -> Any:
+        """See :meth:`TensorSpec.expand_batch`."""
         dim = self.dim + len(batch) - ndim
         if ndim <= self.dim:
-            return self._restacked(lambda spec: spec._expand_batch(batch, ndim), dim)
+            return self._restacked(lambda spec: spec.expand_batch(batch, ndim), dim)
         rest = torch.Size(batch[:dim] + batch[dim + 1 :])
-        new = self._restacked(lambda spec: spec._expand_batch(rest, ndim - 1), dim)
+        new = self._restacked(lambda spec: spec.expand_batch(rest, ndim - 1), dim)
         if batch[dim] != len(self.specs):
             new = type(self)([new.specs[0].clone() for _ in range(batch[dim])], dim)  # type: ignore[call-arg]
         return new
 
-    def _reshape_batch(self, batch: torch.Size, ndim: int) -> Any:
+    def reshape_batch(self, batch: torch.Size, ndim: int) -> Any:
+        """See :meth:`TensorSpec.reshape_batch`."""
         after = self.shape[self.dim : ndim]
         before = len(batch) - len(after)
         if before < 0 or batch[before:] != after:
@@ -72,7 +75,7 @@ class LazyStack:
                 f"what follows it, got {list(batch)}. Reshape the single specs before stacking."
             )
         lead, keep = batch[:before], min(ndim, self.dim)
-        return self._restacked(lambda spec: spec._reshape_batch(torch.Size(lead), keep), self.dim + before - keep)
+        return self._restacked(lambda spec: spec.reshape_batch(torch.Size(lead), keep), self.dim + before - keep)
 
     def _position(self, val: Any) -> int:
         """The stack dimension in a value, which may have further leading dimensions."""
@@ -153,8 +156,9 @@ class Stacked(LazyStack, TensorSpec):
         self.dtype, self.device = first.dtype, first.device
 
     @property
-    def _batch_ndim(self) -> int:
-        return min([super()._batch_ndim, *(int(spec._batch_ndim) + 1 for spec in self.specs)])
+    def batch_ndim(self) -> int:
+        """See :attr:`TensorSpec.batch_ndim`."""
+        return min([super().batch_ndim, *(int(spec.batch_ndim) + 1 for spec in self.specs)])
 
     def _join(self, parts: Sequence[Tensor], lead: int) -> Tensor:
         if len({part.shape for part in parts}) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
@@ -47,7 +48,8 @@ class StackedComposite(LazyStack, Composite):
         self.shape = torch.Size((*first.shape[: self.dim], len(self.specs), *first.shape[self.dim :]))
 
     @property
-    def _specs(self) -> dict[str, TensorSpec]:  # type: ignore[override]
+    def entries(self) -> dict[str, TensorSpec]:  # type: ignore[override]
+        """The entries that all have and that can be stacked, by name."""
         stacks = {name: self._stack_of(name) for name in self.specs[0]}
         return {name: spec for name, spec in stacks.items() if spec is not None}
 
@@ -104,9 +106,10 @@ class StackedComposite(LazyStack, Composite):
             own.update(part)
         return self
 
-    def _rebatched(self, shape: torch.Size) -> Self:
+    def rebatched(self, shape: torch.Size) -> Self:
+        """See :meth:`Composite.rebatched`."""
         rest = torch.Size((*shape[: self.dim], *shape[self.dim + 1 :]))
-        return self._restacked(lambda spec: spec._rebatched(rest), self.dim)  # type: ignore[no-any-return]
+        return self._restacked(lambda spec: spec.rebatched(rest), self.dim)  # type: ignore[no-any-return]
 
     def select(self, *keys: NestedKey, strict: bool = True) -> Self:
         """A stack of the given entries only."""
@@ -126,15 +129,13 @@ class StackedComposite(LazyStack, Composite):
 
     def _sample(self, shape: ShapeLike, draw: Callable[[TensorSpec, torch.Size], Any]) -> TensorDictBase:
         sizes = as_size(shape)
-        parts = [spec._sample(sizes, draw) for spec in self.specs]
+        parts = [draw(spec, sizes) for spec in self.specs]
         return lazy_stack(parts, len(sizes) + self.dim)  # type: ignore[no-any-return]
 
     def cardinality(self) -> int | float:
         """The product of the parts' cardinalities."""
-        out: int | float = 1
-        for spec in self.specs:
-            out *= spec.cardinality()
-        return out
+        product: int | float = math.prod(spec.cardinality() for spec in self.specs)
+        return product
 
     def enumerate(self, use_mask: bool = False) -> NoReturn:
         """Raise: the parts have different numbers of values."""

@@ -66,7 +66,7 @@ class ActionMask(Transform):
         done = td.get(unravel((*as_tuple(self.action_key)[:-1], DONE)), td.get(DONE, None))
         if done is not None:
             done = done.reshape(done.shape[:-1] + (1,) * (mask.ndim - done.ndim + 1))
-            parts = mask.split(spec._widths(), -1)
+            parts = mask.split(spec.widths(), -1)
             mask = torch.cat([part | (done & ~part.any(-1, keepdim=True)) for part in parts], -1)
         self._mask = mask
         spec.update_mask(mask)
