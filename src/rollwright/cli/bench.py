@@ -99,9 +99,9 @@ def _spaces(arguments: argparse.Namespace) -> tuple[GymEnv, spaces.Box, spaces.D
         env = GymEnv(arguments.env_id, categorical_action_encoding=True, **options, **arguments.env_kwargs)
     except (RollwrightError, TypeError, ValueError) as error:
         raise Failure(plain(error)) from error
-    vector = isinstance(env._env, gymnasium.vector.VectorEnv)
-    seen = env._env.single_observation_space if vector else env._env.observation_space
-    done = env._env.single_action_space if vector else env._env.action_space
+    vector = isinstance(env.unwrapped, gymnasium.vector.VectorEnv)
+    seen = env.single_observation_space if vector else env.observation_space
+    done = env.single_action_space if vector else env.action_space
     if not isinstance(seen, spaces.Box):
         env.close()
         raise Failure(f"{arguments.env_id} has {seen} as its observations, and bench knows Box spaces only.")

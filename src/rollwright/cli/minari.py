@@ -237,7 +237,7 @@ def _episodes(
 
 
 def _space(env: GymEnv, kind: str) -> Space[Any]:
-    space: Space[Any] = getattr(env._env, f"{'single_' if env.batch_size else ''}{kind}_space")
+    space: Space[Any] = getattr(env, f"{'single_' if env.batch_size else ''}{kind}_space")
     return space
 
 

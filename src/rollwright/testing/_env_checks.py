@@ -147,7 +147,7 @@ def check_last_observation(make_env: MakeEnv, seed: int, num_steps: int) -> None
             frame, td = env.step_and_maybe_reset(td.update(actions))
             torch.manual_seed(seed + t)
             single = twin.step(by_hand.update(actions))
-            by_hand = twin.maybe_reset(twin._step_mdp(single))
+            by_hand = twin.maybe_reset(twin.step_mdp(single))
             outcome, seen = frame.get("next"), frame.get("next").select(*env.observation_keys)
             pairs = {
                 "the root": (frame.select(*env.observation_keys), before),

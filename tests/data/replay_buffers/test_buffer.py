@@ -24,7 +24,7 @@ from rollwright.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from rollwright.data.replay_buffers._prefetch import Turn
+from rollwright.data.replay_buffers._prefetch import Ticket
 from rollwright.envs.transforms import Compose, RewardScaling, Transform
 
 STORAGES = [LazyTensorStorage, LazyMemmapStorage, ListStorage]
@@ -268,11 +268,11 @@ def test_prefetched_batches_are_those_that_would_have_been_drawn(prefetch):
 
 def test_draws_wait_for_their_turn():
     begin = threading.Event()
-    first = Turn(begin)
-    second = Turn(first.over)
+    first = Ticket(begin)
+    second = Ticket(first.over)
     order: list[int] = []
 
-    def work(turn: Turn, number: int) -> None:
+    def work(turn: Ticket, number: int) -> None:
         with turn:
             order.append(number)
 

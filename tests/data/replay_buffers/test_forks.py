@@ -146,7 +146,7 @@ def test_a_fork_while_threads_wait_for_the_limiter():
     gate = Gate()
 
     def hold() -> None:
-        with limiter._room.changed:
+        with limiter.progress.changed:
             gate.rest()
 
     with gate.held(hold):

@@ -66,7 +66,7 @@ def test_what_is_live_is_what_a_simple_model_says(moves):
         live = {p for p in range(low, high) if state[p] == "there"}
         got_low, got_high = ledger.live()
         got = set(range(got_low, got_high))
-        for start, stop in ledger.voids():
+        for start, stop in ledger.gaps():
             assert set(range(start, stop)) <= got
             got -= set(range(start, stop))
         assert got == live
@@ -77,10 +77,10 @@ def test_what_is_live_is_what_a_simple_model_says(moves):
 
 def test_write_count_leaves_out_what_was_abandoned():
     ledger = Ledger(capacity=10)
-    ledger.publish(ledger.reserve(4), voids=[(1, 3)])
+    ledger.publish(ledger.reserve(4), gaps=[(1, 3)])
     ledger.abandon(ledger.reserve(5))
     assert (ledger.write_count, ledger.num_lost, ledger.num_live()) == (2, 7, 2)
-    assert ledger.voids().tolist() == [[1, 3], [4, 9]]
+    assert ledger.gaps().tolist() == [[1, 3], [4, 9]]
 
 
 def test_gaps_that_are_overwritten_are_forgotten():
@@ -88,7 +88,7 @@ def test_gaps_that_are_overwritten_are_forgotten():
     for _ in range(3 * NUM_GAPS):  # more than are remembered at a time
         ledger.abandon(ledger.reserve(2))
     ledger.publish(ledger.reserve(4))
-    assert len(ledger.voids()) == 0
+    assert len(ledger.gaps()) == 0
     assert ledger.num_live() == 4
 
 
@@ -138,7 +138,7 @@ def test_a_killed_writers_reservation_becomes_a_gap_and_stops_nobody():
     os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)  # dead, and not reaped
     ledger.settle()
     assert ledger.live() == (0, 15)
-    assert ledger.voids().tolist() == [[0, 10]]
+    assert ledger.gaps().tolist() == [[0, 10]]
     writer.join(60)
 
 
@@ -261,7 +261,7 @@ def test_reservations_of_processes_do_not_overlap():
         assert worker.exitcode == 0
     assert ledger.write_count == 1200
     assert ledger.live() == (200, 1200)
-    assert len(ledger.voids()) == 0
+    assert len(ledger.gaps()) == 0
 
 
 def test_a_segment_grows_and_is_shared():
@@ -298,7 +298,7 @@ def test_a_copy_made_while_rows_are_written_can_be_written():
 def test_more_gaps_than_are_remembered_give_up_what_lies_between():
     ledger = Ledger(capacity=1 << 20)
     for _ in range(NUM_GAPS + 10):
-        ledger.publish(ledger.reserve(2), voids=[ledger.live()[1] + 1 + np.array([0, 1])])
+        ledger.publish(ledger.reserve(2), gaps=[ledger.live()[1] + 1 + np.array([0, 1])])
     ledger.publish(ledger.reserve(5))
     high = ledger.live()[1]
     assert high == 2 * (NUM_GAPS + 10) + 5

@@ -342,7 +342,7 @@ def test_a_fork_does_not_wait():
     buffer.extend(frames(50))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
-        with limiter._room.changed:  # as another thread may hold it at that moment
+        with limiter.progress.changed:  # as another thread may hold it at that moment
             pid = os.fork()
             if not pid:
                 signal.alarm(30)

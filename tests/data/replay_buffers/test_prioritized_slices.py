@@ -34,7 +34,7 @@ def draw(sampler, storage, n, seed=0):
 def starts(storage, length, strict):
     """Flat elements where a slice may begin, and its length, found by looking at every frame."""
     low, high = storage.ledger.live()
-    gaps = {p for start, stop in storage.ledger.voids().tolist() for p in range(start, stop)}
+    gaps = {p for start, stop in storage.ledger.gaps().tolist() for p in range(start, stop)}
     ids, found, short = storage.entry("id", low, high), {}, {}
     for column in range(storage.columns):
         stop = high

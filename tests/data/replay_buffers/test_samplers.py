@@ -89,8 +89,8 @@ def test_random_numbers_come_from_the_generator_or_from_torch():
 
 
 def test_ranks_over_gaps_at_the_edges():
-    voids = np.array([[5, 8], [10, 11], [13, 15]])
-    assert nth_live(np.arange(5), 5, voids).tolist() == [8, 9, 11, 12, 15]
+    gaps = np.array([[5, 8], [10, 11], [13, 15]])
+    assert nth_live(np.arange(5), 5, gaps).tolist() == [8, 9, 11, 12, 15]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -74,7 +74,7 @@ def check_slices(drawn, batch, length, strict=False):
 def longest(storage):
     """Length of the longest trajectory that is stored, found by looking at every frame."""
     low, high = storage.ledger.live()
-    gaps = {p for start, stop in storage.ledger.voids().tolist() for p in range(start, stop)}
+    gaps = {p for start, stop in storage.ledger.gaps().tolist() for p in range(start, stop)}
     names, done = storage.entry("name", low, high), storage.entry(DONE, low, high)[..., 0]
     best = 0
     for column in range(storage.columns):

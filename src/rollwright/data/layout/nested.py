@@ -33,7 +33,7 @@ class NestedTrajectories(LazyStackedTensorDict):
         (True, tensor([1., 1.]))
     """
 
-    _offsets: Offsets | None = None
+    offsets: Offsets | None = None  # by device and lengths; rows below are of the same lengths, and share them
 
     @classmethod
     def of(cls, rows: Sequence[TensorDictBase]) -> NestedTrajectories:
@@ -47,7 +47,7 @@ class NestedTrajectories(LazyStackedTensorDict):
         found = super()._get_str(key, *args, **{**kwargs, "as_list": True})
         if type(found) is LazyStackedTensorDict:
             below = NestedTrajectories.of(found.tensordicts)
-            below._offsets = self._known()
+            below.offsets = self._known_offsets()
             return below
         if isinstance(found, list) and any(isinstance(value, list) for value in found):
             found = [row._get_str(key, *args) for row in self.tensordicts]  # rows that are lazy stacks themselves
@@ -63,15 +63,15 @@ class NestedTrajectories(LazyStackedTensorDict):
             max_seqlen=max(lengths),  # without it, torch pads to the sum of all
         )
 
-    def _known(self) -> Offsets:
-        if self._offsets is None:
-            self._offsets = {}
-        return self._offsets
+    def _known_offsets(self) -> Offsets:
+        if self.offsets is None:
+            self.offsets = {}
+        return self.offsets
 
     def _offsets_on(self, device: torch.device) -> torch.Tensor:
         """Where rows begin; torch takes nested tensors for alike where this is one object."""
         lengths = tuple(row.batch_size[0] for row in self.tensordicts)
-        known = self._known()
+        known = self._known_offsets()
         if (device, lengths) not in known:
             known[device, lengths] = torch.tensor([0, *lengths], device=device).cumsum(0)
         return known[device, lengths]

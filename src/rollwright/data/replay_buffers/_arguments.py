@@ -10,9 +10,9 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 
-__all__ = ["Change", "check_given", "dimension", "inverse_of", "made", "stacked"]
+__all__ = ["Transform", "check_given", "dimension", "inverse_of", "made", "stacked"]
 
-Change = Callable[[Any], Any]
+Transform = Callable[[Any], Any]
 
 
 def made(name: str, given: Any, kind: type, default: Callable[[], Any]) -> Any:
@@ -64,7 +64,7 @@ def dimension(name: str, value: int, ndim: int) -> int:
     return value % ndim
 
 
-def inverse_of(change: Change) -> Change | None:
+def inverse_of(change: Transform) -> Transform | None:
     """The inverse of a transform that has one, of this library or of another.
 
     Ours say whether there is anything to invert. Those of others are asked with all data: ``inv`` returns as they are
@@ -79,7 +79,7 @@ def inverse_of(change: Change) -> Change | None:
         return cast(Any, change).inv if any(inverse_of(part) is not None for part in parts) else None
     if is_ours and not (getattr(change, "in_keys_inv", None) or cast(Any, change).inverts):
         return None
-    inverse: Change | None = getattr(change, "inv", None)
+    inverse: Transform | None = getattr(change, "inv", None)
     if callable(inverse):
         return inverse
     named = [name for name in ("_inv_call", "_inv_apply_transform") if callable(getattr(change, name, None))]

@@ -1,4 +1,4 @@
-"""Ahead: results that threads prepare before they are asked for, delivered in order."""
+"""Prefetcher: results that threads prepare before they are needed, delivered in order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 from rollwright._processes.forks import on_fork
 
-__all__ = ["Ahead", "Turn"]
+__all__ = ["Prefetcher", "Ticket"]
 
 T = TypeVar("T")
 
 
-class Turn:
+class Ticket:
     """Lets threads into a block one after the other, in the order in which their work was given out."""
 
     def __init__(self, before: threading.Event) -> None:
@@ -33,7 +33,7 @@ class Turn:
         self.over.set()
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Prepares results in threads, ``count`` more than were asked for.
 
     Args:
@@ -45,18 +45,21 @@ class Ahead(Generic[T]):
         >>> def make(turn):
         ...     with turn:
         ...         return next(numbers)
-        >>> ahead = Ahead(2, make)
-        >>> ahead.next(), ahead.next()
+        >>> prefetcher = Prefetcher(2, make)
+        >>> prefetcher.next(), prefetcher.next()
         (0, 1)
-        >>> ahead.shutdown()
+        >>> prefetcher.shutdown()
     """
 
-    def __init__(self, count: int, make: Callable[[Turn], T]) -> None:
+    def __init__(self, count: int, make: Callable[[Ticket], T]) -> None:
         self._count, self._make = count, make
-        self._begin()
-        on_fork(self, Ahead._begin)  # to which no thread has come along; what was prepared is the parent's
+        self.reset_after_fork()
+        on_fork(
+            self, Prefetcher.reset_after_fork
+        )  # to which no thread has come along; what was prepared is the parent's
 
-    def _begin(self) -> None:
+    def reset_after_fork(self) -> None:
+        """Begin with nothing prepared."""
         self._lock = threading.RLock()
         self._pool: ThreadPoolExecutor | None = None
         self._results: deque[Future[T]] = deque()
@@ -77,7 +80,7 @@ class Ahead(Generic[T]):
                     initargs=(torch.get_num_threads(),),
                 )
             while len(self._results) <= self._count:
-                turn = Turn(self._before)
+                turn = Ticket(self._before)
                 self._before = turn.over
                 self._results.append(self._pool.submit(self._run, turn))
             result = self._results.popleft()
@@ -87,7 +90,7 @@ class Ahead(Generic[T]):
             self.drop()
             raise
 
-    def _run(self, turn: Turn) -> T:
+    def _run(self, turn: Ticket) -> T:
         try:
             return self._make(turn)
         finally:

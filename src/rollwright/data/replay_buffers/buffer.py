@@ -14,16 +14,16 @@ from tensordict import TensorDictBase
 
 from rollwright._processes.forks import on_fork
 from rollwright.data.replay_buffers import checkpoint
-from rollwright.data.replay_buffers._arguments import Change, check_given, dimension, inverse_of, made, stacked
-from rollwright.data.replay_buffers._places import elements_at, entry_of
-from rollwright.data.replay_buffers._prefetch import Ahead, Turn
+from rollwright.data.replay_buffers._arguments import Transform, check_given, dimension, inverse_of, made, stacked
+from rollwright.data.replay_buffers._indexing import elements_at, entry_of
+from rollwright.data.replay_buffers._prefetch import Prefetcher, Ticket
 from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler
 from rollwright.data.replay_buffers.storages.base import ListStorage, Storage, pieces, positive
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
 
-__all__ = ["Change", "ReplayBuffer"]
+__all__ = ["ReplayBuffer", "Transform"]
 
 _TRIES = 3  # to read elements while others write, before these are held off
 
@@ -54,6 +54,8 @@ class ReplayBuffer:
     Attributes:
         limiter: as it was given.
         insert_limiter: what a collector that writes here asks: the limiter, or that of the ensemble.
+        dim_extend: of the data, the dimension that grows.
+        drawing: held by whoever draws, and whoever changes the sampler.
 
     Example:
         >>> from tensordict import TensorDict
@@ -73,8 +75,8 @@ class ReplayBuffer:
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
         prefetch: int | None = None,
-        transform: Change | None = None,
-        transform_factory: Callable[[], Change] | None = None,
+        transform: Transform | None = None,
+        transform_factory: Callable[[], Transform] | None = None,
         batch_size: int | None = None,
         dim_extend: int | None = None,
         generator: torch.Generator | None = None,
@@ -85,18 +87,18 @@ class ReplayBuffer:
         self.sampler: Sampler = made("sampler", sampler, Sampler, RandomSampler)
         self.writer: Writer = made("writer", writer, Writer, RoundRobinWriter)
         check_given(collate_fn, transform, transform_factory, generator, limiter, pin_memory=pin_memory)
-        self.transforms: list[Change] = []
+        self.transforms: list[Transform] = []
         self.collate_fn, self.pin_memory = collate_fn, bool(pin_memory)
         self.batch_size = None if batch_size is None else positive("batch_size", batch_size)
         self.generator = generator
-        self._dim_extend = dim_extend
+        self._dim_given = dim_extend
         room = getattr(self.sampler, "max_capacity", self.storage.max_size)
         if room < self.storage.max_size and not isinstance(self.storage, ListStorage):
             raise ValueError(
                 f"max_capacity: expected at least {self.storage.max_size}, the storage's size, in "
                 f"{type(self.sampler).__name__}, got {room}. Pass the storage's max_size."
             )
-        self._dim = (
+        self.dim_extend = (
             self.storage.ndim - 1 if dim_extend is None else dimension("dim_extend", dim_extend, self.storage.ndim)
         )
         self._prefetch = prefetch and positive("prefetch", prefetch)
@@ -111,12 +113,13 @@ class ReplayBuffer:
             self.append_transform(change)
 
     def _start(self) -> None:
-        self._renew_lock()
-        on_fork(self, ReplayBuffer._renew_lock, lambda buffer: buffer._drawing)  # the sampler has to be whole there
-        self._ahead = Ahead(self._prefetch, self._drawn_ahead) if self._prefetch else None
+        self.reset_after_fork()
+        on_fork(self, ReplayBuffer.reset_after_fork, lambda buffer: buffer.drawing)  # the sampler has to be whole there
+        self._prefetcher = Prefetcher(self._prefetch, self._draw_prefetched) if self._prefetch else None
 
-    def _renew_lock(self) -> None:
-        self._drawing = threading.RLock()
+    def reset_after_fork(self) -> None:
+        """Begin with a lock that nobody holds."""
+        self.drawing = threading.RLock()
 
     def _counts(self) -> Counts:
         return Counts(
@@ -154,9 +157,9 @@ class ReplayBuffer:
 
     def _store(self, data: Any) -> torch.Tensor:
         self.sampler.check(self.storage, data)
-        index = self.writer.extend(self.storage, data, self._dim)
+        index = self.writer.extend(self.storage, data, self.dim_extend)
         self.written()
-        return self._placed(data, index)
+        return self._indices(data, index)
 
     def add(self, data: Any) -> Any:
         """Store one element (for a storage of several dimensions: one step of all environments).
@@ -164,22 +167,22 @@ class ReplayBuffer:
         Returns:
             Where it lies: an int, or int64 ``[n, ndim]``.
         """
-        index = self.writer.add(self.storage, self._inverted(data), self._dim)
-        self._tell_limiter()
-        where = self._placed(data, index)
+        index = self.writer.add(self.storage, self._inverted(data), self.dim_extend)
+        self._notify_limiter()
+        where = self._indices(data, index)
         return int(where[0]) if where.ndim == 1 and len(where) == 1 else where
 
-    def _placed(self, data: Any, index: NDArray[np.int64]) -> torch.Tensor:
+    def _indices(self, data: Any, index: NDArray[np.int64]) -> torch.Tensor:
         return self.storage.public(index)
 
     def written(self) -> None:
         """Let the sampler take in what was written; :meth:`extend` does, whoever writes rows in place has to."""
         if not self.storage.shared:
-            with self._drawing, self.storage.ledger.reading():
+            with self.drawing, self.storage.ledger.reading():
                 self.sampler.follow(self.storage)
-        self._tell_limiter()
+        self._notify_limiter()
 
-    def _tell_limiter(self) -> None:
+    def _notify_limiter(self) -> None:
         if self.insert_limiter is not None:
             self.insert_limiter.inserted_more()
 
@@ -193,8 +196,8 @@ class ReplayBuffer:
             return "a transform of the buffer has an inverse"
         if self.storage.device != torch.device("cpu"):
             return f"the storage is on {self.storage.device}"
-        if self._dim != self.storage.ndim - 1:
-            return f"dim_extend is {self._dim}"
+        if self.dim_extend != self.storage.ndim - 1:
+            return f"dim_extend is {self.dim_extend}"
         return None
 
     # Sampling ---------------------------------------------------------------------------------
@@ -204,7 +207,7 @@ class ReplayBuffer:
 
         Args:
             batch_size: elements in it; default: the buffer's.
-            return_info: return ``(batch, info)``, where ``info`` has ``"index"`` and what else the sampler tells.
+            return_info: return ``(batch, info)``, where ``info`` has ``"index"`` and what else the sampler says.
 
         Raises:
             RuntimeError: the buffer is empty; with a limiter: nobody else could fill it.
@@ -215,11 +218,11 @@ class ReplayBuffer:
         return (batch, info) if return_info else batch
 
     def _next(self, batch_size: int | None) -> tuple[Any, dict[str, Any], bool]:
-        """A batch, what the draw tells about it, and whether it ended a pass of the sampler."""
+        """A batch, what the sampler says about it, and whether it ended a pass of the sampler."""
         size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if size is None:
             raise ValueError("batch_size: expected it in sample() or in the constructor, got it in neither.")
-        if self._ahead is not None and size != self.batch_size:
+        if self._prefetcher is not None and size != self.batch_size:
             raise ValueError(
                 f"batch_size: expected {self.batch_size}, which batches are prefetched with, got {size}. "
                 "Pass it to the constructor alone."
@@ -229,21 +232,21 @@ class ReplayBuffer:
         return self.limiter.draw(size, lambda: self._drawn(size), lambda drawn: len(drawn[1]["index"]))
 
     def _drawn(self, size: int) -> tuple[Any, dict[str, Any], bool]:
-        return self._sample(size, contextlib.nullcontext()) if self._ahead is None else self._ahead.next()
+        return self._sample(size, contextlib.nullcontext()) if self._prefetcher is None else self._prefetcher.next()
 
-    def _drawn_ahead(self, turn: Turn) -> tuple[Any, dict[str, Any], bool]:
+    def _draw_prefetched(self, turn: Ticket) -> tuple[Any, dict[str, Any], bool]:
         return self._sample(cast(int, self.batch_size), turn)
 
     def _sample(self, size: int, turn: contextlib.AbstractContextManager[None]) -> tuple[Any, dict[str, Any], bool]:
         storage = self.storage
         storage.ledger.settle()
-        with turn, self._drawing:
+        with turn, self.drawing:
             draw, data = self._read(storage, size)
             ran_out = self.sampler.ran_out
         batch = self._collated(data)
         info: dict[str, Any] = {"index": storage.public(draw.index), **draw.info}
         if isinstance(batch, TensorDictBase):
-            batch = self._told(self.sampler.mark(batch, draw), info)
+            batch = self._with_info(self.sampler.mark(batch, draw), info)
         for change in self.transforms:
             batch = change(batch)
             if batch is None:
@@ -286,14 +289,14 @@ class ReplayBuffer:
             return self.collate_fn(data)
         return stacked(data) if isinstance(data, list) else data
 
-    def _told(self, batch: TensorDictBase, info: Mapping[str, Any]) -> TensorDictBase:
-        """The batch with what the draw tells about its elements, where the buffer delivers that."""
+    def _with_info(self, batch: TensorDictBase, info: Mapping[str, Any]) -> TensorDictBase:
+        """The batch with what the sampler says about its elements, where the buffer delivers that."""
         return batch
 
-    def _drop_ahead(self) -> None:
-        """Forget the batches that were prefetched: they would not be drawn so any more."""
-        if self._ahead is not None:
-            self._ahead.drop()
+    def _drop_prefetched(self) -> None:
+        """Drop the batches that were prefetched: they would not be drawn so any more."""
+        if self._prefetcher is not None:
+            self._prefetcher.drop()
 
     def __iter__(self) -> Iterator[Any]:
         """Sample for ever, or until a sampler without replacement has delivered everything once."""
@@ -313,7 +316,7 @@ class ReplayBuffer:
             priority: at least 0, one for each; a number for all.
         """
         flat = self.storage.flat(index)
-        with self._drawing, self.storage.ledger.reading():
+        with self.drawing, self.storage.ledger.reading():
             self.sampler.update_priority(flat, priority, self.storage)
 
     # Elements ---------------------------------------------------------------------------------
@@ -337,7 +340,7 @@ class ReplayBuffer:
         if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
             return entry_of(self[:], index)
         with self.storage.ledger.reading():
-            chosen = elements_at(self.storage, index, self._dim)
+            chosen = elements_at(self.storage, index, self.dim_extend)
             data = self.storage.read(chosen.reshape(-1))
         if not chosen.ndim:
             one = data[0]  # a list gives the element itself
@@ -348,7 +351,7 @@ class ReplayBuffer:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Replace elements."""
-        chosen = elements_at(self.storage, index, self._dim)
+        chosen = elements_at(self.storage, index, self.dim_extend)
         if isinstance(value, TensorDictBase | torch.Tensor):
             value = value.reshape(-1, *value.shape[chosen.ndim :]) if chosen.ndim else value.unsqueeze(0)
         elif not chosen.ndim:
@@ -357,19 +360,19 @@ class ReplayBuffer:
 
     def empty(self) -> None:
         """Drop all elements; :attr:`write_count` goes on."""
-        self._drop_ahead()
+        self._drop_prefetched()
         self.storage.clear()
         if self.insert_limiter is not None:
             self.insert_limiter.begin()
 
     # Transforms -------------------------------------------------------------------------------
 
-    def append_transform(self, transform: Change) -> ReplayBuffer:
+    def append_transform(self, transform: Transform) -> ReplayBuffer:
         """Apply a transform to each batch, after those that are there; returns the buffer."""
         self.insert_transform(len(self.transforms), transform)
         return self
 
-    def insert_transform(self, index: int, transform: Change) -> ReplayBuffer:
+    def insert_transform(self, index: int, transform: Transform) -> ReplayBuffer:
         """Apply a transform before the one at ``index``.
 
         Raises:
@@ -381,7 +384,7 @@ class ReplayBuffer:
         most = len(self.transforms)
         if not -most <= index <= most:
             raise IndexError(f"index: expected one from {-most} to {most}, got {index}.")
-        self._drop_ahead()
+        self._drop_prefetched()
         self.transforms.insert(index, transform)
         return self
 
@@ -396,8 +399,8 @@ class ReplayBuffer:
     def set_sampler(self, sampler: Sampler) -> None:
         """Sample otherwise from now on."""
         chosen = made("sampler", sampler, Sampler, RandomSampler)
-        self._drop_ahead()
-        with self._drawing:
+        self._drop_prefetched()
+        with self.drawing:
             self.sampler = chosen
 
     def set_writer(self, writer: Writer) -> None:
@@ -407,16 +410,17 @@ class ReplayBuffer:
     def set_storage(self, storage: Storage) -> None:
         """Put another storage in place."""
         storage = made("storage", storage, Storage, ListStorage)
-        dim = dimension("dim_extend", storage.ndim - 1 if self._dim_extend is None else self._dim_extend, storage.ndim)
-        self._drop_ahead()
-        with self._drawing:
-            self.storage, self._dim = storage, dim
+        given = storage.ndim - 1 if self._dim_given is None else self._dim_given
+        dim = dimension("dim_extend", given, storage.ndim)
+        self._drop_prefetched()
+        with self.drawing:
+            self.storage, self.dim_extend = storage, dim
         if self.insert_limiter is not None:
             self.insert_limiter.begin()
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Draw random numbers from ``generator``; None: from torch's global one."""
-        self._drop_ahead()
+        self._drop_prefetched()
         self.generator = generator
 
     def share(self, shared: bool = True) -> ReplayBuffer:
@@ -449,7 +453,7 @@ class ReplayBuffer:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Hold what another buffer held, and sample as it would have."""
-        self._drop_ahead()
+        self._drop_prefetched()
         checkpoint.restore(self, state_dict)
 
     def dumps(self, path: Any) -> None:
@@ -474,7 +478,7 @@ class ReplayBuffer:
             ValueError: elements are other objects, and ``allow_pickle`` is not set.
             DamagedFileError: a file is cut short, or holds something else.
         """
-        self._drop_ahead()
+        self._drop_prefetched()
         checkpoint.load(self, path, allow_pickle=allow_pickle)
 
     dump = save = dumps
@@ -482,12 +486,12 @@ class ReplayBuffer:
 
     def shutdown(self) -> None:
         """End the threads that prefetch."""
-        if self._ahead is not None:
-            self._ahead.shutdown()
+        if self._prefetcher is not None:
+            self._prefetcher.shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_drawing", "_ahead"):
+        for name in ("drawing", "_prefetcher"):
             state.pop(name)
         return {**state, "limiter": None, "insert_limiter": None}  # whoever samples here limits it here
 

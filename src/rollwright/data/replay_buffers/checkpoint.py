@@ -27,7 +27,7 @@ def state_of(buffer: ReplayBuffer, *, with_elements: bool) -> dict[str, Any]:
 
     Of a buffer that prefetches it is the state after what was drawn: batches that wait to be delivered are not in it.
     """
-    with buffer._drawing, buffer.storage.ledger.reading():
+    with buffer.drawing, buffer.storage.ledger.reading():
         buffer.sampler.follow(buffer.storage)  # what another process wrote, or what was just published
         state = {
             "sampler": buffer.sampler.state_dict(),
@@ -51,7 +51,7 @@ def restore(buffer: ReplayBuffer, state: Mapping[str, Any]) -> None:
         raise KeyError(f"state_dict: expected that of a replay buffer, got {sorted(state)}: {missing} missing.")
     stored = state.get("storage")
     _check_dim(buffer, stored)
-    with buffer._drawing:
+    with buffer.drawing:
         if stored is not None:
             buffer.storage.load_state_dict(stored)
         buffer.sampler.load_state_dict(state["sampler"])
@@ -67,12 +67,12 @@ def restore(buffer: ReplayBuffer, state: Mapping[str, Any]) -> None:
 def _check_dim(buffer: ReplayBuffer, stored: Mapping[str, Any] | None) -> None:
     """Test that rows lie along the dimension that the buffer takes them from; ``stored``: None: what is there."""
     if stored is None:
-        dim = buffer.storage.dim_extend if len(buffer.storage) else buffer._dim
+        dim = buffer.storage.dim_extend if len(buffer.storage) else buffer.dim_extend
     else:
-        dim = stored.get("dim_extend", buffer._dim) if stored.get("elements") is not None else buffer._dim
-    if dim != buffer._dim:
+        dim = stored.get("dim_extend", buffer.dim_extend) if stored.get("elements") is not None else buffer.dim_extend
+    if dim != buffer.dim_extend:
         raise ValueError(
-            f"state_dict: expected that of a buffer with dim_extend={buffer._dim}, got dim_extend={dim}. "
+            f"state_dict: expected that of a buffer with dim_extend={buffer.dim_extend}, got dim_extend={dim}. "
             f"Make the buffer with dim_extend={dim}."
         )
 

@@ -11,8 +11,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright.data.loading import load_saved, save
-from rollwright.data.replay_buffers._arguments import inverse_of
-from rollwright.data.replay_buffers.buffer import Change, ReplayBuffer
+from rollwright.data.replay_buffers._arguments import Transform, inverse_of
+from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
 from rollwright.data.replay_buffers.storages.base import positive
 
@@ -61,7 +61,7 @@ class ReplayBufferEnsemble:
     def __init__(
         self,
         *buffers: ReplayBuffer,
-        transform: Change | None = None,
+        transform: Transform | None = None,
         batch_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         p: Sequence[float] | torch.Tensor | None = None,
@@ -83,7 +83,7 @@ class ReplayBufferEnsemble:
         if collate_fn is not None and not callable(collate_fn):
             raise TypeError(f"collate_fn: expected a callable, got {type(collate_fn).__name__}.")
         self.members = list(buffers)
-        self.transforms: list[Change] = []
+        self.transforms: list[Transform] = []
         if transform is not None:
             self.append_transform(transform)
         self.batch_size = None if batch_size is None else positive("batch_size", batch_size)
@@ -276,7 +276,7 @@ class ReplayBufferEnsemble:
         """Number of elements given so far, over all members; see :attr:`ReplayBuffer.write_count`."""
         return sum(member.write_count for member in self.members)
 
-    def append_transform(self, transform: Change) -> ReplayBufferEnsemble:
+    def append_transform(self, transform: Transform) -> ReplayBufferEnsemble:
         """Apply a transform to each stacked batch, after those that are there."""
         if not callable(transform):
             raise TypeError(f"transform: expected a transform, a module or a callable, got {transform!r}.")

@@ -20,7 +20,7 @@ __all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer", "Tens
 class TensorDictReplayBuffer(ReplayBuffer):
     """A replay buffer of TensorDicts: batches say where their elements lie.
 
-    A batch has the entry ``"index"`` (int64 ``[n]``, or ``[n, ndim]``), and the others that the sampler tells
+    A batch has the entry ``"index"`` (int64 ``[n]``, or ``[n, ndim]``), and the others that the sampler says
     (``"priority_weight"``). Where the data that are written hold ``priority_key``, that is their first priority.
 
     Args:
@@ -40,23 +40,23 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.priority_key = as_keys(priority_key)[0]
         super().__init__(**options)
 
-    def _told(self, batch: TensorDictBase, info: Mapping[str, Any]) -> TensorDictBase:
+    def _with_info(self, batch: TensorDictBase, info: Mapping[str, Any]) -> TensorDictBase:
         for name, value in info.items():
             for _ in range(batch.ndim - 1):  # elements with a batch size of their own: the same for all of each
                 value = value.unsqueeze(1)
             batch.set(name, value.expand(*batch.batch_size, *value.shape[batch.ndim :]))
         return batch
 
-    def _placed(self, data: Any, index: np.ndarray[Any, Any]) -> torch.Tensor:
+    def _indices(self, data: Any, index: np.ndarray[Any, Any]) -> torch.Tensor:
         if isinstance(self.sampler, PrioritizedSampler):
             self._prioritise(data, index)
-        return super()._placed(data, index)
+        return super()._indices(data, index)
 
     def _prioritise(self, data: Any, index: np.ndarray[Any, Any]) -> None:
         given = [piece.get(self.priority_key, None) for piece in (data if isinstance(data, list) else [data])]
         if any(priority is None for priority in given):
             return
-        dim = self._dim if index.size > self.storage.columns else 0  # one row has one order
+        dim = self.dim_extend if index.size > self.storage.columns else 0  # one row has one order
         flat = torch.cat([p.movedim(dim, 0).reshape(-1) if dim else p.reshape(-1) for p in given])
         stored = index >= 0
         if flat.numel() == stored.size:

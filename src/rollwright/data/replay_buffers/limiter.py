@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from rollwright._interrupts import uninterrupted
-from rollwright.data.replay_buffers._waiting import WaitingRoom
+from rollwright.data.replay_buffers._progress import Progress
 from rollwright.data.replay_buffers.storages.base import positive
 
 __all__ = ["Counts", "SampleToInsertRatio"]
@@ -93,7 +93,7 @@ class SampleToInsertRatio:
         self._frames = self._batch_size = 1  # the most that is inserted, and drawn, at a time, as far as is known
         self._counts: Counts | None = None
         self._base = self._sampled = self._at_base = 0  # write_count and sampled where the balance was 0
-        self._room = WaitingRoom()
+        self.progress = Progress()
         self._listeners: list[Callable[[], None]] = []
         self._inserters: list[Callable[[], str]] = []
         self._process = os.getpid()
@@ -143,9 +143,9 @@ class SampleToInsertRatio:
         """Take the balance for 0 as soon as ``min_size`` elements are stored, or now if they are."""
         if self._counts is not None and self._active:
             lacking = max(0, self.min_size - self._counts.num_stored())
-            with self._room.changed:
+            with self.progress.changed:
                 self._base, self._at_base = self._counts.write_count() + lacking, self._sampled
-            self._tell()
+            self._notify()
 
     # Counts -------------------------------------------------------------------------------------
 
@@ -191,12 +191,12 @@ class SampleToInsertRatio:
             return True
         if self._is_warm(inserted):
             return False
-        self._forgive(frames)
+        self._discount(frames)
         return True
 
-    def _forgive(self, frames: int) -> None:
+    def _discount(self, frames: int) -> None:
         """Do not count what goes beyond the margin by so many more, where nothing can be drawn for lack of others."""
-        with self._room.changed:
+        with self.progress.changed:
             inserted = self.inserted
             beyond = self._balance_at(inserted) + self.samples_per_insert * frames - self.margin
             if beyond > 0 and inserted >= self._base and not self._is_warm(inserted):
@@ -233,7 +233,7 @@ class SampleToInsertRatio:
                 "in the background: start()"
             )
 
-        return self._room.wait(
+        return self.progress.wait(
             lambda: self.may_insert(frames),
             lambda: self._sampled,
             timeout_s=self.timeout_s,
@@ -253,8 +253,8 @@ class SampleToInsertRatio:
 
     def inserted_more(self) -> None:
         """Wake who waits for inserts of this process; those of others are noticed within 10 ms."""
-        if self._room.reasons and self._active:  # a fork may have come while a thread held the lock
-            self._room.wake()
+        if self.progress.reasons and self._active:  # a fork may have come while a thread held the lock
+            self.progress.wake()
 
     def add_inserter(self, status: Callable[[], str]) -> Callable[[], None]:
         """Let sampling ask, while it waits, what became of somebody who inserts.
@@ -299,7 +299,7 @@ class SampleToInsertRatio:
 
     def _taken(self, size: int, mine: list[int]) -> bool:
         """Count ``size`` items as drawn, if they may be, and note that in ``mine``."""
-        with uninterrupted, self._room.changed:
+        with uninterrupted, self.progress.changed:
             inserted = self.inserted
             if self._balance_at(inserted) - size < -self.margin or not self._is_warm(inserted):
                 return False
@@ -309,9 +309,9 @@ class SampleToInsertRatio:
 
     def _count(self, more: int) -> None:
         if more:
-            with self._room.changed:
+            with self.progress.changed:
                 self._sampled += more
-        self._tell()
+        self._notify()
 
     def _await_inserts(self, size: int, mine: list[int]) -> None:
         def ask() -> bool:
@@ -335,7 +335,7 @@ class SampleToInsertRatio:
                 "margin, or collect in the background: start()"
             )
 
-        self._room.wait(
+        self.progress.wait(
             lambda: self._taken(size, mine),
             lambda: self.inserted,
             timeout_s=self.timeout_s,
@@ -353,7 +353,7 @@ class SampleToInsertRatio:
         """
         return _added(self._listeners, callback)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self.inserted_more()
         for callback in list(self._listeners):
             callback()
@@ -373,7 +373,7 @@ class SampleToInsertRatio:
             "sampled": self._sampled,
             "balance": self.balance,
             "margin": self.margin,
-            "waiting": self._room.reasons,
+            "waiting": self.progress.reasons,
         }
 
     def state_dict(self) -> dict[str, int]:
@@ -385,10 +385,10 @@ class SampleToInsertRatio:
         if state_dict is None:
             self.begin()
             return
-        with self._room.changed:
+        with self.progress.changed:
             self._sampled, self._base = state_dict["sampled"], state_dict["base"]
             self._at_base = state_dict["at_base"]
-        self._tell()
+        self._notify()
 
     def __repr__(self) -> str:
         return (

@@ -187,8 +187,8 @@ class TensorDictMaxValueWriter(Writer):
         if (low, high, storage.ledger.revision) == self._seen:
             return
         heap: list[tuple[float, int]] = []
-        voids = storage.ledger.voids().tolist()
-        for start, stop in zip([low, *(gap[1] for gap in voids)], [*(gap[0] for gap in voids), high], strict=True):
+        gaps = storage.ledger.gaps().tolist()
+        for start, stop in zip([low, *(gap[1] for gap in gaps)], [*(gap[0] for gap in gaps), high], strict=True):
             if start < stop:
                 values = self._reduce(torch.from_numpy(storage.entry(self.rank_key, start, stop)))
                 rows = np.arange(start, stop) % storage.capacity
@@ -197,7 +197,7 @@ class TensorDictMaxValueWriter(Writer):
         self._heap = heap
 
     def _room(self, storage: Storage) -> int:
-        """Elements that may be appended before one is lost: voids take room, too, except for the oldest."""
+        """Elements that may be appended before one is lost: gaps take room, too, except for the oldest."""
         positions = storage.ledger.positions()
         if not len(positions):
             return storage.max_size

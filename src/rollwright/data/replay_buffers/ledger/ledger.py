@@ -200,7 +200,7 @@ class Ledger:
     # Reading ----------------------------------------------------------------------------------
 
     def live(self) -> tuple[int, int]:
-        """``(low, high)``: the positions that may be read, less the gaps of :meth:`voids`."""
+        """``(low, high)``: the positions that may be read, less the gaps of :meth:`gaps`."""
         head = self._head
         high = head[PUBLISHED]
         return min(max(self.end() - self.capacity, head[BASE]), high), high
@@ -246,7 +246,7 @@ class Ledger:
                 return self._slots[at + STOP]
         return head[PUBLISHED]
 
-    def voids(self, span: Span | None = None) -> NDArray[np.int64]:
+    def gaps(self, span: Span | None = None) -> NDArray[np.int64]:
         """Gaps in what is live: ``[k, 2]`` ranges of positions that hold nothing, ascending, apart from one another.
 
         Args:
@@ -262,7 +262,7 @@ class Ledger:
         """All positions that may be read, ascending."""
         span = self.span()
         positions = np.arange(span.low, span.high)
-        for start, stop in self.voids(span).tolist():
+        for start, stop in self.gaps(span).tolist():
             positions = positions[(positions < start) | (positions >= stop)]
         return positions
 
@@ -300,8 +300,8 @@ class Ledger:
             span: what is live; None: now.
         """
         span = span or self.span()
-        voids = self.voids(span)
-        return span.high - span.low - (int((voids[:, 1] - voids[:, 0]).sum()) if len(voids) else 0)
+        gaps = self.gaps(span)
+        return span.high - span.low - (int((gaps[:, 1] - gaps[:, 0]).sum()) if len(gaps) else 0)
 
     def settle(self) -> None:
         """See to reservations whose writer was killed: nobody else may come to do it. Not for use while reading."""
@@ -385,24 +385,24 @@ class Ledger:
         head[ISSUED] = serial + 1  # from here on the rows are nobody's to read
         return Reservation(start, start + n, serial)
 
-    def publish(self, reservation: Reservation, voids: Sequence[tuple[int, int]] = ()) -> None:
+    def publish(self, reservation: Reservation, gaps: Sequence[tuple[int, int]] = ()) -> None:
         """Let everyone read what was written.
 
         Args:
             reservation: of :meth:`reserve`.
-            voids: ranges of its positions that were not written; they are never read.
+            gaps: ranges of its positions that were not written; they are never read.
 
         Raises:
             RuntimeError: it was given up meanwhile by another process, which took this one for dead; or it belongs to
                 another process.
         """
-        self._close(reservation, voids, DONE)
+        self._close(reservation, gaps, DONE)
 
     def abandon(self, reservation: Reservation) -> None:
         """Give up what was reserved: nobody reads it."""
         self._close(reservation, (), ABANDONED)
 
-    def _close(self, reservation: Reservation, voids: Sequence[tuple[int, int]], state: int) -> None:
+    def _close(self, reservation: Reservation, gaps: Sequence[tuple[int, int]], state: int) -> None:
         at = reservation.serial % NUM_SLOTS
         with self.writing():
             if not self._is_mine(reservation):
@@ -410,7 +410,7 @@ class Ledger:
                     raise RuntimeError(self._lost(reservation))
                 return
             try:
-                for start, stop in voids:
+                for start, stop in gaps:
                     self._add_gap(start, stop)
                 self._slots[SLOT * at + STATE] = state
             except BaseException:
@@ -493,7 +493,7 @@ class Ledger:
         """Take the positions of a saved storage. For use while rows change in place.
 
         Args:
-            state: ``low``, ``high``, ``voids``, ``lost`` and ``skipped`` of what was saved.
+            state: ``low``, ``high``, ``voids`` (the gaps), ``lost`` and ``skipped`` of what was saved.
 
         Raises:
             RuntimeError: somebody is writing rows.
@@ -509,10 +509,10 @@ class Ledger:
         head[PUBLISHED] = high  # as the end of that reservation says
         head[ISSUED] += 1
         head[SETTLED] += 1
-        voids = state["voids"].tolist()
-        self._gaps.begin(state["lost"] - sum(stop - start for start, stop in voids))
+        gaps = state["voids"].tolist()
+        self._gaps.begin(state["lost"] - sum(stop - start for start, stop in gaps))
         self._set_base(state["low"])
-        for start, stop in voids:
+        for start, stop in gaps:
             self._add_gap(start, stop)
         head[SKIPPED] = state.get("skipped", 0)
         head[IDS] = max(head[IDS], state.get("ids", 0))

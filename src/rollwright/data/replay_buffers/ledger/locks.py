@@ -52,10 +52,11 @@ class RowLock:
         self._locks = None if file is None else FileLocks(file)
         self._timeout_s = timeout_s
         self._hint = memoryview(bytearray(8)).cast("q")
-        self._begin()
-        on_fork(self, RowLock._begin)
+        self.reset_after_fork()
+        on_fork(self, RowLock.reset_after_fork)
 
-    def _begin(self) -> None:
+    def reset_after_fork(self) -> None:
+        """Begin with nothing held."""
         self._changed = threading.Condition(threading.Lock())
         self._readers: dict[int, int] = {}  # how often each thread reads
         self._waiting, self._writer = 0, False
@@ -75,29 +76,34 @@ class RowLock:
         lock = _by_file.get(place)
         if lock is None:
             lock = _by_file[place] = cls(file)
-        elif lock._locks is not None:
-            lock._locks.keep_open(file)
+        else:
+            lock.keep_open(file)
         return lock
+
+    def keep_open(self, file: Segment) -> None:
+        """Let no descriptor of the locked file be closed before this lock is gone: that would release it."""
+        if self._locks is not None:
+            self._locks.keep_open(file)
 
     def hint_at(self, word: memoryview) -> None:
         """Keep in an int64 whether a writer of any process waits at the gate. One that was killed leaves it raised."""
         self._hint = word
 
-    def reading(self) -> _Held:
+    def reading(self) -> _Locked:
         """Hold off writers inside a ``with`` block.
 
         Raises:
             TimeoutError: a writer did not let go in time.
         """
-        return _Held(self._begin_reading, self._end_reading)
+        return _Locked(self._begin_reading, self._end_reading)
 
-    def writing(self) -> _Held:
+    def writing(self) -> _Locked:
         """Hold off everyone inside a ``with`` block.
 
         Raises:
             TimeoutError: the others did not let go in time.
         """
-        return _Held(self._begin_writing, self._end_writing)
+        return _Locked(self._begin_writing, self._end_writing)
 
     def _begin_reading(self) -> None:
         me = threading.get_ident()
@@ -219,7 +225,7 @@ class RowLock:
         return self._locks is not None and self._locks.lasting and self._locks.is_taken(_FIRST_SLOT + slot)
 
 
-class _Held:
+class _Locked:
     """Runs a call before a ``with`` block, and one after it, and holds off Ctrl-C in between."""
 
     __slots__ = ("_begin", "_end")

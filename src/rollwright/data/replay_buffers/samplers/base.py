@@ -118,16 +118,16 @@ class Sampler(ABC):
         return f"{type(self).__name__}()"
 
 
-def nth_live(rank: Index, low: int, voids: Index) -> Index:
+def nth_live(rank: Index, low: int, gaps: Index) -> Index:
     """Positions of the live rows of these ranks, oldest first.
 
     >>> nth_live(np.arange(4), 10, np.array([[11, 13], [14, 15]]))
     array([10, 13, 15, 16])
     """
-    if not len(voids):
+    if not len(gaps):
         return rank + low
-    gone = np.append(0, np.cumsum(voids[:, 1] - voids[:, 0]))
-    first_after = voids[:, 0] - low - gone[:-1]  # rank of the first live row after each gap
+    gone = np.append(0, np.cumsum(gaps[:, 1] - gaps[:, 0]))
+    first_after = gaps[:, 0] - low - gone[:-1]  # rank of the first live row after each gap
     position: Index = rank + low + gone[first_after.searchsorted(rank, "right")]
     return position
 
@@ -149,14 +149,14 @@ class RandomSampler(Sampler):
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
         """See :meth:`Sampler.draw`."""
         low, high, _ = span = storage.ledger.span()
-        voids, columns = storage.ledger.voids(span), storage.columns
-        if not len(voids):
+        gaps, columns = storage.ledger.gaps(span), storage.columns
+        if not len(gaps):
             drawn: Index = torch.randint(low * columns, high * columns, (batch_size,), generator=generator).numpy()
             drawn %= storage.capacity * columns
             return Draw(drawn, {})
         drawn = torch.randint(storage.ledger.num_live(span) * columns, (batch_size,), generator=generator).numpy()
         rank, column = np.divmod(drawn, columns)
-        return Draw(nth_live(rank, low, voids) % storage.capacity * columns + column, {})
+        return Draw(nth_live(rank, low, gaps) % storage.capacity * columns + column, {})
 
 
 class Epoch:
@@ -308,20 +308,20 @@ class SamplerWithoutReplacement(InPasses):
         Raises:
             ValueError: fewer elements than ``batch_size`` are stored, and ``drop_last`` is set.
         """
-        (low, high), voids, columns = storage.ledger.live(), storage.ledger.voids(), storage.columns
+        (low, high), gaps, columns = storage.ledger.live(), storage.ledger.gaps(), storage.columns
 
         def items() -> Index:  # an element's name while it lives: position * columns + column
             num_live = storage.ledger.num_live()
-            if not len(voids):
+            if not len(gaps):
                 return np.arange(low * columns, high * columns)[None]
-            positions = nth_live(np.arange(num_live), low, voids)
+            positions = nth_live(np.arange(num_live), low, gaps)
             return (positions[:, None] * columns + np.arange(columns)).reshape(1, -1)
 
         def alive(items: Index) -> NDArray[np.bool_]:
             lives: NDArray[np.bool_] = (items[0] >= low * columns) & (items[0] < high * columns)
-            if len(voids):  # of a buffer that was loaded in the middle of a pass
-                gap = voids[:, 0].searchsorted(items[0] // columns, "right") - 1
-                lives &= (gap < 0) | (items[0] // columns >= voids[gap, 1])
+            if len(gaps):  # of a buffer that was loaded in the middle of a pass
+                gap = gaps[:, 0].searchsorted(items[0] // columns, "right") - 1
+                lives &= (gap < 0) | (items[0] // columns >= gaps[gap, 1])
             return lives
 
         drawn = self._passes.take(batch_size, items, alive, generator)[0]

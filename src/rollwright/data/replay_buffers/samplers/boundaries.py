@@ -81,10 +81,12 @@ class Boundaries:
         self._used: tuple[NestedKey | None, NestedKey | None] = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        twin = Boundaries.__new__(Boundaries)  # what was derived from the storage is derived again where it is needed
-        twin.__dict__.update(self.__dict__)
-        twin._forget()
-        return dict(twin.__dict__)
+        derived = ("grid", "_index", "_seen", "_revision", "_storage", "_used")  # from the storage, where it is needed
+        return {name: value for name, value in self.__dict__.items() if name not in derived}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
 
     def follow(self, storage: Storage, span: Span) -> RunIndex | None:
         """Take in what was written; None where the storage does not have what is needed, see :meth:`missing`.
@@ -150,8 +152,8 @@ class Boundaries:
         low, high = max(span.low, self._seen), span.high
         if low > self._seen:  # overwritten before it was seen
             self._index.skip(low * grid.ticks)
-        voids = storage.ledger.voids(span)
-        for start, stop in voids[voids[:, 1] > low].tolist():
+        gaps = storage.ledger.gaps(span)
+        for start, stop in gaps[gaps[:, 1] > low].tolist():
             self._read(storage, grid, low, max(start, low))
             self._index.skip(stop * grid.ticks)
             low = stop

@@ -154,8 +154,8 @@ class PrioritizedSampler(Sampler):
         self._make_room(min(high, storage.capacity) * storage.columns)
         for start, stop in self._ring(self._low, min(low, self._high)):
             self._clear(start, stop)
-        begin, voids = max(low, self._high), storage.ledger.voids(span)
-        for gap_start, gap_stop in [*voids[voids[:, 1] > begin].tolist(), (high, high)]:
+        begin, gaps = max(low, self._high), storage.ledger.gaps(span)
+        for gap_start, gap_stop in [*gaps[gaps[:, 1] > begin].tolist(), (high, high)]:
             for start, stop in self._ring(begin, gap_start):
                 self._admit(start, stop)
             begin = max(begin, gap_stop)

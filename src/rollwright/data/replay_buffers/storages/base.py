@@ -128,7 +128,7 @@ class Storage(ABC):
     def rows_from_0(self) -> int | None:
         """Number of live rows, where they are the first of the storage; None: where they lie elsewhere, or apart."""
         low, high = self.ledger.live()
-        whole = (low % max(self.capacity, 1) == 0 or high - low == self.capacity) and not len(self.ledger.voids())
+        whole = (low % max(self.capacity, 1) == 0 or high - low == self.capacity) and not len(self.ledger.gaps())
         return high - low if whole else None
 
     def elements_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -167,7 +167,7 @@ class Storage(ABC):
             return {
                 "low": low,
                 "high": high,
-                "voids": torch.from_numpy(self.ledger.voids()),
+                "voids": torch.from_numpy(self.ledger.gaps()),
                 "lost": self.ledger.num_lost,
                 "skipped": self.ledger.num_skipped,
                 "ids": self.ledger.next_id,
@@ -271,7 +271,7 @@ class ListStorage(Storage):
 
     def read(self, index: NDArray[np.int64]) -> list[Any]:
         """See :meth:`Storage.read`; a list, of copies as far as elements are tensors or TensorDicts."""
-        return [_copied(self._items.get(row, (None,))[0]) for row in index.tolist()]  # nothing lies in a void
+        return [_copied(self._items.get(row, (None,))[0]) for row in index.tolist()]  # nothing lies in a gap
 
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
         """See :meth:`Storage.overwrite`."""
@@ -285,7 +285,7 @@ class ListStorage(Storage):
 
     def keys(self) -> list[NestedKey]:
         """See :meth:`Storage.keys`; those of the newest element."""
-        positions = self.ledger.positions() if len(self.ledger.voids()) else range(*self.ledger.live())
+        positions = self.ledger.positions() if len(self.ledger.gaps()) else range(*self.ledger.live())
         newest = self._items[positions[-1] % self.max_size][0] if len(positions) else None
         return leaf_keys(newest) if isinstance(newest, TensorDictBase) else []
 

@@ -213,21 +213,19 @@ class SharedMemory(Memory):
             Segment(None if folder is None else folder / LOCK_FILE),
         )
 
-    @classmethod
-    def of(cls, private: PrivateMemory) -> SharedMemory:
-        """Memory that holds what other memory held; the ledger is the same object. For use while it stands still."""
-        memory, schema = cls(), private.schema()
+    def take_over(self, private: PrivateMemory) -> None:
+        """Hold what other memory held; the ledger is the same object. For use while it stands still."""
+        schema = private.schema()
         if schema is not None:
-            memory.allocate(schema)
+            self.allocate(schema)
             begun = private.ledger.num_begun
-            memory.make_space(begun)
+            self.make_space(begun)
             for key, rows in private.tensors().items():
-                memory._tensors[key][:begun].copy_(rows[:begun])
-        private.ledger.lock.extend_over(memory._lock)
-        private.ledger.move(memory._rows.map(_PAGE, Ledger.num_bytes))
-        memory.ledger = private.ledger
-        memory.ledger.space = memory._space
-        return memory
+                self._tensors[key][:begun].copy_(rows[:begun])
+        private.ledger.lock.extend_over(self._lock)
+        private.ledger.move(self._rows.map(_PAGE, Ledger.num_bytes))
+        self.ledger = private.ledger
+        self.ledger.space = self._space
 
     def _connect(self, rows: Segment, lock: Segment) -> None:
         self._rows, self._lock = rows, lock

@@ -127,7 +127,9 @@ class RowStorage(Storage):
             raise ValueError(f"shared: expected a storage on the CPU, got one on {self._device}. Pass device='cpu'.")
         with self.ledger.standing_still():
             if not self._shared:  # else another thread was faster
-                self._memory = SharedMemory.of(cast(PrivateMemory, self._memory))
+                shared = SharedMemory()
+                shared.take_over(cast(PrivateMemory, self._memory))
+                self._memory = shared
                 if self._schema is not None:
                     self._adopt(self._schema)  # whoever reads finds one or the other, which are the same
                 self._shared = True
@@ -307,9 +309,9 @@ class RowStorage(Storage):
         blank = {key: torch.empty((*lead, *shape), dtype=dtype) for key, (shape, dtype) in fields.items()}
         self._check(schema, blank, torch.empty(lead), dim)
 
-    def publish(self, reservation: Reservation, voids: Iterable[tuple[int, int]] = ()) -> None:
+    def publish(self, reservation: Reservation, gaps: Iterable[tuple[int, int]] = ()) -> None:
         """Let everyone read the rows; see :meth:`Ledger.publish`."""
-        self.ledger.publish(reservation, list(voids))
+        self.ledger.publish(reservation, list(gaps))
 
     def abandon(self, reservation: Reservation) -> None:
         """Give the rows up."""
@@ -334,7 +336,7 @@ class RowStorage(Storage):
         with self.ledger.reading():
             low, high = self.ledger.live()
             row, length = low % max(self.capacity, 1), high - low
-            if len(self.ledger.voids()) or row + length > self.capacity:
+            if len(self.ledger.gaps()) or row + length > self.capacity:
                 data = self.read(self.elements_of(self.ledger.positions())).reshape(-1, *self.rest)
                 return _moved(data, dim)
             rows = {key: tensor[row : row + length] for key, tensor in self._tensors.items()}

@@ -1,4 +1,4 @@
-"""WaitingRoom: where threads wait for what others do, as long as those do something."""
+"""Progress: threads wait for what others do, as long as those do something."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 from rollwright._processes.forks import on_fork
 
-__all__ = ["WaitingRoom"]
+__all__ = ["Progress"]
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.2e-3, 10e-3
 _PREFETCHERS = "rollwright-prefetch"  # threads that draw only what was asked for
 
 
-class WaitingRoom:
-    """Threads wait here until they may go on.
+class Progress:
+    """A condition on which threads wait until they may go on.
 
     Those who change something wake them, by :attr:`changed`; what other processes change is noticed within 10 ms.
 
@@ -23,14 +23,14 @@ class WaitingRoom:
         changed: held while what is waited for changes.
 
     Example:
-        >>> room, drawn = WaitingRoom(), []
+        >>> progress, drawn = Progress(), []
         >>> def draw():
-        ...     with room.changed:
+        ...     with progress.changed:
         ...         drawn.append(3)
-        ...         room.changed.notify_all()
+        ...         progress.changed.notify_all()
         >>> timer = threading.Timer(0.01, draw)
         >>> timer.start()
-        >>> room.wait(
+        >>> progress.wait(
         ...     lambda: len(drawn) > 0,
         ...     lambda: len(drawn),
         ...     timeout_s=10.0,
@@ -43,10 +43,11 @@ class WaitingRoom:
     """
 
     def __init__(self) -> None:
-        self._begin()
-        on_fork(self, WaitingRoom._begin)
+        self.reset_after_fork()
+        on_fork(self, Progress.reset_after_fork)
 
-    def _begin(self) -> None:
+    def reset_after_fork(self) -> None:
+        """Begin with nobody who waits."""
         self.changed = threading.Condition()
         self._reasons: dict[int, str] = {}  # by thread
 

@@ -1,4 +1,4 @@
-"""Places: which elements of a storage an index of its buffer means."""
+"""Indexing: which elements of a storage an index of its buffer means."""
 
 from __future__ import annotations
 
