@@ -270,9 +270,9 @@ def test_a_process_killed_between_two_stores_leaves_no_damage(tmp_path):
             seen.append(bytes(memory[: Ledger.num_bytes]))
 
     ledger = storage.ledger
-    gaps = ledger._gaps
-    ledger._head, ledger._slots, gaps._numbers = map(Recorded, (ledger._head, ledger._slots, gaps._numbers))
-    gaps._head = ledger._head
+    gaps, reservations = ledger._gaps, ledger._reservations
+    head, reservations._slots, gaps._numbers = map(Recorded, (ledger._head, reservations._slots, gaps._numbers))
+    ledger._head = gaps._head = reservations._head = head
     for n in range(30):
         taken = ledger.reserve(3)
         if n % 3 == 0:

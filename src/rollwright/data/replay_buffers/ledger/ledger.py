@@ -13,47 +13,30 @@ from numpy.typing import NDArray
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.fences import fence
 from rollwright.data.replay_buffers.ledger.gaps import NO_GAPS, Gaps
-from rollwright.data.replay_buffers.ledger.identity import me
 from rollwright.data.replay_buffers.ledger.layout import (
-    ABANDONED,
     BASE,
     BASE_CHECK,
     CAPACITY,
-    DONE,
     GAP,
     GAPS,
     HEADER,
     HINT,
     IDS,
-    ISSUED,
     NUM_GAPS,
     NUM_SLOTS,
     OLDEST_GAP,
-    OPEN,
-    OWNER,
     PUBLISHED,
     REVISION,
-    SETTLED,
     SKIPPED,
     SLOT,
-    START,
-    STATE,
-    STOP,
 )
 from rollwright.data.replay_buffers.ledger.locks import RowLock
+from rollwright.data.replay_buffers.ledger.reservations import Reservation, Reservations
 from rollwright.data.replay_buffers.ledger.space import Space
 
 __all__ = ["Ledger", "Reservation", "Span"]
 
 _NAP_S = 0.5e-3
-
-
-class Reservation(NamedTuple):
-    """Positions ``start <= p < stop`` that nobody reads until they are published."""
-
-    start: int
-    stop: int
-    serial: int
 
 
 class Span(NamedTuple):
@@ -91,6 +74,9 @@ class Ledger:
 
     Attributes:
         space: of the rows, which is taken before they are reserved; None: it is there.
+        end: says where the last reservation ends.
+        reading: see :meth:`RowLock.reading`.
+        writing: see :meth:`RowLock.writing`.
 
     Example:
         >>> ledger = Ledger(capacity=4)
@@ -128,8 +114,10 @@ class Ledger:
     def _keep_in(self, memory: memoryview) -> None:
         numbers = memory[: self.num_bytes].cast("q")
         slots = HEADER + SLOT * NUM_SLOTS
-        self._head, self._slots = numbers[:HEADER], numbers[HEADER:slots]
+        self._head = numbers[:HEADER]
         self._gaps = Gaps(self._head, numbers[slots:])
+        self._reservations = Reservations(self._head, numbers[HEADER:slots], self.lock)
+        self.end = self._reservations.end
         self._memory = memory
         self.lock.hint_at(self._head[HINT : HINT + 1])
 
@@ -140,7 +128,7 @@ class Ledger:
 
     def is_settled(self) -> bool:
         """Whether nobody is writing rows."""
-        return self._head[SETTLED] == self._head[ISSUED]
+        return self._reservations.all_settled
 
     @property
     def num_begun(self) -> int:
@@ -161,7 +149,7 @@ class Ledger:
                 if self.is_settled():
                     yield
                     return
-                under_way = self._under_way()
+                under_way = self._reservations.under_way()
             if time.monotonic() > until:
                 raise TimeoutError(f"waited {self.timeout_s:g} s: {under_way}. Publish or abandon it first.")
             uninterrupted.deliver()
@@ -173,9 +161,7 @@ class Ledger:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy of the numbers, in memory of this process; what shares them hands on the memory itself."""
         Ledger.__init__(self, memoryview(bytearray(state["memory"])), timeout_s=state["timeout_s"])
-        for serial in range(self._head[SETTLED], self._head[ISSUED]):  # nobody will publish into the copy
-            at = SLOT * (serial % NUM_SLOTS) + STATE
-            self._slots[at] = DONE if self._slots[at] == DONE else ABANDONED
+        self._reservations.abandon_open()
         self._settle()
 
     def set_capacity(self, capacity: int) -> None:
@@ -205,17 +191,6 @@ class Ledger:
         high = head[PUBLISHED]
         return min(max(self.end() - self.capacity, head[BASE]), high), high
 
-    def end(self) -> int:
-        """Where the last reservation ends."""
-        head = self._head
-        while True:
-            issued = head[ISSUED]
-            if head[SETTLED] == issued:
-                return head[PUBLISHED]
-            stop = self._slots[SLOT * ((issued - 1) % NUM_SLOTS) + STOP]
-            if head[ISSUED] == issued:  # else its slot may have been given to another meanwhile
-                return stop
-
     def await_published(self, stop: Callable[[], bool]) -> None:
         """Wait until what was published before this call can be read, which what was reserved before it may hold back.
 
@@ -225,26 +200,17 @@ class Ledger:
         Raises:
             TimeoutError: a process that lives does not publish what it reserved.
         """
-        end = self._end_published()
+        end = self._reservations.end_published()
         until = time.monotonic() + self.timeout_s
         while self._head[PUBLISHED] < end and not stop():
             if time.monotonic() > until:
                 raise TimeoutError(
                     f"waited {self.timeout_s:g} s until what was written to the replay buffer can be read: "
-                    f"{self._under_way()}, and keeps what comes behind it from being read. End that process, or let "
-                    "it go on."
+                    f"{self._reservations.under_way()}, and keeps what comes behind it from being read. End that "
+                    "process, or let it go on."
                 )
             time.sleep(_NAP_S)
             self.settle()
-
-    def _end_published(self) -> int:
-        """Where the last published reservation ends, whether it can be read yet or not."""
-        head = self._head
-        for serial in range(head[ISSUED] - 1, head[SETTLED] - 1, -1):
-            at = SLOT * (serial % NUM_SLOTS)
-            if self._slots[at + STATE] == DONE:
-                return self._slots[at + STOP]
-        return head[PUBLISHED]
 
     def gaps(self, span: Span | None = None) -> NDArray[np.int64]:
         """Gaps in what is live: ``[k, 2]`` ranges of positions that hold nothing, ascending, apart from one another.
@@ -305,13 +271,7 @@ class Ledger:
 
     def settle(self) -> None:
         """See to reservations whose writer was killed: nobody else may come to do it. Not for use while reading."""
-        head = self._head
-        if head[SETTLED] != head[ISSUED]:
-            at = head[SETTLED] % NUM_SLOTS
-            if self._slots[SLOT * at + STATE] == OPEN and (
-                self._slots[SLOT * at + OWNER] == me() or self.lock.is_seen_signed(at)
-            ):
-                return
+        if not self._reservations.all_settled and not self._reservations.must_wait():
             with self.writing():  # where nobody is about to sign
                 self._settle()
 
@@ -364,26 +324,20 @@ class Ledger:
             until = until or time.monotonic() + self.timeout_s
             if time.monotonic() > until:
                 raise TimeoutError(
-                    f"waited {self.timeout_s:g} s to reserve {n} of {self.capacity} rows: {self._under_way()}. "
-                    "Publish or abandon it first, or make the storage larger."
+                    f"waited {self.timeout_s:g} s to reserve {n} of {self.capacity} rows: "
+                    f"{self._reservations.under_way()}. Publish or abandon it first, or make the storage larger."
                 )
             uninterrupted.deliver()
             time.sleep(_NAP_S)
 
     def _reserve(self, n: int) -> Reservation | None:
-        head, slots = self._head, self._slots
         self._settle()
-        start, serial = self.end(), head[ISSUED]
-        if start + n - self.capacity > head[PUBLISHED] or serial - head[SETTLED] == NUM_SLOTS:
+        start = self.end()
+        if start + n - self.capacity > self._head[PUBLISHED] or self._reservations.full:
             return None
         if self.space is not None:
             self.space.make_for(start + n)
-        at = serial % NUM_SLOTS
-        self.lock.sign(at)
-        slots[SLOT * at + START], slots[SLOT * at + STOP] = start, start + n
-        slots[SLOT * at + OWNER], slots[SLOT * at + STATE] = me(), OPEN
-        head[ISSUED] = serial + 1  # from here on the rows are nobody's to read
-        return Reservation(start, start + n, serial)
+        return self._reservations.add(start, start + n)
 
     def publish(self, reservation: Reservation, gaps: Sequence[tuple[int, int]] = ()) -> None:
         """Let everyone read what was written.
@@ -396,65 +350,35 @@ class Ledger:
             RuntimeError: it was given up meanwhile by another process, which took this one for dead; or it belongs to
                 another process.
         """
-        self._close(reservation, gaps, DONE)
+        self._close(reservation, gaps, publish=True)
 
     def abandon(self, reservation: Reservation) -> None:
         """Give up what was reserved: nobody reads it."""
-        self._close(reservation, (), ABANDONED)
+        self._close(reservation, (), publish=False)
 
-    def _close(self, reservation: Reservation, gaps: Sequence[tuple[int, int]], state: int) -> None:
-        at = reservation.serial % NUM_SLOTS
+    def _close(self, reservation: Reservation, gaps: Sequence[tuple[int, int]], *, publish: bool) -> None:
+        reservations = self._reservations
         with self.writing():
-            if not self._is_mine(reservation):
-                if state == DONE:
-                    raise RuntimeError(self._lost(reservation))
+            if not reservations.is_mine(reservation):
+                if publish:
+                    raise RuntimeError(reservations.why_not_mine(reservation))
                 return
             try:
                 for start, stop in gaps:
                     self._add_gap(start, stop)
-                self._slots[SLOT * at + STATE] = state
+                reservations.close(reservation, publish=publish)
             except BaseException:
-                self._slots[SLOT * at + STATE] = ABANDONED
+                reservations.close(reservation, publish=False)
                 raise
             finally:
-                self.lock.resign(at)  # before anyone else can come by the slot
+                reservations.resign(reservation)
                 self._settle()
 
-    def _is_mine(self, reservation: Reservation) -> bool:
-        at = SLOT * (reservation.serial % NUM_SLOTS)
-        return reservation.serial >= self._head[SETTLED] and self._slots[at + OWNER] == me()
-
-    def _lost(self, reservation: Reservation) -> str:
-        rows = f"publish: the {reservation.stop - reservation.start} rows from position {reservation.start} are lost: "
-        if reservation.serial >= self._head[SETTLED]:
-            return rows + "another process reserved them, which this one was forked from. Reserve rows of its own here."
-        return rows + (
-            "another process gave them up, since nobody held the lock that says that this process lives. The system "
-            "drops it when this process closes any descriptor of the buffer's lock file: when it copies its folder, "
-            "say. Write them again; copy the folder from another process, or use dumps()."
-        )
-
     def _settle(self) -> None:
-        """Move on over reservations that are closed, or whose owner is dead."""
-        head, slots = self._head, self._slots
-        while head[SETTLED] < head[ISSUED]:
-            at = head[SETTLED] % NUM_SLOTS
-            start, stop, state, owner = slots[SLOT * at : SLOT * (at + 1)]
-            if state == OPEN and (owner == me() or self.lock.is_signed(at)):
-                return
-            if state != DONE:
-                self._add_gap(start, stop)
-            head[PUBLISHED] = stop
-            head[SETTLED] += 1
+        self._reservations.settle(self._add_gap)
 
     def _add_gap(self, start: int, stop: int) -> None:
         self._gaps.add(start, stop, self.end() - self.capacity)
-
-    def _under_way(self) -> str:
-        at = self._head[SETTLED] % NUM_SLOTS
-        start, stop, _, owner = self._slots[SLOT * at : SLOT * (at + 1)]
-        whose = "this process" if owner == me() else "another process"
-        return f"a reservation of {stop - start} rows by {whose} is not published yet"
 
     @contextlib.contextmanager
     def changing_in_place(self) -> Iterator[None]:
@@ -481,8 +405,7 @@ class Ledger:
 
     def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Views of header, slots of reservations ``[NUM_SLOTS, 4]`` and gaps ``[NUM_GAPS, 4]``."""
-        slots = np.frombuffer(self._slots, np.int64).reshape(-1, SLOT)
-        return np.frombuffer(self._head, np.int64), slots, self._gaps.array
+        return np.frombuffer(self._head, np.int64), self._reservations.array(), self._gaps.array
 
     def repair_base(self) -> None:
         """Finish what a process was killed at between the two stores of the base. For use while writing."""
@@ -500,15 +423,12 @@ class Ledger:
         """
         head = self._head
         self._settle()
-        if head[SETTLED] != head[ISSUED]:
+        if not self.is_settled():
             raise RuntimeError(
-                f"load_state_dict: {self._under_way()}. Load when nobody writes: pause or shut down the collector."
+                f"load_state_dict: {self._reservations.under_way()}. Load when nobody writes: pause or shut down the "
+                "collector."
             )
-        high, at = state["high"], head[ISSUED] % NUM_SLOTS
-        self.numbers()[1][at] = high, high, DONE, me()
-        head[PUBLISHED] = high  # as the end of that reservation says
-        head[ISSUED] += 1
-        head[SETTLED] += 1
+        self._reservations.begin_at(state["high"])
         gaps = state["voids"].tolist()
         self._gaps.begin(state["lost"] - sum(stop - start for start, stop in gaps))
         self._set_base(state["low"])

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, key_str, leaf_keys
 from rollwright._processes.pickling import is_sending
-from rollwright.data.replay_buffers.ledger.ledger import Ledger, Reservation
+from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 
 __all__ = ["ListStorage", "Storage"]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, key_str, leaves, place
-from rollwright.data.replay_buffers.ledger.ledger import Ledger, Reservation
+from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import Storage, _Pieces, no_objects, positive
 from rollwright.data.replay_buffers.storages.columns import Column
 from rollwright.data.replay_buffers.storages.memory import Memory, PrivateMemory, Schema, SharedMemory
