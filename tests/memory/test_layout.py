@@ -86,14 +86,14 @@ def test_a_layout_without_elements_needs_no_memory(entries):
 def test_memory_is_borrowed_until_the_last_tensor_of_a_layout_is_gone():
     layout = Layout.of([("a", (2,), torch.float32), ("b", (2,), torch.bfloat16)])
     loan = Loan(memoryview(bytearray(layout.end)))
-    tensors = layout.tensors(loan.lend())
-    assert loan.lend() is loan.lend()
+    tensors = layout.tensors(loan.borrow())
+    assert loan.borrow() is loan.borrow()
     kept = tensors["b"][1:]
     tensors.clear()
     gc.collect()
-    assert loan.lent
+    assert loan.borrowed
     del kept
-    assert not loan.lent
+    assert not loan.borrowed
 
 
 @pytest.mark.parametrize(("dtype", "there"), [(torch.float32, True), (torch.bool, True), (torch.bfloat16, False)])

@@ -88,12 +88,12 @@ KEEPERS = {
 @pytest.mark.parametrize("name", KEEPERS)
 def test_a_loan_lasts_as_long_as_something_reads_the_memory(name):
     slab = slab_of(2, 3)
-    kept = KEEPERS[name](slab.lend().tensor)
-    assert slab.lent
+    kept = KEEPERS[name](slab.borrow().tensor)
+    assert slab.borrowed
     del kept
     if name == "a cycle":
         gc.collect()
-    assert not slab.lent
+    assert not slab.borrowed
 
 
 def saved(tensor):
@@ -120,32 +120,32 @@ COPIES = {
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_ends_the_loan(name):
     slab = slab_of(2, 3)
-    kept = COPIES[name](slab.lend().tensor)
-    assert not slab.lent
+    kept = COPIES[name](slab.borrow().tensor)
+    assert not slab.borrowed
     assert kept is not None
 
 
 def test_the_last_of_many_readers_ends_the_loan():
     slab = slab_of(4, 3)
-    tensor = slab.lend().tensor
+    tensor = slab.borrow().tensor
     readers = [tensor, *tensor.unbind(0), tensor.numpy(), tensor.untyped_storage(), tensor.detach()]
     del tensor
     random.Random(0).shuffle(readers)
     while readers:
-        assert slab.lent
+        assert slab.borrowed
         readers.pop()
-    assert not slab.lent
+    assert not slab.borrowed
 
 
 def test_a_graph_reads_what_it_saved_until_its_backward():
     slab = slab_of(2, 3)
-    tensor = slab.lend().tensor.fill_(2.0)
+    tensor = slab.borrow().tensor.fill_(2.0)
     weight = torch.ones(2, 3, requires_grad=True)
     loss = (weight * tensor).sum()
     del tensor
-    assert slab.lent
+    assert slab.borrowed
     loss.backward()
-    assert not slab.lent  # the graph is freed
+    assert not slab.borrowed  # the graph is freed
     assert torch.equal(weight.grad, torch.full((2, 3), 2.0))
 
 
@@ -160,43 +160,43 @@ def test_a_tensor_that_a_finalizer_brings_back_is_still_lent():
             brought_back.append(self.tensor)
 
     slab = slab_of(2, 3)
-    Phoenix(slab.lend().tensor)
+    Phoenix(slab.borrow().tensor)
     gc.collect()
     assert len(brought_back) == 1
-    assert slab.lent
+    assert slab.borrowed
     brought_back.clear()
-    assert not slab.lent
+    assert not slab.borrowed
 
 
 def test_a_tensor_that_moves_into_shared_memory_ends_the_loan_and_keeps_its_values():
     slab = slab_of(2, 3)
-    tensor = slab.lend().tensor.fill_(1.0).share_memory_()
-    assert not slab.lent
-    slab.lend().tensor.fill_(2.0)
+    tensor = slab.borrow().tensor.fill_(1.0).share_memory_()
+    assert not slab.borrowed
+    slab.borrow().tensor.fill_(2.0)
     assert torch.equal(tensor, torch.ones(2, 3))
 
 
 def test_the_array_of_the_owner_is_the_memory_of_the_loan_and_keeps_none_open():
     slab = slab_of(2, 3)
-    tensor, array = slab.lend()
+    tensor, array = slab.borrow()
     array[...] = 7
     assert torch.equal(tensor, torch.full((2, 3), 7.0))
     assert array.__array_interface__["data"][0] == tensor.data_ptr()
     del tensor
-    assert not slab.lent
+    assert not slab.borrowed
 
 
 def test_lent_memory_is_not_lent_again():
     slab = slab_of(2, 3)
-    row = slab.lend().tensor[0]
-    with pytest.raises(RuntimeError, match=r"lent out\. Wait until"):
-        slab.lend()
+    row = slab.borrow().tensor[0]
+    with pytest.raises(RuntimeError, match=r"borrowed\. Wait until"):
+        slab.borrow()
     del row
-    assert slab.lend().tensor.shape == (2, 3)
+    assert slab.borrow().tensor.shape == (2, 3)
 
 
 def test_a_loan_outlives_its_slab():
-    tensor = slab_of(1000).lend().tensor.fill_(3.0)
+    tensor = slab_of(1000).borrow().tensor.fill_(3.0)
     gc.collect()
     others = [torch.full((1000,), 5.0) for _ in range(10)]
     assert torch.equal(tensor, torch.full((1000,), 3.0))
@@ -224,7 +224,7 @@ DTYPES = [
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 4), (5, 1)], ids=str)
 def test_memory_of_any_dtype(dtype, shape):
     slab = slab_of(*shape, dtype=dtype)
-    tensor = slab.lend().tensor
+    tensor = slab.borrow().tensor
     assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
     assert slab.num_bytes == tensor.nbytes
     assert tensor.data_ptr() % 16 == 0
@@ -232,23 +232,23 @@ def test_memory_of_any_dtype(dtype, shape):
     assert torch.equal(tensor.copy_(wanted), wanted)
     view = tensor[0]
     del tensor
-    assert slab.lent
+    assert slab.borrowed
     del view
-    assert not slab.lent
+    assert not slab.borrowed
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)], ids=str)
 def test_memory_of_no_elements(shape):
     slab = slab_of(*shape)
     for _ in range(2):
-        tensor = slab.lend().tensor
+        tensor = slab.borrow().tensor
         assert (tuple(tensor.shape), tensor.nbytes, slab.num_bytes) == (shape, 0, 0)
         del tensor
 
 
 def test_memory_of_one_number():
     slab = slab_of()
-    number = slab.lend().tensor.fill_(4.0)
+    number = slab.borrow().tensor.fill_(4.0)
     assert (number.shape, number.item(), slab.num_bytes) == ((), 4.0, 4)
 
 
@@ -297,16 +297,16 @@ def test_as_many_slabs_as_open_loans_and_one_more():
             chance.shuffle(held)
             del held[chance.randrange(len(held)) :]
         held.append(borrow(pool).tensor)
-        assert pool.num_bytes_lent == 16 * len(held)
+        assert pool.num_bytes_borrowed == 16 * len(held)
         assert pool.num_bytes <= 16 * (len(held) + 1)
 
 
 def test_slabs_that_came_back_are_let_go_with_the_next_taking():
     pool = MemoryPool()
     held = [borrow(pool).tensor for _ in range(10)]
-    assert pool.num_bytes == pool.num_bytes_lent == 160
+    assert pool.num_bytes == pool.num_bytes_borrowed == 160
     held.clear()
-    assert (pool.num_bytes, pool.num_bytes_lent) == (160, 0)
+    assert (pool.num_bytes, pool.num_bytes_borrowed) == (160, 0)
     borrow(pool)
     assert pool.num_bytes == 32
 
@@ -335,7 +335,7 @@ def test_a_cleared_pool_holds_nothing_and_its_loans_live_on():
     pool = MemoryPool()
     held = borrow(pool).tensor.fill_(1.0)
     pool.clear()
-    assert (pool.num_bytes, pool.num_bytes_lent) == (0, 0)
+    assert (pool.num_bytes, pool.num_bytes_borrowed) == (0, 0)
     borrow(pool).tensor.fill_(2.0)
     assert torch.equal(held, torch.ones(4))
 
@@ -372,4 +372,4 @@ def test_loans_that_other_threads_read_and_drop():
         thread.join(10)
     gc.collect()
     assert broken == []
-    assert pool.num_bytes_lent == 0
+    assert pool.num_bytes_borrowed == 0

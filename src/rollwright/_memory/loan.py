@@ -10,8 +10,8 @@ __all__ = ["Loan"]
 class Loan:
     """Says whether anything still reads memory that was borrowed.
 
-    Whatever is made of the view that :meth:`lend` returns keeps it alive: tensors (``torch.frombuffer``), their views,
-    arrays that share their memory. Whoever owns the memory writes it over the memory itself, which does not count.
+    Whatever is made of the view that :meth:`borrow` returns keeps it alive: tensors (``torch.frombuffer``), views of
+    them, arrays that share their memory. The owner writes the memory itself, which does not count.
 
     Args:
         memory: to be borrowed.
@@ -19,11 +19,11 @@ class Loan:
     Example:
         >>> import torch
         >>> loan = Loan(memoryview(bytearray(64)))
-        >>> row = torch.frombuffer(loan.lend(), dtype=torch.float32)[:4]
-        >>> loan.lent
+        >>> row = torch.frombuffer(loan.borrow(), dtype=torch.float32)[:4]
+        >>> loan.borrowed
         True
         >>> del row
-        >>> loan.lent
+        >>> loan.borrowed
         False
     """
 
@@ -31,7 +31,7 @@ class Loan:
         self._memory = memory
         self._view: weakref.ref[memoryview] | None = None
 
-    def lend(self) -> memoryview:
+    def borrow(self) -> memoryview:
         """The memory for a borrower; the same view while it is borrowed."""
         view = None if self._view is None else self._view()
         if view is None:
@@ -40,6 +40,6 @@ class Loan:
         return view
 
     @property
-    def lent(self) -> bool:
+    def borrowed(self) -> bool:
         """Whether something still reads the memory."""
         return self._view is not None and self._view() is not None

@@ -34,7 +34,7 @@ class EntryMemory(NamedTuple):
 class Slab:
     """Memory for one tensor at a time.
 
-    The tensor, its views, the arrays that share its memory: as long as any of them lives, the memory is lent.
+    The tensor, its views, the arrays that share its memory: as long as any of them lives, the memory is borrowed.
 
     Args:
         shape: of the tensor.
@@ -42,11 +42,11 @@ class Slab:
 
     Example:
         >>> slab = Slab((2, 3), torch.float32)
-        >>> row = slab.lend().tensor[0]
-        >>> slab.lent
+        >>> row = slab.borrow().tensor[0]
+        >>> slab.borrowed
         True
         >>> del row
-        >>> slab.lent
+        >>> slab.borrowed
         False
     """
 
@@ -62,21 +62,21 @@ class Slab:
         return self.field.num_bytes
 
     @property
-    def lent(self) -> bool:
+    def borrowed(self) -> bool:
         """Whether anything still reads the memory."""
-        return self._loan.lent
+        return self._loan.borrowed
 
-    def lend(self) -> EntryMemory:
+    def borrow(self) -> EntryMemory:
         """The memory; what it holds is left over from before.
 
         Raises:
             RuntimeError: something still reads it.
         """
-        if self.lent:
+        if self.borrowed:
             raise RuntimeError(
-                "This slab is lent out. Wait until the last tensor over it is gone, or take another one."
+                "This slab is borrowed. Wait until the last tensor over it is gone, or take another one."
             )
-        return EntryMemory(self.field.tensor(self._loan.lend()), self._base.array)
+        return EntryMemory(self.field.tensor(self._loan.borrow()), self._base.array)
 
 
 class MemoryPool:
@@ -111,23 +111,23 @@ class MemoryPool:
     def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> EntryMemory:
         """Memory that nothing reads, allocated where there is none; slabs of another shape or dtype are dropped."""
         slabs = [slab for slab in self._slabs.get(place, ()) if slab.field[1:3] == (shape, dtype)]
-        free = [slab for slab in slabs if not slab.lent]
+        free = [slab for slab in slabs if not slab.borrowed]
         if not free:
             free = [Slab(shape, dtype)]
             slabs.append(free[0])
         self._slabs[place] = [slab for slab in slabs if slab not in free[2:]]
-        return free[0].lend()
+        return free[0].borrow()
 
     def clear(self) -> None:
-        """Drop all slabs; those that are lent live as long as something reads them."""
+        """Drop all slabs; those that are borrowed live as long as something reads them."""
         self._slabs.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Size of all slabs, lent or not."""
+        """Size of all slabs, borrowed or not."""
         return sum(slab.num_bytes for slabs in list(self._slabs.values()) for slab in slabs)  # a thread may be adding
 
     @property
-    def num_bytes_lent(self) -> int:
-        """Size of the slabs that are lent out."""
-        return sum(slab.num_bytes for slabs in self._slabs.values() for slab in slabs if slab.lent)
+    def num_bytes_borrowed(self) -> int:
+        """Size of the slabs that are borrowed."""
+        return sum(slab.num_bytes for slabs in self._slabs.values() for slab in slabs if slab.borrowed)

@@ -71,7 +71,7 @@ def check_frames(
     """Test what must hold between frames, as far as they have the entries for it.
 
     - ``done == terminated | truncated``
-    - a trajectory id ends after a frame that is done, and comes back nowhere; where it ends elsewhere, the trajectory
+    - a trajectory id ends after a frame that is done, and is used nowhere else; where it ends elsewhere, the trajectory
       was left unfinished, which is noted
     - below ``"next"`` is what the root has one step later, inside a trajectory
     - ``is_init`` marks first steps, and no others

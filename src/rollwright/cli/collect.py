@@ -192,7 +192,7 @@ def _frames_per_batch(frames: int, num_envs: int, processes: int = 1) -> int:
 
 
 def _source(arguments: argparse.Namespace, collector: Collector | MultiCollector) -> dict[str, Any]:
-    told = {"workers": arguments.workers, "pace": _pace(arguments)} if arguments.workers else {}
+    pace = {"workers": arguments.workers, "pace": _pace(arguments)} if arguments.workers else {}
     return {
         "env": arguments.env_id,
         "env_kwargs": arguments.env_kwargs,
@@ -204,7 +204,7 @@ def _source(arguments: argparse.Namespace, collector: Collector | MultiCollector
         "frames": arguments.frames,
         "frames_per_batch": collector.frames_per_batch,
         "device": arguments.device,
-        **told,
+        **pace,
     }
 
 

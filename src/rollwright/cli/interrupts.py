@@ -16,7 +16,7 @@ class Interrupts:
     """Catches SIGINT and SIGTERM inside its ``with`` block; the collector's interruptor.
 
     The first signal makes :meth:`collection_stopped` true, which a collector asks after every step. A
-    further one raises ``KeyboardInterrupt``, once, for a step that does not come back; inside of
+    further one raises ``KeyboardInterrupt``, once, for a step that does not return; inside of
     :meth:`saving` it only makes :attr:`hurried` true. So no signal reaches code that writes to disk.
 
     Attributes:

@@ -46,7 +46,7 @@ Show what a dataset or a saved replay buffer holds: entries, episodes, lengths a
 
 --check reads all frames and tests, as far as the entries are there:
   next.done is next.terminated | next.truncated
-  a trajectory id ends after a done frame, and comes back nowhere
+  a trajectory id ends after a done frame, and is used nowhere else
   what is below next is what the frame that follows in the trajectory has at its root
   is_init marks first steps and no others; step_count begins at 0 and leaves out no number
 """

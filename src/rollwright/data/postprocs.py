@@ -28,7 +28,7 @@ class MultiStep(nn.Module):
     t, with what lies below ``"next"`` after the rewrite (Sutton, "Learning to predict by the methods of temporal
     differences", 1988). ``n_steps=1`` leaves rewards and ``"next"`` as they are.
 
-    Trajectories are told apart as :func:`~rollwright.data.layout.trajectory_runs` says, and end at ``done``: no sum
+    Trajectories are distinguished as :func:`~rollwright.data.layout.trajectory_runs` says, and end at ``done``: no sum
     crosses a boundary. At the end of the batch there are no later frames, so the last frames of a trajectory that goes
     on take fewer steps: ``"steps_to_next_obs"`` says how many.
 

@@ -114,23 +114,23 @@ def check_different_seeds(make_env: MakeEnv, seed: int, num_steps: int) -> None:
 
 
 def check_partial_reset(make_env: MakeEnv, seed: int, num_steps: int) -> None:
-    """A reset touches the rows that ``"_reset"`` marks; the others go on like those of a twin without it."""
+    """A reset touches the rows that ``"_reset"`` marks; the others go on as without it."""
     with seeded(make_env, seed) as env:
         rows = rows_of(env)
     for marked in ([], rows[::2], rows):
-        with seeded(make_env, seed) as env, seeded(make_env, seed) as twin:
+        with seeded(make_env, seed) as env, seeded(make_env, seed) as control:
             env.set_seed(seed)
-            td, td_twin = env.reset(), _in_step(twin.reset, twin.set_seed, seed)
+            td, td_control = env.reset(), _in_step(control.reset, control.set_seed, seed)
             for t in range(2):
-                _, td, _, td_twin = _step_both(env, td, twin, td_twin, seed + t)
+                _, td, _, td_control = _step_both(env, td, control, td_control, seed + t)
             td = env.reset(_mark(env, td.clone(), marked))
             unmarked = [row for row in rows if row not in marked]
             if not env.allow_done_after_reset and any(_any_flag(env, td, row) for row in marked):
                 raise EnvError(f"{env}: a row that '_reset' marks is still done after reset. Reset its flags.")
-            _compare_rows(env, td, td_twin, unmarked, "right after a reset of other rows")
+            _compare_rows(env, td, td_control, unmarked, "right after a reset of other rows")
             for t in range(num_steps // 2):
-                frame, td, frame_twin, td_twin = _step_both(env, td, twin, td_twin, seed + 2 + t)
-                outcome, expected = frame.get("next"), frame_twin.get("next")
+                frame, td, frame_control, td_control = _step_both(env, td, control, td_control, seed + 2 + t)
+                outcome, expected = frame.get("next"), frame_control.get("next")
                 _compare_rows(env, outcome, expected, unmarked, f"{t + 1} steps after a reset of other rows")
                 unmarked = [row for row in unmarked if not _any_flag(env, outcome, row)]
 
@@ -138,16 +138,16 @@ def check_partial_reset(make_env: MakeEnv, seed: int, num_steps: int) -> None:
 def check_last_observation(make_env: MakeEnv, seed: int, num_steps: int) -> None:
     """The last observation of a trajectory is kept, and the first of the next one stands in the next root."""
     ends = replaced = moved = 0
-    with seeded(make_env, seed) as env, seeded(make_env, seed) as twin:
+    with seeded(make_env, seed) as env, seeded(make_env, seed) as control:
         env.set_seed(seed)
-        td, by_hand = env.reset(), _in_step(twin.reset, twin.set_seed, seed)
+        td, by_hand = env.reset(), _in_step(control.reset, control.set_seed, seed)
         for t in range(num_steps):
             before = td.select(*env.observation_keys).clone()
             actions = _actions(env, td, seed + t)
             frame, td = env.step_and_maybe_reset(td.update(actions))
             torch.manual_seed(seed + t)
-            single = twin.step(by_hand.update(actions))
-            by_hand = twin.maybe_reset(twin.step_mdp(single))
+            single = control.step(by_hand.update(actions))
+            by_hand = control.maybe_reset(control.step_mdp(single))
             outcome, seen = frame.get("next"), frame.get("next").select(*env.observation_keys)
             pairs = {
                 "the root": (frame.select(*env.observation_keys), before),
@@ -224,7 +224,7 @@ def check_close(make_env: MakeEnv, seed: int, num_steps: int) -> None:
 
 
 def _in_step(call: Callable[[], TensorDictBase], set_seed: Callable[[int], object], seed: int) -> TensorDictBase:
-    """The result of ``call`` with seeds set just before, so that a twin draws the same numbers."""
+    """The result of ``call`` with seeds set just before, so that a control environment draws the same numbers."""
     set_seed(seed)
     return call()
 
@@ -237,14 +237,14 @@ def _actions(env: EnvBase, td: TensorDictBase, seed: int) -> TensorDictBase:
 
 
 def _step_both(
-    env: EnvBase, td: TensorDictBase, twin: EnvBase, td_twin: TensorDictBase, seed: int
+    env: EnvBase, td: TensorDictBase, control: EnvBase, td_control: TensorDictBase, seed: int
 ) -> tuple[TensorDictBase, TensorDictBase, TensorDictBase, TensorDictBase]:
     """A step of each with the same actions and the same state of torch's global generator."""
     actions = _actions(env, td, seed)
     frame, td = env.step_and_maybe_reset(td.update(actions))
     torch.manual_seed(seed)
-    frame_twin, td_twin = twin.step_and_maybe_reset(td_twin.update(actions.clone()))
-    return frame, td, frame_twin, td_twin
+    frame_control, td_control = control.step_and_maybe_reset(td_control.update(actions.clone()))
+    return frame, td, frame_control, td_control
 
 
 def _mark(env: EnvBase, td: TensorDictBase, rows: list[tuple[int, ...]]) -> TensorDictBase:

@@ -50,7 +50,7 @@ def check_action(env: EnvBase, key: NestedKey, value: torch.Tensor, shape: torch
 
 
 def reset_rows(env: EnvBase, tensordict: TensorDictBase | None) -> torch.Tensor:
-    """Which environments of the batch are to begin anew: bool ``[*batch, 1]``, True in all for a plain reset.
+    """Which environments of the batch are to be reset: bool ``[*batch, 1]``, True in all for a plain reset.
 
     Where several groups of flags hold a ``"_reset"``, one that is marked suffices.
     """

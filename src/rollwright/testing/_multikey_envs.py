@@ -80,8 +80,8 @@ class MultiKeyCountingEnv(EnvBase):
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         rows = reset_rows(self, tensordict)
         for _, count in self._counts():
-            anew = rows.reshape(*self.batch_size, *[1] * (count.ndim - self.ndim))
-            count.copy_(torch.where(anew, self.start_val, count))
+            marked = rows.reshape(*self.batch_size, *[1] * (count.ndim - self.ndim))
+            count.copy_(torch.where(marked, self.start_val, count))
         return self._observe()
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -1,6 +1,6 @@
 """Fake environments, policies and modules for tests, under the names that the field's tests use.
 
-They are small but real: wrong actions raise, partial resets begin only the marked rows anew.
+They are small but real: wrong actions raise, partial resets reset only the marked rows.
 
 ==================================  =================================================================
 ``CountingEnv``                     counts its actions; done above ``max_steps``

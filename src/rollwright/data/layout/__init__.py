@@ -10,7 +10,7 @@ what is sampled from it. Nothing about trajectories is in the shape; it is in th
 ``"is_init"``                           bool: the first step of a trajectory, or of a slice of one
 ``("collector", "traj_ids")``           int64 name of the trajectory; -1 on frames that were not taken
 ``("collector", "mask")``               bool, in padded or interrupted batches: which are real
-``"_reset"``                            asks an environment to begin anew; never leaves a collector
+``"_reset"``                            asks an environment for a reset; never leaves a collector
 ======================================  ==============================================================
 
 Ids decide where there are any: neighbours of one id are one trajectory, unless the second is marked ``is_init``.

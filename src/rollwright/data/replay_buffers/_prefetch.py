@@ -54,9 +54,7 @@ class Prefetcher(Generic[T]):
     def __init__(self, count: int, make: Callable[[Ticket], T]) -> None:
         self._count, self._make = count, make
         self.reset_after_fork()
-        on_fork(
-            self, Prefetcher.reset_after_fork
-        )  # to which no thread has come along; what was prepared is the parent's
+        on_fork(self, Prefetcher.reset_after_fork)  # a child has none of the threads; what they prepare is the parent's
 
     def reset_after_fork(self) -> None:
         """Begin with nothing prepared."""
@@ -69,7 +67,7 @@ class Prefetcher(Generic[T]):
         """The next result.
 
         Raises:
-            Exception: what ``make`` raised. What was prepared behind it is dropped, and prepared anew.
+            Exception: what ``make`` raised. What was prepared behind it is dropped, and prepared again.
         """
         with self._lock:
             if self._pool is None:
@@ -105,7 +103,7 @@ class Prefetcher(Generic[T]):
         wait(started)
 
     def shutdown(self) -> None:
-        """End the threads; they begin anew with :meth:`next`."""
+        """End the threads; they start again with :meth:`next`."""
         self.drop()
         with self._lock:
             pool, self._pool = self._pool, None

@@ -78,7 +78,7 @@ class Progress:
             may: whether to go on.
             progress: a number that changes when the others do something.
             timeout_s: how long to wait without any progress.
-            stop: asked first, at each turn, whether to give up. The time that it takes does not count as waiting.
+            stop: asked first, at each turn, whether to stop waiting. The time that it takes does not count as waiting.
             why: who waits for what, for messages.
             remedy: what to do about that, for messages.
             others: whether somebody outside this process could help.

@@ -15,17 +15,16 @@ from tensordict import TensorDictBase
 from rollwright._processes.forks import on_fork
 from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers._arguments import Transform, check_given, dimension, inverse_of, made, stacked
+from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers._indexing import elements_at, entry_of
 from rollwright.data.replay_buffers._prefetch import Prefetcher, Ticket
-from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
-from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler
+from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
+from rollwright.data.replay_buffers.samplers.base import RandomSampler, Sampler, draw_and_read
 from rollwright.data.replay_buffers.storages.base import ListStorage, Storage, pieces, positive
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
 
 __all__ = ["ReplayBuffer", "Transform"]
-
-_TRIES = 3  # to read elements while others write, before these are held off
 
 
 class ReplayBuffer:
@@ -45,7 +44,7 @@ class ReplayBuffer:
         transform: applied to each batch: a transform, a module or a callable. Where a transform has an inverse (a
             method ``inv``, of this library or of another), it is applied to what is written.
         transform_factory: makes the transform, instead.
-        batch_size: elements in a batch, unless ``sample`` is told.
+        batch_size: elements in a batch; ``sample`` may ask for another number.
         dim_extend: of the data, the dimension that grows; default: the last of the storage's.
         generator: where random numbers come from; default: torch's global one.
         shared: let other processes write and sample. Pass the buffer to them when they are started.
@@ -241,7 +240,7 @@ class ReplayBuffer:
         storage = self.storage
         storage.ledger.settle()
         with turn, self.drawing:
-            draw, data = self._read(storage, size)
+            draw, data = draw_and_read(storage, self.sampler, size, self.generator, type(self).__name__)
             ran_out = self.sampler.ran_out
         batch = self._collated(data)
         info: dict[str, Any] = {"index": storage.public(draw.index), **draw.info}
@@ -252,37 +251,6 @@ class ReplayBuffer:
             if batch is None:
                 raise TypeError(f"transform: expected {change!r} to return the batch, got None. Let it return one.")
         return (batch.pin_memory() if self.pin_memory else batch), info, ran_out
-
-    def _read(self, storage: Storage, size: int) -> tuple[Draw, Any]:
-        """Draw elements, and read them; of a shared buffer while others write, if that goes well."""
-        if storage.shared and self.sampler.repeatable:
-            for _ in range(_TRIES):
-                found = self._read_beside_writers(storage, size)
-                if found is not None:
-                    return found
-        with storage.ledger.reading():
-            if not len(storage):
-                raise RuntimeError(
-                    f"{type(self).__name__} is empty: nothing to sample from yet. Call extend(), or wait until "
-                    "what writes into it has written."
-                )
-            draw = self.sampler.draw(storage, size, self.generator)
-            return draw, storage.read(draw.index)
-
-    def _read_beside_writers(self, storage: Storage, size: int) -> tuple[Draw, Any] | None:
-        """Draw elements and read them without holding anyone off; None: something was in the way.
-
-        A process that the system suspends inside a lock keeps all writers waiting until it runs again.
-        """
-        span = storage.ledger.steady_span()
-        if span is None or not len(storage):
-            return None
-        try:
-            draw = self.sampler.draw(storage, size, self.generator)
-            data = storage.read(draw.index)
-        except Exception:  # of what changed meanwhile, or what it will raise once more where nothing changes
-            return None
-        return (draw, data) if storage.ledger.still_holds(span, draw.index, storage.columns) else None
 
     def _collated(self, data: Any) -> Any:
         if self.collate_fn is not None:

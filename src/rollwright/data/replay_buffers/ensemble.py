@@ -12,8 +12,9 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright.data.loading import load_saved, save
 from rollwright.data.replay_buffers._arguments import Transform, inverse_of
+from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
-from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
+from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.storages.base import positive
 
 __all__ = ["ReplayBufferEnsemble"]

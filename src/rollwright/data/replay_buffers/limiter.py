@@ -5,33 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from rollwright._interrupts import uninterrupted
+from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers._progress import Progress
 from rollwright.data.replay_buffers.storages.base import positive
 
-__all__ = ["Counts", "SampleToInsertRatio"]
+__all__ = ["SampleToInsertRatio"]
 
 T = TypeVar("T")
-
-
-class Counts(NamedTuple):
-    """What a limiter reads of its buffer.
-
-    Attributes:
-        write_count: elements written so far, by whatever process.
-        num_stored: elements that are there.
-        can_draw: whether, once something was written, nothing that may be drawn from is empty.
-        is_shared: whether other processes may write.
-        max_size: elements that it has room for.
-    """
-
-    write_count: Callable[[], int]
-    num_stored: Callable[[], int]
-    can_draw: Callable[[], bool]
-    is_shared: Callable[[], bool]
-    max_size: int
 
 
 def _never() -> bool:
@@ -207,7 +190,7 @@ class SampleToInsertRatio:
 
         Args:
             frames: how many, those included that are under way.
-            stop: asked again and again, at least every 10 ms: whether to give up. It may take its time, which does
+            stop: asked again and again, at least every 10 ms: whether to stop waiting. It may take its time, which does
                 not count as waiting.
             whom: who waits, for messages.
 

@@ -99,7 +99,7 @@ class TensorSpec(abc.ABC):
         """Turn what an environment returns (arrays, lists, numbers, dicts) into tensors of the spec.
 
         The result has the spec's shape. Sizes of one may be missing or added: a number fits a spec of
-        shape ``[1]``. NumPy data is copied. A tensor that already is a member comes back as it is.
+        shape ``[1]``. NumPy data is copied. A tensor that already is a member is returned as it is.
         Bounds are not checked.
 
         Raises:

@@ -45,11 +45,11 @@ class DiscreteSpec(DenseSpec):
 
     @abc.abstractmethod
     def to_categorical(self, val: Tensor) -> Tensor:
-        """The outcomes' numbers, int64, of a member; a categorical value comes back as it is."""
+        """The outcomes' numbers, int64, of a member; a categorical value is returned as it is."""
 
     @abc.abstractmethod
     def to_one_hot(self, val: Tensor) -> Tensor:
-        """The bool one-hot form of a member; a one-hot value comes back as it is."""
+        """The bool one-hot form of a member; a one-hot value is returned as it is."""
 
     @abc.abstractmethod
     def to_categorical_spec(self) -> DiscreteSpec:

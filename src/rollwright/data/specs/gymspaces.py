@@ -135,7 +135,7 @@ def _clipped(bound: Any, dtype: torch.dtype) -> Any:
 def to_gym_space(spec: TensorSpec) -> Space:
     """The Gymnasium space of a spec, whose batch dimensions stay in the space's shape.
 
-    It inverts :func:`from_gym_space`, except that a tuple comes back as a ``Dict``. One-hot specs
+    It inverts :func:`from_gym_space`, except that a tuple becomes a ``Dict``. One-hot specs
     become spaces of numbers, as ``spec.to_numpy`` returns them; masks are left out, since Gymnasium
     takes them with each sample.
 

@@ -154,7 +154,7 @@ class BlockMemory(MemoryPool):
             self._mapped[offset] = Loan(memory), layout.part_of(memory, part)
         self._loan, self._bases = self._mapped[offset]
         self._loans[offset] = self._loan
-        self.windows = layout.part_of(self._loan.lend(), part)
+        self.windows = layout.part_of(self._loan.borrow(), part)
 
     def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> EntryMemory:
         """See :class:`~rollwright._memory.pool.MemoryPool`."""
@@ -166,5 +166,5 @@ class BlockMemory(MemoryPool):
     def end(self) -> tuple[int, ...]:
         """End the rollout; offsets of the blocks that something here still reads."""
         self.windows, self._loan = {}, None
-        self._loans = {offset: loan for offset, loan in self._loans.items() if loan.lent}
+        self._loans = {offset: loan for offset, loan in self._loans.items() if loan.borrowed}
         return tuple(self._loans)

@@ -40,16 +40,16 @@ class Block:
     @property
     def lent(self) -> bool:
         """Whether the consumer holds tensors of it."""
-        return self._loan.lent
+        return self._loan.borrowed
 
     @property
     def free(self) -> bool:
         """Whether it may be written."""
-        return not (self.runs or self.readers or self._loan.lent)
+        return not (self.runs or self.readers or self._loan.borrowed)
 
     def lend(self) -> dict[NestedKey, torch.Tensor]:
         """Its entries, for the consumer."""
-        return self.layout.tensors(self._loan.lend())
+        return self.layout.tensors(self._loan.borrow())
 
 
 class _Shelf:

@@ -45,7 +45,7 @@ class Gaps:
         if len(gaps) < 2:
             return gaps
         reached = np.maximum.accumulate(gaps[:, 1])
-        first = np.append(True, gaps[1:, 0] > reached[:-1])  # a writer killed while it gave up leaves a gap twice
+        first = np.append(True, gaps[1:, 0] > reached[:-1])  # a writer killed while it abandoned leaves a gap twice
         return np.stack([gaps[first, 0], np.maximum.reduceat(gaps[:, 1], np.flatnonzero(first))], 1)
 
     def add(self, start: int, stop: int, low: int) -> None:
@@ -68,7 +68,7 @@ class Gaps:
             if gaps[last + STOP] == start:
                 gaps[last + STOP], gaps[last + LOST] = stop, lost + stop - start
                 return
-            if head[GAPS] - head[OLDEST_GAP] == NUM_GAPS:  # more than are remembered: what lies between is given up too
+            if head[GAPS] - head[OLDEST_GAP] == NUM_GAPS:  # more than are remembered: what lies between is lost too
                 gaps[last] = min(start, gaps[last])
                 gaps[last + STOP], gaps[last + LOST] = max(stop, gaps[last + STOP]), lost + stop - start
                 return

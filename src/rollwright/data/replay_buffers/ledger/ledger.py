@@ -347,13 +347,13 @@ class Ledger:
             gaps: ranges of its positions that were not written; they are never read.
 
         Raises:
-            RuntimeError: it was given up meanwhile by another process, which took this one for dead; or it belongs to
+            RuntimeError: it was abandoned meanwhile by another process, which took this one for dead; or it belongs to
                 another process.
         """
         self._close(reservation, gaps, publish=True)
 
     def abandon(self, reservation: Reservation) -> None:
-        """Give up what was reserved: nobody reads it."""
+        """Abandon what was reserved: nobody reads it."""
         self._close(reservation, (), publish=False)
 
     def _close(self, reservation: Reservation, gaps: Sequence[tuple[int, int]], *, publish: bool) -> None:

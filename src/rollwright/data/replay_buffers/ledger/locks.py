@@ -221,7 +221,7 @@ class RowLock:
         return self._locks is not None and self._locks.is_taken(_FIRST_SLOT + slot)
 
     def is_seen_signed(self, slot: int) -> bool:
-        """As :meth:`is_signed`, at any time; False where that cannot be told."""
+        """As :meth:`is_signed`, at any time; False where that cannot be known."""
         return self._locks is not None and self._locks.lasting and self._locks.is_taken(_FIRST_SLOT + slot)
 
 

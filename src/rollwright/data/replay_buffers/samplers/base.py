@@ -13,9 +13,10 @@ from tensordict import TensorDictBase
 
 from rollwright.data.replay_buffers.storages.base import Storage
 
-__all__ = ["Draw", "InPasses", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "Slices"]
+__all__ = ["Draw", "InPasses", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "Slices", "draw_and_read"]
 
 Index = NDArray[np.int64]
+_TRIES = 3  # to read elements while others write, before these are held off
 
 
 class Slices(NamedTuple):
@@ -49,7 +50,7 @@ class Draw(NamedTuple):
 class Sampler(ABC):
     """Chooses elements of a storage.
 
-    A sampler remembers up to where it has seen the storage and takes in what is new, when it is told that something
+    A sampler remembers up to where it has seen the storage and takes in what is new, when it learns that something
     was written and when it draws, so that a draw costs the same however much is stored. It is used by one thread at
     a time.
 
@@ -118,6 +119,54 @@ class Sampler(ABC):
         return f"{type(self).__name__}()"
 
 
+def draw_and_read(
+    storage: Storage, sampler: Sampler, size: int, generator: torch.Generator | None, buffer: str
+) -> tuple[Draw, Any]:
+    """Draw elements, and read them; of a shared storage while others write, if that goes well.
+
+    Args:
+        storage: of the elements.
+        sampler: draws them.
+        size: how many.
+        generator: of random numbers; None: torch's global one.
+        buffer: what is sampled, for messages.
+
+    Raises:
+        RuntimeError: nothing is stored.
+    """
+    if storage.shared and sampler.repeatable:
+        for _ in range(_TRIES):
+            found = _read_beside_writers(storage, sampler, size, generator)
+            if found is not None:
+                return found
+    with storage.ledger.reading():
+        if not len(storage):
+            raise RuntimeError(
+                f"{buffer} is empty: nothing to sample from yet. Call extend(), or wait until "
+                "what writes into it has written."
+            )
+        draw = sampler.draw(storage, size, generator)
+        return draw, storage.read(draw.index)
+
+
+def _read_beside_writers(
+    storage: Storage, sampler: Sampler, size: int, generator: torch.Generator | None
+) -> tuple[Draw, Any] | None:
+    """Draw elements and read them without holding anyone off; None: something was in the way.
+
+    A process that the system suspends inside a lock keeps all writers waiting until it runs again.
+    """
+    span = storage.ledger.steady_span()
+    if span is None or not len(storage):
+        return None
+    try:
+        draw = sampler.draw(storage, size, generator)
+        data = storage.read(draw.index)
+    except Exception:  # of what changed meanwhile, or what it will raise once more where nothing changes
+        return None
+    return (draw, data) if storage.ledger.still_holds(span, draw.index, storage.columns) else None
+
+
 def nth_live(rank: Index, low: int, gaps: Index) -> Index:
     """Positions of the live rows of these ranks, oldest first.
 
@@ -175,7 +224,7 @@ class Epoch:
 
         Args:
             count: how many.
-            alive: tells for items ``[m, k]`` which live, bool ``[k]``; the dead never come back.
+            alive: tells for items ``[m, k]`` which live, bool ``[k]``; the dead stay dead.
         """
         self._ready = self._ready[:, alive(self._ready)]
         while self._ready.shape[1] < count and self._next < self._ahead.shape[1]:
@@ -276,6 +325,14 @@ class InPasses(Sampler):
         """Whether the last draw completed a pass."""
         return self._passes.ran_out
 
+    def state_dict(self) -> dict[str, Any]:
+        """What is left of the pass."""
+        return self._passes.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the pass of a state of :meth:`state_dict`."""
+        self._passes.load_state_dict(state_dict)
+
 
 class SamplerWithoutReplacement(InPasses):
     """Every element once, then every element again.
@@ -326,14 +383,6 @@ class SamplerWithoutReplacement(InPasses):
 
         drawn = self._passes.take(batch_size, items, alive, generator)[0]
         return Draw(drawn % (storage.capacity * columns), {})
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is left of the pass."""
-        return self._passes.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the pass of a state of :meth:`state_dict`."""
-        self._passes.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
         return f"SamplerWithoutReplacement(drop_last={self.drop_last}, shuffle={self.shuffle})"

@@ -199,7 +199,7 @@ class PrioritizedSampler(Sampler):
         self._masses.fill(start, stop, self._mass(np.array([priority]))[0])
 
     def _refill(self) -> None:
-        """Compute all masses anew from the priorities."""
+        """Compute all masses again from the priorities."""
         drawable = self._drawable()
         masses = self._mass(np.where(drawable, self._priorities.leaves, 0.0))
         self._masses.fill(0, self._masses.size, np.where(drawable, masses, 0.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -34,7 +34,7 @@ class SliceSampler(Sampler):
     same however much is stored.
 
     The first step of each slice is marked in the batch with ``init_key``, beside the marks that are stored; the
-    recurrent modules begin anew there.
+    recurrent modules reset their state there.
 
     Args:
         num_slices: slices in a batch; their length is ``batch_size // num_slices``.
@@ -150,11 +150,11 @@ class SliceSampler(Sampler):
         if count is None:
             count = batch_size // length
         if length * count != batch_size or not batch_size:
-            told = {"num_slices": self.num_slices, "slice_len": self.slice_len}
-            given = " * ".join(f"{name}={value}" for name, value in told.items() if value)
+            sizes = {"num_slices": self.num_slices, "slice_len": self.slice_len}
+            given = " * ".join(f"{name}={value}" for name, value in sizes.items() if value)
             either = " or ".join(f"batch_size={size}" for size in self._sizes_near(batch_size))
             raise ValueError(
-                f"batch_size: expected {'a multiple of ' if None in told.values() else ''}{given}, got {batch_size}. "
+                f"batch_size: expected {'a multiple of ' if None in sizes.values() else ''}{given}, got {batch_size}. "
                 f"Pass {either}, or change the slices."
             )
         return length, count
@@ -285,14 +285,6 @@ class SliceSamplerWithoutReplacement(InPasses, SliceSampler):
         chosen = self._passes.take(count, lambda: index.runs(least).copy(), alive, generator)
         share = torch.rand(chosen.shape[1], dtype=torch.float64, generator=generator).numpy()
         return self._sliced(grid, index.low, chosen, share, length)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is left of the pass."""
-        return self._passes.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the pass of a state of :meth:`state_dict`."""
-        self._passes.load_state_dict(state_dict)
 
 
 def _frames_in_elements(shape: Sequence[int], ndim: int) -> ValueError:

@@ -22,7 +22,7 @@ Index = NDArray[np.int64]
 class _Tree(ABC):
     """Levels over ``size`` leaves; each node is the reduction of the :data:`FAN_OUT` nodes below it.
 
-    A node is always computed anew from the nodes below it, never by adding differences: nothing drifts.
+    A node is always computed again from the nodes below it, never by adding differences: nothing drifts.
 
     Args:
         size: number of leaves.
