@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
-from rollwright._memory import Segment
+from rollwright._memory import Layout, Segment
 
-__all__ = ["Column", "Space"]
+__all__ = ["Space"]
 
 _AHEAD_BYTES, _LEAST_BYTES = 16 << 20, 1 << 16
 _TAKEN, _DEVICE, _INODE = range(3)
-
-
-class Column(NamedTuple):
-    """Where the values of an entry lie in the file.
-
-    Attributes:
-        start: first byte.
-        row_bytes: bytes of a row.
-    """
-
-    start: int
-    row_bytes: int
 
 
 class Space:
@@ -51,7 +38,7 @@ class Space:
 
     def __init__(self, file: Segment, numbers: memoryview) -> None:
         self._file, self._numbers = file, numbers
-        self._columns: Sequence[Column] = ()
+        self._columns: list[tuple[int, int]] = []  # first byte, and bytes of a row, of each entry
         self._capacity = self._row_bytes = 0
 
     def is_of_this_file(self) -> bool:
@@ -71,10 +58,10 @@ class Space:
         self._numbers[_TAKEN] = 0
         self._numbers[_DEVICE], self._numbers[_INODE] = _int64(status.st_dev), _int64(status.st_ino)
 
-    def lay_out(self, columns: Sequence[Column], capacity: int) -> None:
-        """Say what a row is, and how many there are."""
-        self._columns, self._capacity = [column for column in columns if column.row_bytes], capacity
-        self._row_bytes = sum(column.row_bytes for column in self._columns)
+    def lay_out(self, layout: Layout[Any], capacity: int) -> None:
+        """Say where entries lie in the file, ``[capacity, ...]`` each."""
+        self._columns = [(field.start, field.num_bytes // capacity) for field in layout.fields if field.num_bytes]
+        self._capacity, self._row_bytes = capacity, sum(row_bytes for _, row_bytes in self._columns)
 
     def make_for(self, end: int) -> None:
         """Have space for the rows of all positions below ``end``. For use under the lock.

@@ -20,7 +20,7 @@ from rollwright._memory import Layout, Segment
 from rollwright.data.replay_buffers.ledger.damage import wrong_in
 from rollwright.data.replay_buffers.ledger.ledger import Ledger
 from rollwright.data.replay_buffers.ledger.locks import RowLock
-from rollwright.data.replay_buffers.ledger.space import Column, Space
+from rollwright.data.replay_buffers.ledger.space import Space
 from rollwright.errors import DamagedFileError
 
 __all__ = ["LOCK_FILE", "ROWS_FILE", "Memory", "PrivateMemory", "Schema", "SharedMemory"]
@@ -335,8 +335,8 @@ class SharedMemory(Memory):
         self.schema()
 
     def _map(self, schema: Schema) -> None:
-        layout, capacity = schema.layout, schema.capacity
-        self._space.lay_out([Column(field.start, field.num_bytes // capacity) for field in layout.fields], capacity)
+        layout = schema.layout
+        self._space.lay_out(layout, schema.capacity)
         self._tensors = layout.map(self._rows)
 
     def tensors(self) -> dict[NestedKey, torch.Tensor]:

@@ -14,9 +14,9 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._keys import NestedKey, key_str, leaves, place
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import Storage, _Pieces, no_objects, positive
+from rollwright.data.replay_buffers.storages.builder import TensorDictBuilder
 from rollwright.data.replay_buffers.storages.columns import Column
 from rollwright.data.replay_buffers.storages.memory import Memory, PrivateMemory, Schema, SharedMemory
-from rollwright.data.replay_buffers.storages.nests import Nests
 
 __all__ = ["RowStorage"]
 
@@ -48,13 +48,13 @@ class RowStorage(Storage):
         self._schema: Schema | None = None
         self._tensors: dict[NestedKey, torch.Tensor] = {}
         self._columns: dict[NestedKey, Column] = {}
-        self._nests = Nests(())
+        self._builder = TensorDictBuilder(())
         self._batch: tuple[int, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         # Not the tensors: torch would move each to shared memory of its own when it sends them to a process.
         self._shared = self._memory.shared  # whoever is sent the storage has it too
-        derived = ("_schema", "_tensors", "_columns", "_nests", "_batch")
+        derived = ("_schema", "_tensors", "_columns", "_builder", "_batch")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ class RowStorage(Storage):
             )
         self._tensors = self._memory.tensors()
         self._columns = {key: Column(tensor.flatten(0, len(schema.rest))) for key, tensor in self._tensors.items()}
-        self._nests = Nests(key for key in self._tensors if key != _WHOLE)
+        self._builder = TensorDictBuilder(key for key in self._tensors if key != _WHOLE)
         self._batch = schema.batch
         self.columns = math.prod(schema.rest)
         self.period = schema.rest[-1] if schema.dim_extend < schema.ndim - 1 else 0
@@ -325,7 +325,7 @@ class RowStorage(Storage):
         values = [column.take(index) for column in self._columns.values()]
         if _WHOLE in self._tensors:
             return values[0]
-        return self._nests.build(values, (len(index), *self._batch), self._device)
+        return self._builder.build(values, (len(index), *self._batch), self._device)
 
     def in_order(self) -> Any:
         """All live elements in the order in which they were written, as a batch ``[N]`` or ``[*env, T]``.

@@ -1,4 +1,4 @@
-"""Nests builds what the constructor of TensorDict builds."""
+"""TensorDictBuilder builds what the constructor of TensorDict builds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict, assert_close
 
 from rollwright._keys import place
-from rollwright.data.replay_buffers.storages.nests import Nests
+from rollwright.data.replay_buffers.storages.builder import TensorDictBuilder
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_it_equals_the_constructor(keys):
     for key, value in zip(keys, values, strict=True):
         place(nested, key, value)
     expected = TensorDict(nested, [4], device="cpu")
-    built = Nests(keys).build(values, (4,), torch.device("cpu"))
+    built = TensorDictBuilder(keys).build(values, (4,), torch.device("cpu"))
     assert_close(built, expected, rtol=0, atol=0)
     assert built.device == expected.device
     assert built.names == expected.names
@@ -36,7 +36,7 @@ def test_it_equals_the_constructor(keys):
 
 
 def test_what_is_built_is_a_tensordict_like_any_other():
-    built = Nests(["a", ("b", "c")]).build([torch.zeros(4), torch.ones(4, 2)], (4,), torch.device("cpu"))
+    built = TensorDictBuilder(["a", ("b", "c")]).build([torch.zeros(4), torch.ones(4, 2)], (4,), torch.device("cpu"))
     built["b", "new"] = torch.zeros(4, 1)
     with pytest.raises(RuntimeError, match="batch dimension mismatch"):
         built["a"] = torch.zeros(3)

@@ -1,4 +1,4 @@
-"""Nests: builds TensorDicts of known entries, again and again."""
+"""TensorDictBuilder: builds TensorDicts of known entries, quickly."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tensordict import TensorDict
 
 from rollwright._keys import NestedKey, as_tuple
 
-__all__ = ["Nests"]
+__all__ = ["TensorDictBuilder"]
 
 
-class Nests:
+class TensorDictBuilder:
     """Makes TensorDicts of the same keys from lists of tensors.
 
     What the constructor of ``TensorDict`` finds out and tests each time (how keys are nested, that shapes begin with
@@ -23,8 +23,8 @@ class Nests:
         keys: of the entries, in the order in which tensors will come.
 
     Example:
-        >>> nests = Nests(["a", ("b", "c")])
-        >>> td = nests.build([torch.zeros(3), torch.ones(3, 2)], (3,), torch.device("cpu"))
+        >>> builder = TensorDictBuilder(["a", ("b", "c")])
+        >>> td = builder.build([torch.zeros(3), torch.ones(3, 2)], (3,), torch.device("cpu"))
         >>> td["b", "c"].shape, td.batch_size
         (torch.Size([3, 2]), torch.Size([3]))
     """
