@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import gymnasium
 import torch
@@ -15,7 +15,6 @@ from gymnasium import spaces
 from rich import box
 from rich.console import Console as RichConsole
 from rich.table import Table
-from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
 from torch import Tensor, distributions, nn
 
@@ -149,14 +148,13 @@ def _policy(net: nn.Sequential, done: spaces.Discrete | spaces.Box) -> TensorDic
 def _collector(
     env: GymEnv, net: nn.Sequential, done: spaces.Discrete | spaces.Box, steps: int, *, compiled: bool
 ) -> Collector:
-    collector: Collector = Collector(
+    return Collector(
         env, _policy(net, done), frames_per_batch=steps * env.numel(), total_frames=-1, compile_policy=compiled
     )
-    return collector
 
 
 def _batches(collector: Collector) -> Side:
-    iterator = cast(Iterator[TensorDictBase], iter(collector))
+    iterator = iter(collector)
     return lambda: next(iterator).numel()
 
 

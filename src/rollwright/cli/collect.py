@@ -6,10 +6,10 @@ import argparse
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
 
@@ -224,7 +224,7 @@ def _collect(
     start = time.perf_counter()
     try:
         with console.progress(size.frames, below):
-            for batch in map(workers.rows_of, cast(Iterator[TensorDictBase], iter(collector))):
+            for batch in map(workers.rows_of, collector):
                 with interrupts.saving():
                     writer.write(batch, steps=min(_steps_taken(batch), size.steps - writer.steps))
                 console.update({**collector.stats(), "frames": writer.frames})

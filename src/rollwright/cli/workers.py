@@ -40,7 +40,7 @@ def make_collector(
         options = {"total_frames": -1, "trajs_per_batch": per_batch, "traj_format": "cat"}
     if arguments.policy != "random":
         options["policy_factory"] = partial(_load_policy, arguments, make_env)
-    collector: MultiCollector = Collector(
+    collector = Collector(
         partial(make_env, arguments),
         num_collectors=arguments.workers,
         sync=arguments.sync is not False,

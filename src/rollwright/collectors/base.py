@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from tensordict import TensorDictBase
 
@@ -54,8 +54,9 @@ class BaseCollector(Reachable, ABC):
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Yield batches until ``total_frames`` are delivered."""
 
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        return self.iterator()
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Same as :meth:`iterator`, typed for those who read the batches: with a replay buffer, each one is None."""
+        return cast("Iterator[TensorDictBase]", self.iterator())
 
     def next(self) -> TensorDictBase | None:
         """The next batch, or None when all are delivered.
@@ -63,12 +64,13 @@ class BaseCollector(Reachable, ABC):
         With a replay buffer, batches go there and None is returned each time; ``stats()["completed"]`` shows the end,
         as does ``next(collector)``, which raises ``StopIteration``.
         """
-        return next(self, None)
+        batch: TensorDictBase | None = next(self, None)
+        return batch
 
-    def __next__(self) -> TensorDictBase | None:
+    def __next__(self) -> TensorDictBase:
         iterating = self.iterator() if self._iterating is None else self._iterating
         self._iterating = None  # stays None at the end, and after an error, which ends a generator for good
-        batch = next(iterating)
+        batch = cast(TensorDictBase, next(iterating))  # None with a replay buffer, as in __iter__
         self._iterating = iterating
         return batch
 
