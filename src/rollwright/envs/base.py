@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from inspect import Signature, signature
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EnvBase", "register_extension"]
 
+T = TypeVar("T")
 _extensions: dict[str, Callable[[EnvBase, Any], EnvBase]] = {}
 
 
@@ -40,17 +43,27 @@ def register_extension(name: str, extend: Callable[[EnvBase, Any], EnvBase]) -> 
 class _EnvMeta(ABCMeta):
     """Calls ``_finalize`` once the constructor of the most derived class has run, and takes ``policy=``."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def __signature__(cls) -> Signature:
+        return signature(partial(cls.__init__, None))  # type: ignore[misc]
+
+    def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T:  # so, type checkers read the constructor
         policy = None if _takes_policy(cls) else kwargs.pop("policy", None)
-        env = super().__call__(*args, **kwargs)
+        env: Any = ABCMeta.__call__(cls, *args, **kwargs)
         env._finalize()
-        return env if policy is None else _extensions["policy"](env, policy)
+        return cast(T, env if policy is None else _extensions["policy"](env, policy))
 
 
 def _takes_policy(cls: type) -> bool:
-    """Whether the class's own constructor has an argument of that name, which is then its own affair."""
-    code = getattr(cls.__init__, "__code__", None)  # type: ignore[misc]
-    return code is not None and "policy" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    """Whether the class's own constructor has an argument of that name, which is then its own affair.
+
+    Classes of this library that have it name it for help and type checkers alone.
+    """
+    init = cls.__init__  # type: ignore[misc]
+    code = getattr(init, "__code__", None)
+    if code is None or init.__module__.startswith("rollwright."):
+        return False
+    return "policy" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 class EnvBase(EnvSpecs, metaclass=_EnvMeta):

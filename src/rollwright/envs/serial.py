@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -53,6 +53,7 @@ class SerialEnv(BatchedEnv):
             first time gives a ``RuntimeWarning``, all are counted in :attr:`recreations`; four failures of one
             environment without a step in between are raised. An environment whose step does not return can
             be replaced only in another process, by ``ParallelEnv``.
+        policy: see :class:`~rollwright.envs.EnvBase`.
 
     Attributes:
         recreations: how many environments were in each place before, a list.
@@ -84,13 +85,14 @@ class SerialEnv(BatchedEnv):
         device: torch.device | str | int | None = None,
         serial_for_single: bool = False,
         share_individual_td: bool | None = None,
-        mp_start_method: str | None = None,
+        mp_start_method: Literal["forkserver", "spawn", "fork"] | None = None,
         num_threads: int | None = None,
         num_sub_threads: int = 1,
         use_buffers: bool | None = None,
         consolidate: bool = True,
         non_blocking: bool = False,
-        on_env_failure: str = "raise",
+        on_env_failure: Literal["raise", "recreate"] = "raise",
+        policy: Callable[..., Any] | None = None,
     ) -> None:
         makers = factories(num_workers, create_env_fn, create_env_kwargs)
         recreates = check_failure(on_env_failure)

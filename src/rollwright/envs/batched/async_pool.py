@@ -57,6 +57,7 @@ class AsyncEnvPool(AsyncHalves):
         env_step_timeout: seconds that a step or a reset may take; None: an hour.
         mp_start_method: of processes: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.
         exchange: no effect; there so that programs written for it run.
+        policy: see :class:`~rollwright.envs.EnvBase`.
 
     Attributes:
         num_envs: number of environments.
@@ -93,8 +94,9 @@ class AsyncEnvPool(AsyncHalves):
         min_get: int = 1,
         device: torch.device | str | int | None = None,
         env_step_timeout: float | None = None,
-        mp_start_method: str | None = None,
+        mp_start_method: Literal["forkserver", "spawn", "fork"] | None = None,
         exchange: str | None = None,
+        policy: Callable[..., Any] | None = None,
     ) -> None:
         makers = _makers(env_makers, create_env_kwargs, backend)
         _check(backend, stack, min_get, env_step_timeout, len(makers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Self, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -64,6 +64,7 @@ class ParallelEnv(RemoteEnvs):
             and their trajectories end as truncated. What environments kept in buffers begins anew. The first time
             is told by a ``RuntimeWarning``, all are counted in :attr:`recreations`; four failures in a row without
             a step in between are raised.
+        policy: see :class:`~rollwright.envs.EnvBase`.
 
     Attributes:
         recreations: how many environments were in each place before, a list.
@@ -88,13 +89,14 @@ class ParallelEnv(RemoteEnvs):
 
     _launch: Callable[[], EnvProcesses]
 
-    def __new__(cls, num_workers: int, *args: Any, serial_for_single: bool = False, **kwargs: Any) -> Any:
+    def __new__(cls, num_workers: int, *args: Any, serial_for_single: bool = False, **kwargs: Any) -> Self:
         """A ``SerialEnv`` for a single environment, where that is wanted."""
         if not serial_for_single or num_workers != 1:
             return super().__new__(cls)
         for name in ("num_processes", "env_step_timeout"):
             kwargs.pop(name, None)
-        return SerialEnv(num_workers, *args, **kwargs)
+        single: Any = SerialEnv(num_workers, *args, **kwargs)
+        return cast(Self, single)
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class ParallelEnv(RemoteEnvs):
         create_env_kwargs: FactoryKwargs = None,
         num_processes: int | None = None,
         device: torch.device | str | int | None = None,
-        mp_start_method: str | None = None,
+        mp_start_method: Literal["forkserver", "spawn", "fork"] | None = None,
         serial_for_single: bool = False,
         num_threads: int | None = None,
         num_sub_threads: int = 1,
@@ -113,7 +115,8 @@ class ParallelEnv(RemoteEnvs):
         consolidate: bool = True,
         non_blocking: bool = False,
         env_step_timeout: float | None = None,
-        on_env_failure: str = "raise",
+        on_env_failure: Literal["raise", "recreate"] = "raise",
+        policy: Callable[..., Any] | None = None,
     ) -> None:
         makers = factories(num_workers, create_env_fn, create_env_kwargs)
         _check(num_workers, num_processes, mp_start_method, env_step_timeout)

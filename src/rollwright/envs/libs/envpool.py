@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from rollwright.envs.libs.gym import GymWrapper
+from rollwright.envs.libs.keywords import EnvPoolKeywords
 from rollwright.errors import EnvError, require
 
 __all__ = ["EnvPoolEnv"]
@@ -39,6 +41,7 @@ class EnvPoolEnv(GymWrapper):
         device: where tensors are put; None leaves them on CPU without naming a device.
         allow_done_after_reset: see :class:`~rollwright.envs.EnvBase`.
         run_type_checks: see :class:`~rollwright.envs.EnvBase`.
+        policy: see :class:`~rollwright.envs.EnvBase`.
         **kwargs: go to ``envpool.make``, such as ``num_threads`` or ``max_episode_steps``.
 
     Raises:
@@ -62,7 +65,8 @@ class EnvPoolEnv(GymWrapper):
         device: torch.device | str | int | None = None,
         allow_done_after_reset: bool = False,
         run_type_checks: bool = False,
-        **kwargs: Any,
+        policy: Callable[..., Any] | None = None,
+        **kwargs: Unpack[EnvPoolKeywords],
     ) -> None:
         if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
             raise ValueError(f"num_envs: expected a number of environments of at least 1, got {num_envs!r}.")
@@ -88,7 +92,7 @@ class _PoolVectorEnv(VectorEnv[Any, Any, Any]):
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # noqa: RUF012 - gymnasium's interface
     takes_seeds = True
 
-    def __init__(self, task_id: str, num_envs: int, options: dict[str, Any]) -> None:
+    def __init__(self, task_id: str, num_envs: int, options: Mapping[str, Any]) -> None:
         self.task_id = task_id
         self.num_envs = num_envs
         self._options = options

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, Unpack
 
 import gymnasium
 import numpy as np
@@ -19,6 +20,7 @@ from rollwright.envs.libs._make import decorate, make
 from rollwright.envs.libs._vector import Readers, VectorEpisodes
 from rollwright.envs.libs.backend import gym_backend, set_gym_backend
 from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, leaves_of, spec_of
+from rollwright.envs.libs.keywords import GymKeywords
 from rollwright.errors import EnvError, EnvKeyError, SpecError
 
 __all__ = [
@@ -65,6 +67,7 @@ class GymWrapper(InfoReadingEnv):
             (Atari's ``frameskip``) is to be made so instead.
         allow_done_after_reset: see :class:`~rollwright.envs.EnvBase`.
         run_type_checks: see :class:`~rollwright.envs.EnvBase`.
+        policy: see :class:`~rollwright.envs.EnvBase`.
 
     Raises:
         TypeError: ``env`` is no gymnasium environment.
@@ -93,6 +96,7 @@ class GymWrapper(InfoReadingEnv):
         frame_skip: int | None = None,
         allow_done_after_reset: bool = False,
         run_type_checks: bool = False,
+        policy: Callable[..., Any] | None = None,
     ) -> None:
         if not isinstance(env, (gymnasium.Env, VectorEnv)):
             raise TypeError(
@@ -343,7 +347,9 @@ class GymEnv(GymWrapper):
         frame_skip: frames of the environment in a step, in all: an environment that skips frames by itself
             (Atari's ``frameskip``) is given the number, others are stepped so often, and rewards are summed.
         pixels_only: with ``from_pixels``: leave out all other observations.
-        **kwargs: go to ``gymnasium.make``.
+        policy: see :class:`~rollwright.envs.EnvBase`.
+        **kwargs: go to ``gymnasium.make``. Type checkers know those of common environments; pass others in a
+            ``dict[str, Any]``, as ``**settings``.
 
     Raises:
         EnvError: gymnasium cannot create the environment; its message is repeated.
@@ -364,7 +370,7 @@ class GymEnv(GymWrapper):
         env_name: str,
         *,
         num_envs: int | None = None,
-        vectorization_mode: str = "sync",
+        vectorization_mode: Literal["sync", "async", "vector_entry_point"] = "sync",
         categorical_action_encoding: bool = False,
         device: torch.device | str | int | None = None,
         from_pixels: bool = False,
@@ -373,7 +379,8 @@ class GymEnv(GymWrapper):
         allow_done_after_reset: bool = False,
         run_type_checks: bool = False,
         disable_env_checker: bool = True,
-        **kwargs: Any,
+        policy: Callable[..., Any] | None = None,
+        **kwargs: Unpack[GymKeywords],
     ) -> None:
         if not isinstance(env_name, str):
             raise TypeError(f"env_name: expected the id of an environment, got {env_name!r}. GymWrapper takes objects.")
@@ -381,8 +388,8 @@ class GymEnv(GymWrapper):
             raise ValueError(
                 f"num_envs: expected a number of environments, or None for a single one, got {num_envs!r}."
             )
-        kwargs["disable_env_checker"] = disable_env_checker
-        env = make(env_name, num_envs or 0, vectorization_mode, frame_skip, from_pixels, pixels_only, kwargs)
+        given = {**kwargs, "disable_env_checker": disable_env_checker}
+        env = make(env_name, num_envs or 0, vectorization_mode, frame_skip, from_pixels, pixels_only, given)
         root = "pixels" if from_pixels and pixels_only else "observation"
         self._setup(env, root, categorical_action_encoding, device, allow_done_after_reset, run_type_checks)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -38,6 +38,7 @@ class TransformedEnv(WrapperEnv):
         cache_specs: compute specs once. If False, with each use, for transforms whose specs vary.
         device: move the environment there first.
         auto_unwrap: see ``base_env``.
+        policy: see :class:`~rollwright.envs.EnvBase`.
 
     Raises:
         TypeError: ``base_env`` or ``transform`` is something else.
@@ -63,6 +64,7 @@ class TransformedEnv(WrapperEnv):
         *,
         device: torch.device | str | int | None = None,
         auto_unwrap: bool = True,
+        policy: Callable[..., Any] | None = None,
     ) -> None:
         if not isinstance(base_env, EnvBase):
             raise TypeError(
