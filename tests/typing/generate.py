@@ -6,7 +6,9 @@ Run ``python tests/typing/generate.py`` after a change of a declaration.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src" / "rollwright"
@@ -18,14 +20,20 @@ from __future__ import annotations
 Option = tuple[str, str]  # name, annotation
 
 
-def _class(path: str, name: str) -> ast.ClassDef:
-    tree = ast.parse((SRC / path).read_text())
-    return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+@cache
+def _sources() -> dict[str, str]:
+    return {str(path.relative_to(SRC)): path.read_text() for path in sorted(SRC.rglob("*.py"))}
 
 
-def fields_of(path: str, name: str) -> Iterator[tuple[str, str, bool]]:
+def _class(name: str) -> ast.ClassDef:
+    """The class of this name, wherever it is declared."""
+    text = next(text for text in _sources().values() if re.search(rf"^class {name}\b", text, re.M))
+    return next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def fields_of(name: str) -> Iterator[tuple[str, str, bool]]:
     """The fields of a dataclass: name, annotation, and whether it is marked ``PER_WORKER``."""
-    for node in _class(path, name).body:
+    for node in _class(name).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             plain, marks = node.annotation, ""
             if isinstance(plain, ast.Subscript) and ast.unparse(plain.value) == "Annotated":
@@ -45,9 +53,9 @@ def _or_list(annotation: str) -> str:
     return f"{single} | Sequence[{annotation}]" + (" | None" if single != annotation else "")
 
 
-def arguments_of(path: str, name: str) -> Iterator[Option]:
+def arguments_of(name: str) -> Iterator[Option]:
     """The keyword-only arguments of a constructor."""
-    init = next(n for n in _class(path, name).body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+    init = next(n for n in _class(name).body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
     for argument in init.args.kwonlyargs:
         assert argument.annotation is not None
         yield argument.arg, _text(argument.annotation)
@@ -60,8 +68,8 @@ def typed_dict(name: str, bases: str, options: Iterable[Option], about: str) -> 
 
 def collectors() -> str:
     """``collectors/keywords.py``."""
-    fields = list(fields_of("collectors/options.py", "CollectorOptions"))
-    workers = [(name, kind) for name, kind, _ in fields_of("collectors/workers/options.py", "WorkerOptions")]
+    fields = list(fields_of("CollectorOptions"))
+    workers = [(name, kind) for name, kind, _ in fields_of("WorkerOptions")]
     single = [(name, kind) for name, kind, many in fields if many]
     local = [("num_collectors", "None"), ("backend", 'Literal["direct"] | None'), ("sync", "Literal[True] | None")]
     selecting = ("num_workers", "sync")
@@ -94,12 +102,47 @@ __all__ = ["CollectorKeywords", "CommonKeywords", "EvaluatorKeywords", "MultiKey
 
 
 def _evaluator_options() -> list[str]:
-    tree = ast.parse((SRC / "collectors/_evaluation/arguments.py").read_text())
-    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
+    text = next(text for path, text in _sources().items() if path.endswith("_evaluation/arguments.py"))
+    assigned = (node for node in ast.parse(text).body if isinstance(node, ast.Assign))
     return next(list(ast.literal_eval(n.value)) for n in assigned if ast.unparse(n.targets[0]) == "_OPTIONS")
 
 
-GENERATED: dict[str, Callable[[], str]] = {"collectors/keywords.py": collectors}
+def buffers() -> str:
+    """``data/replay_buffers/keywords.py``."""
+    buffer, slices = dict(arguments_of("ReplayBuffer")), dict(arguments_of("SliceSampler"))
+    text = """from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+
+from rollwright._keys import NestedKey
+
+if TYPE_CHECKING:
+    from rollwright.data.replay_buffers import Sampler, SampleToInsertRatio, Storage, Writer
+    from rollwright.data.replay_buffers.buffer import Change
+
+__all__ = ["BufferKeywords", "CommonBufferKeywords", "CommonSliceKeywords", "SliceKeywords"]
+"""
+    for name, options, own, about in (
+        ("Buffer", buffer, "sampler", "``ReplayBuffer``"),
+        ("Slice", slices, "span", "``SliceSampler``"),
+    ):
+        common = [(option, kind) for option, kind in options.items() if option != own]
+        text += (
+            "\n\n" + typed_dict(f"Common{name}Keywords", "TypedDict", common, f"Options of {about}, less {own}.") + "\n"
+        )
+        text += (
+            "\n\n"
+            + typed_dict(f"{name}Keywords", f"Common{name}Keywords", [(own, options[own])], f"Options of {about}.")
+            + "\n"
+        )
+    return HEADER.format(what="replay buffers and samplers") + text
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "collectors/keywords.py": collectors,
+    "data/replay_buffers/keywords.py": buffers,
+}
 
 if __name__ == "__main__":
     for path, make in GENERATED.items():

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys
+from rollwright._options import with_options
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
+from rollwright.data.replay_buffers.prioritized import Reduction
 from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
+
+if TYPE_CHECKING:
+    from rollwright.data.replay_buffers.keywords import BufferKeywords, CommonBufferKeywords
 
 __all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer"]
 
 
+@with_options(ReplayBuffer)
 class TensorDictReplayBuffer(ReplayBuffer):
     """A replay buffer of TensorDicts: batches say where their elements lie.
 
@@ -36,9 +42,28 @@ class TensorDictReplayBuffer(ReplayBuffer):
         tensor([0, 0, 0])
     """
 
-    def __init__(self, *, priority_key: NestedKey = "td_error", **options: Any) -> None:
+    def __init__(self, *, priority_key: NestedKey = "td_error", **options: Unpack[BufferKeywords]) -> None:
         self.priority_key = as_keys(priority_key)[0]
         super().__init__(**options)
+
+    if TYPE_CHECKING:  # batches of TensorDicts are TensorDicts
+
+        @overload
+        def sample(self, batch_size: int | None = None, return_info: Literal[False] = False) -> TensorDictBase: ...
+        @overload
+        def sample(
+            self, batch_size: int | None = None, *, return_info: Literal[True]
+        ) -> tuple[TensorDictBase, dict[str, Any]]: ...
+        @overload
+        def sample(
+            self, batch_size: int | None, return_info: Literal[True]
+        ) -> tuple[TensorDictBase, dict[str, Any]]: ...
+        @overload
+        def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any: ...
+        def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+            """See :meth:`ReplayBuffer.sample`."""
+
+        def __iter__(self) -> Iterator[TensorDictBase]: ...
 
     def _with_info(self, batch: TensorDictBase, info: Mapping[str, Any]) -> TensorDictBase:
         for name, value in info.items():
@@ -77,24 +102,26 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self.update_priority(index, data.get(self.priority_key))
 
 
-def _prioritized(options: dict[str, Any]) -> dict[str, Any]:
-    """Options with the sampler and the storage that a prioritised buffer has."""
+def _prioritized(options: CommonBufferKeywords, alpha: float, beta: float, *more: Any) -> dict[str, Any]:
+    """Options with the sampler and the storage that a prioritised buffer has; ``more``: arguments of the sampler."""
     storage = options.get("storage")
     storage = ListStorage(1000) if storage is None else storage  # an empty one is false
-    options["storage"] = storage() if not isinstance(storage, Storage) and callable(storage) else storage
-    names = {"alpha", "beta", "eps", "dtype", "reduction"} & options.keys()
-    given = {name: options.pop(name) for name in names}
-    options["sampler"] = PrioritizedSampler(options["storage"].max_size, **given)
-    return options
+    storage = storage() if not isinstance(storage, Storage) and callable(storage) else storage
+    sampler = PrioritizedSampler(storage.max_size, alpha, beta, *more)
+    return {**options, "storage": storage, "sampler": sampler}
 
 
+@with_options(ReplayBuffer, leave_out=["sampler"])
 class PrioritizedReplayBuffer(ReplayBuffer):
     """A :class:`ReplayBuffer` with a :class:`PrioritizedSampler`.
 
     Args:
         alpha: exponent of priorities.
         beta: exponent of importance weights.
-        **options: ``eps``, ``dtype`` and ``reduction`` of the sampler, and those of :class:`ReplayBuffer`.
+        eps: added to each priority.
+        dtype: of the weights.
+        reduction: makes one priority of several.
+        **options: those of :class:`ReplayBuffer`, except ``sampler``.
 
     Example:
         >>> from rollwright.data import LazyTensorStorage
@@ -103,12 +130,31 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         >>> buffer.update_priority(index, torch.tensor([0.0, 0.0, 1.0]))
     """
 
-    def __init__(self, *, alpha: float, beta: float, **options: Any) -> None:
-        super().__init__(**_prioritized({"alpha": alpha, "beta": beta, **options}))
+    def __init__(
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float32,
+        reduction: Reduction = "max",
+        **options: Unpack[CommonBufferKeywords],
+    ) -> None:
+        super().__init__(**_prioritized(options, alpha, beta, eps, dtype, reduction))
 
 
+@with_options(ReplayBuffer, leave_out=["sampler"])
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
-    """A :class:`TensorDictReplayBuffer` with a :class:`PrioritizedSampler`; see :class:`PrioritizedReplayBuffer`.
+    """A :class:`TensorDictReplayBuffer` with a :class:`PrioritizedSampler`.
+
+    Args:
+        alpha: exponent of priorities.
+        beta: exponent of importance weights.
+        eps: added to each priority.
+        dtype: of the weights.
+        reduction: makes one priority of several.
+        priority_key: the entry that :meth:`update_tensordict_priority` reads.
+        **options: those of :class:`ReplayBuffer`, except ``sampler``.
 
     Example:
         >>> from rollwright.data import LazyTensorStorage
@@ -116,5 +162,15 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         'td_error'
     """
 
-    def __init__(self, *, alpha: float, beta: float, **options: Any) -> None:
-        super().__init__(**_prioritized({"alpha": alpha, "beta": beta, **options}))
+    def __init__(
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float32,
+        reduction: Reduction = "max",
+        priority_key: NestedKey = "td_error",
+        **options: Unpack[CommonBufferKeywords],
+    ) -> None:
+        super().__init__(priority_key=priority_key, **_prioritized(options, alpha, beta, eps, dtype, reduction))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ Index = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 WEIGHT = "priority_weight"
+Reduction = Literal["max", "min", "mean", "median"]
 _REDUCTIONS: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "mean": np.mean, "median": np.median}
 _SMALLEST = 1e-300  # what lives can be drawn, whatever the exponent makes of its priority
 _LARGEST = 1e290  # of a mass, so that the sum of as many as there may be stays finite
@@ -73,7 +74,7 @@ class PrioritizedSampler(Sampler):
         beta: float,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float32,
-        reduction: str = "max",
+        reduction: Reduction = "max",
         max_priority_within_buffer: bool = False,
     ) -> None:
         self.max_capacity = positive("max_capacity", max_capacity)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollwright._options import with_options
+from rollwright.data.replay_buffers.prioritized import Reduction
 from rollwright.data.replay_buffers.samplers.base import Draw
 from rollwright.data.replay_buffers.samplers.prioritized import WEIGHT, PrioritizedSampler
 from rollwright.data.replay_buffers.samplers.runs import Grid, RunIndex
 from rollwright.data.replay_buffers.samplers.slices import SliceSampler
 from rollwright.data.replay_buffers.storages.base import Storage
 
+if TYPE_CHECKING:
+    from rollwright.data.replay_buffers.keywords import CommonSliceKeywords
+
 __all__ = ["PrioritizedSliceSampler"]
 
 Index = NDArray[np.int64]
 
 
+@with_options(SliceSampler, leave_out=["span"])
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     """Slices of trajectories that begin where the priority is high.
 
@@ -59,13 +65,15 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         beta: float,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float32,
-        reduction: str = "max",
+        reduction: Reduction = "max",
         max_priority_within_buffer: bool = False,
-        **options: Any,
+        **options: Unpack[CommonSliceKeywords],
     ) -> None:
         SliceSampler.__init__(self, **options)
         if self.span != (0, 0):
-            raise ValueError(f"span: expected False where slices begin by priority, got {options['span']!r}.")
+            raise ValueError(
+                f"span: expected False where slices begin by priority, got {cast(Any, options)['span']!r}."
+            )
         PrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
 
     def _reset(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
@@ -12,12 +12,16 @@ from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, checked_key, unravel
+from rollwright._options import with_options
 from rollwright.data.layout import IS_INIT, MASK
 from rollwright.data.replay_buffers.ledger.ledger import Span
 from rollwright.data.replay_buffers.samplers.base import Draw, InPasses, Passes, Sampler, Slices
 from rollwright.data.replay_buffers.samplers.boundaries import Boundaries
 from rollwright.data.replay_buffers.samplers.runs import Grid, RunIndex
 from rollwright.data.replay_buffers.storages.base import Storage, positive
+
+if TYPE_CHECKING:
+    from rollwright.data.replay_buffers.keywords import SliceKeywords
 
 __all__ = ["SliceSampler", "SliceSamplerWithoutReplacement"]
 
@@ -89,7 +93,7 @@ class SliceSampler(Sampler):
         init_key: NestedKey | None = IS_INIT,
         strict_length: bool = False,
         pad_output: bool = False,
-        span: Margin = False,
+        span: bool | int | tuple[bool | int, bool | int] = False,
         ends: torch.Tensor | None = None,
         trajectories: torch.Tensor | None = None,
     ) -> None:
@@ -243,6 +247,7 @@ class SliceSampler(Sampler):
         )
 
 
+@with_options(SliceSampler)
 class SliceSamplerWithoutReplacement(InPasses, SliceSampler):
     """A slice of every trajectory once, then of every trajectory again.
 
@@ -266,7 +271,7 @@ class SliceSamplerWithoutReplacement(InPasses, SliceSampler):
         (tensor([2, 2]), True)
     """
 
-    def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **options: Any) -> None:
+    def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **options: Unpack[SliceKeywords]) -> None:
         super().__init__(**options)
         self._passes = Passes(bool(drop_last), bool(shuffle))
 
