@@ -36,3 +36,48 @@ print(*sorted({OPTIONAL!r} & sys.modules.keys()))
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+TOP = {
+    "AsyncEnvPool",
+    "Collector",
+    "EnvBase",
+    "Evaluator",
+    "ExplorationType",
+    "GymEnv",
+    "GymWrapper",
+    "LazyMemmapStorage",
+    "LazyTensorStorage",
+    "MultiCollector",
+    "ParallelEnv",
+    "ReplayBuffer",
+    "SerialEnv",
+    "SliceSampler",
+    "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
+    "TransformedEnv",
+    "__version__",
+}
+
+
+def test_the_top_has_what_most_programs_need_and_no_more() -> None:
+    assert set(rollwright.__all__) == TOP
+    assert set(dir(rollwright)) >= TOP
+    with pytest.raises(AttributeError, match="module 'rollwright' has no attribute 'Colector'"):
+        rollwright.Colector  # noqa: B018
+
+
+def test_importing_the_top_imports_nothing_heavy() -> None:
+    program = """
+import sys
+before = set(sys.modules)
+import rollwright
+dir(rollwright)
+print(*sorted(name for name in set(sys.modules) - before if name.split(".")[0] in {"gymnasium", "numpy", "torch"}))
+from rollwright import Collector, GymEnv, ReplayBuffer
+print(Collector.__name__, GymEnv.__name__, ReplayBuffer.__name__)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["", "Collector GymEnv ReplayBuffer"]

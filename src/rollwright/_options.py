@@ -146,7 +146,9 @@ def refuse_unknown(given: Iterable[str], known: list[str], owner: str) -> None:
 # What people see ------------------------------------------------------------------------------
 
 
-def with_options(*declarations: type, leave_out: Iterable[str] = ()) -> Callable[[C], C]:
+def with_options(
+    *declarations: type, only: Iterable[str] | None = None, leave_out: Iterable[str] = ()
+) -> Callable[[C], C]:
     """Decorate a class whose constructor takes ``**options``: its signature and its help list them one by one."""
 
     def decorate(owner: C) -> C:
@@ -156,6 +158,7 @@ def with_options(*declarations: type, leave_out: Iterable[str] = ()) -> Callable
         shown: dict[str, str] = {}
         for declaration in declarations:
             added = [p for p in _parameters(declaration) if p.name not in {*named, *leave_out}]
+            added = [p for p in added if only is None or p.name in only]
             described = _sentences(declaration)
             named.update((p.name, p) for p in added)
             shown.update((p.name, described[p.name]) for p in added if p.name in described)

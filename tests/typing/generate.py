@@ -101,10 +101,10 @@ __all__ = ["CollectorKeywords", "CommonKeywords", "EvaluatorKeywords", "MultiKey
     return HEADER.format(what="collectors") + text
 
 
-def _evaluator_options() -> list[str]:
-    text = next(text for path, text in _sources().items() if path.endswith("_evaluation/arguments.py"))
+def _evaluator_options() -> tuple[str, ...]:
+    text = next(text for text in _sources().values() if "\nEVALUATOR_OPTIONS = " in text)
     assigned = (node for node in ast.parse(text).body if isinstance(node, ast.Assign))
-    return next(list(ast.literal_eval(n.value)) for n in assigned if ast.unparse(n.targets[0]) == "_OPTIONS")
+    return next(ast.literal_eval(n.value) for n in assigned if ast.unparse(n.targets[0]) == "EVALUATOR_OPTIONS")
 
 
 def buffers() -> str:

@@ -14,10 +14,10 @@ from torch import nn
 from rollwright.collectors.rollout.policy_copies import copied_policy
 from rollwright.weight_update.forms import State, flat_state
 
-__all__ = ["check_arguments", "check_options", "copy_of", "own_policy", "weights_of"]
+__all__ = ["EVALUATOR_OPTIONS", "check_arguments", "check_options", "copy_of", "own_policy", "weights_of"]
 
 _BUSY = ("skip", "error", "queue")
-_OPTIONS = (  # of CollectorOptions: those that leave an evaluation what it is
+EVALUATOR_OPTIONS = (  # of CollectorOptions: those that leave an evaluation what it is
     "auto_register_policy_transforms",
     "create_env_kwargs",
     "device",
@@ -64,10 +64,10 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: one is none of them.
     """
-    refused = [name for name in options if name not in _OPTIONS]
+    refused = [name for name in options if name not in EVALUATOR_OPTIONS]
     if refused:
         raise TypeError(
-            f"Evaluator has no option {refused[0]!r}. Of those of collectors, it has {', '.join(_OPTIONS)}."
+            f"Evaluator has no option {refused[0]!r}. Of those of collectors, it has {', '.join(EVALUATOR_OPTIONS)}."
         )
     return dict(options)
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from rollwright._keys import NestedKey
 from rollwright._memory import Segment
+from rollwright._options import with_options
 from rollwright._processes.start.methods import check_start_method
+from rollwright.collectors._evaluation.arguments import EVALUATOR_OPTIONS
 from rollwright.collectors.evaluation.arguments import check_arguments, check_options, copy_of, own_policy, weights_of
 from rollwright.collectors.evaluation.backends import Backend, ProcessBackend, ProcessStart, ThreadBackend
 from rollwright.collectors.evaluation.episodes import Progress, Request, Settings
@@ -29,6 +31,7 @@ _START_S = 120.0
 _SHUTDOWN_S = 10.0
 
 
+@with_options(CollectorOptions, only=EVALUATOR_OPTIONS)
 class Evaluator:
     """Runs whole episodes with a policy, while training goes on.
 
@@ -42,6 +45,8 @@ class Evaluator:
     One evaluation runs at a time. What goes wrong in one is raised by :meth:`evaluate`, or at the next call of any
     method, once; the next evaluation begins anew. A process that has ended, or was silent for ``env_step_timeout`` and
     was killed, ends the evaluator: every further call says so.
+
+    ``frames_per_batch`` says how often an evaluation looks whether it is complete.
 
     Args:
         create_env_fn: a callable that makes an environment; with ``backend="thread"``, or an environment, which is
@@ -66,9 +71,7 @@ class Evaluator:
         start_method: of the process: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.
         init_fn: called first in the process.
         num_threads: of torch in the process.
-        **options: of :class:`~rollwright.collectors.CollectorOptions`: devices, ``create_env_kwargs``, hooks,
-            ``frames_per_batch`` (how often an evaluation looks whether it is complete), ``trust_policy``,
-            ``use_buffers``, ``no_cuda_sync`` and ``auto_register_policy_transforms``.
+        **options: some of :class:`~rollwright.collectors.CollectorOptions`.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or the policy cannot be copied.

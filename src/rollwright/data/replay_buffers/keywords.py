@@ -11,7 +11,7 @@ from rollwright._keys import NestedKey
 
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers import Sampler, SampleToInsertRatio, Storage, Writer
-    from rollwright.data.replay_buffers.buffer import Change
+    from rollwright.data.replay_buffers.buffer import Transform
 
 __all__ = ["BufferKeywords", "CommonBufferKeywords", "CommonSliceKeywords", "SliceKeywords"]
 
@@ -24,8 +24,8 @@ class CommonBufferKeywords(TypedDict, total=False):
     collate_fn: Callable[[Any], Any] | None
     pin_memory: bool
     prefetch: int | None
-    transform: Change | None
-    transform_factory: Callable[[], Change] | None
+    transform: Transform | None
+    transform_factory: Callable[[], Transform] | None
     batch_size: int | None
     dim_extend: int | None
     generator: torch.Generator | None

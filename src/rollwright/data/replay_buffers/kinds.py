@@ -12,8 +12,7 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey, as_keys
 from rollwright._options import with_options
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
-from rollwright.data.replay_buffers.prioritized import Reduction
-from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler
+from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler, Reduction
 from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
 
 if TYPE_CHECKING:

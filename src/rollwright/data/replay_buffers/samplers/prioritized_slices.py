@@ -9,9 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from rollwright._options import with_options
-from rollwright.data.replay_buffers.prioritized import Reduction
 from rollwright.data.replay_buffers.samplers.base import Draw
-from rollwright.data.replay_buffers.samplers.prioritized import WEIGHT, PrioritizedSampler
+from rollwright.data.replay_buffers.samplers.prioritized import WEIGHT, PrioritizedSampler, Reduction
 from rollwright.data.replay_buffers.samplers.runs import Grid, RunIndex
 from rollwright.data.replay_buffers.samplers.slices import SliceSampler
 from rollwright.data.replay_buffers.storages.base import Storage
