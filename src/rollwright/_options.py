@@ -29,7 +29,7 @@ PER_WORKER = "one for all workers, or a list with one for each"  # in the metada
 class Check:
     """Metadata of a field: what is called with its name and value, and returns the value to keep."""
 
-    call: Callable[[str, Any], Any]
+    call: Callable[[str, Any], object]
 
 
 def check_fields(options: Any) -> None:
@@ -46,13 +46,13 @@ def check_fields(options: Any) -> None:
 
 
 @cache
-def _checks(declaration: Any) -> list[tuple[str, Callable[[str, Any], Any]]]:
+def _checks(declaration: Any) -> list[tuple[str, Callable[[str, Any], object]]]:
     hints = get_type_hints(declaration, include_extras=True)
     found = [(field.name, _check_of(hints[field.name])) for field in fields(declaration)]
     return [(name, check) for name, check in found if check is not None]
 
 
-def _check_of(hint: Any) -> Callable[[str, Any], Any] | None:
+def _check_of(hint: Any) -> Callable[[str, Any], object] | None:
     metadata = getattr(hint, "__metadata__", ())
     plain = get_args(hint)[0] if metadata else hint
     kinds = get_args(plain) if get_origin(plain) in (Union, types.UnionType) else (plain,)
@@ -62,7 +62,7 @@ def _check_of(hint: Any) -> Callable[[str, Any], Any] | None:
     return partial(_unless_none, check) if check is not None and len(given) < len(kinds) else check
 
 
-def _check_of_kind(kind: Any) -> Callable[[str, Any], Any] | None:
+def _check_of_kind(kind: object) -> Callable[[str, Any], object] | None:
     if kind is bool:
         return _flag
     if get_origin(kind) is Literal:
@@ -70,23 +70,23 @@ def _check_of_kind(kind: Any) -> Callable[[str, Any], Any] | None:
     return _callable if get_origin(kind) is Callable else None
 
 
-def _unless_none(check: Callable[[str, Any], Any], name: str, value: Any) -> Any:
+def _unless_none(check: Callable[[str, Any], object], name: str, value: object) -> object:
     return None if value is None else check(name, value)
 
 
-def _flag(name: str, value: Any) -> Any:
+def _flag(name: str, value: object) -> object:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {type(value).__name__}: {value!r}.")
     return value
 
 
-def _choice(known: tuple[Any, ...], name: str, value: Any) -> Any:
+def _choice(known: tuple[object, ...], name: str, value: object) -> object:
     if value not in known:
         raise ValueError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}.")
     return value
 
 
-def _callable(name: str, value: Any) -> Any:
+def _callable(name: str, value: object) -> object:
     if not callable(value):
         raise TypeError(f"{name}: expected a callable or None, got {type(value).__name__}: {value!r}.")
     return value
@@ -111,7 +111,7 @@ def seconds(*, positive: bool = False) -> Check:
     """A check of seconds; ``positive``: not 0."""
     least = "more than 0 s (None: no limit)" if positive else "0 s or more"
 
-    def check(name: str, value: Any) -> Any:
+    def check(name: str, value: object) -> object:
         if not isinstance(value, Real) or isinstance(value, bool):
             raise TypeError(f"{name}: expected a number of seconds, got {type(value).__name__}: {value!r}.")
         if not 0 <= float(value) < math.inf or (positive and not value):

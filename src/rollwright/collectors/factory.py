@@ -15,7 +15,7 @@ _LOCAL = (None, "direct")
 _backends: dict[str, Callable[..., Any]] = {}  # classes of collectors with workers, by names of `backend`
 
 
-def _known_backend(name: str, value: Any) -> Any:
+def _known_backend(name: str, value: object) -> object:
     if value not in (*_LOCAL, *_backends):
         known = ", ".join(repr(backend) for backend in (*_LOCAL, *_backends))
         raise ValueError(f"{name}: expected {' or '.join(known.rsplit(', ', 1))}, got {value!r}.")

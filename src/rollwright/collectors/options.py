@@ -56,35 +56,35 @@ def _device(name: str, value: Device) -> torch.device | None:
     return device
 
 
-def _dictionary(name: str, value: Any) -> Any:
+def _dictionary(name: str, value: object) -> object:
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}: expected a dictionary, got {type(value).__name__}.")
     return value
 
 
-def _flag_or_arguments(name: str, value: Any) -> Any:
+def _flag_or_arguments(name: str, value: object) -> object:
     if not isinstance(value, bool | Mapping):
         raise TypeError(f"{name}: expected True, False or a dictionary of arguments, got {value!r}.")
     return value
 
 
-def _exploration(name: str, value: Any) -> Any:
+def _exploration(name: str, value: object) -> object:
     if not isinstance(value, ExplorationType):
         raise TypeError(f"{name}: expected a member of ExplorationType, got {value!r}. Import it from rollwright.envs.")
     return value
 
 
-def _failure(name: str, value: Any) -> Any:
+def _failure(name: str, value: object) -> object:
     check_failure(value)
     return value
 
 
-def _schemes(name: str, value: Any) -> Any:
+def _schemes(name: str, value: object) -> object:
     check_schemes(name, value)
     return value
 
 
-def _updater(name: str, value: Any) -> Any:
+def _updater(name: str, value: object) -> object:
     check_updater(value)
     return value
 

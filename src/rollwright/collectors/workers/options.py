@@ -24,7 +24,7 @@ _BY_WORKER = names_of(CollectorOptions, marked=PER_WORKER)
 _LISTS = (list, tuple)
 
 
-def _start_method(name: str, value: Any) -> Any:
+def _start_method(name: str, value: object) -> object:
     check_start_method(name, value)
     return value
 
