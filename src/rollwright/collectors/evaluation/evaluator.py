@@ -13,8 +13,14 @@ from rollwright._keys import NestedKey
 from rollwright._memory import Segment
 from rollwright._options import with_options
 from rollwright._processes.start.methods import check_start_method
-from rollwright.collectors._evaluation.arguments import EVALUATOR_OPTIONS
-from rollwright.collectors.evaluation.arguments import check_arguments, check_options, copy_of, own_policy, weights_of
+from rollwright.collectors.evaluation.arguments import (
+    EVALUATOR_OPTIONS,
+    check_arguments,
+    check_options,
+    copy_of,
+    own_policy,
+    weights_of,
+)
 from rollwright.collectors.evaluation.backends import Backend, ProcessBackend, ProcessStart, ThreadBackend
 from rollwright.collectors.evaluation.episodes import Progress, Request, Settings
 from rollwright.collectors.evaluation.queue import Evaluation, EvaluationQueue
