@@ -15,7 +15,6 @@ from torch import nn
 from rollwright._options import with_options
 from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.base import BaseCollector
-from rollwright.collectors.core import never
 from rollwright.collectors.delivery.background import Background
 from rollwright.collectors.delivery.base import split
 from rollwright.collectors.delivery.checks import ledger_of, warn_of_options
@@ -154,7 +153,7 @@ class Collector(BaseCollector):
             hooks=self._hooks,
             ids=TrajectoryPool(ledger_of(parsed.replay_buffer)),
             memory=batch_memory(parsed),
-            interrupted=never if parsed.interruptor is None else parsed.interruptor.collection_stopped,
+            interrupted=None if parsed.interruptor is None else parsed.interruptor.collection_stopped,
             owner=owner,
         )
         self.env, self._traj_pool = rollout.env, rollout.ids

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from rollwright.collectors.core import never
 from rollwright.collectors.delivery.base import RolloutDelivery
 from rollwright.collectors.delivery.checks import buffer_of
 from rollwright.collectors.delivery.thread import CollectorThread, paused_error
@@ -65,7 +66,7 @@ class Background:
             )
         self.thread = thread = CollectorThread(
             self._deliver_one,
-            rollout.interrupted,
+            rollout.interrupted or never,
             applied=self._applied,
             ended=self._ended,
             version=rollout.acting.version,

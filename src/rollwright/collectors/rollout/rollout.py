@@ -15,7 +15,7 @@ from rollwright._keys import NestedKey, leaf_keys
 from rollwright._memory import MemoryPool
 from rollwright.collectors.arguments import checked_seed
 from rollwright.collectors.attribute_paths import resolve
-from rollwright.collectors.core import Path, RolloutObserver, Stage, TrajectoryIds, UnfitOutputs, never
+from rollwright.collectors.core import Path, RolloutObserver, Stage, TrajectoryIds, UnfitOutputs
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import named_range
 from rollwright.collectors.rollout.counts import FrameCounts
@@ -75,7 +75,7 @@ class Rollout:
         closed: whether rollouts are refused.
         frames: stepped in all, in batches that count.
         frames_taken: stepped in the last rollout.
-        interrupted: asked after each step whether the batch ends there.
+        interrupted: asked after each step whether the batch ends there; None: it does not.
         timer: seconds by stage.
         episodes: those that ended.
     """
@@ -90,7 +90,7 @@ class Rollout:
         ids: TrajectoryIds,
         memory: MemoryPool,
         observer: RolloutObserver | None = None,
-        interrupted: Callable[[], bool] = never,
+        interrupted: Callable[[], bool] | None = None,
         owner: str = "Collector",
     ) -> None:
         self.options, self.hooks, self.ids, self.memory, self.owner = options, hooks, ids, memory, owner
@@ -281,7 +281,7 @@ class Rollout:
             RuntimeError: the collector was shut down.
         """
         self.check_open()
-        clock, spend = time.perf_counter, self.timer.spend
+        clock, seconds = time.perf_counter, self.timer.seconds
         self._begun = False
         if self.hooks.pre_collect_hook is not None:
             self.hooks.pre_collect_hook()
@@ -296,8 +296,10 @@ class Rollout:
                     self._step(t)  # the environment steps; what ended is reset
                     stepped = clock()
                     self._record(t)  # the frame goes into the batch's memory
-                    spend(begun, acted, stepped, clock())
-                    if self.interrupted():
+                    seconds["policy"] += acted - begun
+                    seconds["env"] += stepped - acted
+                    seconds["write"] += clock() - stepped
+                    if self.interrupted is not None and self.interrupted():
                         break
                 return self._finish(t + 1)
             except BaseException as error:

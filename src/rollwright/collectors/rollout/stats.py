@@ -57,13 +57,6 @@ class StageTimer:
         finally:
             self._aside += time.perf_counter() - start
 
-    def spend(self, begun: float, acted: float, stepped: float, recorded: float) -> None:
-        """Add the stages of one step, by the clock's readings between them."""
-        seconds = self.seconds
-        seconds["policy"] += acted - begun
-        seconds["env"] += stepped - acted
-        seconds["write"] += recorded - stepped
-
 
 class EpisodeStats:
     """Episodes that ended, with their returns and lengths; read once a batch.

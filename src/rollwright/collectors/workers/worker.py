@@ -19,9 +19,9 @@ from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.delivery.thread import paused_error
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.collector import WorkerCollector
 from rollwright.collectors.workers.counters import BEAT_S, Count, WorkerCounters, WorkerState
 from rollwright.collectors.workers.memory.blocks import BatchForm, BlockPart
+from rollwright.collectors.workers.worker_side.collector import WorkerCollector
 from rollwright.weight_update.feed import WeightFeed
 
 __all__ = ["WorkerSpec", "serve"]

@@ -34,8 +34,8 @@ from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import WorkerCounters
 from rollwright.collectors.workers.memory.blocks import BatchForm, BlockMemory, BlockPart
 from rollwright.collectors.workers.memory.packing import Packer
-from rollwright.collectors.workers.observer import WorkerObserver
-from rollwright.collectors.workers.trajectory_ids import StridedIds
+from rollwright.collectors.workers.worker_side.observer import WorkerObserver
+from rollwright.collectors.workers.worker_side.trajectory_ids import StridedIds
 from rollwright.envs.base import EnvBase
 from rollwright.weight_update.feed import WeightFeed
 from rollwright.weight_update.forms import describe
