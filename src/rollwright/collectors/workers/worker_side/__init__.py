@@ -1,1 +1,3 @@
 """What a worker process collects with."""
+
+__all__: list[str] = []
