@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollwright.collectors.delivery import batches as delivery
 from rollwright.collectors.delivery.assembler import TrajectoryAssembler
+from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv
 
@@ -49,7 +49,7 @@ PLACES = [
     (TrajectoryAssembler, "_open", True),
     (TrajectoryAssembler, "_close", False),
     (TrajectoryAssembler, "_let_go", False),
-    (delivery, "end_of_trajectory", False),
+    (Rollout, "ends_in", False),
 ]
 
 
@@ -84,7 +84,7 @@ def test_an_interrupt_after_a_rollout(make, monkeypatch, count, way):
     options = {} if way == "yielded" else {"replay_buffer": buffer, "extend_buffer": way == "stored"}
     env = CountingEnv(max_steps=100)
     collector = make(env, count(env), frames_per_batch=10, **options)
-    strike(monkeypatch, collector, "_collect", 2, after=True)
+    strike(monkeypatch, collector._rollout, "collect", 2, after=True)
     batches = [collector.next()]
     with pytest.raises(KeyboardInterrupt):
         collector.next()
