@@ -306,14 +306,14 @@ class CountingRows(np.ndarray):
 @pytest.fixture
 def written(monkeypatch):
     """Bytes written into the memory of batches, by entry, as arrays."""
-    rows = recording.Block.rows
+    rows = recording.BatchMemory.rows
 
     def counted(block, key):
         array = rows(block, key).view(CountingRows)
         array.key = key
         return array
 
-    monkeypatch.setattr(recording.Block, "rows", counted)
+    monkeypatch.setattr(recording.BatchMemory, "rows", counted)
     monkeypatch.setattr(CountingRows, "written", Counter())
     return CountingRows
 
@@ -357,13 +357,13 @@ def test_the_plain_path_writes_every_byte_once(collect, plain_only):
 @pytest.mark.parametrize("case", ["1 CartPole", "64 CartPole, transforms"])
 def test_what_is_delivered_is_the_memory_that_rows_were_written_to(collect, monkeypatch, case):
     places = {}
-    finish = recording.Block.finish
+    finish = recording.BatchMemory.finish
 
     def noted(block, steps):
         places.update({key: block.rows(key).__array_interface__["data"][0] for key in block.memory})
         return finish(block, steps)
 
-    monkeypatch.setattr(recording.Block, "finish", noted)
+    monkeypatch.setattr(recording.BatchMemory, "finish", noted)
     batch = collect(case, 10).next()
     assert {key: batch[key].data_ptr() for key in batch.keys(True, True)} == places
 

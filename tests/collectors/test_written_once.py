@@ -58,14 +58,14 @@ class Rows(np.ndarray):
 @pytest.fixture
 def written(monkeypatch):
     """Bytes written by NumPy, by the address of an entry's memory."""
-    counter, rows = Counter(), recording.Block.rows
+    counter, rows = Counter(), recording.BatchMemory.rows
 
     def counted(block, key):
         array = rows(block, key).view(Rows)
         array.counter, array.home = counter, block.memory[key].untyped_storage().data_ptr()
         return array
 
-    monkeypatch.setattr(recording.Block, "rows", counted)
+    monkeypatch.setattr(recording.BatchMemory, "rows", counted)
     return counter
 
 
@@ -85,13 +85,13 @@ def forbid(buffer, *names):
 def memory_of_batches(monkeypatch):
     """The memory of each batch that is collected: ``{key: tensor}``."""
     blocks = []
-    finish = recording.Block.finish
+    finish = recording.BatchMemory.finish
 
     def noted(block, steps):
         blocks.append(dict(block.memory))
         return finish(block, steps)
 
-    monkeypatch.setattr(recording.Block, "finish", noted)
+    monkeypatch.setattr(recording.BatchMemory, "finish", noted)
     return blocks
 
 
