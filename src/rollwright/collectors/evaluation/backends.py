@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from rollwright._memory import Segment
-from rollwright._processes.channel import Channel, ChannelClosed
+from rollwright._processes.channel import Channel
 from rollwright._processes.child import STOPPED_S, Child
 from rollwright._processes.failures import Failure
+from rollwright._processes.heartbeats import Heartbeats
+from rollwright._processes.pool import Answer, Pool
 from rollwright.collectors.evaluation.episodes import EpisodeRunner, Progress, Request, Settings, Stopped
 from rollwright.errors import WorkerError
 
 __all__ = ["ThreadBackend", "ProcessStart", "Backend", "ProcessBackend"]
 
-_SLICE_S = 0.2
+_NAP_S = 0.2
 _NAME = "Evaluator's process"
+_PLACE, _TICKET = 0, 0  # there is one process, and it is asked one thing at a time
+
+
+class Raised(NamedTuple):
+    """An evaluation raised, and the process goes on."""
+
+    failure: Failure
 
 
 class ProcessStart(NamedTuple):
@@ -101,59 +108,58 @@ class ProcessBackend(Backend):
             num_threads=start.num_threads,
         )
         self.pid = self._child.pid
+        self._pool = Pool(1, lambda _, message: Answer(_TICKET, message), only_answers=True)
+        self._pool.add(_PLACE, self._child)
         try:
             self._progress.begin()
+            self._expect_answer()
             self._answer("its environment and policy", start.timeout_s)
         except BaseException:
-            self._child.kill()
-            self._child.end(1.0)
+            self._pool.drop(_PLACE, "could not start")
             raise
 
     def run(self, request: Request, begun: Callable[[], None]) -> dict[str, Any]:
         """See :class:`Backend`."""
-        try:
-            self._child.channel.send(request, timeout_s=self._step_timeout_s)
-        except ChannelClosed:
-            raise self._gone() from None
+        self._expect_answer()
+        self._pool.send(_PLACE, request)
         begun()
         answer: dict[str, Any] = self._answer("a step of its environment", self._step_timeout_s)
         return answer
 
+    def _expect_answer(self) -> None:
+        self._pool.questions.open(_TICKET)
+        self._pool.questions.ask(_TICKET, _PLACE)
+
     def _answer(self, waiting_for: str, silence_s: float) -> Any:
-        """What the process sends next; it is alive, or gets killed."""
-        channel, child = self._child.channel, self._child
-        while not channel.poll():
+        """What the process answers; it is killed if it gives no sign of life."""
+        question, heartbeats = self._pool.questions[_TICKET], Heartbeats()
+        while question.due:
             if self._progress.stopped:
                 raise Stopped
-            stopped = child.stopped_s() > STOPPED_S
-            if stopped or self._progress.silence_s > silence_s:
-                limit_s = STOPPED_S if stopped else silence_s
-                child.kill()
-                child.wait(_SLICE_S)
+            if self._pool.run_once(_NAP_S):
+                continue
+            stopped = bool(self._pool.stopped(STOPPED_S))
+            if stopped or heartbeats.is_silent(_PLACE, self._progress.beaten_at, silence_s):
+                self._pool.drop(_PLACE, "was killed")
                 raise TimeoutError(
-                    f"{_NAME} (pid {self.pid}): waited {limit_s:g} s for {waiting_for}, after "
-                    f"{self._progress.frames} frames of this evaluation, and killed it. Look there for what blocks, or "
-                    "raise env_step_timeout."
+                    f"{_NAME} (pid {self.pid}): waited {STOPPED_S if stopped else silence_s:g} s for {waiting_for}, "
+                    f"after {self._progress.frames} frames of this evaluation, and killed it. Look there for what "
+                    "blocks, or raise env_step_timeout."
                 )
-            wait([channel.fileno(), child.sentinel], _SLICE_S)
-            if not child.alive and not channel.poll():
-                raise self._gone()
-        try:
-            answer = channel.recv(silence_s, waiting_for)
-        except ChannelClosed:
+        answer = question.answers.get(_PLACE)
+        if isinstance(answer, Raised):
+            raise answer.failure.error(_NAME)
+        if question.losses:
             if self._progress.stopped:
-                raise Stopped from None
-            raise self._gone() from None
-        if isinstance(answer, Failure):
-            raise answer.error(_NAME)
+                raise Stopped
+            [(loss, _)] = question.losses.values()
+            if loss.failure is not None:
+                raise loss.failure.error(_NAME)
+            raise WorkerError(
+                f"{_NAME} (pid {self.pid}) {loss.how} in the middle of an evaluation, after {self._progress.frames} "
+                "frames. Make a new Evaluator to go on."
+            )
         return answer
-
-    def _gone(self) -> WorkerError:
-        self._child.wait(1.0)  # its channel closes before it ends
-        return WorkerError(
-            f"{_NAME} (pid {self.pid}) {self._child.how_it_ended()} in the middle of an evaluation, after "
-            f"{self._progress.frames} frames. Make a new Evaluator to go on."
-        )
 
     def ended(self) -> WorkerError | None:
         """See :class:`Backend`."""
@@ -163,10 +169,8 @@ class ProcessBackend(Backend):
 
     def close(self, until: Callable[[], float]) -> str:
         """See :class:`Backend`."""
-        self._child.channel.close()
-        while (left_s := until() - time.monotonic()) > 0 and not self._child.wait(min(left_s, _SLICE_S)):
-            pass
-        return self._child.end(0.0)
+        ended = self._pool.end(until, hang_up=True)
+        return ended[_PLACE].how if ended else "ended"
 
 
 def serve(channel: Channel, settings: Settings, memory: Segment, init_fn: Callable[[], None] | None) -> None:
@@ -188,7 +192,7 @@ def serve(channel: Channel, settings: Settings, memory: Segment, init_fn: Callab
             except Stopped:
                 return
             except Exception as error:
-                answer = Failure.of(error)
+                answer = Raised(Failure.of(error))
             channel.send(answer)
     finally:
         with contextlib.suppress(Exception):  # the process ends anyway, and an earlier error tells more

@@ -96,6 +96,11 @@ class Progress:
         return int(self._words[0])
 
     @property
+    def beaten_at(self) -> int:
+        """When the last sign of life was given, in nanoseconds."""
+        return int(self._words[1])
+
+    @property
     def silence_s(self) -> float:
         """Seconds since the last sign of life."""
         return float(time.monotonic_ns() - self._words[1]) / 1e9
