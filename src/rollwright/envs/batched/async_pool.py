@@ -19,8 +19,6 @@ from rollwright.envs.batched.async_halves import INDEX, AsyncHalves, first_index
 from rollwright.envs.batched.async_processes import ProcessSlots
 from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.async_threads import ThreadSlots
-from rollwright.envs.batched.hosting.messages import Form
-from rollwright.envs.batched.hosting.outcomes import shareable
 from rollwright.envs.factories import own_kwargs
 
 __all__ = ["AsyncEnvPool"]
@@ -126,7 +124,7 @@ class AsyncEnvPool(AsyncHalves):
                 self.add_module(f"worker{i}", env)
             weakref.finalize(self, slots._leave).atexit = False  # threads end when nobody can send any more
         elif isinstance(slots, ProcessSlots):
-            self._lay_out(slots)
+            slots.lay_out(self)
         self._slots = slots  # from here on, attributes are looked up in the environments
         self._ended = False
 
@@ -138,13 +136,6 @@ class AsyncEnvPool(AsyncHalves):
             self.close()
         self._take(self._launch())
         return self._slots.facts
-
-    def _lay_out(self, slots: ProcessSlots) -> None:
-        full = [self.full_observation_spec, self.full_state_spec, self.full_reward_spec, self.full_done_spec]
-        entries = shareable(full)
-        returned = [*self.observation_keys, *self.reward_keys, *self.done_keys]
-        form = Form(tuple(key for key in dict.fromkeys(returned) if key in entries), {})
-        slots.lay_out(entries, form, self.batch_size[1:])
 
     @property
     def num_envs(self) -> int:

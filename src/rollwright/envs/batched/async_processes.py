@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,10 +11,11 @@ from tensordict import TensorDictBase
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ByValue
+from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.hosting import calls
-from rollwright.envs.batched.hosting.messages import Do, Form, ResetRows, StepRows
-from rollwright.envs.batched.hosting.outcomes import Outcomes
+from rollwright.envs.batched.hosting.messages import ResetRows, StepRows
+from rollwright.envs.batched.hosting.outcomes import Outcomes, lay_out_outcomes
 from rollwright.envs.batched.hosting.processes import HURRY_S, PATIENCE_S, EnvProcesses
 from rollwright.envs.batched.hosting.td_rows import Nests, dense_leaves
 from rollwright.envs.factories import Factory, renamed
@@ -48,10 +48,9 @@ class ProcessSlots(Slots):
         self._outcomes: Outcomes
         self._under_way: dict[int, tuple[int, str, float]] = {}  # by row: ticket, call, since when
 
-    def lay_out(self, entries: Any, form: Form, batch_size: torch.Size) -> None:
-        """Give outcomes their places; once, before the first call."""
-        rows = self._processes.lay_outcomes(entries)
-        self._outcomes = Outcomes(rows, self._processes.forms, form, batch_size)
+    def lay_out(self, env: EnvBase) -> None:
+        """Give the outcomes of a batch their places; once, before the first call."""
+        self._outcomes = lay_out_outcomes(env, self._processes)
 
     def post(self, row: int, td: TensorDictBase | None, *, resets: bool, kwargs: dict[str, Any]) -> None:
         """See :class:`Slots`."""
@@ -116,9 +115,7 @@ class ProcessSlots(Slots):
         return Came(row, self._outcomes.row(call, row, rest), None)
 
     def _ask(self, function: Callable[..., Any], *args: Any, rows: list[int] | None = None) -> list[Any]:
-        packed = ByValue(args) if args else None
-        ticket = self._processes.post(lambda ticket, some, _: Do(ticket, some, function, packed), rows)
-        gathered = self._processes.gather(ticket)
+        _, gathered = self._processes.call(function, args, rows)
         for raised in gathered.raised:
             remote = raised.failure.error(f"{self._name}[{raised.row}]")
             if raised.kind is AttributeError:
@@ -126,10 +123,7 @@ class ProcessSlots(Slots):
             raise remote
         for lost in gathered.lost:
             raise EnvError(f"{self._name}[{lost.row}]: its process {lost.how}. Make the pool anew.")
-        values: dict[int, Any] = {}
-        for reply in gathered.replies.values():
-            values.update(pickle.loads(reply.values or b""))
-        return [values[row] for row in sorted(values)]
+        return list(gathered.values().values())
 
     def set_seed(self, row: int, seed: int | None, static_seed: bool) -> int | None:
         """See :class:`Slots`."""

@@ -9,23 +9,21 @@ from typing import Any, Literal, Self, cast
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._interrupts import uninterrupted
-from rollwright._keys import as_tuple
 from rollwright._processes.channel import ByValue
 from rollwright._processes.start.methods import check_start_method
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.calls import EnvFacts
-from rollwright.envs.batched.hosting.messages import AHEAD, Form, ResetRows, Some, StepRows
-from rollwright.envs.batched.hosting.outcomes import Outcomes, Sent, overwritten, send_rows, shareable
+from rollwright.envs.batched.hosting.messages import ResetRows, Some, StepRows
+from rollwright.envs.batched.hosting.outcomes import Sent, lay_out_outcomes, overwritten, send_rows
 from rollwright.envs.batched.hosting.processes import EnvProcesses, default_num_processes
+from rollwright.envs.batched.hosting.rows import HostedRows
 from rollwright.envs.batched.parallel_arrays import ParallelArrays
 from rollwright.envs.batched.remote import RemoteEnvs
 from rollwright.envs.factories import Factories, FactoryKwargs, factories, placed
 from rollwright.envs.recreation.policy import check_failure
-from rollwright.envs.recreation.rows import Missed, Recreation, end_rows
+from rollwright.envs.recreation.rows import Missed, end_rows
 from rollwright.envs.serial import SerialEnv
-from rollwright.errors import EnvError
 
 __all__ = ["ParallelEnv"]
 
@@ -148,7 +146,6 @@ class ParallelEnv(RemoteEnvs):
             "env_step_timeout": env_step_timeout,
             "on_env_failure": on_env_failure,
         }
-        self._num_seedings = 0
         self._recreates = recreates
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -156,10 +153,9 @@ class ParallelEnv(RemoteEnvs):
 
     def _take(self, processes: EnvProcesses) -> None:
         self._facts: list[EnvFacts] = processes.described
-        self._under_way: dict[int, range] = {}  # rows of steps between send and receive, by ticket
-        self._recreation = Recreation(type(self).__name__, processes, enabled=self._recreates)
-        self._outcomes = self._lay_out(processes)
-        self._processes = processes  # from here on, attributes are looked up in the environments
+        outcomes = lay_out_outcomes(self, processes, ahead=True)
+        self._hosted = HostedRows(type(self).__name__, processes, outcomes, recreates=self._recreates)
+        # from here on, attributes are looked up in the environments
         self._ended = False
 
     def _known_parts(self) -> list[EnvFacts]:
@@ -171,56 +167,23 @@ class ParallelEnv(RemoteEnvs):
         self._take(self._launch())
         return self._facts
 
-    def _lay_out(self, processes: EnvProcesses) -> Outcomes:
-        full = [self.full_observation_spec, self.full_state_spec, self.full_reward_spec, self.full_done_spec]
-        entries = shareable(full)
-        returned = [*self.observation_keys, *self.reward_keys, *self.done_keys]
-        form = Form(tuple(key for key in dict.fromkeys(returned) if key in entries), {})
-        for key in [key for key in self.observation_keys if key in entries]:
-            entries[AHEAD, *as_tuple(key)] = entries[key]
-        return Outcomes(processes.lay_outcomes(entries), processes.forms, form, self.batch_size[1:])
-
     # Stepping ---------------------------------------------------------------------------------
 
-    def _check_free(self, rows: range) -> None:
-        """Test that no step of these rows is between its halves."""
-        if any(rows.start < other.stop and other.start < rows.stop for other in self._under_way.values()):
-            raise EnvError(f"{self}: step before receive(). Receive the steps that are under way, or reset.")
-
-    def _take_up(self, ticket: int) -> bool:
-        """Note that a step will be received now, or never; whether it was under way."""
-        with uninterrupted:
-            known = self._under_way.pop(ticket, None) is not None
-            if known:
-                self._processes.discard(ticket)
-        return known
-
-    def _drop(self, rows: range) -> None:
-        """Wait for steps of these rows that are under way, and drop what comes of them."""
-        for ticket, other in list(self._under_way.items()):
-            if rows.start < other.stop and other.start < rows.stop:
-                self._take_up(ticket)
-                self._recreation.settle(ticket, self._processes.gather(ticket), "step")
-
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self._check_free(range(self.num_workers))
-        due = self._recreation.due(range(self.num_workers))
-        rows = [row for row in range(self.num_workers) if row not in due] if due else None
-        sent = send_rows(self._processes, tensordict)
+        hosted = self._hosted
+        hosted.check_free(self, range(self.num_workers))
+        sent = send_rows(hosted.processes, tensordict)
 
         def command(ticket: int, some: Some, mine: Sequence[int]) -> StepRows:
             return StepRows(ticket, some, sent.layout, sent.nests, sent.rest_of(mine))
 
-        ticket = self._processes.post(command, rows, sent.layout)
-        gathered = self._processes.gather(ticket)
-        missed = self._recreation.settle(ticket, gathered, "step")
-        rest = self._outcomes.beside(gathered.replies.values())
-        missed = missed._replace(failed=missed.failed | due)
-        form = None if rest or self._ragged else self._outcomes.common_form("step", range(self.num_workers))
+        gathered, missed = hosted.step(command, sent.layout)
+        rest = hosted.outcomes.beside(gathered.replies.values())
+        form = None if rest or self._ragged else self._hosted.outcomes.common_form("step", range(self.num_workers))
         if form is None:
             cut = missed.cut if not self._ragged and not rest else frozenset()
             return self._unlike(tensordict, rest, Missed(missed.failed | missed.cut - cut, cut))
-        out = self._outcomes.dense(form, self.num_workers)
+        out = self._hosted.outcomes.dense(form, self.num_workers)
         for row in missed.failed:
             self._repeat(out, tensordict, row)
         self._end(out, missed)
@@ -248,13 +211,13 @@ class ParallelEnv(RemoteEnvs):
                 td = overwritten(facts.full_observation_spec.zero(), last)
                 rows.append(td.update(facts.full_reward_spec.zero()).update(facts.full_done_spec.zero()))
             else:
-                rows.append(self._outcomes.row("step", row, rest))
+                rows.append(self._hosted.outcomes.row("step", row, rest))
         out = self._stack(rows)
         self._end(out, missed)
         return out
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        self._drop(range(self.num_workers))
+        self._hosted.drop_steps(range(self.num_workers))
         self.seed_for_reset(kwargs)
         marked = range(self.num_workers)
         sent = None
@@ -262,11 +225,12 @@ class ParallelEnv(RemoteEnvs):
             marked = [i for i, row in enumerate(tensordict.unbind(0)) if self._is_marked(row)]  # type: ignore[assignment]
             sent = send_rows(self._processes, tensordict)
         rest = self._begun(marked, sent, ByValue(kwargs) if kwargs else None)
-        form = None if rest or self._ragged else self._outcomes.common_form("reset", marked)
+        form = None if rest or self._ragged else self._hosted.outcomes.common_form("reset", marked)
         if form is not None:
-            return placed(self._outcomes.dense(form, self.num_workers), self.device)
+            return placed(self._hosted.outcomes.dense(form, self.num_workers), self.device)
         fresh = [
-            self._outcomes.row("reset", row, rest) if row in set(marked) else None for row in range(self.num_workers)
+            self._hosted.outcomes.row("reset", row, rest) if row in set(marked) else None
+            for row in range(self.num_workers)
         ]
         return self._stack(self._filled(fresh, self._facts))
 
@@ -279,17 +243,12 @@ class ParallelEnv(RemoteEnvs):
             return ResetRows(ticket, some, sent.layout, sent.nests, sent.rest_of(mine), kwargs)
 
         rest: dict[int, TensorDictBase] = {}
-        while rows:
-            ticket = self._processes.post(command, rows, None if sent is None else sent.layout)
-            gathered = self._processes.gather(ticket)
-            again = self._recreation.settle(ticket, gathered, "reset").failed
-            rest.update(self._outcomes.beside(gathered.replies.values()))
-            self._recreation.begun(set(rows) - again)
-            rows = sorted(again)
+        for gathered in self._hosted.reset(command, rows, None if sent is None else sent.layout):
+            rest.update(self._hosted.outcomes.beside(gathered.replies.values()))
         return rest
 
     def _array_form(self) -> ArrayEnv:
-        return ParallelArrays(self, ParallelEnv)
+        return ParallelArrays(self, self._hosted, ParallelEnv)
 
 
 def _check(

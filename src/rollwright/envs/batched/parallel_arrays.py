@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,9 @@ from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values, check_f
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.calls import ArrayFacts
 from rollwright.envs.batched.hosting.messages import AHEAD, ResetArrays, Some, StepArrays
+from rollwright.envs.batched.hosting.rows import HostedRows
 from rollwright.envs.recreation.rows import end_array_rows
-from rollwright.errors import EnvError, NotNative
+from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
     from rollwright.envs.batched.parallel import ParallelEnv
@@ -35,23 +36,21 @@ class ParallelArrays(ArrayEnv):
         NotNative: one of its environments has no array form, or they differ.
     """
 
-    def __init__(self, env: ParallelEnv, known: type[ParallelEnv]) -> None:
+    def __init__(self, env: ParallelEnv, hosted: HostedRows, known: type[ParallelEnv]) -> None:
         refuse_overrides(env, known)
         check_flags(env)
-        facts: list[ArrayFacts] = list(env._ask(calls.array_facts).values())
+        facts: list[ArrayFacts] = list(hosted.call(calls.array_facts).values())
         if any(each != facts[0] for each in facts):
             raise NotNative("its environments differ in their entries")
-        self._env, self._openings = env, env.openings
-        self._take(range(env.num_workers), facts[0])
+        self._take(env, hosted, range(env.num_workers), facts[0])
 
-    def _take(self, rows: range, facts: ArrayFacts) -> None:
-        self._rows, self._facts = rows, facts
-        self._all = len(rows) == self._env.num_workers
+    def _take(self, env: ParallelEnv, hosted: HostedRows, rows: range, facts: ArrayFacts) -> Self:
+        self._env, self._hosted, self._rows, self._facts = env, hosted, rows, facts
         self.batch = (len(rows), *self._env.batch_size[1:])
         self.entries, self.rewards = self._widened(facts.entries), self._widened(facts.rewards)
         self.reads = facts.reads
         flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
-        shared = self._env._outcomes.shared.arrays
+        shared = hosted.outcomes.shared.arrays
         here = slice(rows.start, rows.stop)
         outcome = {**self.entries, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
         self._outcome: dict[NestedKey, NDArray[Any]] = {
@@ -67,16 +66,17 @@ class ParallelArrays(ArrayEnv):
         self._num_seedings = 0
         self._due: frozenset[int] = frozenset()
         self._root: Values = {}
+        return self
 
     def _widened(self, entries: dict[NestedKey, Entry]) -> dict[NestedKey, Entry]:
         return {key: entry._replace(shape=(len(self._rows), *entry.shape)) for key, entry in entries.items()}
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
-        if self._env.openings != self._openings:
-            raise NotNative("its environments were closed, and others were made")
         check_open(self._env, "step")
-        self._env._ask(calls.check_arrays)
+        if self._hosted.is_closed:
+            raise NotNative("its environments were closed, and others were made")
+        self._hosted.call(calls.check_arrays)
 
     def groups(self, number: int) -> list[ArrayEnv]:
         """See :meth:`ArrayEnv.groups`."""
@@ -84,13 +84,8 @@ class ParallelArrays(ArrayEnv):
         if not 1 <= number <= count:
             raise NotNative(f"it has {count} environments, which do not make {number} groups")
         edges = [self._rows.start + count * i // number for i in range(number + 1)]
-        made: list[ArrayEnv] = []
-        for start, stop in pairwise(edges):
-            group = ParallelArrays.__new__(ParallelArrays)
-            group._env, group._openings = self._env, self._openings
-            group._take(range(start, stop), self._facts)
-            made.append(group)
-        return made
+        groups = [(ParallelArrays.__new__(ParallelArrays), range(start, stop)) for start, stop in pairwise(edges)]
+        return [group._take(self._env, self._hosted, rows, self._facts) for group, rows in groups]
 
     # Steps --------------------------------------------------------------------------------------
 
@@ -101,43 +96,34 @@ class ParallelArrays(ArrayEnv):
 
     def send(self, root: Values, preset: Values) -> None:
         """See :meth:`ArrayEnv.send`."""
-        env = self._env
-        check_open(env, "step")
-        env._check_free(self._rows)
+        check_open(self._env, "step")
+        self._hosted.check_free(self._env, self._rows)
         given = {key: root[key] for key in self.reads}
         for key, value in preset.items():
             given["next", *as_tuple(key)] = value
         layout = self._write(given)
-        self._root, self._due = root, env._recreation.due(self._rows)
-        rows: Sequence[int] | None = None if self._all else self._rows
-        if self._due:
-            rows = [row for row in self._rows if row not in self._due]
 
         def command(ticket: int, some: Some, mine: Sequence[int]) -> StepArrays:
             return StepArrays(ticket, some, layout, self.resets_ahead)
 
-        self._num_seedings = env._num_seedings
+        self._root, self._num_seedings = root, self._hosted.num_seedings
         with uninterrupted:
-            self._ticket = env._processes.post(command, rows, layout, keeps=True)
-            env._under_way[self._ticket] = self._rows
-        env._processes.flush()
+            self._ticket, self._due = self._hosted.post_step(command, self._rows, layout)
+        self._hosted.processes.flush()
 
     def _write(self, given: Values) -> int:
         """Write what environments read; the number of its layout."""
         workers, rows = self._env.num_workers, self._rows
         signature = tuple((key, (workers, *value.shape[1:]), value.dtype) for key, value in given.items())
-        number, shared = self._env._processes.inputs(signature)
+        number, shared = self._hosted.processes.inputs(signature)
         for key, value in given.items():
             shared.arrays[key][rows.start : rows.stop] = value
         return number
 
     def receive(self) -> Values:
         """See :meth:`ArrayEnv.receive`."""
-        env, ticket, self._ticket = self._env, self._ticket, None
-        if ticket is None or not env._take_up(ticket):
-            raise EnvError(f"{env}: receive() before send(). Call send() first.")
-        gathered = env._processes.gather(ticket)
-        missed = env._recreation.settle(ticket, gathered, "step")
+        ticket, self._ticket = self._ticket, None
+        missed = self._hosted.receive_step(self._env, ticket)
         out = {key: value.copy() for key, value in self._outcome.items()}
         self._ended = out["done"].copy() if self.resets_ahead and out["done"].any() else None
         if missed.failed or missed.cut or self._due:
@@ -167,10 +153,10 @@ class ParallelArrays(ArrayEnv):
         """See :meth:`ArrayEnv.reset`."""
         env = self._env
         check_open(env, "reset")
-        env._drop(self._rows)
+        self._hosted.drop_steps(self._rows)
         env.seed_for_reset(kwargs)
         ended, self._ended = self._ended, None
-        if ended is None or kwargs or env._num_seedings != self._num_seedings:
+        if ended is None or kwargs or self._hosted.num_seedings != self._num_seedings:
             self._reset_now(rows, kwargs)
             return {key: self._outcome[key].copy() for key in self.entries}
         rest = ~ended if rows is None else rows & ~ended
@@ -182,7 +168,7 @@ class ParallelArrays(ArrayEnv):
         return fresh
 
     def _reset_now(self, rows: Rows | None, kwargs: dict[str, Any]) -> None:
-        env, start = self._env, self._rows.start
+        start = self._rows.start
         masks: dict[int, Any] = {}
         marked: Sequence[int] = self._rows
         if rows is not None:
@@ -194,9 +180,5 @@ class ParallelArrays(ArrayEnv):
         def command(ticket: int, some: Some, mine: Sequence[int]) -> ResetArrays:
             return ResetArrays(ticket, some, rows is not None, {row: masks[row] for row in mine if masks}, packed)
 
-        while marked:
-            ticket = env._processes.post(command, marked)
-            gathered = env._processes.gather(ticket)
-            again = env._recreation.settle(ticket, gathered, "reset").failed
-            env._recreation.begun(set(marked) - again)
-            marked = sorted(again)
+        for _ in self._hosted.reset(command, marked):
+            pass

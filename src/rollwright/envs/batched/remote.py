@@ -10,14 +10,12 @@ from typing import Any, Self
 
 import torch
 
-from rollwright._processes.channel import ByValue
 from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.calls import EnvFacts, Sign
-from rollwright.envs.batched.hosting.messages import Do
 from rollwright.envs.batched.hosting.processes import HURRY_S, EnvProcesses
-from rollwright.envs.recreation.rows import Recreation
-from rollwright.errors import EnvError, NotNative
+from rollwright.envs.batched.hosting.rows import HostedRows
+from rollwright.errors import EnvError
 
 __all__ = ["RemoteEnvs"]
 
@@ -25,14 +23,16 @@ __all__ = ["RemoteEnvs"]
 class RemoteEnvs(BatchedEnv):
     """All of :class:`~rollwright.envs.batched.parallel.ParallelEnv` but steps and resets."""
 
-    _not_saved = ("_launch", "openings", "_processes", "_outcomes", "_recreation", "_facts")
+    _not_saved = ("_launch", "openings", "_hosted", "_facts")
 
-    _processes: EnvProcesses
-    _recreation: Recreation
+    _hosted: HostedRows
     _facts: list[EnvFacts]
     _options: dict[str, Any]  # of the constructor, for copies
-    _num_seedings: int
     _ended = False
+
+    @property
+    def _processes(self) -> EnvProcesses:
+        return self._hosted.processes
 
     @property
     def recreations(self) -> list[int]:
@@ -47,34 +47,12 @@ class RemoteEnvs(BatchedEnv):
     # The environments together ------------------------------------------------------------------
 
     def _ask(self, function: Callable[..., Any], *args: Any, rows: Iterable[int] | None = None) -> dict[int, Any]:
-        """Call a function of :mod:`.hosting.calls` where the environments are; what it returns, by row.
-
-        Raises:
-            Exception: what the first environment has raised.
-        """
-        packed = ByValue(args) if args else None
-        listed = None if rows is None else list(rows)
-        ticket = self._processes.post(lambda ticket, some, _: Do(ticket, some, function, packed), listed)
-        gathered = self._processes.gather(ticket)
-        for raised in gathered.raised:
-            remote = raised.failure.error(f"{type(self).__name__}[{raised.row}]")
-            if raised.kind in (AttributeError, NotNative):
-                raise raised.kind(raised.text) from remote
-            raise remote
-        self._recreation.settle(ticket, gathered, function.__name__)
-        if gathered.lost:
-            raise EnvError(
-                f"{type(self).__name__}[{gathered.lost[0].row}]: its process {gathered.lost[0].how}, in "
-                f"{function.__name__}, and was replaced. Try again."
-            )
-        values: dict[int, Any] = {}
-        for reply in gathered.replies.values():
-            values.update(pickle.loads(reply.values or b""))
-        return {row: values[row] for row in sorted(values)}
+        """See :meth:`HostedRows.call`."""
+        return self._hosted.call(function, *args, rows=rows)
 
     def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
         last = None
-        self._num_seedings += 1
+        self._hosted.num_seedings += 1
         for row in range(self.num_workers):
             last = self._ask(calls.set_seed, seed, static_seed, rows=[row])[row]
             if seed is not None and last is not None and not static_seed:
@@ -100,6 +78,7 @@ class RemoteEnvs(BatchedEnv):
         super().close(raise_if_closed=raise_if_closed and not hurries)
         if self._ended:
             return
+        self._hosted.is_closed = True
         raised, forced = self._processes.end(HURRY_S if hurries else None)
         self._ended = True
         if forced:
@@ -111,7 +90,7 @@ class RemoteEnvs(BatchedEnv):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_processes" not in self.__dict__ or name.startswith("_") or self.is_closed:
+            if "_hosted" not in self.__dict__ or name.startswith("_") or self.is_closed:
                 raise
         values = list(self._ask(calls.look_up, name).values())
         methods = [isinstance(value, Sign) for value in values]
@@ -158,7 +137,7 @@ class RemoteEnvs(BatchedEnv):
     def save_remote(self) -> tuple[list[dict[str, Any]], list[str]]:
         """All that the environments are, one state each; and what of them could not be saved."""
         saved = self._ask(calls.checkpoint)
-        waiting = self._recreation.due(range(self.num_workers))
+        waiting = self._hosted.recreation.due(range(self.num_workers))
         unsaved = [
             f"{type(self).__name__} [worker {row}] {line}" for row, (_, lines) in saved.items() for line in lines
         ]
@@ -167,7 +146,7 @@ class RemoteEnvs(BatchedEnv):
     def load_remote(self, states: Sequence[dict[str, Any]]) -> None:
         """Let the environments be what :meth:`save_remote` has saved."""
         self._ask(calls.load_checkpoint, dict(enumerate(states)))
-        self._recreation.load(row for row, state in enumerate(states) if state.get("waits"))
+        self._hosted.recreation.load(row for row, state in enumerate(states) if state.get("waits"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies have copies of the environments, in processes of their own."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._processes.restarts import RestartPolicy
 from rollwright.data.layout import DoneGroup, complete_done
 from rollwright.envs.arrays import Values
 from rollwright.envs.batched.hosting.answers import Gathered, Lost
@@ -49,7 +50,7 @@ class Recreation:
         self._processes = processes
         self._enabled = enabled
         self._unreset: set[int] = set()  # rows with new environments, which were not reset yet
-        self._failures = [0] * processes.num_processes
+        self._restarts = RestartPolicy(MAX_FAILURES, in_a_row=True)
         self._warning = RecreationWarning(".recreations")
 
     def due(self, rows: range) -> frozenset[int]:
@@ -87,7 +88,7 @@ class Recreation:
             failed |= set(lost.rows) - done
         if call == "step":
             for process in gathered.replies:
-                self._failures[process] = 0
+                self._restarts.succeeded(process)
         else:
             failed, cut = failed | cut, set()
         return Missed(frozenset(failed), frozenset(cut))
@@ -95,7 +96,6 @@ class Recreation:
     def _replace(self, lost: Lost, call: str) -> None:
         said = f"{self._name}[{lost.row}]: its process {lost.how}, in {call}"
         cause = None if lost.failure is None else lost.failure.error(f"process {lost.process}")
-        self._failures[lost.process] += 1
         if not self._enabled:
             raise EnvError(
                 f"{said}. It hosted the environments {list(self._processes.rows[lost.process])}. Make a new batch, "
@@ -103,7 +103,7 @@ class Recreation:
             ) from cause
         if self._processes.is_connected(lost.process):
             return  # replaced with the command before
-        if self._failures[lost.process] > MAX_FAILURES:
+        if self._restarts.next_delay(lost.process) is None:
             raise EnvError(
                 f"{said}. {MAX_FAILURES} processes before it ended in the same place, without a step in between."
             ) from cause

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import pickle
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,13 @@ class Gathered(NamedTuple):
     def renewed(self) -> list[Renewed]:
         """Which were recreated, in the order of rows."""
         return sorted(one for reply in self.replies.values() for one in reply.renewed)
+
+    def values(self) -> dict[int, Any]:
+        """What a function has returned, by row."""
+        values: dict[int, Any] = {}
+        for reply in self.replies.values():
+            values.update(pickle.loads(reply.values or b""))
+        return {row: values[row] for row in sorted(values)}
 
 
 class Answers:

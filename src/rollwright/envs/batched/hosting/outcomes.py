@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 
-from rollwright._keys import NestedKey, unravel
+from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright._processes.channel import ByValue
 from rollwright.data.specs import Composite, NonTensor, StackedComposite
-from rollwright.envs.batched.hosting.messages import Form, Reply
+from rollwright.envs.base import EnvBase
+from rollwright.envs.batched.hosting.messages import AHEAD, Form, Reply
 from rollwright.envs.batched.hosting.processes import EnvProcesses
 from rollwright.envs.batched.hosting.shared_rows import SharedRows
 from rollwright.envs.batched.hosting.td_rows import Nests, dense_leaves, nested
 
-__all__ = ["Outcomes", "Sent", "overwritten", "send_rows", "shareable"]
+__all__ = ["Outcomes", "Sent", "lay_out_outcomes", "overwritten", "send_rows", "shareable"]
 
 Shapes = dict[NestedKey, tuple[tuple[int, ...], torch.dtype]]
 
@@ -125,3 +126,19 @@ class Outcomes:
         if beside is None:
             return td
         return td.update(beside) if form.keys else beside  # a lazy stack cannot be read as a whole
+
+
+def lay_out_outcomes(env: EnvBase, processes: EnvProcesses, *, ahead: bool = False) -> Outcomes:
+    """Give the outcomes of a batch of environments their places in shared memory.
+
+    Args:
+        env: the batch, whose specs say what there is.
+        processes: that host the environments.
+        ahead: whether first values of trajectories have places of their own, below ``AHEAD``.
+    """
+    entries = shareable([env.full_observation_spec, env.full_state_spec, env.full_reward_spec, env.full_done_spec])
+    returned = dict.fromkeys([*env.observation_keys, *env.reward_keys, *env.done_keys])
+    form = Form(tuple(key for key in returned if key in entries), {})
+    if ahead:
+        entries.update({(AHEAD, *as_tuple(key)): entries[key] for key in env.observation_keys if key in entries})
+    return Outcomes(processes.lay_outcomes(entries), processes.forms, form, env.batch_size[1:])

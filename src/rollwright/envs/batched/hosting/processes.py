@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,18 +12,19 @@ import torch
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import NestedKey
 from rollwright._memory import Layout, Segment
+from rollwright._processes.channel import ByValue
 from rollwright._processes.child import STOPPED_S, Child
 from rollwright._processes.heartbeats import Heartbeats
 from rollwright._processes.pool import Pool
 from rollwright.envs.batched.hosting.answers import Answers, Gathered
 from rollwright.envs.batched.hosting.host import DONE_ROWS, Hosted, serve_envs
 from rollwright.envs.batched.hosting.input_layouts import Entries, InputLayouts, Signature
-from rollwright.envs.batched.hosting.messages import Command, Form, Lay, Leave, Raised, Some
+from rollwright.envs.batched.hosting.messages import Command, Do, Form, Lay, Leave, Raised, Some
 from rollwright.envs.batched.hosting.shared_rows import SharedRows
 from rollwright.envs.factories import Factory
 from rollwright.errors import EnvError
 
-__all__ = ["EnvProcesses", "default_num_processes"]
+__all__ = ["CommandMaker", "EnvProcesses", "default_num_processes"]
 
 PATIENCE_S = 3600.0  # for an environment that has no limit of its own
 START_S = 600.0
@@ -137,9 +137,8 @@ class EnvProcesses:
             raise EnvError(
                 f"create_env_fn: the process that makes the environments {list(self.rows[lost.process])} {lost.how}."
             ) from cause
-        for process in processes:
-            for row, value in pickle.loads(gathered.replies[process].values or b"").items():
-                self.described[row] = value
+        for row, value in gathered.values().items():
+            self.described[row] = value
 
     def _make(self, process: int) -> None:
         """Start a process, which answers as soon as its environments are made."""
@@ -237,6 +236,15 @@ class EnvProcesses:
         if not keeps:
             self.flush()
         return ticket
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], rows: Iterable[int] | None = None
+    ) -> tuple[int, Gathered]:
+        """Call ``function(hosted, *args)`` where environments are; ticket and answers, see :meth:`Gathered.values`."""
+        packed = ByValue(args) if args else None
+        listed = None if rows is None else list(rows)
+        ticket = self.post(lambda ticket, some, _: Do(ticket, some, function, packed), listed)
+        return ticket, self.gather(ticket)
 
     def flush(self) -> None:
         """Wait until what was posted is on its way. If Ctrl-C ends that, the rest goes while answers are awaited."""
