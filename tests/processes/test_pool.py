@@ -26,7 +26,7 @@ from rollwright._processes.pool import Answer, Pool
 class Scripted:
     """A connection to nothing: it answers by a function, as soon as it is asked, and ends when it is closed."""
 
-    name = "scripted"
+    name, pid = "scripted", None
 
     def __init__(self, answer: Any = lambda message: message) -> None:
         self._answer = answer
