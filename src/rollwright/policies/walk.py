@@ -192,7 +192,7 @@ class Walk:
                 self._positive.add(writes[1])
             self.nodes.append(Chain(reads, writes, layers, outputs))
             return
-        function = module.module if module.method is None else _Method(module.module, module.method)
+        function = module.module if module.method is None else _method(module.module, module.method)
         self.nodes.append(Call(reads, self._write(keys, False), function, names, module.method_kwargs, outputs))
 
     # Distributions ----------------------------------------------------------------------------
@@ -224,15 +224,9 @@ class Walk:
         self.nodes.append(replace(draw, writes=writes))
 
 
-class _Method:
+def _method(owner: Any, name: str) -> Callable[..., Any]:
     """A method looked up by name at each call, as ``TensorDictModule`` does."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self._owner = owner
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._owner, self._name)(*args, **kwargs)
+    return lambda *arguments, **options: getattr(owner, name)(*arguments, **options)
 
 
 def _parts(sequence: TensorDictSequential) -> Iterable[Any]:

@@ -144,7 +144,7 @@ def test_every_evaluation_begins_with_a_reset(make: Any) -> None:
     assert [evaluator.evaluate()["eval/lengths"] for _ in range(3)] == [[10]] * 3
 
 
-def test_tally_counts_over_batches() -> None:
+def test_results_count_over_batches() -> None:
     results = EpisodeResults(2, 1)
     for t in range(6):
         assert not results.complete

@@ -33,7 +33,7 @@ class ProcessStart(NamedTuple):
     """How a process starts.
 
     Attributes:
-        init_fn: called first, there.
+        init_fn: called first, in the process.
         start_method: see :class:`Child`.
         num_threads: of torch.
         timeout_s: until environment and policy are made.
@@ -67,7 +67,7 @@ class ThreadBackend(Backend):
     """In this thread, with torch's generators shared with the rest of the program."""
 
     def __init__(self, settings: Settings, progress: Progress) -> None:
-        self._runner = EpisodeRunner(settings, progress, _never, own_generators=False)
+        self._runner = EpisodeRunner(settings, progress, lambda: False, own_generators=False)
 
     def run(self, request: Request, begun: Callable[[], None]) -> dict[str, Any]:
         """See :class:`Backend`."""
@@ -178,7 +178,7 @@ def serve(channel: Channel, settings: Settings, memory: Segment, init_fn: Callab
     if init_fn is not None:
         init_fn()
     progress = Progress(memory)
-    # While an evaluation runs, nothing is sent here: what can be read then is the end of the line.
+    # While an evaluation runs, nothing is sent to this process: what can be read then is the end of the channel.
     runner = EpisodeRunner(settings, progress, channel.poll, own_generators=True)
     try:
         channel.send(None)
@@ -188,7 +188,7 @@ def serve(channel: Channel, settings: Settings, memory: Segment, init_fn: Callab
             request = channel.recv(1.0)
             progress.begin()
             try:
-                answer: Any = runner.run(request, _nothing)
+                answer: Any = runner.run(request, lambda: None)
             except Stopped:
                 return
             except Exception as error:
@@ -197,11 +197,3 @@ def serve(channel: Channel, settings: Settings, memory: Segment, init_fn: Callab
     finally:
         with contextlib.suppress(Exception):  # the process ends anyway, and an earlier error tells more
             runner.close()
-
-
-def _never() -> bool:
-    return False
-
-
-def _nothing() -> None:
-    pass

@@ -76,24 +76,24 @@ class Progress:
     num_bytes = 24
 
     def __init__(self, memory: Segment | None = None) -> None:
-        self._words: Any = np.zeros(3, np.int64)
+        self._numbers: Any = np.zeros(3, np.int64)
         if memory is not None:
-            self._words = np.frombuffer(memory.map(0, self.num_bytes), np.int64)
+            self._numbers = np.frombuffer(memory.map(0, self.num_bytes), np.int64)
 
     def begin(self) -> None:
         """An evaluation begins."""
-        self._words[0] = 0
-        self._words[1] = time.monotonic_ns()
+        self._numbers[0] = 0
+        self._numbers[1] = time.monotonic_ns()
 
     def beat(self, frames: int = 0) -> None:
         """So many frames were taken."""
-        self._words[0] += frames
-        self._words[1] = time.monotonic_ns()
+        self._numbers[0] += frames
+        self._numbers[1] = time.monotonic_ns()
 
     @property
     def frames(self) -> int:
         """Taken in this evaluation."""
-        return int(self._words[0])
+        return int(self._numbers[0])
 
     @property
     def beaten_at(self) -> int:
@@ -103,20 +103,20 @@ class Progress:
     @property
     def silence_s(self) -> float:
         """Seconds since the last sign of life."""
-        return float(time.monotonic_ns() - self._words[1]) / 1e9
+        return float(time.monotonic_ns() - self._numbers[1]) / 1e9
 
     @property
     def stopped(self) -> bool:
         """Whether the evaluation is to end after its step."""
-        return bool(self._words[2])
+        return bool(self._numbers[2])
 
     def stop(self) -> None:
         """Ask for that."""
-        self._words[2] = 1
+        self._numbers[2] = 1
 
 
 class EpisodeRunner:
-    """Evaluates, as often as it is told to; also the interruptor of its collector, which calls it after each step.
+    """Runs evaluations, one after another; also the interruptor of its collector, which calls it after each step.
 
     Args:
         settings: what and how.

@@ -49,8 +49,8 @@ class Evaluator:
     "env.transform[0]": train_env.transform[0]}``.
 
     One evaluation runs at a time. What goes wrong in one is raised by :meth:`evaluate`, or at the next call of any
-    method, once; the next evaluation begins anew. A process that has ended, or was silent for ``env_step_timeout`` and
-    was killed, ends the evaluator: every further call says so.
+    method, once; the next evaluation starts from a reset. A process that has ended, or was silent for
+    ``env_step_timeout`` and was killed, ends the evaluator: every further call says so.
 
     ``frames_per_batch`` says how often an evaluation looks whether it is complete.
 
@@ -362,7 +362,7 @@ class Evaluator:
 
         Raises:
             TimeoutError: the thread is left behind; the message says what it does.
-            Exception: what went wrong in an earlier evaluation, if no call has told yet.
+            Exception: what went wrong in an earlier evaluation, if no call has raised it yet.
         """
         if self._ended:
             return
