@@ -247,6 +247,16 @@ def test_wrong_distributions_are_refused(error, arguments, options, message):
         register_distribution(*arguments, **options)
 
 
+def test_a_registered_distribution_stays_outside_of_what_is_compiled(lab, monkeypatch):
+    register_distribution(D.Laplace, ["loc", "scale"], **LAPLACE)
+    policy = gaussian_like(D.Laplace)
+    policy[0].module, policy[1].module[0] = nn.Linear(4, 2), nn.Linear(4, 2)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    compiled = compile_policy(flat_of(lab, policy), example=lab.root(()))
+    assert compiled.how.startswith("torch.compile")
+    assert_equals_plain(lab, policy, compiled, (), Type.RANDOM)
+
+
 # Collecting ---------------------------------------------------------------------------------------
 
 

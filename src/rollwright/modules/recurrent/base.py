@@ -139,7 +139,7 @@ class RecurrentModule(TensorDictModuleBase):
         y, finals = run_pieces(self._rnn, x, tuple(state.index_select(0, pieces.starts) for state in states), pieces)
         td.set(self.out_keys[0], y.reshape(*batch, y.shape[-1]))
         for i, key in enumerate(self.out_keys[1:]):
-            if type(self)._output_is_state and self._rnn.num_layers == 1:
+            if self._output_is_state and self._rnn.num_layers == 1:
                 state = y.unsqueeze(1).clone()  # a later layer may change y in place
             else:
                 state = _known_at(pieces.last, finals[i], td.get(cast(NestedKey, key), None), pieces.num_frames)
