@@ -144,12 +144,8 @@ class SerialEnv(BatchedEnv):
         fresh: list[TensorDictBase | None] = []
         for i, (env, row) in enumerate(zip(self._envs, rows, strict=True)):
             with self._naming(i):
-                if not self._is_marked(row):
-                    fresh.append(None)
-                else:
-                    fresh.append(
-                        env.reset_outcome(None if row is None else placed(row, env.device), **own_kwargs(kwargs, i))
-                    )
+                given = None if row is None else placed(row, env.device)
+                fresh.append(env.reset_outcome(given, **own_kwargs(kwargs, i)) if self._is_marked(row) else None)
         return self._stack(self._filled(fresh, self._envs))
 
     @contextmanager
