@@ -11,8 +11,7 @@ from torch import nn
 
 from rollwright._keys import NestedKey
 from rollwright.data.specs import Binary, Categorical, Composite, NonTensor, TensorSpec, Unbounded
-from rollwright.envs.base import EnvBase
-from rollwright.testing._fakes import RandomStrings, check_actions, reset_rows
+from rollwright.testing._fakes import RandomStrings, UnseededEnv, check_actions, reset_rows
 
 __all__ = [
     "CountingBatchedEnv",
@@ -24,7 +23,7 @@ __all__ = [
 ]
 
 
-class CountingEnv(EnvBase):
+class CountingEnv(UnseededEnv):
     """Counts up by its action, 0 or 1; for tests of everything that looks at time and at boundaries.
 
     ``observation`` is the count, int32 ``[*batch, 1]``; terminated when it exceeds ``max_steps``; the
@@ -45,9 +44,6 @@ class CountingEnv(EnvBase):
         self.done_spec = Categorical(2, shape=shape, dtype=torch.bool)
         self.action_spec = Binary(1, shape=shape)
         self.register_buffer("count", torch.zeros(shape, dtype=torch.int32, device=self.device))
-
-    def _set_seed(self, seed: int | None) -> None:
-        """Nothing to do: nothing is random."""
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self.count.copy_(torch.where(reset_rows(self, tensordict), self.start_val, self.count))

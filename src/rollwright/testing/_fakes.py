@@ -13,7 +13,14 @@ from rollwright.data.specs import NonTensor
 from rollwright.envs.base import EnvBase
 from rollwright.errors import EnvError, EnvKeyError
 
-__all__ = ["RandomStrings", "check_actions", "put_first", "reset_rows"]
+__all__ = ["RandomStrings", "UnseededEnv", "check_actions", "put_first", "reset_rows"]
+
+
+class UnseededEnv(EnvBase):
+    """An environment with no randomness of its own; what is random comes from torch's global generator."""
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Nothing to do."""
 
 
 def check_actions(env: EnvBase, tensordict: TensorDictBase) -> None:

@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright.data.specs import Categorical, Composite, TensorSpec, Unbounded
 from rollwright.envs.base import EnvBase
-from rollwright.testing._fakes import check_actions
+from rollwright.testing._fakes import UnseededEnv, check_actions
 
 __all__ = ["MockBatchedLockedEnv", "MockBatchedUnLockedEnv", "MockSerialEnv", "StateLessCountingEnv"]
 
@@ -82,7 +82,7 @@ class MockBatchedUnLockedEnv(MockBatchedLockedEnv):
     batch_locked = False
 
 
-class StateLessCountingEnv(EnvBase):
+class StateLessCountingEnv(UnseededEnv):
     """Adds its action to the ``count`` that it is given until ``max_count``; for ``batch_locked=False``.
 
     A plain reset keeps ``count`` and ``max_count`` where the data has them; else, and where ``"_reset"``
@@ -101,9 +101,6 @@ class StateLessCountingEnv(EnvBase):
         flag = Unbounded((1,), dtype=torch.bool)
         self.done_spec = Composite(done=flag, terminated=flag.clone(), truncated=flag.clone())
         self.reward_spec = Unbounded((1,), dtype=torch.float32)
-
-    def _set_seed(self, seed: int | None) -> None:
-        """Nothing to do: ``max_count`` comes from torch's global generator."""
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         given = TensorDict({}, self.batch_size, device=self.device) if tensordict is None else tensordict

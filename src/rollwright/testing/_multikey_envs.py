@@ -9,8 +9,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from rollwright.data.specs import Bounded, Categorical, Composite, OneHot, TensorSpec, Unbounded, stack
-from rollwright.envs.base import EnvBase
-from rollwright.testing._fakes import check_action, check_actions, put_first, reset_rows
+from rollwright.testing._fakes import UnseededEnv, check_action, check_actions, put_first, reset_rows
 
 __all__ = [
     "HeterogeneousCountingEnv",
@@ -20,7 +19,7 @@ __all__ = [
 ]
 
 
-class MultiKeyCountingEnv(EnvBase):
+class MultiKeyCountingEnv(UnseededEnv):
     """Three counters, each with its own action, reward and flags; for environments of several keys.
 
     ============  =======================================  ==========================  ================
@@ -73,9 +72,6 @@ class MultiKeyCountingEnv(EnvBase):
 
     def _counts(self) -> list[tuple[tuple[str, ...], torch.Tensor]]:
         return [((), self.count), (("nested_1",), self.count_nested_1), (("nested_2",), self.count_nested_2)]
-
-    def _set_seed(self, seed: int | None) -> None:
-        """Nothing to do: nothing is random."""
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         rows = reset_rows(self, tensordict)
@@ -133,7 +129,7 @@ class MultiKeyCountingEnvPolicy(TensorDictModuleBase):
         return tensordict.update(actions)
 
 
-class HeterogeneousCountingEnv(EnvBase):
+class HeterogeneousCountingEnv(UnseededEnv):
     """Three agents whose observations and actions differ in shape, lazily stacked under ``"lazy"``.
 
     Every entry of an agent that is not empty is filled with the environment's one count, and so is
@@ -172,9 +168,6 @@ class HeterogeneousCountingEnv(EnvBase):
     def get_agent_action_spec(self, i: int) -> Composite:
         """How agent ``i`` acts."""
         return Composite(action=Bounded(-1.0, 1.0, ((3, 2, 2)[i],)))
-
-    def _set_seed(self, seed: int | None) -> None:
-        """Nothing to do: nothing is random."""
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self.count.copy_(torch.where(reset_rows(self, tensordict), self.start_val, self.count))

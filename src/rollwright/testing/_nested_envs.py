@@ -10,9 +10,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey
 from rollwright.data.specs import Binary, Categorical, Composite, TensorSpec, Unbounded
-from rollwright.envs.base import EnvBase
 from rollwright.testing._counting_envs import CountingEnv
-from rollwright.testing._fakes import check_actions, reset_rows
+from rollwright.testing._fakes import UnseededEnv, check_actions, reset_rows
 
 __all__ = ["MockNestedResetEnv", "MultiAgentCountingEnv", "NestedCountingEnv"]
 
@@ -89,7 +88,7 @@ class NestedCountingEnv(CountingEnv):
         return flat if below.is_empty() else flat.set("data", below)
 
 
-class MultiAgentCountingEnv(EnvBase):
+class MultiAgentCountingEnv(UnseededEnv):
     """Agents with random observations, all done after ``max_steps``; for keys three levels deep.
 
     Each agent has ``observation`` ``[*batch, 3, 4]``, ``action``, ``reward`` and flags at
@@ -144,9 +143,6 @@ class MultiAgentCountingEnv(EnvBase):
         }
         return Composite(groups, shape=batch)
 
-    def _set_seed(self, seed: int | None) -> None:
-        """Nothing to do: observations come from torch's global generator."""
-
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self.count.copy_(torch.where(reset_rows(self, tensordict), self.start_val, self.count))
         return self._observe()
@@ -168,7 +164,7 @@ class MultiAgentCountingEnv(EnvBase):
         return TensorDict(fields, self.batch_size, device=self.device)
 
 
-class MockNestedResetEnv(EnvBase):
+class MockNestedResetEnv(UnseededEnv):
     """Two agents' flags of which one is set early, and the root's on demand; for which flag decides.
 
     Nothing is observed and nothing earned. With ``done_at_root`` the root ends after ``num_steps``
@@ -186,9 +182,6 @@ class MockNestedResetEnv(EnvBase):
             flags["done"] = flag.clone()
         self.full_done_spec = flags
         self.full_reward_spec = Composite()
-
-    def _set_seed(self, seed: int | None) -> None:
-        """Nothing to do: nothing is random."""
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         if bool(reset_rows(self, tensordict).any()):

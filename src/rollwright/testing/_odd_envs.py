@@ -12,7 +12,7 @@ from torch import nn
 from rollwright.data.specs import Bounded, Categorical, Composite, NonTensor, Unbounded
 from rollwright.envs.base import EnvBase
 from rollwright.errors import EnvError
-from rollwright.testing._fakes import RandomStrings, check_actions
+from rollwright.testing._fakes import RandomStrings, UnseededEnv, check_actions
 
 __all__ = [
     "ActionObsMergeLinear",
@@ -26,14 +26,7 @@ __all__ = [
 ]
 
 
-class _Unseeded(EnvBase):
-    """An environment with no randomness of its own."""
-
-    def _set_seed(self, seed: int | None) -> None:
-        """Nothing to do: what is random comes from torch's global generator."""
-
-
-class EnvWithMetadata(_Unseeded):
+class EnvWithMetadata(UnseededEnv):
     """Carries an object through its state: ``non_tensor``, an int that counts steps."""
 
     def __init__(self) -> None:
@@ -57,7 +50,7 @@ class EnvWithMetadata(_Unseeded):
         return seen
 
 
-class EnvWithDynamicSpec(_Unseeded):
+class EnvWithDynamicSpec(UnseededEnv):
     """Its ``observation`` ``[3, t + 1, 2]`` grows with time t, which fills it; done at ``max_count``."""
 
     def __init__(self, max_count: int = 5) -> None:
@@ -86,7 +79,7 @@ class EnvWithDynamicSpec(_Unseeded):
         return TensorDict({"observation": torch.full((3, self.count + 1, 2), float(self.count))})
 
 
-class EnvWithScalarAction(_Unseeded):
+class EnvWithScalarAction(UnseededEnv):
     """Takes actions of shape ``batch_size``, or with ``singleton`` of ``[*batch, 1]``; never done."""
 
     def __init__(self, singleton: bool = False, **kwargs: Any) -> None:
@@ -112,7 +105,7 @@ class EnvWithScalarAction(_Unseeded):
         return TensorDict({"observation": seen}, self.batch_size, device=self.device)
 
 
-class EnvThatDoesNothing(_Unseeded):
+class EnvThatDoesNothing(UnseededEnv):
     """Observes nothing, earns nothing, takes no action, never ends; for the plumbing alone."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -158,7 +151,7 @@ class Str2StrEnv(EnvBase):
         return self._reset().update(rare)
 
 
-class EnvThatErrorsAfter10Iters(_Unseeded):
+class EnvThatErrorsAfter10Iters(UnseededEnv):
     """Raises ``RuntimeError("max steps!")`` in its eleventh step; for the way of errors to the caller."""
 
     def __init__(self) -> None:
@@ -181,7 +174,7 @@ class EnvThatErrorsAfter10Iters(_Unseeded):
         return outcome.update(self.full_done_spec.zero())
 
 
-class FastImageEnv(_Unseeded):
+class FastImageEnv(UnseededEnv):
     """Shows one image ``[*batch, channels, height, width]`` for ever, reward 1; for measuring the rest."""
 
     def __init__(
