@@ -9,7 +9,7 @@ import tempfile
 import weakref
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 __all__ = ["Segment", "unnamed_file"]
 
@@ -116,10 +116,6 @@ class Segment:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_reopened, (self.path, DupFd(self.fd) if self.path is None else None))
 
-    @classmethod
-    def _of(cls, path: Path | None, fd: int | None) -> Self:
-        return cls(path, _fd=fd)
-
 
 def _failed(error: OSError, what: str, name: str) -> OSError:
     return OSError(error.errno, f"{os.strerror(error.errno or 0)}: {what}", name)
@@ -134,4 +130,4 @@ def unnamed_file(on_disk: bool = False) -> int:
 
 
 def _reopened(path: Path | None, duplicate: Any) -> Segment:
-    return Segment._of(path, None if duplicate is None else duplicate.detach())
+    return Segment(path, _fd=None if duplicate is None else duplicate.detach())
