@@ -6,6 +6,7 @@ is made of them.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +27,8 @@ def register_primer(factory: Callable[..., Any]) -> None:
 
 
 def make_primer(specs: Mapping[NestedKey, TensorSpec]) -> TensorDictPrimer:
-    """A primer for entries of one environment, zeros at each reset.
-
-    Raises:
-        RuntimeError: no environments have been imported.
-    """
+    """A primer for entries of one environment, zeros at each reset."""
     if not _factories:
-        raise RuntimeError(
-            "make_tensordict_primer: primers are transforms of environments. Import rollwright.envs first."
-        )
+        importlib.import_module("rollwright.envs")  # which registers it; this package does not depend on that one
     primer: TensorDictPrimer = _factories[0](specs, expand_specs=True)
     return primer

@@ -98,7 +98,7 @@ class Progress:
     @property
     def beaten_at(self) -> int:
         """When the last sign of life was given, in nanoseconds."""
-        return int(self._words[1])
+        return int(self._numbers[1])
 
     @property
     def silence_s(self) -> float:
