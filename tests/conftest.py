@@ -1,15 +1,33 @@
-"""What holds for every test: ``cuda`` tests are skipped without a device, and limits grow with the machine's load."""
+"""What holds for every test: markers of promises, ``cuda`` tests need a device, and limits grow with the load."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 import torch
 from tests.patience import patient
+from tests.promises import PROMISES
+
+pytest_plugins = ["pytester"]
+
+_MARKERS: dict[Path, list[str]] = {}
+for _name, _promise in PROMISES.items():
+    for _file in _promise.files:
+        _MARKERS.setdefault(Path(__file__).parent / _file, []).append(_name)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    for name, promise in PROMISES.items():
+        config.addinivalue_line("markers", f"{name}: {promise.text}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for name in _MARKERS.get(item.path, ()):
+            item.add_marker(name)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -1,0 +1,39 @@
+"""Each promise has a marker, and tests that exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.promises import PROMISES
+
+HERE = Path(__file__).parent
+
+
+def test_all_promises_have_a_marker(request: pytest.FixtureRequest) -> None:
+    lines = request.config.getini("markers")
+    assert list(PROMISES) == [f"p{n}" for n in range(1, 11)]
+    assert {name for name in PROMISES if any(line.startswith(f"{name}: ") for line in lines)} == set(PROMISES)
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_the_tests_of_a_promise_exist(name: str) -> None:
+    files = PROMISES[name].files
+    assert list(files) == sorted(set(files))
+    assert [file for file in files if not (HERE / file).is_file()] == []
+
+
+def test_the_tests_of_a_promise_are_marked(pytester: pytest.Pytester) -> None:
+    """As ``pytest -m p9`` finds them: a file of the table is marked, and no other."""
+    conftest = (HERE / "conftest.py").read_text()
+    folder = pytester.mkdir("tests")
+    for name in ("promises.py", "patience.py"):
+        (folder / name).write_text((HERE / name).read_text())
+    (folder / "conftest.py").write_text(conftest)
+    for file in ("processes/test_pool.py", "processes/test_other.py"):
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text("def test_it(): pass\n")
+    pytester.makeini("[pytest]\npythonpath = .\naddopts = --import-mode=importlib\ntimeout = 60\n")
+    found = pytester.runpytest_subprocess("-m", "p9", "--collect-only", "-q", "-p", "no:cacheprovider")
+    assert "tests/processes/test_pool.py::test_it" in found.stdout.str()
+    assert "test_other" not in found.stdout.str()
