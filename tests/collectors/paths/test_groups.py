@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from rollwright.collectors import Collector, Interruptor, MultiSyncCollector
 from rollwright.collectors.utils import restore_next
 from rollwright.data import LazyTensorStorage, ReplayBuffer, Unbounded
 from rollwright.envs import GymWrapper, ParallelEnv, SerialEnv, TransformedEnv
+from rollwright.envs.batched.hosting.rows import HostedRows
 from rollwright.envs.transforms import Compose, InitTracker, RewardSum, StepCounter, TensorDictPrimer
 from rollwright.errors import EnvError, PolicyError
 from rollwright.modules import RandomPolicy
@@ -250,19 +252,31 @@ def test_interrupted_rollout_is_taken_as_far_by_all_groups(collect: Make) -> Non
     assert_same(one.next(), two.next())
 
 
-def test_policy_acts_while_the_other_group_steps(collect: Make) -> None:
-    """At each call but the first ones, the steps of all other groups are under way."""
-    under_way: list[int] = []
+def test_policy_acts_while_the_other_group_steps(collect: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each call but the first ones, the steps of all other groups are in progress."""
+    in_progress: list[int] = []
+    steps = Counter[str]()
 
     def watching(x: torch.Tensor) -> torch.Tensor:
-        under_way.append(len(env._under_way))
+        in_progress.append(steps["post_step"] - steps["receive_step"])
         return exact(x)
+
+    def counted(name: str) -> None:
+        call = getattr(HostedRows, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            steps[name] += 1
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(HostedRows, name, counting)
 
     env = walks(6)()
     collector = collect(3, env=env, policy=TensorDictModule(watching, ["observation"], ["action"]), frames_per_batch=24)
-    del under_way[:]
+    counted("post_step")
+    counted("receive_step")
+    del in_progress[:]
     collector.next()
-    assert under_way == [0, 1, 2] + [2] * 9
+    assert in_progress == [0, 1, 2] + [2] * 9
 
 
 def test_one_version_acts_in_all_groups_of_a_step() -> None:
