@@ -17,10 +17,10 @@ from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.delivery.background import Background
 from rollwright.collectors.delivery.base import split
-from rollwright.collectors.delivery.checks import ledger_of, warn_of_options
 from rollwright.collectors.delivery.saved_state import SavedState
 from rollwright.collectors.delivery.storage_memory import batch_memory
 from rollwright.collectors.delivery.stored import choose_delivery
+from rollwright.collectors.delivery_options import ledger_of, warn_of_options
 from rollwright.collectors.factory import BackendOptions, local_options, make_with_workers
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile

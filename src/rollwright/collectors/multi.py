@@ -23,15 +23,14 @@ from rollwright._processes.forks import on_fork
 from rollwright.collectors.arguments import checked_seed, checked_state
 from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.base import BaseCollector
-from rollwright.collectors.delivery.checks import warn_of_splits
 from rollwright.collectors.delivery.stored import await_publication
+from rollwright.collectors.delivery_options import warn_of_splits
 from rollwright.collectors.factory import register_backend
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.counts import announce_rounding
 from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.policy import check_policy
-from rollwright.collectors.weights.workers import WorkersWeights
 from rollwright.collectors.workers.background import WorkersBackground
 from rollwright.collectors.workers.counters import Count
 from rollwright.collectors.workers.options import WorkerOptions, factories_of, options_of_workers
@@ -43,6 +42,7 @@ from rollwright.collectors.workers.schedules.schedule import Schedule
 from rollwright.collectors.workers.schedules.staleness import Staleness
 from rollwright.collectors.workers.startup import Workers
 from rollwright.collectors.workers.stats import merged_stats
+from rollwright.collectors.workers.weights import WorkersWeights
 from rollwright.data.layout import split_trajectories
 from rollwright.weight_update.publisher import Publisher
 

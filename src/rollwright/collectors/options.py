@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, whole
-from rollwright.collectors.delivery.checks import check_delivery
+from rollwright.collectors.delivery_options import check_delivery
 from rollwright.data.specs.shapes import as_device
 from rollwright.envs.recreation.policy import check_failure
 from rollwright.envs.utils import ExplorationType

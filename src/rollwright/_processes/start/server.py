@@ -65,7 +65,7 @@ def main(fd: int) -> None:
     allow_interrupts()
     os.chdir(os.sep)  # torch does not compute in a folder that was deleted, and workers begin in that of the program
     with contextlib.suppress(ImportError):  # which workers tell of
-        importlib.import_module("rollwright._processes.start.preload")
+        importlib.import_module("rollwright._preload")
     util._close_stdin()  # type: ignore[attr-defined]
     with socket.socket(fileno=fd) as line:
         _Server(line).serve()

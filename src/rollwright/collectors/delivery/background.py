@@ -10,8 +10,8 @@ from typing import Any
 
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.base import RolloutDelivery
-from rollwright.collectors.delivery.checks import buffer_of
 from rollwright.collectors.delivery.thread import CollectorThread, paused_error
+from rollwright.collectors.delivery_options import buffer_of
 from rollwright.collectors.rollout.rollout import Rollout
 
 __all__ = ["Background"]

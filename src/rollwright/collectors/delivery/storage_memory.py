@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, leaf_keys
 from rollwright._memory import EntryMemory, MemoryPool
-from rollwright.collectors.delivery.checks import buffer_of
+from rollwright.collectors.delivery_options import buffer_of
 from rollwright.collectors.options import CollectorOptions
 
 __all__ = ["StorageMemory", "batch_memory", "why_not_direct"]

@@ -13,9 +13,9 @@ from rollwright.collectors.core import never
 from rollwright.collectors.delivery.assembler import Trajectory, TrajectoryAssembler
 from rollwright.collectors.delivery.base import RolloutDelivery, split
 from rollwright.collectors.delivery.batches import Batches, TrajectoryBatches, copied
-from rollwright.collectors.delivery.checks import buffer_of, storage_ndim
 from rollwright.collectors.delivery.rows import common_keys
 from rollwright.collectors.delivery.storage_memory import StorageMemory
+from rollwright.collectors.delivery_options import buffer_of, storage_ndim
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.data.replay_buffers import SampleToInsertRatio, SliceSampler

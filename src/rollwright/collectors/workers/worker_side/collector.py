@@ -18,11 +18,11 @@ from rollwright.collectors.attribute_paths import Reachable, resolve
 from rollwright.collectors.core import TrajectoryIds
 from rollwright.collectors.delivery.background import Background
 from rollwright.collectors.delivery.batches import TrajectoryBatches
-from rollwright.collectors.delivery.checks import ledger_of, warn_of_options
 from rollwright.collectors.delivery.saved_state import SavedState
 from rollwright.collectors.delivery.storage_memory import batch_memory
 from rollwright.collectors.delivery.stored import choose_delivery
 from rollwright.collectors.delivery.thread import paused_error
+from rollwright.collectors.delivery_options import ledger_of, warn_of_options
 from rollwright.collectors.profiling import Profile, ProfileConfig
 from rollwright.collectors.rollout.devices import module_device
 from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
