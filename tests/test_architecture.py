@@ -1,0 +1,169 @@
+"""The order of the source: layers, import circles, private names, files side by side; see docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path(__file__).parents[1] / "src" / "rollwright"
+MOST_FILES = 15  # side by side in a folder, __init__.py not counted
+
+# From the ground up: a layer imports from layers above it in this list, and from itself. A name stands for the module
+# and all below it, unless a longer one is listed; "=" before it: for the module alone.
+LAYERS = """
+    =rollwright rollwright.errors rollwright._keys rollwright._interrupts rollwright._foreign rollwright._options
+    rollwright._memory
+    rollwright._processes
+    rollwright.data
+    rollwright.weight_update
+    rollwright.modules
+    rollwright.policies
+    rollwright.envs
+    rollwright.collectors.core rollwright.collectors.options rollwright.collectors.delivery_options\
+        rollwright.collectors.arguments rollwright.collectors.attribute_paths rollwright.collectors.profiling\
+        rollwright.collectors.interruptor
+    rollwright.collectors.rollout
+    rollwright.collectors.delivery
+    rollwright.collectors.weights
+    rollwright.collectors.workers
+    rollwright.collectors.base rollwright.collectors.collector rollwright.collectors.collectors\
+        rollwright.collectors.factory rollwright.collectors.keywords rollwright.collectors.loggers\
+        rollwright.collectors.multi rollwright.collectors.utils
+    rollwright.collectors.evaluation
+    =rollwright.collectors
+    rollwright.testing
+    rollwright.cli rollwright._preload rollwright.__main__
+"""
+
+# Imports by name, ``import_module("rollwright...")``, that need not keep the order, and why.
+BY_NAME = {
+    ("rollwright.modules.primers", "rollwright.envs"),  # environments register there; modules know nothing of them
+    ("rollwright._processes.start.server", "rollwright._preload"),  # what the fork server imports before it forks
+    ("rollwright._processes.start.server", "rollwright._processes.start.methods"),  # in the forked process alone
+}
+
+
+class Import(NamedTuple):
+    """One import: who, of which module, which name of it (None: the module itself), and whether by name."""
+
+    importer: str
+    module: str
+    name: str | None = None
+    by_name: bool = False
+
+
+def module_of(path: Path) -> str:
+    parts = ("rollwright", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def files() -> dict[str, Path]:
+    return {module_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@cache
+def imports() -> list[Import]:
+    """All imports within the package, those in functions too, but not those for type checkers alone."""
+    found: list[Import] = []
+    for name, path in files().items():
+        text = path.read_text()
+        tree = ast.parse(text)
+        found += statements(name, tree)
+        if "import_module(" in text:
+            found += by_name(name, tree)
+    return found
+
+
+def statements(importer: str, tree: ast.AST) -> Iterator[Import]:
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{importer}: import {node.module} by its whole name"
+            yield from (resolved(importer, node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (Import(importer, alias.name) for alias in node.names)
+        else:  # what a statement may hold: other statements, handlers, cases
+            for_types = isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+            inner = ("orelse",) if for_types else ("body", "orelse", "finalbody", "handlers", "cases")
+            nodes += [child for field in inner for child in getattr(node, field, ())]
+
+
+def by_name(importer: str, tree: ast.AST) -> Iterator[Import]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            match node.args:
+                case [ast.Constant(value=str(module)), *_]:
+                    yield Import(importer, module, by_name=True)
+
+
+def resolved(importer: str, module: str, name: str) -> Import:
+    inner = f"{module}.{name}"
+    return Import(importer, inner) if inner in files() else Import(importer, module, name)
+
+
+def ours() -> list[Import]:
+    return [found for found in imports() if found.module in files() and found.importer != found.module]
+
+
+def ordered() -> list[Import]:
+    return [found for found in ours() if not found.by_name or (found.importer, found.module) not in BY_NAME]
+
+
+def layer_of(module: str) -> int:
+    known = {name: number for number, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
+    parts = module.split(".")
+    prefixes = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    found = next((known[name] for name in (f"={module}", *prefixes) if name in known), None)
+    assert found is not None, f"{module} is in no layer: add it to LAYERS"
+    return found
+
+
+def test_no_file_takes_part_in_an_import_circle() -> None:
+    graph: dict[str, set[str]] = {name: set() for name in files()}
+    for found in ordered():
+        graph[found.importer].add(found.module)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError("an import circle: " + " <- ".join(error.args[1])) from None
+
+
+def test_layers_import_from_layers_below_them() -> None:
+    upward = {
+        f"{found.importer} imports {found.module}"
+        for found in ordered()
+        if layer_of(found.importer) < layer_of(found.module)
+    }
+    assert sorted(upward) == []
+
+
+def test_every_name_in_the_layers_is_a_module() -> None:
+    assert {name.removeprefix("=") for name in LAYERS.split()} - files().keys() == set()
+    assert {layer_of(name) for name in files()} == set(range(len(LAYERS.strip().splitlines())))
+    assert {(found.importer, found.module) for found in ours() if found.by_name} >= BY_NAME
+
+
+def test_no_private_name_of_another_package() -> None:
+    """What is called ``_x`` belongs to its folder; the packages and modules ``rollwright._x`` belong to all."""
+    foreign = []
+    for found in ours():
+        path = [*found.module.split("."), *([] if found.name is None else [found.name])]
+        for depth, name in enumerate(path):
+            if depth < 2 or not name.startswith("_") or name.startswith("__"):
+                continue
+            owner = files()[".".join(path[:depth])].parent
+            if owner not in files()[found.importer].parents:
+                foreign.append(f"{found.importer} imports {'.'.join(path)}")
+    assert foreign == []
+
+
+def test_few_files_side_by_side() -> None:
+    count = Counter(path.parent for path in files().values() if path.name != "__init__.py")
+    assert {str(folder.relative_to(SOURCE)): n for folder, n in count.items() if n > MOST_FILES} == {}
