@@ -138,9 +138,9 @@ def measure(case: Case, operation: str, pythons: Mapping[str, Path], rounds: int
         sides = {name: partial(rate, side.call, seconds=seconds) for name, side in own.items()}
         for name in _peers(operation) if pythons else ():
             environment, module = PEERS[name]
-            told = SLICES_CACHED if name == TORCHRL_CACHED else operation
+            asked = SLICES_CACHED if name == TORCHRL_CACHED else operation
             try:
-                peer = Peer(pythons[environment], module, case.name, told)
+                peer = Peer(pythons[environment], module, case.name, asked)
             except PeerError as error:
                 missing[name] = str(error)
                 continue

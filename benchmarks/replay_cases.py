@@ -1,7 +1,7 @@
 """What `benchmarks.replay` stores and does, as data. Needs NumPy only, so that every peer can read it.
 
 A frame has three entries: ``obs``, ``reward`` (float32) and ``episode`` (int32, the id of its trajectory). It carries
-its number, in what it observes and in its reward, so that batches can be told from torn ones.
+its number, in what it observes and in its reward, so that batches can be distinguished from torn ones.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ EXTEND, COLLECT = "extend of 10 rows", "collector with 2 workers"
 SHARED, OWN = "shared", "own"
 LEAST = 0.5  # of the rate without samplers, or of what a fair scheduler leaves where that is less
 _REST, _SAMPLE_SHARED, _SAMPLE_OWN, _END = range(4)
-_WORDS = np.zeros(3, np.int64)  # of each: what to do, turns of its loop, batches
+_TOTALS = np.zeros(3, np.int64)  # of each: what to do, turns of its loop, batches
 _LIMIT_S = 300.0
 
 
@@ -114,9 +114,9 @@ class Samplers:
 
     def __init__(self, buffer: TensorDictReplayBuffer, count: int) -> None:
         self._segment = Segment()
-        self._segment.grow(_WORDS.nbytes * (count + 1))
-        memory = self._segment.map(0, _WORDS.nbytes * (count + 1))
-        self._words = np.frombuffer(memory, np.int64).reshape(-1, len(_WORDS))
+        self._segment.grow(_TOTALS.nbytes * (count + 1))
+        memory = self._segment.map(0, _TOTALS.nbytes * (count + 1))
+        self._words = np.frombuffer(memory, np.int64).reshape(-1, len(_TOTALS))
         context = multiprocessing.get_context("forkserver")
         self._processes: list[Any] = [
             context.Process(target=_sample, args=(buffer, self._segment, number), daemon=True)
@@ -155,17 +155,17 @@ class Samplers:
 
 def _sample(buffer: TensorDictReplayBuffer, segment: Segment, number: int) -> None:
     torch.set_num_threads(1)
-    words = np.frombuffer(segment.map(_WORDS.nbytes * number, _WORDS.nbytes), np.int64)
+    totals = np.frombuffer(segment.map(_TOTALS.nbytes * number, _TOTALS.nbytes), np.int64)
     own = make_buffer(buffer.storage.max_size, shared=False)
     buffers = {_SAMPLE_SHARED: buffer, _SAMPLE_OWN: own}
-    while words[0] != _END:
-        sampled = buffers.get(int(words[0]))
+    while totals[0] != _END:
+        sampled = buffers.get(int(totals[0]))
         if sampled is None:
             time.sleep(5e-3)
         else:
             check(sampled.sample())
-            words[2] += 1
-        words[1] += 1
+            totals[2] += 1
+        totals[1] += 1
 
 
 def make_buffer(stored: int, *, shared: bool) -> TensorDictReplayBuffer:

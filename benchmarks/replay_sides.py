@@ -83,7 +83,7 @@ def _make_buffer(package: ModuleType, case: Case, operation: str, folder: Path) 
     storage = package.LazyTensorStorage(case.stored)
     if case.on_disk:
         storage = package.LazyMemmapStorage(case.stored, scratch_dir=str(folder / "rows"))
-    if operation in (EXTEND, UNIFORM):  # the class that tells least about elements, in both packages
+    if operation in (EXTEND, UNIFORM):  # the class that knows least about elements, in both packages
         return package.ReplayBuffer(storage=storage, batch_size=BATCH)
     sampler = None
     if operation in _SLICED:

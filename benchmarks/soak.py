@@ -187,7 +187,7 @@ def run(seconds: float, *, workers: int = 2, samplers: int = 2) -> Found:
     collector = MultiAsyncCollector([make_env] * workers, policy, frames_per_batch=ROLLOUT, replay_buffer=buffer)
     segment = Segment()
     segment.grow(8 * (samplers + 1))
-    words, over = np.split(np.frombuffer(segment.map(0, 8 * (samplers + 1)), np.int64), [samplers])
+    totals, over = np.split(np.frombuffer(segment.map(0, 8 * (samplers + 1)), np.int64), [samplers])
     context: Any = multiprocessing.get_context("forkserver")
     processes = [
         context.Process(target=_sample, args=(buffer, segment, n, samplers), name=f"sampler {n}", daemon=True)
@@ -198,12 +198,12 @@ def run(seconds: float, *, workers: int = 2, samplers: int = 2) -> Found:
         _await(lambda: buffer.write_count >= 2 * BATCH, "the first frames")
         for process in processes:
             process.start()
-        _await(lambda: bool((words > 0).all()), "batches of all samplers")
+        _await(lambda: bool((totals > 0).all()), "batches of all samplers")
         pids = {"main": os.getpid()} | {process.name: process.pid for process in processes}
         pids |= {f"worker {worker['index']}": worker["pid"] for worker in collector.stats()["workers"]}
         looks, counts = _go(seconds, collector, policy, buffer, pids)
         collector.async_shutdown()
-        counts["batches of samplers"] = int(words.sum())
+        counts["batches of samplers"] = int(totals.sum())
     finally:
         over[:] = 1
         collector.shutdown(raise_on_error=False)

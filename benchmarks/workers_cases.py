@@ -48,7 +48,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What a peer is told."""
+        """What a peer is sent."""
         return f"{self.env_name}; {self.workers}"
 
 

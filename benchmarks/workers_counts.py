@@ -88,7 +88,7 @@ def count(case: Case, side: str, batches: int = BATCHES, idle_s: float = 1.0) ->
             batch = next(taken)
         check_batch(batch, case.steps)
         frame_bytes = sum(value.nbytes for value in batch.values(True, True)) / batch.numel()
-        del batch  # and its memory comes back
+        del batch  # and its memory is released
         operations, messages = OperationCounter(), MessageCounter()
         frames = 0
         with operations, messages:

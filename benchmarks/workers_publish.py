@@ -93,12 +93,12 @@ def measure(side: str, workers: int, num_bytes: int, rounds: int, torchrl: Path 
 def measure_own(side: str, workers: int, num_bytes: int, rounds: int) -> dict[str, Any]:
     """What :func:`measure_publications` finds of our collectors, in this program."""
     learner = Stamped(num_bytes)
-    policy, twin = (
+    policy, copied = (
         TensorDictModule(module, in_keys=["observation"], out_keys=list(Stamped.out_keys))
         for module in (Stamped(num_bytes), learner)
     )
     with make_collector(Case(CARTPOLE, workers, STEPS), side, policy) as collector:
-        publish = partial(collector.update_policy_weights_, twin)
+        publish = partial(collector.update_policy_weights_, copied)
         return measure_publications(collector, learner, publish, workers, rounds)
 
 

@@ -159,7 +159,7 @@ class Peer:
 
     def _last_error(self) -> str:
         self._process.wait(10)
-        self._reader.join(10)  # its last words are read
+        self._reader.join(10)  # its last output is read
         return self._errors[-1] if self._errors else f"ended with status {self._process.returncode}"
 
 

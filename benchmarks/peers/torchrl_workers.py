@@ -67,13 +67,13 @@ def start(name: str, side: str) -> dict[str, Any]:
 def publish(side: str, steps: str, workers: str, num_bytes: str, rounds: str) -> dict[str, Any]:
     case = Case(CARTPOLE, int(workers), int(steps))
     learner = Stamped(int(num_bytes))
-    policy, twin = (
+    policy, copied = (
         TensorDictModule(module, in_keys=["observation"], out_keys=list(Stamped.out_keys))
         for module in (Stamped(int(num_bytes)), learner)
     )
     collector = make_collector(case, side, policy)
     try:
-        update = partial(collector.update_policy_weights_, twin)
+        update = partial(collector.update_policy_weights_, copied)
         return measure_publications(collector, learner, update, case.workers, int(rounds))
     finally:
         collector.shutdown()

@@ -13,7 +13,7 @@ def foreign_transform(thing: Any) -> str | None:
     """The name of an object that is a transform of another library; None for ours, and for anything else.
 
     A function is called and no more. Such a transform does something at resets, to specs, or on the way back, and if it
-    was called it would do a part of it, or nothing, without a word.
+    was called it would do a part of it, or nothing, without an error.
 
     Args:
         thing: what is neither one of our transforms nor a type.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.patience import patient
 
-from rollwright.cli.interrupts import Interrupts
+from rollwright.cli.interrupts import SignalInterrupts
 from rollwright.collectors import Collector
 from rollwright.data.datasets import describe_dataset, load_dataset, writer
 from rollwright.envs import GymEnv
@@ -39,7 +39,7 @@ def read_until(process, text):
 
 
 def test_first_signal_asks_and_second_raises():
-    with Interrupts() as interrupts:
+    with SignalInterrupts() as interrupts:
         assert not interrupts.collection_stopped()
         signal.raise_signal(signal.SIGINT)
         assert interrupts.collection_stopped()
@@ -51,7 +51,7 @@ def test_first_signal_asks_and_second_raises():
 
 
 def test_nothing_raises_while_saving():
-    with Interrupts() as interrupts:
+    with SignalInterrupts() as interrupts:
         with interrupts.saving():
             for _ in range(3):
                 signal.raise_signal(signal.SIGTERM)
@@ -61,7 +61,7 @@ def test_nothing_raises_while_saving():
 
 def test_handlers_are_put_back():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with Interrupts():
+    with SignalInterrupts():
         assert signal.getsignal(signal.SIGINT) is not before[0]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
@@ -70,7 +70,7 @@ def test_works_outside_of_the_main_thread():
     seen = []
 
     def use():
-        with Interrupts() as interrupts:
+        with SignalInterrupts() as interrupts:
             seen.append(interrupts.collection_stopped())
 
     thread = threading.Thread(target=use)

@@ -240,7 +240,7 @@ def test_a_batch_that_is_stacked_anew_is_copied(make):
     collector.next()
     with pytest.raises(ValueError, match="whose shape varies"):
         collector.next()
-    assert "do not lie where" in collector._rollout.memory._never
+    assert "do not lie where" in collector._rollout.memory._why_never
     assert len(buffer) == 4
     assert (buffer[:]["observation"].flatten() == torch.arange(4)).all()
 

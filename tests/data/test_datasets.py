@@ -18,7 +18,7 @@ from rollwright.data.datasets import (
     remove_dataset,
     writer,
 )
-from rollwright.data.datasets.episodes import EpisodeScan, Frames
+from rollwright.data.datasets.episodes import EpisodeScan, FrameColumns
 from rollwright.data.layout import split_trajectories
 from rollwright.testing.mocking_classes import IncrementingEnv
 
@@ -292,7 +292,7 @@ def test_scan_equals_a_loop(with_ids, with_mask, pieces):
         scan, found = EpisodeScan(), []
         for columns in np.array_split(np.arange(33), pieces):
             part = [None if each is None else each[:, columns] for each in (rewards, done, terminated, ids, taken)]
-            found += list(zip(*(each.tolist() for each in scan.update(Frames(*part, True))), strict=True))
+            found += list(zip(*(each.tolist() for each in scan.update(FrameColumns(*part, True))), strict=True))
         assert sorted(found) == sorted(expected)
         assert scan.unfinished == unfinished
 

@@ -10,7 +10,7 @@ from tensordict.nn import InteractionType as Type
 from tensordict.nn import set_interaction_type
 
 from rollwright.policies import array_policy, compile_policy
-from rollwright.policies.staging import Packing, Staged
+from rollwright.policies.staging import PackedArrays, Staged
 
 
 def test_packing_keeps_values_shapes_and_dtypes():
@@ -21,7 +21,7 @@ def test_packing_keeps_values_shapes_and_dtypes():
         torch.zeros(0, 4),
         torch.randn((), dtype=torch.float64),
     ]
-    packing = Packing([value.shape for value in values], [value.dtype for value in values], pinned=False)
+    packing = PackedArrays([value.shape for value in values], [value.dtype for value in values], pinned=False)
     assert packing.fits(values)
     packing.host.copy_(packing.pack(values))
     for array, view, value in zip(packing.arrays, packing.views(packing.host), values, strict=True):
@@ -31,7 +31,7 @@ def test_packing_keeps_values_shapes_and_dtypes():
 
 
 def test_a_packing_knows_what_does_not_fit():
-    packing = Packing([torch.Size([2])], [torch.float32], pinned=False)
+    packing = PackedArrays([torch.Size([2])], [torch.float32], pinned=False)
     assert not packing.fits([torch.zeros(3)])
     assert not packing.fits([torch.zeros(2, dtype=torch.float64)])
     assert not packing.fits([])

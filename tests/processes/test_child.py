@@ -15,7 +15,7 @@ from tests.patience import patient
 from rollwright._memory.segment import Segment
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child, _is_stopped, echo
-from rollwright._processes.failures import Failure
+from rollwright._processes.failures import ExceptionInfo
 from rollwright.errors import RemoteTraceback, WorkerError
 
 LIMIT_S = 100.0  # for what comes at once, on a busy machine too
@@ -84,7 +84,7 @@ def test_the_process_has_todays_environment_folder_and_threads(monkeypatch, tmp_
 def test_an_exception_arrives_whole():
     child = Child(raising, lambda: ValueError("no good"), name="raising")
     failure = child.channel.recv(LIMIT_S)
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, ExceptionInfo)
     error = failure.error("worker 2", 2)
     with pytest.raises(ValueError, match=r"^worker 2: ValueError: no good$"):
         raise error
@@ -98,7 +98,7 @@ def test_an_exception_arrives_whole():
 
 @pytest.mark.parametrize("kind", [KeyError, OSError, OddError, UnicodeError, StopIteration, RuntimeError])
 def test_an_exception_of_any_class_can_be_raised_here(kind):
-    error = Failure.of(kind("one", "two") if kind is OddError else kind("one")).error("worker 0")
+    error = ExceptionInfo.of(kind("one", "two") if kind is OddError else kind("one")).error("worker 0")
     assert isinstance(error, kind)
     assert isinstance(error, WorkerError)
     assert str(error).startswith(f"worker 0: {kind.__name__}: ")

@@ -12,7 +12,7 @@ from rollwright._processes.child import Child, sleep
 LIMIT_S = 60.0  # of what never ends without the promise, and takes a second with it
 
 ORDER = """
-from rollwright._processes.exits import Stage, call_at_exit, cancel_at_exit
+from rollwright._processes.exits import ExitStage, call_at_exit, cancel_at_exit
 
 def fail():
     print("profiler", flush=True)
@@ -21,10 +21,10 @@ def fail():
 def never():
     print("never")
 
-call_at_exit(lambda: print("processes", flush=True), Stage.PROCESSES)
-call_at_exit(fail, Stage.PROFILERS)
-call_at_exit(never, Stage.THREADS)
-call_at_exit(lambda: print("threads", flush=True), Stage.THREADS)
+call_at_exit(lambda: print("processes", flush=True), ExitStage.PROCESSES)
+call_at_exit(fail, ExitStage.PROFILERS)
+call_at_exit(never, ExitStage.THREADS)
+call_at_exit(lambda: print("threads", flush=True), ExitStage.THREADS)
 cancel_at_exit(never)
 """
 

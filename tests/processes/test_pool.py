@@ -18,8 +18,8 @@ from tests.processes.forked import forked
 
 from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child, echo
-from rollwright._processes.connection import NOTHING, Connection, Loss
-from rollwright._processes.failures import Failure
+from rollwright._processes.connection import NOTHING, Connection, ExitReason
+from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.pool import Answer, Pool
 
 
@@ -147,11 +147,11 @@ def test_who_is_gone_owes_nothing_and_is_named_with_the_reason() -> None:
     other.vanish()
     question = settle(pool, ticket)
     assert question.answers == {0: 0}
-    assert question.losses == {1: (Loss("has left"), "note 1")}
-    assert seen == [(1, Loss("has left"))]
+    assert question.losses == {1: (ExitReason("has left"), "note 1")}
+    assert seen == [(1, ExitReason("has left"))]
     assert pool[1] is None
-    assert settle(pool, ask(pool, 1)).losses == {1: (Loss("has left"), "note 1")}  # asked later
-    assert seen == [(1, Loss("has left"))]
+    assert settle(pool, ask(pool, 1)).losses == {1: (ExitReason("has left"), "note 1")}  # asked later
+    assert seen == [(1, ExitReason("has left"))]
 
 
 def test_another_takes_the_place_of_one_that_was_lost() -> None:
@@ -165,7 +165,7 @@ def test_another_takes_the_place_of_one_that_was_lost() -> None:
 
 
 def test_what_a_process_has_raised_is_its_last_message() -> None:
-    one = Scripted(lambda message: Failure.of(ValueError("too much")))
+    one = Scripted(lambda message: ExceptionInfo.of(ValueError("too much")))
     pool = pool_of(one)
     [(loss, _)] = settle(pool, ask(pool, 0)).losses.values()
     assert (loss.how, loss.failure.text) == ("has failed", "too much")
@@ -176,7 +176,7 @@ def test_one_that_is_dropped_is_killed_and_nobody_is_called() -> None:
     pool = pool_of(one, lost=lambda place, loss: pytest.fail("it was dropped"))
     ticket = ask(pool, 0)
     pool.drop(0, "did not come back")
-    assert settle(pool, ticket).losses[0][0] == Loss("did not come back")
+    assert settle(pool, ticket).losses[0][0] == ExitReason("did not come back")
     assert "kill" in one.forced
 
 
@@ -186,7 +186,7 @@ def test_one_that_does_not_read_is_dropped_when_all_is_to_be_on_its_way() -> Non
     pool = pool_of(one)
     ticket = ask(pool, 0)
     pool.flush(0.1)
-    assert settle(pool, ticket).losses[0][0] == Loss("did not read what it was sent")
+    assert settle(pool, ticket).losses[0][0] == ExitReason("did not read what it was sent")
 
 
 def test_those_that_do_not_run_are_named() -> None:

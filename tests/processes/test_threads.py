@@ -58,7 +58,7 @@ def test_it_works_until_it_is_told(run):
     thread = run(until_told)
     assert thread.running
     assert not thread.inside
-    assert thread.told() is None
+    assert thread.error_text() is None
     assert thread.stop(LIMIT)
     assert not thread.running
     assert thread.finished
@@ -72,10 +72,10 @@ def test_its_error_is_raised_once(run):
     with thread.condition:
         assert thread.condition.wait_for(lambda: thread.finished, LIMIT)
     assert thread.notes == ["finished"]
-    assert thread.told() == "ValueError: no more"
+    assert thread.error_text() == "ValueError: no more"
     with pytest.raises(ValueError, match="no more"):
         thread.raise_error()
-    assert thread.told() is None
+    assert thread.error_text() is None
     thread.raise_error()
 
 

@@ -1,3 +1,3 @@
-"""Processes: starting them, talking to them, hearing what went wrong in them, ending them."""
+"""Processes: start, messages, errors, end."""
 
 __all__: list[str] = []

@@ -133,7 +133,7 @@ class Channel:
 
         Raises:
             ChannelClosed: the other end is gone.
-            TimeoutError: it does not read; part of the message may be under way, so this end is closed.
+            TimeoutError: it does not read; part of the message may be in progress, so this end is closed.
         """
         self.post(message)
         until = None

@@ -18,8 +18,8 @@ import torch
 
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.connection import NOTHING, end_all
-from rollwright._processes.exits import Stage, call_at_exit
-from rollwright._processes.failures import Failure
+from rollwright._processes.exits import ExitStage, call_at_exit
+from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.start.methods import check_start_method, new_process
 from rollwright._processes.start.server import allow_interrupts
 
@@ -37,7 +37,7 @@ class Child:
     """Runs ``serve(channel, *args)`` in a new process of this machine, and is the connection to it.
 
     ``serve`` returns when it is asked to, or when its channel raises ``ChannelClosed``: its parent has closed it, or
-    has ended. What else it raises is sent as a :class:`~rollwright._processes.failures.Failure`, its last message.
+    has ended. What else it raises is its last message, an :class:`~rollwright._processes.failures.ExceptionInfo`.
     Ctrl-C does not reach it: its parent decides. One that is stuck ends ten seconds after its parent has closed the
     channel, or has ended.
 
@@ -76,7 +76,7 @@ class Child:
         self.channel, theirs = Channel.pair()
         payload = args if start_method == "fork" else ByValue(args)
         self._process = new_process(start_method, _main, (theirs, serve, payload, num_threads), name)
-        call_at_exit(_end_all, Stage.PROCESSES)
+        call_at_exit(_end_all, ExitStage.PROCESSES)
         _orphans[:] = [process for process in _orphans if process.is_alive()]
         _living.add(self)
         try:
@@ -221,10 +221,10 @@ def _main(channel: Channel, serve: Callable[..., None], payload: Any, num_thread
     try:
         serve(channel, *(payload.value if isinstance(payload, ByValue) else payload))
     except ChannelClosed:
-        raise SystemExit(0) from None  # whoever would be told is gone
+        raise SystemExit(0) from None  # whoever would receive it is gone
     except BaseException as error:
         with contextlib.suppress(ChannelClosed, TimeoutError, OSError):
-            channel.send(Failure.of(error))
+            channel.send(ExceptionInfo.of(error))
         raise SystemExit(1) from None
     finally:
         channel.close()
@@ -233,7 +233,7 @@ def _main(channel: Channel, serve: Callable[..., None], payload: Any, num_thread
 def _end_when_alone(line: int) -> None:
     """End this process when its parent has hung up or ended, even if it is stuck: nobody else would."""
     poll = select.poll()
-    poll.register(line, 0)  # a hang-up is always told
+    poll.register(line, 0)  # a hang-up is always reported
     parent = multiprocessing.parent_process()
     if parent is not None:
         poll.register(parent.sentinel, select.POLLIN)  # somebody else may have inherited the other end of the line
@@ -251,17 +251,17 @@ def echo(channel: Channel) -> None:
 
 
 def sleep(channel: Channel, seconds: float) -> None:
-    """Say so, and be deaf for a while."""
+    """Send ``"asleep"``, and read nothing for a while."""
     channel.send("asleep")
     time.sleep(seconds)
 
 
 _living: weakref.WeakSet[Child] = weakref.WeakSet()
-_orphans: list[Any] = []  # processes whose Child is gone: they have heard ChannelClosed, and end, unless they are stuck
+_orphans: list[Any] = []  # processes whose Child is gone: they have got ChannelClosed, and end, unless they are stuck
 
 
 def _forget_all() -> None:
-    """In a forked process, whose copies of open ends would keep its siblings from hearing ``ChannelClosed``."""
+    """In a forked process, whose copies of open ends would keep its siblings from getting ``ChannelClosed``."""
     for child in list(_living):
         child.channel.close()
         child._home = os.getppid()

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from rollwright._processes.failures import Failure
+from rollwright._processes.failures import ExceptionInfo
 
-__all__ = ["NOTHING", "Connection", "Loss", "end_all"]
+__all__ = ["NOTHING", "Connection", "ExitReason", "end_all"]
 
 NOTHING: Final = object()
 """What :meth:`Connection.take` returns where no message has arrived."""
@@ -16,7 +16,7 @@ NOTHING: Final = object()
 _TERMINATE_S = 1.0
 
 
-class Loss(NamedTuple):
+class ExitReason(NamedTuple):
     """Why a process does not answer any more.
 
     Attributes:
@@ -25,14 +25,14 @@ class Loss(NamedTuple):
     """
 
     how: str
-    failure: Failure | None = None
+    failure: ExceptionInfo | None = None
 
 
 class Connection(Protocol):
     """A process to talk to: on this machine (:class:`~rollwright._processes.child.Child`), or on another.
 
     Messages are objects that can be pickled; they arrive in order. The last message of a process that has raised is a
-    :class:`~rollwright._processes.failures.Failure`. A process ends when its connection is closed.
+    :class:`~rollwright._processes.failures.ExceptionInfo`. A process ends when its connection is closed.
     """
 
     @property

@@ -11,14 +11,14 @@ from enum import IntEnum
 from multiprocessing import util
 from typing import Any
 
-__all__ = ["Stage", "call_at_exit", "cancel_at_exit"]
+__all__ = ["ExitStage", "call_at_exit", "cancel_at_exit"]
 
 _Function = Callable[[], None]
 
 _BEFORE_ALL_OTHERS = 1000  # of what multiprocessing does at exit
 
 
-class Stage(IntEnum):
+class ExitStage(IntEnum):
     """What is called first: threads use processes, and profilers watch threads."""
 
     PROFILERS = 0
@@ -26,12 +26,12 @@ class Stage(IntEnum):
     PROCESSES = 2
 
 
-_functions: dict[_Function, Stage] = {}
+_functions: dict[_Function, ExitStage] = {}
 _registered = False  # with atexit, by this process or by one that it was forked from
 _finalizer: Any = None
 
 
-def call_at_exit(function: _Function, stage: Stage) -> None:
+def call_at_exit(function: _Function, stage: ExitStage) -> None:
     """Call a function when this process ends; of one that is given twice, the second time counts for nothing.
 
     Children of :mod:`multiprocessing` end without :mod:`atexit`, and wait for their own children before: there it is

@@ -1,4 +1,4 @@
-"""Failure: an exception on its way from one process to another."""
+"""ExceptionInfo: an exception on its way from one process to another."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from rollwright.errors import RemoteTraceback, WorkerError
 
-__all__ = ["Failure"]
+__all__ = ["ExceptionInfo"]
 
 
 @dataclass(frozen=True)
-class Failure:
+class ExceptionInfo:
     """What is known of an exception where it was raised.
 
     Attributes:
@@ -28,7 +28,7 @@ class Failure:
         >>> try:
         ...     raise KeyError("speed")
         ... except KeyError as error:
-        ...     failure = Failure.of(error)
+        ...     failure = ExceptionInfo.of(error)
         >>> raised = failure.error("worker 1")
         >>> str(raised), isinstance(raised, KeyError)
         ("worker 1: KeyError: 'speed'", True)
@@ -40,7 +40,7 @@ class Failure:
     pickled_kind: bytes | None
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> ExceptionInfo:
         """Take down an exception."""
         try:
             kind = cloudpickle.dumps(type(error))

@@ -113,7 +113,7 @@ def _opened_anew(fd: int) -> int:
 
 @functools.cache
 def _are_lasting() -> bool:
-    """Whether the system has locks that belong to an open file description, and lets a file be opened anew."""
+    """Whether the system has locks that belong to an open file description, and lets a file be reopened."""
     if _SETLK is None or struct.calcsize("P") != 8:
         return False
     with contextlib.suppress(OSError):

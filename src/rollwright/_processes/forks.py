@@ -16,7 +16,7 @@ _WAIT_S = 5.0  # of a fork, for all locks together
 
 
 class _Reaction(NamedTuple):
-    renew: Callable[[Any], None]
+    reset: Callable[[Any], None]
     lock_of: Callable[[Any], Any] | None
 
 
@@ -30,27 +30,27 @@ def _now() -> list[tuple[Any, _Reaction]]:
     return [(owner, reaction) for owner, reaction in found if reaction is not None]
 
 
-class _Held(threading.local):
+class _HeldLocks(threading.local):
     """Locks that this thread holds while it forks."""
 
     def __init__(self) -> None:
         self.locks: list[Any] = []
 
 
-_held = _Held()
+_held = _HeldLocks()
 
 
-def on_fork(owner: T, renew: Callable[[T], None], lock_of: Callable[[T], Any] | None = None) -> None:
-    """Call ``renew(owner)`` in each child that this process forks, as long as ``owner`` lives.
+def on_fork(owner: T, reset: Callable[[T], None], lock_of: Callable[[T], Any] | None = None) -> None:
+    """Call ``reset(owner)`` in each child that this process forks, as long as ``owner`` lives.
 
     A lock that another thread held at the fork is held in the child for ever, since that thread is not there; what it
-    guards may be half changed. So ``renew`` makes new locks, and resets what depended on other threads. Where a state
+    guards may be half changed. So ``reset`` makes new locks, and resets what depended on other threads. Where a state
     has to be whole in the child, ``lock_of`` returns the lock that guards it: a fork waits until it is free, for a
     few seconds at most.
 
     Args:
         owner: an object with a weak reference.
-        renew: takes the owner; refers to it in no other way. It must not wait.
+        reset: takes the owner; refers to it in no other way. It must not wait.
         lock_of: takes the owner; an ``RLock``.
 
     Example:
@@ -68,7 +68,7 @@ def on_fork(owner: T, renew: Callable[[T], None], lock_of: Callable[[T], Any] | 
         >>> os.waitpid(pid, 0)[1]
         0
     """
-    _reactions[owner] = _Reaction(renew, lock_of)
+    _reactions[owner] = _Reaction(reset, lock_of)
 
 
 def not_here(name: str, pid: int) -> RuntimeError:
@@ -101,9 +101,9 @@ def _in_parent() -> None:
 def _in_child() -> None:
     _held.locks.clear()
     failed: list[Exception] = []
-    for owner, (renew, _) in _now():
+    for owner, (reset, _) in _now():
         try:
-            renew(owner)
+            reset(owner)
         except Exception as error:
             failed.append(error)
     if failed:

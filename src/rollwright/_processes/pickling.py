@@ -21,7 +21,7 @@ _lock = threading.RLock()  # a pickle may hold another
 _is_found: dict[tuple[str, str], bool] = {}  # by a module's name and file
 _last: tuple[list[Any], list[str]] = ([], [])  # the modules there were, and the names of those not found
 _registered: list[ModuleType] = []  # while something is pickled
-_depth = threading.local()  # of the pickles under way in a thread
+_depth = threading.local()  # of the pickles in progress in a thread
 
 
 def dumps(value: Any) -> bytes:

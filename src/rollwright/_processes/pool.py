@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.connection import NOTHING, Connection, Loss, end_all
-from rollwright._processes.failures import Failure
+from rollwright._processes.connection import NOTHING, Connection, ExitReason, end_all
+from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.questions import Questions
 
 __all__ = ["Answer", "Ended", "Pool", "Ready"]
@@ -38,7 +38,7 @@ class Ended(NamedTuple):
     """
 
     how: str
-    failure: Failure | None
+    failure: ExceptionInfo | None
 
 
 class _Watched(NamedTuple):
@@ -69,15 +69,15 @@ class Pool:
         num_places: int,
         received: Callable[[int, Any], Answer | None],
         *,
-        lost: Callable[[int, Loss], None] | None = None,
+        lost: Callable[[int, ExitReason], None] | None = None,
         flushed: Callable[[int], None] | None = None,
         only_answers: bool = False,
     ) -> None:
         self._received, self._lost, self._flushed = received, lost, flushed
         self._only_answers = only_answers
         self._connections: list[Connection | None] = [None] * num_places
-        self._losses = [Loss("has ended")] * num_places
-        self._failures: dict[int, Failure | None] | None = None  # at the end: of those that have closed
+        self._losses = [ExitReason("has ended")] * num_places
+        self._failures: dict[int, ExceptionInfo | None] | None = None  # at the end: of those that have closed
         self._poll = select.poll()
         self._watched: dict[int, _Watched] = {}  # by file descriptor
         self._others: dict[int, Callable[[], None]] = {}
@@ -168,8 +168,8 @@ class Pool:
                 if message is NOTHING:
                     break
                 self.num_messages += 1
-                if isinstance(message, Failure):
-                    self._lose(place, Loss("has failed", message))
+                if isinstance(message, ExceptionInfo):
+                    self._lose(place, ExitReason("has failed", message))
                     return
                 answer = self._received(place, message)
                 if answer is not None:
@@ -201,14 +201,14 @@ class Pool:
             if connection is not None:
                 connection.kill()
                 end_all([connection], 1.0)
-                self._losses[place] = Loss(how)
+                self._losses[place] = ExitReason(how)
             self.questions.lose(place, self._losses[place])
 
     def stopped(self, limit_s: float) -> list[int]:
         """Places of processes that are known not to run for longer than this; to be asked now and then."""
         return [place for place, connection in self.connections.items() if connection.stopped_s() > limit_s]
 
-    def _lose(self, place: int, loss: Loss | None) -> None:
+    def _lose(self, place: int, loss: ExitReason | None) -> None:
         """A process has gone; without a loss, look how."""
         if self._failures is not None:  # it was asked to
             self._unwatch(place)
@@ -217,7 +217,7 @@ class Pool:
         connection = self._forget(place)
         assert connection is not None
         end_all([connection], _EXIT_S)
-        loss = self._losses[place] = loss or Loss(connection.how_it_ended())
+        loss = self._losses[place] = loss or ExitReason(connection.how_it_ended())
         self.questions.lose(place, loss)
         if self._lost is not None:
             self._lost(place, loss)

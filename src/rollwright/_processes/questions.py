@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollwright._processes.connection import Loss
+from rollwright._processes.connection import ExitReason
 
 __all__ = ["Question", "Questions"]
 
@@ -23,7 +23,7 @@ class Question:
     def __init__(self) -> None:
         self.due: dict[int, Any] = {}
         self.answers: dict[int, Any] = {}
-        self.losses: dict[int, tuple[Loss, Any]] = {}
+        self.losses: dict[int, tuple[ExitReason, Any]] = {}
 
 
 class Questions:
@@ -35,7 +35,7 @@ class Questions:
         >>> questions.ask(ticket, 0)
         >>> questions.ask(ticket, 1)
         >>> questions.answer(ticket, 0, "yes")
-        >>> questions.lose(1, Loss("was killed by SIGKILL"))
+        >>> questions.lose(1, ExitReason("was killed by SIGKILL"))
         >>> question = questions.close(ticket)
         >>> question.answers, question.losses[1][0].how
         ({0: 'yes'}, 'was killed by SIGKILL')
@@ -67,7 +67,7 @@ class Questions:
             del question.due[place]
             question.answers[place] = value
 
-    def lose(self, place: int, loss: Loss) -> None:
+    def lose(self, place: int, loss: ExitReason) -> None:
         """A process will not answer any more."""
         for question in self._open.values():
             if place in question.due:

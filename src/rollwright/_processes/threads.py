@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from rollwright._processes.exits import Stage, call_at_exit
+from rollwright._processes.exits import ExitStage, call_at_exit
 from rollwright._processes.forks import not_here, on_fork
 
 __all__ = ["DaemonThread"]
@@ -41,7 +41,7 @@ class DaemonThread(ABC):
         ...         raise ValueError("asked too much")
         >>> counter = Counter("counter")
         >>> counter.start()
-        >>> counter.stop(10.0), counter.count > 0, counter.told()
+        >>> counter.stop(10.0), counter.count > 0, counter.error_text()
         (True, True, 'ValueError: asked too much')
         >>> counter.raise_error()
         Traceback (most recent call last):
@@ -75,7 +75,7 @@ class DaemonThread(ABC):
     def start(self) -> None:
         """Begin."""
         _started.add(self)
-        call_at_exit(_end_all, Stage.THREADS)
+        call_at_exit(_end_all, ExitStage.THREADS)
         self._thread.start()
 
     def _run(self) -> None:
@@ -110,7 +110,7 @@ class DaemonThread(ABC):
         if error is not None:
             raise error
 
-    def told(self) -> str | None:
+    def error_text(self) -> str | None:
         """What ended the thread and was not raised yet, as text."""
         error = self._error
         return None if error is None else f"{type(error).__name__}: {error}"

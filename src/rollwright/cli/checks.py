@@ -88,7 +88,7 @@ def check_frames(
         What does not hold, the earliest frame first; empty where all is well.
 
     Raises:
-        ValueError: there is no dimension of time, rows differ in length, or nothing tells trajectories apart.
+        ValueError: there is no dimension of time, rows differ in length, or nothing distinguishes trajectories.
 
     Example:
         >>> from tensordict import TensorDict

@@ -17,7 +17,7 @@ from rollwright._keys import key_str
 from rollwright.cli import minari, workers
 from rollwright.cli.console import Console, count
 from rollwright.cli.errors import Failure, brief, plain
-from rollwright.cli.interrupts import Interrupts
+from rollwright.cli.interrupts import SignalInterrupts
 from rollwright.cli.policies import load_policy
 from rollwright.collectors import Collector, MultiCollector
 from rollwright.data.datasets import DatasetWriter, describe_dataset
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         stack.callback(env.close, raise_if_closed=False)
         if export is not None:
             export.check(env, categorical=arguments.categorical_actions)
-        interrupts = Interrupts()
+        interrupts = SignalInterrupts()
         collector = _make_collector(arguments, env, interrupts)
         stack.enter_context(interrupts)
         stack.callback(_shut_down, collector, interrupts)
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _or_failure(call: Callable[[], Any]) -> Any:
-    """The value of ``call``; errors that tell the user what to do end the command."""
+    """The value of ``call``; errors with a remedy for the user end the command."""
     try:
         return call()
     except Failure:
@@ -125,7 +125,9 @@ def _make_env(arguments: argparse.Namespace) -> GymEnv:
     return GymEnv(arguments.env_id, **options, **arguments.env_kwargs)
 
 
-def _make_collector(arguments: argparse.Namespace, env: GymEnv, interrupts: Interrupts) -> Collector | MultiCollector:
+def _make_collector(
+    arguments: argparse.Namespace, env: GymEnv, interrupts: SignalInterrupts
+) -> Collector | MultiCollector:
     def make() -> Collector | MultiCollector:
         policy = load_policy(arguments.policy, env)  # with workers only to see that it is one
         if arguments.workers:
@@ -212,7 +214,11 @@ def _source(arguments: argparse.Namespace, collector: Collector | MultiCollector
 
 
 def _collect(
-    collector: Collector | MultiCollector, writer: DatasetWriter, size: _Size, interrupts: Interrupts, console: Console
+    collector: Collector | MultiCollector,
+    writer: DatasetWriter,
+    size: _Size,
+    interrupts: SignalInterrupts,
+    console: Console,
 ) -> tuple[float, Exception | None]:
     """Write batches until all are there, a signal comes or something fails; then finish the dataset.
 
@@ -230,7 +236,7 @@ def _collect(
                 console.update({**collector.stats(), "frames": writer.frames})
                 if interrupts.collection_stopped() or writer.steps == size.steps:
                     break
-    except KeyboardInterrupt:  # the second signal: the step under way is lost, what was written is not
+    except KeyboardInterrupt:  # the second signal: the current step is lost, what was written is not
         pass
     except Exception as error:
         failed = error
@@ -242,7 +248,7 @@ def _collect(
     return time.perf_counter() - start, failed
 
 
-def _shut_down(collector: Collector | MultiCollector, interrupts: Interrupts) -> None:
+def _shut_down(collector: Collector | MultiCollector, interrupts: SignalInterrupts) -> None:
     collector.shutdown(timeout=1.0 if interrupts.hurried else None, raise_on_error=False)
 
 
@@ -264,7 +270,7 @@ def _outcome(writer: DatasetWriter, total: int, folder: Path | None) -> str:
     return f"{verb} {counts['frames']:,}{of_all} frames, {episodes}{place}"
 
 
-def _report(saved: str, seconds: float, error: Exception | None, interrupts: Interrupts, console: Console) -> int:
+def _report(saved: str, seconds: float, error: Exception | None, interrupts: SignalInterrupts, console: Console) -> int:
     """Say how it ended; returns the exit status."""
     if error is not None:
         text = brief(error)

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["Interrupts"]
+__all__ = ["SignalInterrupts"]
 
 
-class Interrupts:
+class SignalInterrupts:
     """Catches SIGINT and SIGTERM inside its ``with`` block; the collector's interruptor.
 
     The first signal makes :meth:`collection_stopped` true, which a collector asks after every step. A

@@ -204,7 +204,7 @@ class Collector(BaseCollector):
         self._rollout.start_trajectories(**kwargs)
 
     def _update_traj_ids(self, ended: torch.Tensor) -> None:
-        self._rollout.path.renew_ids(ended)
+        self._rollout.path.replace_ids(ended)
 
     def _split(self, batch: TensorDictBase) -> TensorDictBase:
         return split(batch)
@@ -323,12 +323,12 @@ class Collector(BaseCollector):
     def pause(self) -> Iterator[None]:
         """Keep the thread of :meth:`start` between two steps inside the ``with`` block; it always goes on after it.
 
-        The replay buffer stays as it is inside the block, also if ``map_fn`` is called: what would end the batch under
-        way is an error there. Only :meth:`reset`, :meth:`set_seed`, :meth:`state_dict` and :meth:`load_state_dict`,
-        called themselves, end that batch and write it: save the buffer after the collector's state.
+        The replay buffer stays as it is inside the block, also if ``map_fn`` is called: what would end the current
+        batch is an error. Only :meth:`reset`, :meth:`set_seed`, :meth:`state_dict` and :meth:`load_state_dict`, called
+        themselves, end that batch and write it: save the buffer after the collector's state.
 
         Raises:
-            TimeoutError: the step under way takes longer than a minute.
+            TimeoutError: the current step takes longer than a minute.
         """
         with self._background.pause():
             yield
@@ -342,7 +342,7 @@ class Collector(BaseCollector):
         """See :meth:`BaseCollector.map_fn`.
 
         Raises:
-            RuntimeError: inside :meth:`pause`, for what would end the batch under way.
+            RuntimeError: inside :meth:`pause`, for what would end the current batch.
         """
         with self._background.mapping():
             return super().map_fn(method_name, list_of_args, list_of_kwargs)
@@ -354,7 +354,7 @@ class Collector(BaseCollector):
 
         Args:
             timeout: seconds to wait for the thread; None: 10. A thread that is stuck in a step is left behind, and
-                closes the environment when it comes back; it does not keep the interpreter from exiting.
+                closes the environment when it returns; it does not keep the interpreter from exiting.
             close_env: close the environment too.
             raise_on_error: if False, errors of the thread and of the environment's ``close`` are dropped.
 
@@ -428,8 +428,8 @@ class Collector(BaseCollector):
             state = self._saved_state.save()
         if state["unsaved"] and not self._has_warned_of_unsaved:
             self._has_warned_of_unsaved = True
-            anew = "begins its environment anew, with new trajectory ids"
-            loses = anew if state["trajectories"] is None else "goes on without it"
+            reset = "begins its environment anew, with new trajectory ids"
+            loses = reset if state["trajectories"] is None else "goes on without it"
             warnings.warn(
                 f"state_dict: not all can be saved, and a collector that loads this state {loses}. "
                 f"{'; '.join(state['unsaved'])}.",
@@ -475,7 +475,7 @@ class Collector(BaseCollector):
             ``env_recreations`` (environments recreated by ``on_env_failure="recreate"``), ``devices``,
             ``paths`` (what runs environment and policy, how a buffer is written, and why), ``bytes_held``,
             ``waiting_for``. With ``trajs_per_batch``: ``trajectories_held`` (complete, not delivered yet),
-            ``frames_held`` (of these, and of those under way) and ``frames_dropped`` (of those that a reset has cut).
+            ``frames_held`` (of these, and of those in progress) and ``frames_dropped`` (of those that a reset has cut).
             With a replay buffer: its ``write_count``. After :meth:`start`: ``background`` (whether the thread is
             ``running``, ``paused``, or ended by an ``error``) and ``policy_version_acting``.
         """

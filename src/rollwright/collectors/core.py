@@ -192,7 +192,7 @@ class Path(ABC):
         """Give each environment the id, int64 ``[*env]``, of the trajectory that it is in."""
 
     @abstractmethod
-    def renew_ids(self, ended: torch.Tensor) -> None:
+    def replace_ids(self, ended: torch.Tensor) -> None:
         """Give fresh ids where ``ended``, bool ``[*env]``, says."""
 
     # A rollout ------------------------------------------------------------------------------------

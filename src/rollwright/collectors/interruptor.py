@@ -10,7 +10,7 @@ __all__ = ["Interruptor"]
 
 
 class Interruptor:
-    """A switch that ends the rollout under way after its current step.
+    """A switch that ends the current rollout after its current step.
 
     The collector reads it once a step, after the step was taken: an interrupted batch holds at least
     one step, and frames that were not taken have the trajectory id -1.
@@ -40,7 +40,7 @@ class Interruptor:
         self._stopped.clear()
 
     def stop_collection(self) -> None:
-        """End the rollout under way, and every further one after its first step."""
+        """End the current rollout, and every further one after its first step."""
         self._stopped.set()
 
     def collection_stopped(self) -> bool:

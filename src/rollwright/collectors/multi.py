@@ -310,12 +310,12 @@ class MultiCollector(BaseCollector):
         """Keep all workers between two steps inside the ``with`` block; they always go on after it.
 
         ``map_fn``, ``cascade_execute``, ``get_distant_attr`` and new hooks reach all workers where they rest: no
-        rollout ends for them, and a replay buffer stays as it is. What has to wait for the end of a rollout is an error
-        there. ``reset``, ``set_seed``, ``state_dict`` and ``load_state_dict`` of this collector end the rollouts under
-        way where there is a replay buffer, and write them; without one, they are an error in the middle of a rollout.
+        rollout ends for them, and a replay buffer stays as it is. What has to wait for the end of a rollout is an
+        error. ``reset``, ``set_seed``, ``state_dict`` and ``load_state_dict`` of this collector end the rollouts in
+        progress where there is a replay buffer, and write them; without one, they are an error during a rollout.
 
         Raises:
-            TimeoutError: a step under way takes longer than a minute.
+            TimeoutError: a step in progress takes longer than a minute.
         """
         self._check()
         self._pausers.append(threading.get_ident())

@@ -43,7 +43,7 @@ class Interrupts(Protocol):
     """What can end a rollout, such as an :class:`~rollwright.collectors.Interruptor`."""
 
     def collection_stopped(self) -> bool:
-        """Whether the rollout under way is to end after its step."""
+        """Whether the current rollout is to end after its step."""
 
 
 def _device(name: str, value: Device) -> torch.device | None:
@@ -91,7 +91,7 @@ def _updater(name: str, value: object) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectorOptions:
-    """What a collector is told besides its environment and its policy.
+    """The options of a collector, besides its environment and its policy.
 
     An instance is complete and can be sent to another process.
 
@@ -137,11 +137,11 @@ class CollectorOptions:
         on_env_failure: what follows when the environment raises in a step or a reset. ``"raise"``: an error.
             ``"recreate"``: ``create_env_fn``, which must be a function, makes another one in its place, with its
             transforms; the step that failed is a frame with the last observation once more, a reward of 0 and
-            ``truncated`` and ``done`` set. What the environment kept in buffers begins anew, and its seed is made of
+            ``truncated`` and ``done`` set. What the environment kept in buffers is reset, and its seed is made of
             the old one. The first time gives a ``RuntimeWarning``, all are counted in
             ``stats()["env_recreations"]``; four failures without a step in between are raised. A batch of environments
             is recreated as a whole: ``SerialEnv`` and ``ParallelEnv`` have an option of this name for the single ones.
-            An environment that does not come back from a step cannot be recreated in its own process: one of a
+            An environment that does not return from a step cannot be recreated in its own process: one of a
             ``ParallelEnv`` with ``env_step_timeout`` can, and so can a worker, by ``on_worker_failure="restart"``.
         use_buffers: write frames into memory allocated for the batch, and refuse those whose shapes vary; frames that
             hold objects are stacked at its end. False: stack all frames. None: True, unless shapes vary.
@@ -159,7 +159,7 @@ class CollectorOptions:
         post_collect_hook: called with each batch just before it is delivered.
         worker_idx: index of this collector among its siblings.
         trajs_per_batch: deliver exactly this many complete trajectories at a time, in the order in which they ended;
-            what is under way is held until it ends. With ``replay_buffer``, each is written when it is complete.
+            what is in progress is held until it ends. With ``replay_buffer``, each is written when it is complete.
             ``frames_per_batch`` says how often the collector looks; ``total_frames`` counts frames that were stepped:
             trajectories that are incomplete then, or fewer than this, are not delivered (``stats()`` counts them).
             ``max_frames_per_traj`` and ``set_truncated`` make complete what they cut.

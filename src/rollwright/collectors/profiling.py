@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from rollwright._processes.exits import Stage, call_at_exit, cancel_at_exit
+from rollwright._processes.exits import ExitStage, call_at_exit, cancel_at_exit
 
 __all__ = ["Profile", "ProfileConfig", "RolloutProfiler", "named_range", "ranges_enabled"]
 
@@ -125,7 +125,7 @@ class RolloutProfiler:
             with_flops=config.with_flops,
         )
         self._profile.start()
-        call_at_exit(self.stop, Stage.PROFILERS)  # a tracer that still runs when the interpreter goes crashes it
+        call_at_exit(self.stop, ExitStage.PROFILERS)  # a tracer that still runs when the interpreter goes crashes it
 
     def step(self) -> None:
         """Count a rollout; after the last one the trace is written."""

@@ -34,7 +34,7 @@ class MultiStep(nn.Module):
 
     Made for ``postproc=`` of a collector, and for batches that a sampler of slices returns. It is a module without
     weights, so it can stand in an ``nn.Sequential``. The rewritten ``done`` no longer marks one frame a trajectory but
-    up to ``n_steps``: afterwards, tell trajectories apart by their ids.
+    up to ``n_steps``: afterwards, distinguish trajectories by their ids.
 
     Args:
         gamma: discount factor, ``0 < gamma <= 1``.
@@ -96,7 +96,7 @@ class MultiStep(nn.Module):
             Padding, and frames that were not taken, stay as they are, with one step and ``nonterminal`` False.
 
         Raises:
-            KeyError: there is no such reward, or nothing that tells where trajectories end.
+            KeyError: there is no such reward, or nothing that marks where trajectories end.
             ValueError: there is no dimension of time, or next observations were left out (``compact_obs=True``).
         """
         self._check(batch)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["check_alive", "check_entries", "complete_reset", "complete_step", "missing_actions"]
 
 
-class Entry(NamedTuple):
+class SpecEntry(NamedTuple):
     """What the specs say of one leaf; ``shape`` is below the batch, and None where nothing is checked."""
 
     key: NestedKey
@@ -33,23 +33,23 @@ class Stack(NamedTuple):
 
     place: tuple[str, ...]
     dim: int
-    rows: list[list[Entry | Stack]]
+    rows: list[list[SpecEntry | Stack]]
 
 
-def entries(spec: Composite, batch_ndim: int, place: tuple[str, ...] = ()) -> list[Entry | Stack]:
+def entries(spec: Composite, batch_ndim: int, place: tuple[str, ...] = ()) -> list[SpecEntry | Stack]:
     """The leaves of a Composite, flattened once for checking with each step."""
     if isinstance(spec, StackedComposite):
         rows = [entries(row, batch_ndim - (spec.dim < batch_ndim)) for row in spec.specs]
         return [Stack(place, spec.dim - batch_ndim, rows)]
-    listed: list[Entry | Stack] = []
+    listed: list[SpecEntry | Stack] = []
     for name, leaf in spec.items():
         path = (*place, str(name))
         if isinstance(leaf, Composite):
             listed += entries(leaf, batch_ndim, path)
         elif isinstance(leaf, NonTensor) or leaf.dtype is None:
-            listed.append(Entry(unravel(path), None, None, leaf))
+            listed.append(SpecEntry(unravel(path), None, None, leaf))
         else:
-            listed.append(Entry(unravel(path), leaf.shape[batch_ndim:], leaf.dtype, _without_mask(leaf)))
+            listed.append(SpecEntry(unravel(path), leaf.shape[batch_ndim:], leaf.dtype, _without_mask(leaf)))
     return listed
 
 
@@ -105,7 +105,7 @@ class Checks(NamedTuple):
     domains: bool
 
     def check(
-        self, td: TensorDictBase, listed: list[Entry | Stack], batch: torch.Size, place: tuple[str, ...] = ()
+        self, td: TensorDictBase, listed: list[SpecEntry | Stack], batch: torch.Size, place: tuple[str, ...] = ()
     ) -> None:
         """Test the entries of ``td``, which lies at ``place``; ``batch`` is its batch size in the environment."""
         for entry in listed:
@@ -142,7 +142,7 @@ class Checks(NamedTuple):
         for row, listed in zip(rows, stack.rows, strict=True):
             self.check(row, listed, inner, place)
 
-    def _check_leaf(self, value: Any, entry: Entry, expected: torch.Size, key: NestedKey) -> None:
+    def _check_leaf(self, value: Any, entry: SpecEntry, expected: torch.Size, key: NestedKey) -> None:
         if not isinstance(value, torch.Tensor):
             raise EnvError(
                 f"{self._said(key)} of type {type(value).__name__}; {self.name}_spec says {entry.dtype} of shape "

@@ -56,7 +56,7 @@ def mask_like(masks: Masks, place: tuple[str, ...], value: torch.Tensor, batch_n
 def _mask_at(masks: Masks, place: tuple[str, ...], shape: torch.Size, batch_ndim: int) -> torch.Tensor:
     """One flag for each leading element of ``shape``: for the environment, or for each of its agents."""
     governing = [prefix for prefix in masks if prefix == place[: len(prefix)]]
-    if not governing:  # beside all groups: anew when any group of the environment is
+    if not governing:  # beside all groups: reset when any group of the environment is
         return torch.stack([mask.flatten(batch_ndim).any(-1) for mask in masks.values()]).any(0)
     mask = masks[() if () in masks else max(governing, key=len)]
     if mask.ndim > batch_ndim and mask.shape[-1] == 1:

@@ -46,7 +46,7 @@ def rollout(  # noqa: D417 - self
         auto_reset: reset first. If False, ``tensordict`` holds the start.
         auto_cast_to_device: move data to the policy's device and back at each step.
         break_when_any_done: stop when any environment is done (the default). If False, what is
-            done begins anew and stepping goes on.
+            done is reset and stepping goes on.
         break_when_all_done: stop when every environment is done; those that are done before
             go on without a reset.
         return_contiguous: stack into dense tensors (the default unless specs are dynamic); if

@@ -90,7 +90,7 @@ class ArrayEnv(ABC):
         rewards: what a step returns beside them and the flags ``done``, ``terminated`` and ``truncated``.
         reads: entries of the root that :meth:`step` reads.
         resets_ahead: whoever sets it promises to reset, right after each step and without arguments, at least those
-            that ended. Environments elsewhere may then begin anew before they are asked to.
+            that ended. Environments elsewhere may then be reset before that is asked for.
     """
 
     resets_ahead: bool = False

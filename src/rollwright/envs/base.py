@@ -197,11 +197,11 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """Act, then begin anew where a trajectory ended.
+        """Step, then reset where a trajectory ended.
 
         Returns:
             ``tensordict`` with ``"next"`` set, the true last observation included; and the data from
-            which the next step is to be taken, where ended trajectories have begun anew.
+            which the next step is to be taken, reset where a trajectory ended.
         """
         tensordict = self.step(tensordict)
         return tensordict, self.maybe_reset(self._step_mdp(tensordict))

@@ -49,7 +49,7 @@ class SerialEnv(BatchedEnv):
         on_env_failure: what follows when an environment raises in a step or a reset. ``"raise"``: an error that names
             it. ``"recreate"``: another one is made in its place, and the others do not notice; the step that failed is
             a frame with the last observation once more, a reward of 0 and ``truncated`` and ``done`` set, so that its
-            trajectory ends. What the environment kept in buffers begins anew, and its seed is made of the old one. The
+            trajectory ends. What the environment kept in buffers is reset, and its seed is made of the old one. The
             first time gives a ``RuntimeWarning``, all are counted in :attr:`recreations`; four failures of one
             environment without a step in between are raised. An environment whose step does not return can
             be replaced only in another process, by ``ParallelEnv``.

@@ -107,7 +107,7 @@ def check_env_specs(
         check_dtype: also compare dtypes.
         seed: seeds the environment first, where given.
         tensordict: where to start; None: at a reset.
-        break_when_any_done: stop at the first end of a trajectory. False (None): begin anew there. ``"both"``: one
+        break_when_any_done: stop at the first end of a trajectory. False (None): reset there. ``"both"``: one
             after the other.
 
     Raises:
@@ -132,7 +132,7 @@ def _check_rollout(env: EnvBase, real: TensorDictBase, *, check_dtype: bool) -> 
     fake = env.fake_tensordict()
     announced = set(leaf_keys(fake))
     found = {key for key in leaf_keys(real) if not as_tuple(key)[-1].startswith("_")}
-    found -= {unravel(("next", *as_tuple(key))) for key in env.state_keys} - announced  # states may come back
+    found -= {unravel(("next", *as_tuple(key))) for key in env.state_keys} - announced  # states may be returned
     if announced != found:
         raise EnvKeyError(
             f"{env}: a rollout and the specs have different entries. Only in the specs: "

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from rollwright.errors import NotNative
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.nodes import Layer
-from rollwright.policies.watch import Watch, is_special
+from rollwright.policies.watch import ModuleSnapshot, is_special
 
 __all__ = ["LAYERS", "KnownLayer", "unroll"]
 
@@ -313,7 +313,7 @@ LAYERS: dict[type, KnownLayer] = {
 }
 
 
-def unroll(module: Any, watch: Watch) -> list[Layer]:
+def unroll(module: Any, watch: ModuleSnapshot) -> list[Layer]:
     """The calls that ``module`` makes on one tensor.
 
     A module that is not in the table, or that has hooks, is one call of itself, so that whatever it does acts.

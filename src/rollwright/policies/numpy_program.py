@@ -63,7 +63,7 @@ class NumpyProgram(ArrayPolicy):
         """Run the calls, and give the results in memory of their own."""
         return self._run(inputs) if self._finite else self._run_in_silence(inputs)
 
-    @np.errstate(all="ignore")  # weights have diverged, which `finite_keys` tell
+    @np.errstate(all="ignore")  # weights that diverged are found by `finite_keys`
     def _run_in_silence(self, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         return self._run(inputs)
 

@@ -18,7 +18,7 @@ from rollwright.modules.signature import SignaturePolicy
 from rollwright.policies.base import TensorPolicy
 from rollwright.policies.nodes import Values, as_tensor
 from rollwright.policies.walk import Walk
-from rollwright.policies.watch import Watch, check_globals, is_special
+from rollwright.policies.watch import ModuleSnapshot, check_globals, is_special
 
 __all__ = ["CalledModule", "Program", "RandomActions"]
 
@@ -26,7 +26,7 @@ __all__ = ["CalledModule", "Program", "RandomActions"]
 class _WatchedPolicy(TensorPolicy):
     """A policy made of modules, which notices that they have changed, and tests the shapes of its outputs."""
 
-    def __init__(self, watch: Watch, batch_shape: tuple[int, ...]) -> None:
+    def __init__(self, watch: ModuleSnapshot, batch_shape: tuple[int, ...]) -> None:
         self.batch_shape = torch.Size(batch_shape)
         self._watch = watch
         self._shapes_seen = False
@@ -128,7 +128,7 @@ class CalledModule(_WatchedPolicy):
         missing = [key for key in self._names if key not in {unravel(key) for key in available}]
         if missing:
             raise NotNative(f"it reads {key_str(missing)}, which is no tensor of the environment")
-        super().__init__(Watch(), batch_shape)
+        super().__init__(ModuleSnapshot(), batch_shape)
         self._watch.add(policy)
         self.policy = policy
         self.call = policy.module

@@ -11,10 +11,10 @@ from torch import Tensor
 from rollwright._keys import NestedKey
 from rollwright.policies.base import ArrayPolicy, TensorPolicy
 
-__all__ = ["Packing", "Staged"]
+__all__ = ["PackedArrays", "Staged"]
 
 
-class Packing:
+class PackedArrays:
     """One piece of memory for several arrays, so that one copy moves them all.
 
     Arrays lie in the order of their item sizes, largest first: each begins at a multiple of its own.
@@ -68,8 +68,8 @@ class Staged(ArrayPolicy):
         self.in_keys, self.finite_keys = policy.in_keys, policy.finite_keys
         self.how = f"{policy.how}, on {device}"
         self.varies, self.frozen = policy.varies, policy.frozen
-        self._in: Packing | None = None
-        self._out: Packing | None = None
+        self._in: PackedArrays | None = None
+        self._out: PackedArrays | None = None
         self._done = torch.cuda.Event()
 
     @property
@@ -93,7 +93,7 @@ class Staged(ArrayPolicy):
         packing = self._in
         if packing is None or [array.shape for array in packing.arrays] != [array.shape for array in inputs]:
             tensors = [torch.from_numpy(array) for array in inputs]
-            packing = self._in = Packing([t.shape for t in tensors], [t.dtype for t in tensors], pinned=True)
+            packing = self._in = PackedArrays([t.shape for t in tensors], [t.dtype for t in tensors], pinned=True)
         # The last step's copy has left this memory: its outputs were waited for.
         for staged, array in zip(packing.arrays, inputs, strict=True):
             staged[...] = array
@@ -104,7 +104,7 @@ class Staged(ArrayPolicy):
             return []
         packing = self._out
         if packing is None or not packing.fits(outputs):
-            packing = self._out = Packing([t.shape for t in outputs], [t.dtype for t in outputs], pinned=True)
+            packing = self._out = PackedArrays([t.shape for t in outputs], [t.dtype for t in outputs], pinned=True)
         packing.host.copy_(packing.pack(outputs), non_blocking=True)
         self._done.record(torch.cuda.current_stream(self.device))
         self._done.synchronize()

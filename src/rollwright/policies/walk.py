@@ -24,7 +24,7 @@ from rollwright.errors import NotNative
 from rollwright.policies.distributions import find_draw
 from rollwright.policies.layers import unroll
 from rollwright.policies.nodes import Ask, Call, Chain, Node, Outputs, Own
-from rollwright.policies.watch import Watch, check_globals, is_special
+from rollwright.policies.watch import ModuleSnapshot, check_globals, is_special
 
 __all__ = ["Walk"]
 
@@ -56,7 +56,7 @@ class Walk:
         self.inputs: dict[NestedKey, int] = {}
         self.written: dict[NestedKey, int] = {}
         self.checked: list[NestedKey] = []
-        self.watch = Watch()
+        self.watch = ModuleSnapshot()
         self._type = exploration_type
         self._batch = tuple(batch_shape)
         self._available = {unravel(key) for key in available}

@@ -12,7 +12,7 @@ from torch.nn.modules import module as torch_module
 
 from rollwright.errors import NotNative
 
-__all__ = ["Watch", "check_globals", "is_special"]
+__all__ = ["ModuleSnapshot", "check_globals", "is_special"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = (
@@ -51,7 +51,7 @@ def check_globals() -> None:
         raise NotNative("autocast is on")
 
 
-class Watch:
+class ModuleSnapshot:
     """The objects that a policy on arrays was made of, as they were.
 
     A change is an attribute that holds another object, a child or a hook that came or went. New values of parameters

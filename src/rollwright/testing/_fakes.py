@@ -79,7 +79,7 @@ def put_first(value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 class RandomStrings:
-    """Lower-case words of ``min_size`` to ``max_size`` letters from a generator of its own."""
+    """Lower-case text of ``min_size`` to ``max_size`` letters from a generator of its own."""
 
     def __init__(self, min_size: int, max_size: int) -> None:
         self.min_size, self.max_size = min_size, max_size

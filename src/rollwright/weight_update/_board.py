@@ -14,7 +14,7 @@ import torch
 from rollwright._memory import Segment, aligned
 from rollwright._processes.fences import fence
 from rollwright._processes.forks import on_fork
-from rollwright.weight_update._slot import Place, Slot, Torn, dump_extras, load_extras
+from rollwright.weight_update._slot import Slot, SlotLocation, Torn, dump_extras, load_extras
 from rollwright.weight_update._tables import EntrySpec, Table, spec_of
 from rollwright.weight_update.forms import State, is_extra
 
@@ -22,9 +22,9 @@ __all__ = ["Board", "ModelWeights", "Publication"]
 
 _PAGE = 4096
 _GRAIN = max(_PAGE, mmap.ALLOCATIONGRANULARITY)
-# Words (int64) of the head, which is two pages long.
+# Numbers (int64) of the head, which is two pages long.
 _CURRENT = 0
-_SLOTS = (8, 16)  # of each slot: word of its publication (0: none that is whole), version, place
+_SLOTS = (8, 16)  # of each slot: code of its publication (0: none that is whole), version, place
 _PAUSES, _TAKEN, _NUM_READERS = 32, 512, 480
 _TRIES_BEFORE_PAUSE = 3
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
@@ -118,12 +118,12 @@ class Board:
     def version(self) -> int:
         """Of the last publication, as published; -1 before the first."""
         while True:
-            word = self.head[_CURRENT]
-            if not word:
+            code = self.head[_CURRENT]
+            if not code:
                 return -1
-            version = self.head[_SLOTS[word & 1] + 1]
+            version = self.head[_SLOTS[code & 1] + 1]
             fence()
-            if self.head[_SLOTS[word & 1]] == word:
+            if self.head[_SLOTS[code & 1]] == code:
                 return version
 
     # Publishing -------------------------------------------------------------------------------
@@ -144,11 +144,11 @@ class Board:
         needed = {model_id: (spec_of(tensors), len(extras)) for model_id, (tensors, extras) in packed.items()}
         with self._publishing:
             self._await_readers(timeout_s)
-            word = self.head[_CURRENT]
-            stamp = max((word >> 1) + 1, time.monotonic_ns())
-            current = self._slot(word & 1, lambda: True) if word else None
+            code = self.head[_CURRENT]
+            stamp = max((code >> 1) + 1, time.monotonic_ns())
+            current = self._slot(code & 1, lambda: True) if code else None
             table = (Table({}, 0) if current is None else current.table).changed(needed)
-            spare = 1 - (word & 1)
+            spare = 1 - (code & 1)
             base = _SLOTS[spare]
             was_whole = self.head[base] != 0
             self.head[base] = 0
@@ -170,7 +170,7 @@ class Board:
     def _room_for(self, number: int, table: Table, stamp: int, was_whole: bool) -> tuple[Slot, bool]:
         """The slot of that number, with room for a table, and whether the table is new to it."""
         base = _SLOTS[number]
-        place = Place(*self.head[base + 2 : base + 6])
+        place = SlotLocation(*self.head[base + 2 : base + 6])
         slot = self._slot(number, lambda: True) if was_whole else self._slots[number]
         if slot is not None and slot.place != place:
             slot = None  # a publisher was killed while it changed the place
@@ -264,15 +264,15 @@ class Board:
     def _try_taking(
         self, since: Mapping[str, int], floor: int, apply: Callable[[Publication], None]
     ) -> Publication | None:
-        word = self.head[_CURRENT]
-        base = _SLOTS[word & 1]
+        code = self.head[_CURRENT]
+        base = _SLOTS[code & 1]
 
         def valid() -> bool:
             fence()
-            return bool(self.head[base] == word)
+            return bool(self.head[base] == code)
 
         try:
-            slot = self._slot(word & 1, valid)
+            slot = self._slot(code & 1, valid)
         except Torn:
             return None
         version, newer = self.head[base + 1], {}
@@ -283,7 +283,7 @@ class Board:
         if not valid():
             return None
         found = Publication(
-            word >> 1,
+            code >> 1,
             version,
             {
                 model_id: ModelWeights(
@@ -297,7 +297,7 @@ class Board:
 
     def _slot(self, number: int, valid: Callable[[], bool]) -> Slot:
         base = _SLOTS[number]
-        place = Place(*self.head[base + 2 : base + 6])
+        place = SlotLocation(*self.head[base + 2 : base + 6])
         slot = self._slots[number]
         if slot is None or slot.place != place:
             if not valid():  # the place may be half of one and half of another

@@ -14,10 +14,10 @@ from rollwright._memory import Segment, aligned
 from rollwright._processes.pickling import dumps
 from rollwright.weight_update._tables import Model, Table
 
-__all__ = ["Place", "Slot", "Torn", "copy_all", "dump_extras", "load_extras"]
+__all__ = ["SlotLocation", "Slot", "Torn", "copy_all", "dump_extras", "load_extras"]
 
 
-class Place(NamedTuple):
+class SlotLocation(NamedTuple):
     """Where a slot's memory lies, and what is in it.
 
     Attributes:
@@ -51,7 +51,12 @@ class Slot:
     """
 
     def __init__(
-        self, segment: Segment, place: Place, *, table: Table | None = None, valid: Callable[[], bool] = lambda: True
+        self,
+        segment: Segment,
+        place: SlotLocation,
+        *,
+        table: Table | None = None,
+        valid: Callable[[], bool] = lambda: True,
     ) -> None:
         self.place = place
         self._memory = segment.map(place.start, place.capacity)

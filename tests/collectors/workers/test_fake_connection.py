@@ -24,7 +24,7 @@ from rollwright.collectors.workers.schedules.gather import Gather
 from rollwright.collectors.workers.schedules.orders import Orders
 from rollwright.collectors.workers.schedules.schedule import Schedule
 from rollwright.collectors.workers.schedules.staleness import Staleness
-from rollwright.collectors.workers.watching import Watch
+from rollwright.collectors.workers.watching import Watchdog
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.errors import WorkerError
 
@@ -110,7 +110,7 @@ def group_of():
             for i in range(2)
         ]
         restarts = Restarts(wanted=restart, delay_s=0.0)
-        group = WorkerGroup(specs, connect=connect, restarts=restarts, watch=Watch(None), forget=lambda index: None)
+        group = WorkerGroup(specs, connect=connect, restarts=restarts, watch=Watchdog(None), forget=lambda index: None)
         groups.append(group)
         group.start()
         return group, BlockStore(blocks, 4)

@@ -28,8 +28,8 @@ def test_a_free_block_is_used_again(store):
     assert second.offset != first.offset
     first.runs.clear()
     assert store.take(layout()) is first
-    tensors = first.lend()
-    assert store.num_lent == 1
+    tensors = first.borrow()
+    assert store.num_borrowed == 1
     assert store.take(layout()) is second
     kept = tensors["obs"][0]
     del tensors

@@ -15,7 +15,7 @@ import pytest
 
 from rollwright._processes.child import Child, echo
 from rollwright._processes.start import methods as starting
-from rollwright._processes.start.server import Request, _Server
+from rollwright._processes.start.server import ForkRequest, _Server
 
 LIMIT_S = 60.0
 
@@ -40,14 +40,14 @@ def server_pid():
 def test_a_server_that_is_killed_while_it_is_asked_is_replaced(own_server, monkeypatch):
     pid = server_pid()
     os.kill(pid, signal.SIGSTOP)
-    send = Request.send
+    send = ForkRequest.send
 
     def send_and_kill(self, line):
         send(self, line)
         if server_pid() == pid:
             os.kill(pid, signal.SIGKILL)
 
-    monkeypatch.setattr(Request, "send", send_and_kill)
+    monkeypatch.setattr(ForkRequest, "send", send_and_kill)
     assert answers(Child(echo, name="echo")) == "ended"
 
 
@@ -162,7 +162,7 @@ def test_a_server_that_cannot_fork_says_so_and_keeps_no_pipe(monkeypatch):
     answer, status = os.pipe()
     before = os.listdir("/proc/self/fd")
     asked: _Server = _Server.__new__(_Server)  # without the signals of the process
-    asked._fork(Request(status, -1, -1, -1, -1, ()))
+    asked._fork(ForkRequest(status, -1, -1, -1, -1, ()))
     assert os.listdir("/proc/self/fd") == before
     assert forkserver.read_signed(answer) == -errno.EAGAIN
     os.close(answer)

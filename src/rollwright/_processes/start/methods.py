@@ -29,7 +29,7 @@ from multiprocessing.context import reduction, set_spawning_popen  # type: ignor
 from typing import Any
 
 from rollwright._memory.segment import unnamed_file
-from rollwright._processes.start.server import Request
+from rollwright._processes.start.server import ForkRequest
 
 __all__ = ["START_METHODS", "check_start_method", "new_process", "use_server"]
 
@@ -81,7 +81,7 @@ class _Line:
         weakref.finalize(self, end.close)
 
     def ask(self, data: int, lifeline: int, others: tuple[int, ...]) -> tuple[int, int]:
-        """Have a process forked, see :class:`Request`; its number, and the pipe on which its status will come.
+        """Have a process forked, see :class:`ForkRequest`; its number, and the pipe on which its status will come.
 
         Raises:
             EOFError: the server has ended.
@@ -91,7 +91,7 @@ class _Line:
         try:
             tracker = _tracker()
             try:
-                Request(status, data, lifeline, self._end.fileno(), tracker, others).send(self._end)
+                ForkRequest(status, data, lifeline, self._end.fileno(), tracker, others).send(self._end)
             except ConnectionError as error:
                 raise EOFError from error
             finally:
@@ -192,7 +192,7 @@ os.register_at_fork(after_in_child=_begin_fork)
 
 
 def _lay_open(popen: Any, preparation: dict[str, Any], process_obj: Any, fds: ExitStack) -> tuple[int, int]:
-    """Write what a process begins with into a file without a name, and lay the line that tells it that this one lives.
+    """Write what a process begins with into a file without a name, and lay the line that shows it that this one lives.
 
     Returns:
         Descriptors of the file and of the line, for the new process; they are closed with the stack.

@@ -17,13 +17,13 @@ import sys
 from multiprocessing import forkserver, resource_tracker, spawn, util
 from typing import Any, NamedTuple
 
-__all__ = ["MAX_FDS", "Request", "allow_interrupts", "main", "run"]
+__all__ = ["MAX_FDS", "ForkRequest", "allow_interrupts", "main", "run"]
 
 MAX_FDS = 250  # in one message; the system takes 253
 _REQUEST = b"fork"
 
 
-class Request(NamedTuple):
+class ForkRequest(NamedTuple):
     """What is asked of the server: descriptors, which the new process gets.
 
     Attributes:
@@ -43,7 +43,7 @@ class Request(NamedTuple):
     others: tuple[int, ...]
 
     @classmethod
-    def of(cls, fds: list[int]) -> Request:
+    def of(cls, fds: list[int]) -> ForkRequest:
         """The request that came with these."""
         status, data, lifeline, line, tracker, *others = fds
         return cls(status, data, lifeline, line, tracker, tuple(others))
@@ -64,7 +64,7 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program decides what Ctrl-C ends
     allow_interrupts()
     os.chdir(os.sep)  # torch does not compute in a folder that was deleted, and workers begin in that of the program
-    with contextlib.suppress(ImportError):  # which workers tell of
+    with contextlib.suppress(ImportError):  # which workers report
         importlib.import_module("rollwright._preload")
     util._close_stdin()  # type: ignore[attr-defined]
     with socket.socket(fileno=fd) as line:
@@ -103,9 +103,9 @@ class _Server:
             for fd in fds:
                 os.set_inheritable(fd, False)
             if flags & socket.MSG_CTRUNC:  # there is no room for the rest
-                self._tell(fds[0], -errno.EMFILE)
+                self._send(fds[0], -errno.EMFILE)
             else:
-                self._fork(Request.of(fds))
+                self._fork(ForkRequest.of(fds))
             for fd in fds:
                 if fd not in self._statuses.values():
                     os.close(fd)
@@ -114,39 +114,39 @@ class _Server:
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = found
-                self._tell(self._statuses[pid], os.waitstatus_to_exitcode(status))
+                self._send(self._statuses[pid], os.waitstatus_to_exitcode(status))
                 os.close(self._statuses.pop(pid))
 
-    def _tell(self, to: int, number: int) -> None:
+    def _send(self, to: int, number: int) -> None:
         with contextlib.suppress(BrokenPipeError):  # nobody waits any more
             forkserver.write_signed(to, number)
 
-    def _fork(self, request: Request) -> None:
+    def _fork(self, request: ForkRequest) -> None:
         ends: tuple[int, ...] = ()
         try:
-            told, tell = ends = os.pipe()
+            reader, writer = ends = os.pipe()
             pid = os.fork()
         except OSError as error:
             for end in ends:
                 os.close(end)
-            self._tell(request.status, -(error.errno or errno.EAGAIN))
+            self._send(request.status, -(error.errno or errno.EAGAIN))
             return
         if not pid:
-            os.close(tell)
-            self._become(request, told)
-        os.close(told)
+            os.close(writer)
+            self._become(request, reader)
+        os.close(reader)
         self._statuses[pid] = request.status
-        self._tell(request.status, pid)
-        os.write(tell, _REQUEST)
-        os.close(tell)
+        self._send(request.status, pid)
+        os.write(writer, _REQUEST)
+        os.close(writer)
 
-    def _become(self, request: Request, told: int) -> None:
+    def _become(self, request: ForkRequest, reader: int) -> None:
         """In the new process: do what it is for, and end."""
         status = 1
         try:
-            if not os.read(told, len(_REQUEST)):
-                return  # the server was killed before it told who we are: another one will be asked
-            os.close(told)
+            if not os.read(reader, len(_REQUEST)):
+                return  # the server was killed before it was ready: another one will be asked
+            os.close(reader)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._line.close()

@@ -32,9 +32,9 @@ class Trajectory(NamedTuple):
 
 
 class TrajectoryAssembler:
-    """Holds the trajectories that are under way, as views of the batches that they came in, until they end.
+    """Holds the trajectories that are in progress, as views of the batches that they came in, until they end.
 
-    Nothing is copied, with one exception: a batch of which less than a quarter is still under way is given back, and
+    Nothing is copied, with one exception: a batch of which less than a quarter is still in progress is given back, and
     that part of it kept, so that one long trajectory among many short ones does not keep all of their memory.
     The work of a batch grows with the trajectories that end in it, not with its frames.
 
@@ -63,7 +63,7 @@ class TrajectoryAssembler:
         self._complete: deque[Trajectory] = deque()
         self._rollouts.clear()
         self._serial = self._oldest = self._clock = 0
-        # Of the trajectory under way in each environment: the batch it began in (or none), when there, its id, and
+        # Of the trajectory in progress in each environment: the batch it began in (or none), when there, its id, and
         # the clock then, which counts the steps of an environment.
         self._since = np.full(self._num_envs, _NONE, np.int64)
         self._offset = np.zeros(self._num_envs, np.int64)
@@ -79,9 +79,11 @@ class TrajectoryAssembler:
 
     @property
     def frames_held(self) -> int:
-        """Frames of trajectories that are under way, or wait to be delivered."""
-        under_way = self._since != _NONE
-        return int((self._clock - self._begun)[under_way].sum()) + sum(found.length for found in self._complete.copy())
+        """Frames of trajectories that are in progress, or wait to be delivered."""
+        in_progress = self._since != _NONE
+        return int((self._clock - self._begun)[in_progress].sum()) + sum(
+            found.length for found in self._complete.copy()
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +98,7 @@ class TrajectoryAssembler:
         self._clear()
 
     def miss(self, next_id: int) -> None:
-        """Frames are taken that this object does not get: what is under way cannot become whole any more.
+        """Frames are taken that this object does not get: what is in progress cannot become whole any more.
 
         Args:
             next_id: trajectories with lower ids have begun by now.
@@ -105,13 +107,13 @@ class TrajectoryAssembler:
         self.drop_open(np.ones(self._num_envs, np.bool_))
 
     def drop_open(self, envs: NDArray[np.bool_]) -> None:
-        """Forget the trajectories under way in the environments that ``envs``, bool ``[num_envs]``, marks."""
+        """Forget the trajectories in progress in the environments that ``envs``, bool ``[num_envs]``, marks."""
         lost = envs & (self._since != _NONE)
         self.frames_dropped += int((self._clock - self._begun)[lost].sum())
         self._since[lost] = _NONE
 
     def drop_after_error(self, num_frames: int) -> None:
-        """Forget what is under way, in whatever state an interrupted :meth:`take` has left it.
+        """Forget what is in progress, in whatever state an interrupted :meth:`take` has left it.
 
         Args:
             num_frames: all that are held or were dropped until now; those that are not held any more count as dropped.
@@ -173,9 +175,9 @@ class TrajectoryAssembler:
         return Trajectory(pieces, self._clock + t + 1 - int(self._begun[env]))
 
     def _let_go(self) -> None:
-        """Give back the memory of batches that hold nothing that is under way, or little of it."""
-        under_way = self._since != _NONE
-        oldest = int(self._since[under_way].min()) if under_way.any() else self._serial
+        """Give back the memory of batches that hold nothing that is in progress, or little of it."""
+        in_progress = self._since != _NONE
+        oldest = int(self._since[in_progress].min()) if in_progress.any() else self._serial
         for serial in range(self._oldest, oldest):
             del self._rollouts[serial]
         self._oldest = oldest
@@ -199,14 +201,14 @@ class TrajectoryAssembler:
         envs = np.flatnonzero(self._since != _NONE).tolist()
         return {
             "envs": envs,
-            "open": [concatenate(self._under_way(env)).clone() for env in envs],
+            "open": [concatenate(self._in_progress(env)).clone() for env in envs],
             "complete": [concatenate(found.pieces).clone() for found in self._complete],
             "frames_dropped": self.frames_dropped,
             "spoiled_below": self._spoiled_below,
             "spoiled": sorted(self._spoiled),
         }
 
-    def _under_way(self, env: int) -> list[RowRange]:
+    def _in_progress(self, env: int) -> list[RowRange]:
         since, skipped = int(self._since[env]), int(self._offset[env])
         found = []
         for at in range(since, self._serial):
@@ -226,7 +228,7 @@ class TrajectoryAssembler:
 
         Args:
             state: of :meth:`state_dict`.
-            ids: those of the trajectories under way, int64 ``[num_envs]``; None: they are reset, and what was saved
+            ids: those of the trajectories in progress, int64 ``[num_envs]``; None: they are reset, and what was saved
                 of them is dropped.
             fresh: ids for those that are complete; empty: they keep their own.
             saved_ids: what ``ids`` were when the state was saved; None: the same.

@@ -170,7 +170,7 @@ class RolloutDelivery(Delivery):
 
         Args:
             held: of :meth:`save_held`.
-            trajectories: those under way, as they were saved, if the rollout goes on with them.
+            trajectories: those in progress, as they were saved, if the rollout goes on with them.
             ids_are_free: whether those that are complete keep their ids.
         """
         assembler, rollout = self.assembler, self.rollout

@@ -32,7 +32,7 @@ def why_not_direct(buffer: Any) -> str | None:
 
 
 class StorageMemory(MemoryPool):
-    """Lends reserved rows of a storage for the batch that is being collected, else memory of its own.
+    """Gives reserved rows of a storage for the batch that is being collected, else memory of its own.
 
     A batch lies in the rows as if :meth:`extend` had put it there: ``[*env, T]`` in one row after another for a
     storage of one dimension, else time by time. Nobody reads the rows until :meth:`publish`, nor rows that others
@@ -51,8 +51,8 @@ class StorageMemory(MemoryPool):
         super().__init__()
         self._buffer = buffer_of(options)
         self._storage: Any = getattr(self._buffer, "storage", None)
-        self._never = _never(options)
-        self._reason = self._never or why_not_direct(self._buffer)
+        self._why_never = _never_direct(options)
+        self._reason = self._why_never or why_not_direct(self._buffer)
         self._open = False
         self._reservation: Any = None
         self._windows: dict[NestedKey, torch.Tensor] = {}
@@ -79,7 +79,7 @@ class StorageMemory(MemoryPool):
             self._abandon()
 
     def _begin(self, keeps_batches: bool, in_background: bool) -> None:
-        self._reason = self._never or why_not_direct(self._buffer)
+        self._reason = self._why_never or why_not_direct(self._buffer)
         if not self._reason:
             if keeps_batches:
                 self._reason = "post_collect_hook may keep the batch"
@@ -155,7 +155,7 @@ class StorageMemory(MemoryPool):
         if self._reservation is None or not whole or not self._holds(batch):
             if self._reservation is not None:
                 if whole:  # what was reserved in vain is lost: do not try again
-                    self._never = "batches do not lie where frames are written"
+                    self._why_never = "batches do not lie where frames are written"
                 batch = batch.clone()  # the rows given up may be the next to be written
                 self._abandon()
             self.num_copied += 1
@@ -179,7 +179,7 @@ class StorageMemory(MemoryPool):
         )
 
 
-def _never(options: CollectorOptions) -> str | None:
+def _never_direct(options: CollectorOptions) -> str | None:
     """What stands against writes in place for good."""
     if options.postproc is not None:
         return "postproc comes first"

@@ -136,10 +136,10 @@ class CollectorThread(DaemonThread):
         """Keep the thread at rest inside the ``with`` block; no effect in the thread itself, or after its end.
 
         Args:
-            between_batches: rest there; the batch under way is cut short, and written. Otherwise between two steps.
+            between_batches: rest there; the current batch is cut short, and written. Otherwise between two steps.
 
         Raises:
-            TimeoutError: the step under way did not end in time.
+            TimeoutError: the current step did not end in time.
         """
         return nullcontext() if self.inside else self._rest(between_batches)
 
@@ -207,7 +207,7 @@ class CollectorThread(DaemonThread):
 
     def stats(self) -> dict[str, Any]:
         """What ``stats()`` of a collector says of it."""
-        return {"running": self.running, "paused": self._resting is not None, "error": self.told()}
+        return {"running": self.running, "paused": self._resting is not None, "error": self.error_text()}
 
 
 _STAGES = {"act": "a call of the policy", "step": "a step of the environment", "record": "a write of a frame"}

@@ -83,8 +83,8 @@ def own_policy(policy: Any, factory: Any, backend: str) -> tuple[Any, nn.Module 
         return None, policy, None
     if policy is None:
         return None, None, None
-    twin = copied_policy(policy)
-    if twin.shares_modules:
+    copied = copied_policy(policy)
+    if copied.shares_modules:
         if backend == "process":
             raise TypeError(
                 "policy: got a function around a module, or something with modules in it that cannot be copied; in "
@@ -98,7 +98,7 @@ def own_policy(policy: Any, factory: Any, backend: str) -> tuple[Any, nn.Module 
             UserWarning,
             stacklevel=3,
         )
-    return twin.policy, twin.source, twin.target
+    return copied.policy, copied.source, copied.target
 
 
 def copy_of(weights: Any, name: str) -> State:

@@ -10,10 +10,16 @@ from typing import Any, NamedTuple
 from rollwright._memory import Segment
 from rollwright._processes.channel import Channel
 from rollwright._processes.child import STOPPED_S, Child
-from rollwright._processes.failures import Failure
+from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.heartbeats import Heartbeats
 from rollwright._processes.pool import Answer, Pool
-from rollwright.collectors.evaluation.episodes import EpisodeRunner, Progress, Request, Settings, Stopped
+from rollwright.collectors.evaluation.episodes import (
+    EpisodeRunner,
+    EvaluationProgress,
+    EvaluationRequest,
+    Settings,
+    Stopped,
+)
 from rollwright.errors import WorkerError
 
 __all__ = ["ThreadBackend", "ProcessStart", "Backend", "ProcessBackend"]
@@ -26,7 +32,7 @@ _PLACE, _TICKET = 0, 0  # there is one process, and it is asked one thing at a t
 class Raised(NamedTuple):
     """An evaluation raised, and the process goes on."""
 
-    failure: Failure
+    failure: ExceptionInfo
 
 
 class ProcessStart(NamedTuple):
@@ -51,7 +57,7 @@ class Backend(ABC):
     pid: int | None = None
 
     @abstractmethod
-    def run(self, request: Request, begun: Callable[[], None]) -> dict[str, Any]:
+    def run(self, request: EvaluationRequest, begun: Callable[[], None]) -> dict[str, Any]:
         """See :meth:`EpisodeRunner.run`."""
 
     @abstractmethod
@@ -66,10 +72,10 @@ class Backend(ABC):
 class ThreadBackend(Backend):
     """In this thread, with torch's generators shared with the rest of the program."""
 
-    def __init__(self, settings: Settings, progress: Progress) -> None:
+    def __init__(self, settings: Settings, progress: EvaluationProgress) -> None:
         self._runner = EpisodeRunner(settings, progress, lambda: False, own_generators=False)
 
-    def run(self, request: Request, begun: Callable[[], None]) -> dict[str, Any]:
+    def run(self, request: EvaluationRequest, begun: Callable[[], None]) -> dict[str, Any]:
         """See :class:`Backend`."""
         return self._runner.run(request, begun)
 
@@ -95,7 +101,12 @@ class ProcessBackend(Backend):
     """
 
     def __init__(
-        self, settings: Settings, progress: Progress, memory: Segment, start: ProcessStart, step_timeout_s: float
+        self,
+        settings: Settings,
+        progress: EvaluationProgress,
+        memory: Segment,
+        start: ProcessStart,
+        step_timeout_s: float,
     ) -> None:
         self._progress, self._step_timeout_s = progress, step_timeout_s
         self._child = Child(
@@ -118,7 +129,7 @@ class ProcessBackend(Backend):
             self._pool.drop(_PLACE, "could not start")
             raise
 
-    def run(self, request: Request, begun: Callable[[], None]) -> dict[str, Any]:
+    def run(self, request: EvaluationRequest, begun: Callable[[], None]) -> dict[str, Any]:
         """See :class:`Backend`."""
         self._expect_answer()
         self._pool.send(_PLACE, request)
@@ -177,7 +188,7 @@ def serve(channel: Channel, settings: Settings, memory: Segment, init_fn: Callab
     """What the process runs."""
     if init_fn is not None:
         init_fn()
-    progress = Progress(memory)
+    progress = EvaluationProgress(memory)
     # While an evaluation runs, nothing is sent to this process: what can be read then is the end of the channel.
     runner = EpisodeRunner(settings, progress, channel.poll, own_generators=True)
     try:
@@ -192,8 +203,8 @@ def serve(channel: Channel, settings: Settings, memory: Segment, init_fn: Callab
             except Stopped:
                 return
             except Exception as error:
-                answer = Raised(Failure.of(error))
+                answer = Raised(ExceptionInfo.of(error))
             channel.send(answer)
     finally:
-        with contextlib.suppress(Exception):  # the process ends anyway, and an earlier error tells more
+        with contextlib.suppress(Exception):  # the process ends anyway, and an earlier error is the cause
             runner.close()

@@ -21,7 +21,7 @@ from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 from rollwright.weight_update.forms import State
 
-__all__ = ["Request", "Settings", "Progress", "EpisodeRunner", "Stopped"]
+__all__ = ["EvaluationRequest", "Settings", "EvaluationProgress", "EpisodeRunner", "Stopped"]
 
 _STEPS = 100  # of a batch, at most: how far an evaluation steps beyond its end
 
@@ -52,7 +52,7 @@ class Settings(NamedTuple):
     options: dict[str, Any]
 
 
-class Request(NamedTuple):
+class EvaluationRequest(NamedTuple):
     """One evaluation.
 
     Attributes:
@@ -66,7 +66,7 @@ class Request(NamedTuple):
     weights: Mapping[str, State]
 
 
-class Progress:
+class EvaluationProgress:
     """Three numbers that an evaluation and those who wait for it share: frames so far, the last sign of life, a stop.
 
     Args:
@@ -130,7 +130,7 @@ class EpisodeRunner:
     """
 
     def __init__(
-        self, settings: Settings, progress: Progress, gone: Callable[[], bool], *, own_generators: bool
+        self, settings: Settings, progress: EvaluationProgress, gone: Callable[[], bool], *, own_generators: bool
     ) -> None:
         self._settings, self._progress, self._gone = settings, progress, gone
         self._own_generators = own_generators
@@ -174,7 +174,7 @@ class EpisodeRunner:
         self._asked = now
         return self._gone()
 
-    def run(self, request: Request, begun: Callable[[], None]) -> dict[str, Any]:
+    def run(self, request: EvaluationRequest, begun: Callable[[], None]) -> dict[str, Any]:
         """Evaluate.
 
         Args:

@@ -22,7 +22,7 @@ from rollwright.collectors.evaluation.arguments import (
     weights_of,
 )
 from rollwright.collectors.evaluation.backends import Backend, ProcessBackend, ProcessStart, ThreadBackend
-from rollwright.collectors.evaluation.episodes import Progress, Request, Settings
+from rollwright.collectors.evaluation.episodes import EvaluationProgress, EvaluationRequest, Settings
 from rollwright.collectors.evaluation.queue import Evaluation, EvaluationQueue
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
@@ -285,7 +285,7 @@ class Evaluator:
 
     def _request(
         self, weights: Any, step: int | None, by_model: Mapping[str, Any] | None, version: int | None
-    ) -> Request:
+    ) -> EvaluationRequest:
         given = {} if by_model is None else dict(by_model)
         if weights is not None:
             if "policy" in given:
@@ -296,7 +296,9 @@ class Evaluator:
         taken = {name: copy_of(new, name) for name, new in given.items()}
         self._asked += 1
         self._version += bool(taken)
-        return Request(self._asked if step is None else step, self._version if version is None else version, taken)
+        return EvaluationRequest(
+            self._asked if step is None else step, self._version if version is None else version, taken
+        )
 
     def _check(self, what: str) -> None:
         if self._closed:
@@ -398,11 +400,11 @@ class Evaluator:
 
 def _backend(
     backend: str, settings: Settings, start: ProcessStart, step_timeout_s: float
-) -> tuple[Callable[[], Backend], Progress]:
+) -> tuple[Callable[[], Backend], EvaluationProgress]:
     """What makes the place where evaluations run, and what is shared with it."""
     memory = Segment()
-    memory.grow(Progress.num_bytes)
-    progress = Progress(memory)
+    memory.grow(EvaluationProgress.num_bytes)
+    progress = EvaluationProgress(memory)
     if backend == "thread":
         return partial(ThreadBackend, settings, progress), progress
     return partial(ProcessBackend, settings, progress, memory, start, step_timeout_s), progress

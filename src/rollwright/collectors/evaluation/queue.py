@@ -9,7 +9,7 @@ from typing import Any
 from rollwright._processes.threads import DaemonThread
 from rollwright.collectors.delivery.thread import exploration_of_this_thread
 from rollwright.collectors.evaluation.backends import Backend
-from rollwright.collectors.evaluation.episodes import Progress, Request, Stopped
+from rollwright.collectors.evaluation.episodes import EvaluationProgress, EvaluationRequest, Stopped
 from rollwright.envs.utils import ExplorationType
 
 __all__ = ["EvaluationQueue", "Evaluation"]
@@ -30,7 +30,7 @@ class Evaluation:
         error: what was raised, if anything was.
     """
 
-    def __init__(self, request: Request, *, awaited: bool) -> None:
+    def __init__(self, request: EvaluationRequest, *, awaited: bool) -> None:
         self.request, self.awaited = request, awaited
         self.begun = self.done = False
         self.result: dict[str, Any] | None = None
@@ -42,7 +42,7 @@ class EvaluationQueue(DaemonThread):
 
     Args:
         make_backend: makes what runs evaluations, in the thread.
-        progress: of the evaluation under way.
+        progress: of the current evaluation.
         on_result: called with each result, in the thread.
         exploration_type: that of the thread, whatever other threads set meanwhile.
         step_timeout_s: the longest silence in an evaluation.
@@ -51,7 +51,7 @@ class EvaluationQueue(DaemonThread):
     def __init__(
         self,
         make_backend: Callable[[], Backend],
-        progress: Progress,
+        progress: EvaluationProgress,
         on_result: Callable[[dict[str, Any]], Any] | None,
         *,
         exploration_type: ExplorationType,
@@ -188,7 +188,7 @@ class EvaluationQueue(DaemonThread):
             )
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float | None) -> None:
-        """Wait, as long as the evaluation under way gives signs of life.
+        """Wait, as long as the current evaluation gives signs of life.
 
         Args:
             condition: asked under the lock.
@@ -211,7 +211,7 @@ class EvaluationQueue(DaemonThread):
                 self.condition.wait(min(left, _NAP_S))
 
     def stop(self, timeout_s: float) -> bool:
-        """End after the step under way; returns whether the thread has ended, or is the caller."""
+        """End after the current step; returns whether the thread has ended, or is the caller."""
         if self.left_behind:  # the progress is that of the parent
             return super().stop(timeout_s)
         with self.condition:

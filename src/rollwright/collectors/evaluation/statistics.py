@@ -114,7 +114,7 @@ def _buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return buffers
 
 
-class _Held(NamedTuple):
+class _SavedBuffer(NamedTuple):
     buffers: dict[str, torch.Tensor | None]
     name: str
     tensor: torch.Tensor | None
@@ -150,7 +150,7 @@ class FrozenBuffers:
     def hold(self) -> None:
         """What buffers hold now is what they keep."""
         self._held = [
-            _Held(buffers, name, tensor, None if tensor is None else tensor.detach().clone())
+            _SavedBuffer(buffers, name, tensor, None if tensor is None else tensor.detach().clone())
             for buffers in map(_buffers_of, self._modules)
             for name, tensor in buffers.items()
         ]

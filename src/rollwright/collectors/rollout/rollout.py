@@ -109,7 +109,7 @@ class Rollout:
         self.closed = False
         self.frames = self.frames_taken = 0
         self._write: Callable[[TensorDictBase], None] | None = None
-        self._counting = False  # whether the rollout under way will be delivered
+        self._counting = False  # whether the current rollout will be delivered
         self._begun = False  # whether the last rollout came as far as its first step
         self._stepped = False  # whether a frame was taken in this object's life
         self._unused_ids: torch.Tensor | None = None  # of trajectories that have not taken a step
@@ -254,7 +254,7 @@ class Rollout:
 
     @contextmanager
     def or_start_over(self) -> Iterator[None]:
-        """Where the ``with`` block raises, nobody gets its steps: the trajectories under way end there."""
+        """Where the ``with`` block raises, nobody gets its steps: the trajectories in progress end there."""
         try:
             yield
         except BaseException:
@@ -348,7 +348,7 @@ class Rollout:
         if self.options.set_truncated:
             cut = mark_truncated(self.env.done_groups, batch[..., steps - 1].get("next"), self.env.ndim)
             if self.options.track_traj_ids:
-                self._path.renew_ids(cut)
+                self._path.replace_ids(cut)
         self.frames_taken = steps * self.env.numel()
         return batch
 
@@ -479,7 +479,7 @@ class Rollout:
             self._path.reset_some(marked, **kwargs)
         self._reset_envs |= marked.flatten().numpy()
         if self.options.track_traj_ids and self._unused_ids is None:
-            self._path.renew_ids(marked)
+            self._path.replace_ids(marked)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed environments and torch's global generator, and reset all with the next batch.
@@ -509,7 +509,7 @@ class Rollout:
         return self._stepped
 
     def forget_trajectories(self) -> None:
-        """Drop the trajectories under way, and ids that were not used."""
+        """Drop the trajectories in progress, and ids that were not used."""
         self.start_over()
         self._unused_ids = None
 

@@ -15,7 +15,7 @@ __all__ = ["RolloutState", "placed", "td_from", "td_state"]
 
 
 class RolloutState(NamedTuple):
-    """The trajectories under way.
+    """The trajectories in progress.
 
     Attributes:
         current: the current TensorDict, ``[*env]``; None: a reset comes first.

@@ -129,7 +129,7 @@ class EpisodeStats:
         self.update(rows.reshape(-1, steps).cpu().numpy(), ended.reshape(-1, steps).cpu().numpy(), were_reset)
 
     def state_dict(self) -> dict[str, Any]:
-        """Episodes so far, and what is counted of those under way."""
+        """Episodes so far, and what is counted of those in progress."""
         opened, steps = self._open_return, self._open_length
         return {
             "episodes": self.episodes,
@@ -144,7 +144,7 @@ class EpisodeStats:
 
         Args:
             state_dict: of :meth:`state_dict`.
-            goes_on: whether the episodes under way do so too.
+            goes_on: whether the episodes in progress do so too.
         """
         self.episodes = state_dict["episodes"]
         for held, name in ((self._returns, "returns"), (self._lengths, "lengths")):

@@ -13,7 +13,7 @@ from rollwright.collectors.core import TrajectoryIds
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.ledger.ledger import Ledger
 
-__all__ = ["TrajectoryPool", "renew"]
+__all__ = ["TrajectoryPool", "replace_ended"]
 
 
 class TrajectoryPool:
@@ -61,7 +61,7 @@ class TrajectoryPool:
             self._ledger.raise_ids(self._next)
 
 
-def renew(ids: torch.Tensor, ended: torch.Tensor, pool: TrajectoryIds) -> torch.Tensor:
+def replace_ended(ids: torch.Tensor, ended: torch.Tensor, pool: TrajectoryIds) -> torch.Tensor:
     """Ids of the next step: fresh ones where a trajectory ended.
 
     Args:
@@ -75,7 +75,7 @@ def renew(ids: torch.Tensor, ended: torch.Tensor, pool: TrajectoryIds) -> torch.
     Example:
         >>> pool = TrajectoryPool()
         >>> ids = pool.get_traj_and_increment(3)
-        >>> renew(ids, torch.tensor([False, True, False]), pool)
+        >>> replace_ended(ids, torch.tensor([False, True, False]), pool)
         tensor([0, 3, 2])
     """
     count = int(ended.sum())

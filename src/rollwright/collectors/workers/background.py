@@ -144,4 +144,8 @@ class WorkersBackground:
 
     def stats(self) -> dict[str, Any]:
         """What ``stats()`` of a collector says of it."""
-        return {} if self._thread is None else {"background": {"running": self.running, "error": self._thread.told()}}
+        return (
+            {}
+            if self._thread is None
+            else {"background": {"running": self.running, "error": self._thread.error_text()}}
+        )

@@ -27,7 +27,7 @@ class Count(IntEnum):
     BATCHES = 5
     EPISODES = 6
     VERSION = 7  # of the weights that act
-    OLDEST = 8  # version that acted first in the rollout under way; -1: there is none
+    OLDEST = 8  # version that acted first in the current rollout; -1: there is none
     NUM_IDS = 9  # trajectory ids taken
     FRAMES_DROPPED = 10
     CHANGES = 11  # of its state, and naps while it waits
@@ -90,7 +90,7 @@ class WorkerCounters:
         self.gauges: Any = memory[_PAGE // 2 : _PAGE].cast("d")
 
     def call_attention(self) -> None:
-        """Make the worker read its messages after the step under way."""
+        """Make the worker read its messages after the current step."""
         self.counts[Count.ATTENTION] += 1
 
     @property

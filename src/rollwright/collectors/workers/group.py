@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ByValue
-from rollwright._processes.connection import Connection, Loss
+from rollwright._processes.connection import Connection, ExitReason
 from rollwright._processes.heartbeats import Heartbeats
 from rollwright._processes.pool import Answer, Pool
 from rollwright.collectors.workers import messages as say
@@ -20,7 +20,7 @@ from rollwright.collectors.workers.member import Listener, Member
 from rollwright.collectors.workers.memory.store import Block
 from rollwright.collectors.workers.restarts import Restarts
 from rollwright.collectors.workers.shared_pool import SharedPool
-from rollwright.collectors.workers.watching import START_S, Watch
+from rollwright.collectors.workers.watching import START_S, Watchdog
 from rollwright.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class WorkerGroup:
         *,
         connect: Callable[[WorkerSpec], Connection],
         restarts: Restarts,
-        watch: Watch,
+        watch: Watchdog,
         forget: Callable[[int], None],
     ) -> None:
         self._pool = Pool(len(specs), self._received, lost=self._lost, flushed=self._flushed)
@@ -139,7 +139,7 @@ class WorkerGroup:
 
     # Sending ----------------------------------------------------------------------------------
 
-    def order(self, worker: Member, run: int, block: Block | None, *, anew: bool = False) -> None:
+    def order(self, worker: Member, run: int, block: Block | None, *, reset: bool = False) -> None:
         """Ask a worker for a rollout."""
         with self.lock:
             worker.runs[run] = block
@@ -147,10 +147,10 @@ class WorkerGroup:
                 block.runs.add(run)
             self.watch.heartbeats.begin(worker.index)
             offset, number = (None, -1) if block is None else (block.offset, block.number)
-            worker.send(say.Collect(run, offset, number, anew))
+            worker.send(say.Collect(run, offset, number, reset))
 
     def interrupt(self, worker: Member) -> None:
-        """End the rollouts that a worker was asked for after the step under way."""
+        """End the rollouts that a worker was asked for after the current step."""
         with self.lock:
             for run in worker.runs:
                 worker.send(say.Interrupt(run), attention=True)
@@ -173,7 +173,7 @@ class WorkerGroup:
             args: positional and named arguments for each; None: read what is there.
             workers: which; None: all.
             between_batches: not in the middle of a rollout.
-            cut: end the rollout under way for it.
+            cut: end the current rollout for it.
             again: if a worker ends before it has answered, and another takes its place, ask that one, once: for what
                 may be done twice.
             timeout_s: how long; None: a minute beyond the last step of a worker that is at work.
@@ -205,10 +205,10 @@ class WorkerGroup:
         for worker in workers:
             if worker.error is not None:
                 raise worker.error
-        missing = [worker for worker in workers if not worker.there]
+        missing = [worker for worker in workers if not worker.available]
         if missing:
             self.wait(
-                lambda: all(worker.there or worker.error is not None for worker in missing),
+                lambda: all(worker.available or worker.error is not None for worker in missing),
                 START_S,
                 lambda: _doing(missing),
             )
@@ -282,7 +282,7 @@ class WorkerGroup:
         """
         try:
             self.num_pauses += 1
-            workers = [worker for worker in self.workers if worker.there]
+            workers = [worker for worker in self.workers if worker.available]
             self._ask(workers, [say.Pause] * len(workers), "a step to end", timeout_s, all_of_them=False)
             yield
         finally:
@@ -336,7 +336,7 @@ class WorkerGroup:
 
     # Failures ---------------------------------------------------------------------------------
 
-    def _lost(self, index: int, loss: Loss) -> None:
+    def _lost(self, index: int, loss: ExitReason) -> None:
         """See :class:`~rollwright._processes.pool.Pool`."""
         worker = self.workers[index]
         if loss.failure is not None:
@@ -391,16 +391,16 @@ class WorkerGroup:
         return sum(worker.alive for worker in self.workers)
 
     def oldest_versions(self) -> list[tuple[int, int]]:
-        """Workers, and versions that acted first in their rollouts under way, for use in a condition of :meth:`wait`.
+        """Workers, and versions that acted first in their rollouts in progress, for use in a condition of :meth:`wait`.
 
         What workers have sent before is taken in; a rollout that has not begun counts as one of the newest version.
         """
         firsts = [worker.counters.counts[Count.OLDEST] for worker in self.workers]
         for worker in self.workers:
             self._pool.read(worker.index)
-        under_way = [worker for worker in self.workers if worker.runs]
-        published = [(worker.index, worker.counters.counts[Count.PUBLISHED]) for worker in under_way]
-        return published + [(worker.index, firsts[worker.index]) for worker in under_way if firsts[worker.index] >= 0]
+        in_progress = [worker for worker in self.workers if worker.runs]
+        published = [(worker.index, worker.counters.counts[Count.PUBLISHED]) for worker in in_progress]
+        return published + [(worker.index, firsts[worker.index]) for worker in in_progress if firsts[worker.index] >= 0]
 
     # The end ----------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class Member:
         return None if connection is None else connection.pid
 
     @property
-    def there(self) -> bool:
+    def available(self) -> bool:
         """Whether it has started, and is not gone."""
         return self.ready is not None and self.connection is not None
 
@@ -108,7 +108,7 @@ class Member:
 
         Args:
             message: one of :mod:`~rollwright.collectors.workers.messages`.
-            attention: have it read after the step under way; otherwise, after the rollout.
+            attention: have it read after the current step; otherwise, after the rollout.
         """
         self._pool.send(self.index, message)
         if attention:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rollwright._keys import NestedKey
-from rollwright._processes.failures import Failure
+from rollwright._processes.failures import ExceptionInfo
 from rollwright.collectors.workers.memory.blocks import BatchForm, BlockLayout
 
 __all__ = [
@@ -43,17 +43,17 @@ class Collect(NamedTuple):
         run: its number.
         offset: of the block to write it to; None: ask for one.
         layout: number of the block's layout; a worker that has another by now asks for a block, too.
-        anew: begin new trajectories: what those under way have done before is lost.
+        reset: begin new trajectories: what those in progress have done before is lost.
     """
 
     run: int
     offset: int | None
     layout: int
-    anew: bool
+    reset: bool
 
 
 class Grant(NamedTuple):
-    """Memory for the rollout under way, as was asked for (:class:`Need`).
+    """Memory for the current rollout, as was asked for (:class:`Need`).
 
     Attributes:
         run: number of the rollout.
@@ -71,13 +71,13 @@ class Grant(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """There is no memory for the rollout under way."""
+    """There is no memory for the current rollout."""
 
     why: str
 
 
 class Interrupt(NamedTuple):
-    """End a rollout after the step under way, if it has not ended."""
+    """End a rollout after the current step, if it has not ended."""
 
     run: int
 
@@ -90,8 +90,8 @@ class Call(NamedTuple):
         path: such as ``"env.set_seed"``.
         arguments: positional and named ones, in a :class:`~rollwright._processes.channel.ByValue`; None: do not call,
             return what the path leads to.
-        between_batches: wait for the end of the rollout under way; otherwise for the end of a step.
-        cut: end the rollout under way for it.
+        between_batches: wait for the end of the current rollout; otherwise for the end of a step.
+        cut: end the current rollout for it.
     """
 
     serial: int
@@ -112,7 +112,7 @@ class Resume(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """End: the rollout under way is cut, and, with a replay buffer, written.
+    """End: the current rollout is cut, and, with a replay buffer, written.
 
     Attributes:
         close_env: close the environment.
@@ -169,7 +169,7 @@ class Noted(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Memory for the rollout under way is needed, in another form than that of the last block."""
+    """Memory for the current rollout is needed, in another form than that of the last block."""
 
     run: int
     form: BatchForm
@@ -210,7 +210,7 @@ class Failed(NamedTuple):
     """A rollout raised."""
 
     run: int
-    failure: Failure
+    failure: ExceptionInfo
 
 
 class Returned(NamedTuple):
@@ -224,7 +224,7 @@ class Raised(NamedTuple):
     """A call raised."""
 
     serial: int
-    failure: Failure
+    failure: ExceptionInfo
 
 
 class Paused(NamedTuple):

@@ -31,7 +31,7 @@ def _start_method(name: str, value: object) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """What a collector with workers is told besides the options of :class:`~rollwright.collectors.CollectorOptions`.
+    """The options of a collector with workers, besides those of :class:`~rollwright.collectors.CollectorOptions`.
 
     Attributes:
         num_workers: how many; None: as many as there are functions in ``create_env_fn``.
@@ -41,7 +41,7 @@ class WorkerOptions:
             dimension; ``-1``: along time. It lies so in memory from the beginning: nothing is copied. ``"stack"``, the
             default, has no effect with ``sync=False``, and the others are refused there.
         preemptive_threshold: share of the workers, in [0, 1], that a synchronous batch waits for; the others end their
-            rollouts after the step under way (at least one is taken), and ``("collector", "mask")`` says which frames
+            rollouts after the current step (at least one is taken), and ``("collector", "mask")`` says which frames
             were taken. 1.0 or None: all.
         num_threads: that torch uses in this process, until shutdown; None: it stays as it is.
         num_sub_threads: that torch uses in each worker; None: the cores that this process may use, shared out.
@@ -59,7 +59,7 @@ class WorkerOptions:
             buffer: written), since the one that acted first in it; None: any number.
         policy_lag: how that is kept: ``"wait"``: workers are asked for no more rollouts ahead than the consumer takes
             in time at its pace (the most versions it has published from one batch to the next), and another thread's
-            ``update_policy_weights_()`` waits for rollouts under way. ``"drop"``: they go on, and what is too stale is
+            ``update_policy_weights_()`` waits for rollouts in progress. ``"drop"``: they go on; what is too stale is
             thrown away, counted (``stats()["frames_stale"]``), and taken again in new trajectories. A pace that rises
             makes ``"wait"`` drop too.
         max_batches_held: batches (of one worker, where ``sync=False``) that the consumer may hold as views of shared
@@ -176,20 +176,20 @@ def check_join(own: WorkerOptions, ready: Sequence[Ready]) -> None:
     how, first = own.cat_results, ready[0]
     if how not in (0, -1):
         return
-    steps = [told.frames_per_batch // told.num_envs for told in ready]
+    steps = [answer.frames_per_batch // answer.num_envs for answer in ready]
     if how == 0 and first.batch_size and len(set(steps)) > 1:
         raise ValueError(
             "cat_results=0: expected rollouts of one length, which are joined along the first dimension of the "
             f"environments, got {steps} steps. Pass one number as frames_per_batch, or cat_results=-1, which joins "
             "along time."
         )
-    for worker, told in enumerate(ready):
-        for key in {**first.shapes, **told.shapes}:
-            here, there = first.shapes.get(key), told.shapes.get(key)
-            if here != there:
+    for worker, answer in enumerate(ready):
+        for key in {**first.shapes, **answer.shapes}:
+            expected, got = first.shapes.get(key), answer.shapes.get(key)
+            if expected != got:
                 raise ValueError(
                     f"cat_results={how}: expected environments with the same entries, which are joined, got "
-                    f"{key_str([key])} of shape {here} in worker 0 and {there} in worker {worker}. Pass "
+                    f"{key_str([key])} of shape {expected} in worker 0 and {got} in worker {worker}. Pass "
                     "cat_results='stack', the default, or sync=False."
                 )
 

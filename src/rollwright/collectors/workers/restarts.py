@@ -1,4 +1,4 @@
-"""Restarts: workers that failed, when others are started in their place, and what users are told of it."""
+"""Restarts: workers that failed, when they are replaced, and what users are warned of."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from rollwright.collectors.workers.local import connect
 from rollwright.collectors.workers.memory.store import BlockStore
 from rollwright.collectors.workers.options import WorkerOptions, check_join
 from rollwright.collectors.workers.restarts import Restarts
-from rollwright.collectors.workers.watching import Watch
+from rollwright.collectors.workers.watching import Watchdog
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.weight_update.publisher import Publisher
 
@@ -80,7 +80,7 @@ class Workers:
             restarts=Restarts(
                 wanted=own.on_worker_failure == "restart", most=own.max_restarts, delay_s=own.restart_delay
             ),
-            watch=Watch(own.env_step_timeout),
+            watch=Watchdog(own.env_step_timeout),
             forget=publisher.forget,
         )
         self.store = BlockStore(blocks, own.max_batches_held)

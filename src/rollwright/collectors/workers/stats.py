@@ -36,7 +36,7 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
     latest = max(with_episodes, key=lambda gauges: gauges[Gauge.LAST_RETURN_AT], default=None)
     seconds = {name: sum(worker["seconds"][name] for worker in workers) for name in counters[0].seconds()}
     busiest = max(worker["seconds"]["total"] + worker["seconds"]["wait"] for worker in workers)
-    held = schedule.store.num_lent
+    held = schedule.store.num_borrowed
     return {
         "frames": schedule.frames,
         "batches": schedule.batches,

@@ -1,4 +1,4 @@
-"""Watch: which workers are stuck."""
+"""Watchdog: which workers are stuck."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rollwright.collectors.workers.counters import BEAT_S, WorkerState
 from rollwright.collectors.workers.member import Member
 from rollwright.errors import WorkerError
 
-__all__ = ["ASIDE_S", "START_S", "Watch"]
+__all__ = ["ASIDE_S", "START_S", "Watchdog"]
 
 START_S = 120.0  # for a worker to make its environment and its policy
 ASIDE_S = 120.0  # in one call, or to take weights: whoever called has timed out before
 _MISSED_BEATS = 10  # of one that waits, beyond the limit of a step
 
 
-class Watch:
+class Watchdog:
     """Finds workers that do one thing for too long.
 
     Limited are: the start, a call (:meth:`MultiCollector.map_fn` and the like), taking weights, and one step or the

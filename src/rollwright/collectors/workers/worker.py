@@ -14,7 +14,7 @@ import torch
 
 from rollwright._memory import Segment
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
-from rollwright._processes.failures import Failure
+from rollwright._processes.failures import ExceptionInfo
 from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.delivery.thread import paused_error
 from rollwright.collectors.options import CollectorOptions
@@ -65,7 +65,7 @@ class WorkerSpec:
 
 
 def serve(channel: Channel, spec: WorkerSpec) -> None:
-    """Be a worker until the collector says stop, or is gone."""
+    """Serve the collector until it sends a stop, or is gone."""
     Worker(channel, spec).serve()
 
 
@@ -79,7 +79,7 @@ class Worker:
         self._seen = self._counts[Count.ATTENTION]
         self._counters.state = WorkerState.STARTING
         self._inbox: deque[Any] = deque()
-        self._run: int | None = None  # the rollout under way
+        self._run: int | None = None  # the current rollout
         self._interrupted_run = -1  # number of the last one that was to be interrupted
         self._cut = self._paused = False
         self._stopping: say.Stop | None = None
@@ -115,7 +115,7 @@ class Worker:
             self._counters.state = WorkerState.ENDED
 
     def _say(self, message: Any) -> None:
-        """Tell the collector, which may be busy for long; if it is gone, that is ``ChannelClosed``."""
+        """Send to the collector, which may be busy for long; if it is gone, that is ``ChannelClosed``."""
         self._channel.send(message, timeout_s=math.inf)
 
     def _read(self) -> None:
@@ -154,7 +154,7 @@ class Worker:
             case say.Call() if between_batches or not message.between_batches:
                 self._call(message)
             case say.Call() if self._paused and not message.cut:
-                self._say(say.Raised(message.serial, Failure.of(paused_error(message.path))))
+                self._say(say.Raised(message.serial, ExceptionInfo.of(paused_error(message.path))))
             case say.Call():
                 self._cut = self._cut or message.cut
                 return False
@@ -185,7 +185,7 @@ class Worker:
             raise
         except BaseException as error:
             self._counters.state = WorkerState.DELIVERING
-            self._say(say.Raised(call.serial, Failure.of(error)))
+            self._say(say.Raised(call.serial, ExceptionInfo.of(error)))
         self._counters.state = before
 
     # A rollout --------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Worker:
             finally:
                 self._run = None
         except BaseException as error:  # if it is that the collector is gone, send() says so again
-            found = say.Failed(order.run, Failure.of(error))
+            found = say.Failed(order.run, ExceptionInfo.of(error))
         news = collector.news()
         if news is not None:
             self._say(news)

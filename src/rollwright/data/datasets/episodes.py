@@ -14,7 +14,7 @@ from rollwright._keys import as_tuple
 from rollwright.data.layout import DONE, TERMINATED, TRAJ_IDS, TRUNCATED, DoneGroup, done_groups
 from rollwright.data.layout.runs import find_mask
 
-__all__ = ["EpisodeScan", "Episodes", "Frames", "Totals", "episodes_of"]
+__all__ = ["EpisodeScan", "Episodes", "FrameColumns", "Totals", "episodes_of"]
 
 _CHUNK = 1_000_000  # frames read at once from data that may be larger than memory
 
@@ -35,7 +35,7 @@ class Episodes(NamedTuple):
     ends: NDArray[np.int64]
 
 
-class Frames(NamedTuple):
+class FrameColumns(NamedTuple):
     """What the boundaries and returns of a batch are read from, each ``[rows, T]``.
 
     Attributes:
@@ -55,7 +55,7 @@ class Frames(NamedTuple):
     has_rewards: bool
 
     @classmethod
-    def of(cls, batch: TensorDictBase) -> Frames:
+    def of(cls, batch: TensorDictBase) -> FrameColumns:
         """Read them from a batch ``[*env, T]``.
 
         Raises:
@@ -116,7 +116,7 @@ class EpisodeScan:
         >>> done = torch.tensor([[False, True, False, False]])
         >>> scan = EpisodeScan()
         >>> piece = TensorDict({"next": {"reward": torch.ones(1, 4), "done": done}}, [1, 4])
-        >>> scan.update(Frames.of(piece)).returns, scan.update(Frames.of(piece)).returns
+        >>> scan.update(FrameColumns.of(piece)).returns, scan.update(FrameColumns.of(piece)).returns
         (array([2.]), array([4.]))
         >>> scan.unfinished
         1
@@ -133,7 +133,7 @@ class EpisodeScan:
         """Number of episodes that were begun and did not end."""
         return self._abandoned + int((self._open_length > 0).sum())
 
-    def update(self, frames: Frames) -> Episodes:
+    def update(self, frames: FrameColumns) -> Episodes:
         """The episodes that end in the next piece."""
         num_rows, steps = frames.done.shape
         if not len(self._open_return):
@@ -161,7 +161,7 @@ class EpisodeScan:
         self._time += steps
         return Episodes(returns[ended], lengths[ended], frames.terminated.ravel()[stops][ended], ends_at)
 
-    def _begin(self, frames: Frames) -> None:
+    def _begin(self, frames: FrameColumns) -> None:
         """Drop what was open where the new piece belongs to another trajectory."""
         other = ~frames.taken[:, 0]
         if frames.ids is not None:
@@ -248,5 +248,5 @@ def episodes_of(batch: TensorDictBase) -> tuple[Episodes, int]:
     if not batch.batch_size.numel():
         none = np.zeros(0, dtype=np.int64)
         return Episodes(np.zeros(0), none, np.zeros(0, dtype=np.bool_), none), 0
-    found = [scan.update(Frames.of(piece)) for piece in pieces(batch)]
+    found = [scan.update(FrameColumns.of(piece)) for piece in pieces(batch)]
     return Episodes(*(np.concatenate(column) for column in zip(*found, strict=True))), scan.unfinished

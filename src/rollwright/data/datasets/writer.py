@@ -27,7 +27,7 @@ from rollwright.data.datasets.description import (
     remove_dataset,
     write_description,
 )
-from rollwright.data.datasets.episodes import EpisodeScan, Frames, Totals
+from rollwright.data.datasets.episodes import EpisodeScan, FrameColumns, Totals
 from rollwright.data.loading import named
 
 __all__ = ["DatasetWriter"]
@@ -303,7 +303,7 @@ class DatasetWriter:
 
     def _count(self, batch: TensorDictBase) -> None:
         try:
-            frames = Frames.of(batch)
+            frames = FrameColumns.of(batch)
         except KeyError:  # no flags: the dataset counts no episodes
             return
         self._totals.add(self._scan.update(frames), has_rewards=frames.has_rewards)

@@ -43,7 +43,7 @@ class DoneGroup(NamedTuple):
 
     Attributes:
         prefix: the place, ``()`` for the root.
-        truncated: None where the environment does not tell truncation from termination.
+        truncated: None where the environment does not distinguish truncation from termination.
     """
 
     prefix: tuple[str, ...]
@@ -125,7 +125,7 @@ def end_of_trajectory(td: TensorDictBase, groups: list[DoneGroup], batch_ndim: i
     Args:
         td: holds the ``done`` flags of ``groups``, each of shape ``[*batch, ...]``.
         groups: of :func:`done_groups`; see :func:`deciding_groups`.
-        batch_ndim: number of leading dimensions that tell environments (and time) apart.
+        batch_ndim: number of leading dimensions that distinguish environments (and time).
 
     Returns:
         bool ``[*batch]``: any flag of the environment is set.

@@ -1,4 +1,4 @@
-"""Progress: threads wait for what others do, as long as those do something."""
+"""ProgressCondition: threads wait for what others do, as long as those do something."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from rollwright._processes.forks import on_fork
 
-__all__ = ["Progress"]
+__all__ = ["ProgressCondition"]
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.2e-3, 10e-3
 _PREFETCHERS = "rollwright-prefetch"  # threads that draw only what was asked for
 
 
-class Progress:
+class ProgressCondition:
     """A condition on which threads wait until they may go on.
 
     Those who change something wake them, by :attr:`changed`; what other processes change is noticed within 10 ms.
@@ -23,7 +23,7 @@ class Progress:
         changed: held while what is waited for changes.
 
     Example:
-        >>> progress, drawn = Progress(), []
+        >>> progress, drawn = ProgressCondition(), []
         >>> def draw():
         ...     with progress.changed:
         ...         drawn.append(3)
@@ -44,7 +44,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.reset_after_fork()
-        on_fork(self, Progress.reset_after_fork)
+        on_fork(self, ProgressCondition.reset_after_fork)
 
     def reset_after_fork(self) -> None:
         """Begin with nobody who waits."""

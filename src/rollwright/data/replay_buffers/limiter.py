@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from rollwright._interrupts import uninterrupted
 from rollwright.data.replay_buffers._counts import Counts
-from rollwright.data.replay_buffers._progress import Progress
+from rollwright.data.replay_buffers._progress import ProgressCondition
 from rollwright.data.replay_buffers.storages.base import positive
 
 __all__ = ["SampleToInsertRatio"]
@@ -17,7 +17,7 @@ __all__ = ["SampleToInsertRatio"]
 T = TypeVar("T")
 
 
-def _never() -> bool:
+def _no_stop() -> bool:
     return False
 
 
@@ -41,7 +41,7 @@ class SampleToInsertRatio:
 
     Only ``sample()`` and collectors wait, a collector before a rollout begins. ``extend()`` and ``add()`` do not:
     whoever inserts by hand asks :meth:`may_insert` or :meth:`await_insert`. Above ``margin`` the balance may be by what
-    is under way: by one rollout for each further collector of the buffer, and by trajectories that are written when
+    is in progress: by one rollout for each further collector of the buffer, and by trajectories that are written when
     they are complete. Copies of the buffer, in this process or another, have no limiter.
 
     Args:
@@ -76,7 +76,7 @@ class SampleToInsertRatio:
         self._frames = self._batch_size = 1  # the most that is inserted, and drawn, at a time, as far as is known
         self._counts: Counts | None = None
         self._base = self._sampled = self._at_base = 0  # write_count and sampled where the balance was 0
-        self.progress = Progress()
+        self.progress = ProgressCondition()
         self._listeners: list[Callable[[], None]] = []
         self._inserters: list[Callable[[], str]] = []
         self._process = os.getpid()
@@ -165,7 +165,7 @@ class SampleToInsertRatio:
     # Inserting ----------------------------------------------------------------------------------
 
     def may_insert(self, frames: int) -> bool:
-        """Whether so many may be inserted now, those included that are under way."""
+        """Whether so many may be inserted now, those included that are in progress."""
         if not self._active:
             return True
         inserted = self.inserted
@@ -185,11 +185,11 @@ class SampleToInsertRatio:
             if beyond > 0 and inserted >= self._base and not self._is_warm(inserted):
                 self._base = min(inserted, self._base + math.ceil(beyond / self.samples_per_insert))
 
-    def await_insert(self, frames: int, *, stop: Callable[[], bool] = _never, whom: str = "the collector") -> bool:
+    def await_insert(self, frames: int, *, stop: Callable[[], bool] = _no_stop, whom: str = "the collector") -> bool:
         """Wait until so many may be inserted; not to be called where a lock is held.
 
         Args:
-            frames: how many, those included that are under way.
+            frames: how many, those included that are in progress.
             stop: asked again and again, at least every 10 ms: whether to stop waiting. It may take its time, which does
                 not count as waiting.
             whom: who waits, for messages.
@@ -223,7 +223,7 @@ class SampleToInsertRatio:
             stop=stop,
             why=why,
             remedy=remedy,
-            others=_never,
+            others=_no_stop,
         )
 
     def _lacking(self, frames: int) -> float:

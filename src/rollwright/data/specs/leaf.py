@@ -177,7 +177,7 @@ class DenseSpec(LeafSpec):
 
     @abc.abstractmethod
     def _domain(self) -> str:
-        """The domain in words, for messages."""
+        """The domain as text, for messages."""
 
     def zero(self, shape: ShapeLike = ()) -> Tensor:
         """Zeros of shape ``[*shape, *self.shape]``, whether or not zero lies in the domain."""

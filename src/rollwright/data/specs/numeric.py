@@ -232,7 +232,7 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def _brief(bound: Tensor) -> str:
-    """A bound in few words: one number, a few, or the range it lies in."""
+    """A bound as a short text: one number, a few, or the range it lies in."""
     values = bound.unique().tolist()
     if len(values) == 1:
         return str(values[0])

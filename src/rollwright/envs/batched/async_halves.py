@@ -16,7 +16,7 @@ from rollwright.data.layout import deciding_groups
 from rollwright.envs._partial_reset import merge_reset, reset_masks
 from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.base import BatchedEnv
-from rollwright.envs.batched.hosting.processes import PATIENCE_S
+from rollwright.envs.batched.hosting.processes import DEFAULT_TIMEOUT_S
 from rollwright.envs.factories import placed
 from rollwright.errors import EnvError
 
@@ -64,7 +64,7 @@ class AsyncHalves(BatchedEnv):
     ) -> None:
         super().__init__(slots.facts, device)
         self.stack, self.min_get = stack, min_get
-        self._limit_s = PATIENCE_S if env_step_timeout is None else env_step_timeout
+        self._limit_s = DEFAULT_TIMEOUT_S if env_step_timeout is None else env_step_timeout
         self._tasks: dict[int, _Task] = {}
         self._strays: set[int] = set()  # busy with a call whose caller was interrupted: what comes of it is dropped
         self._ready: dict[str, deque[tuple[int, Any]]] = {call: deque() for call in (STEP, RESET, BOTH)}
@@ -93,13 +93,13 @@ class AsyncHalves(BatchedEnv):
     def async_step_and_maybe_reset_send(
         self, tensordict: TensorDictBase, env_index: int | Sequence[int] | None = None
     ) -> None:
-        """Let some environments take a step, and begin anew if that was the last one; see :meth:`async_step_send`."""
+        """Let some environments take a step, and reset those whose trajectory ended; see :meth:`async_step_send`."""
         self._send(BOTH, tensordict, env_index)
 
     def async_reset_send(
         self, tensordict: TensorDictBase | None = None, env_index: int | Sequence[int] | None = None, **kwargs: Any
     ) -> None:
-        """Let some environments begin anew.
+        """Let some environments be reset.
 
         Args:
             tensordict: data for the reset, or None.
@@ -190,7 +190,7 @@ class AsyncHalves(BatchedEnv):
         Raises:
             EnvError: an environment has failed; other results stay.
             TimeoutError: too few are ready in time; they stay.
-            RuntimeError: more are waited for than are under way.
+            RuntimeError: more are waited for than are in progress.
             ValueError: fewer than one are waited for, or more than ``max_get``.
         """
         return self._stacked(self._recv(STEP, min_get, env_index, max_get, timeout))
@@ -207,7 +207,7 @@ class AsyncHalves(BatchedEnv):
 
         Returns:
             ``[n, *batch]`` each: the steps, with the true last observation; and the roots of the next ones, where
-            ended trajectories have begun anew.
+            environments whose trajectories ended are reset.
         """
         found = self._recv(BOTH, min_get, env_index, max_get, timeout)
         stepped = [(row, pair[0]) for row, pair in found]
@@ -221,7 +221,7 @@ class AsyncHalves(BatchedEnv):
         max_get: int | None = None,
         timeout: float | None = None,
     ) -> TensorDictBase:
-        """First data of environments that have begun anew; see :meth:`async_step_recv`."""
+        """First data of environments that were reset; see :meth:`async_step_recv`."""
         return self._stacked(self._recv(RESET, min_get, env_index, max_get, timeout))
 
     def _recv(
@@ -259,7 +259,7 @@ class AsyncHalves(BatchedEnv):
         return self._taken(call, wanted, max_get)
 
     def _count(self, ready: deque[tuple[int, Any]], wanted: list[int] | None) -> int:
-        """Results that are ready; those of environments that have failed are as good as any: they are to be told."""
+        """Results that are ready; those of environments that have failed count, too: their errors are to be raised."""
         return sum(wanted is None or row in wanted for row, _ in ready)
 
     def _taken(self, call: str, wanted: list[int] | None, max_get: int | None) -> list[tuple[int, Any]]:
@@ -286,7 +286,7 @@ class AsyncHalves(BatchedEnv):
                     self._advance_task(self._tasks.pop(came.row), came)
 
     def _settle(self) -> None:
-        """Wait for calls whose caller was interrupted; environments that do not come back fail in time."""
+        """Wait for calls whose caller was interrupted; environments that do not return fail in time."""
         while self._strays:
             self._pump(self._limit_s)
 
@@ -356,7 +356,7 @@ class AsyncHalves(BatchedEnv):
             raise EnvError(f"{self}: {what} after close(). Make a new pool.")
 
     def _forget(self) -> None:
-        """Drop what is under way, and what nobody has received."""
+        """Drop what is in progress, and what nobody has received."""
         self._tasks.clear()
         self._strays.clear()
         for ready in self._ready.values():

@@ -72,7 +72,7 @@ class AsyncEnvPool(AsyncHalves):
         >>> env.async_step_and_maybe_reset_send(data)
         >>> stepped, root = env.async_step_and_maybe_reset_recv(min_get=2)  # the first two or three
         >>> root = env.rand_action(root)
-        >>> env.async_step_and_maybe_reset_send(root)  # these go on; others are still under way
+        >>> env.async_step_and_maybe_reset_send(root)  # these go on; others are still in progress
         >>> sorted(stepped["env_index"].tolist()) == sorted(root["env_index"].tolist())
         True
         >>> stepped["next", "reward"].shape == (len(stepped), 1)

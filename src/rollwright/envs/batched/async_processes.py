@@ -16,7 +16,7 @@ from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.messages import ResetRows, StepRows
 from rollwright.envs.batched.hosting.outcomes import Outcomes, lay_out_outcomes
-from rollwright.envs.batched.hosting.processes import HURRY_S, PATIENCE_S, EnvProcesses
+from rollwright.envs.batched.hosting.processes import DEFAULT_TIMEOUT_S, SHORT_CLOSE_S, EnvProcesses
 from rollwright.envs.batched.hosting.td_rows import Nests, dense_leaves
 from rollwright.envs.factories import Factory, renamed
 from rollwright.errors import EnvError, RollwrightError
@@ -40,13 +40,13 @@ class ProcessSlots(Slots):
     """
 
     def __init__(self, makers: Sequence[Factory], name: str, timeout_s: float | None, start_method: str | None) -> None:
-        self._name, self._limit_s = name, PATIENCE_S if timeout_s is None else timeout_s
+        self._name, self._limit_s = name, DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         self._processes = EnvProcesses(
             makers, len(makers), describe=calls.describe, start_method=start_method, timeout_s=timeout_s
         )
         self.facts: list[calls.EnvFacts] = self._processes.described
         self._outcomes: Outcomes
-        self._under_way: dict[int, tuple[int, str, float]] = {}  # by row: ticket, call, since when
+        self._in_progress: dict[int, tuple[int, str, float]] = {}  # by row: ticket, call, since when
 
     def lay_out(self, env: EnvBase) -> None:
         """Give the outcomes of a batch their places; once, before the first call."""
@@ -75,27 +75,27 @@ class ProcessSlots(Slots):
         with uninterrupted:
             ticket = self._processes.post(command, [row], layout, keeps=True)
             self._processes.flush()
-            self._under_way[row] = ticket, "reset" if resets else "step", time.monotonic()
+            self._in_progress[row] = ticket, "reset" if resets else "step", time.monotonic()
 
     def wait(self, timeout_s: float) -> None:
         """See :class:`Slots`."""
         until = time.monotonic() + timeout_s
         self._processes.run_once(0.0)
-        while not any(map(self._is_over, self._under_way)) and (left := until - time.monotonic()) > 0:
-            due = min((since + self._limit_s for _, _, since in self._under_way.values()), default=until)
+        while not any(map(self._is_over, self._in_progress)) and (left := until - time.monotonic()) > 0:
+            due = min((since + self._limit_s for _, _, since in self._in_progress.values()), default=until)
             self._processes.run_once(max(0.0, min(left, due - time.monotonic(), _NAP_S)))
 
     def collect(self) -> Iterator[Came]:
         """See :class:`Slots`."""
-        for row in [row for row in self._under_way if self._is_over(row)]:
+        for row in [row for row in self._in_progress if self._is_over(row)]:
             yield self._came(row)
 
     def _is_over(self, row: int) -> bool:
-        ticket, _, since = self._under_way[row]
+        ticket, _, since = self._in_progress[row]
         return self._processes.is_answered(ticket) or time.monotonic() - since > self._limit_s
 
     def _came(self, row: int) -> Came:
-        ticket, call, since = self._under_way.pop(row)
+        ticket, call, since = self._in_progress.pop(row)
         self._processes.kill_late(ticket)
         gathered = self._processes.gather(ticket)
         for raised in gathered.raised:
@@ -147,5 +147,5 @@ class ProcessSlots(Slots):
 
     def close(self, *, hurries: bool = False) -> tuple[list[Exception], list[str]]:
         """See :class:`Slots`."""
-        raised, forced = self._processes.end(HURRY_S if hurries else None)
+        raised, forced = self._processes.end(SHORT_CLOSE_S if hurries else None)
         return [one.failure.error(f"{self._name}[{one.row}]") for one in raised], forced

@@ -27,7 +27,7 @@ class Came(NamedTuple):
 
 
 class Slots(ABC):
-    """One place for each environment; at most one call is under way in each.
+    """One place for each environment; at most one call is in progress in each.
 
     Attributes:
         facts: what is known of each environment: batch size, device, specs.

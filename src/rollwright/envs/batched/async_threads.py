@@ -17,7 +17,7 @@ from rollwright._interrupts import uninterrupted
 from rollwright._processes.threads import DaemonThread
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_slots import Came, Slots
-from rollwright.envs.batched.hosting.processes import CLOSE_S, HURRY_S, PATIENCE_S, START_S
+from rollwright.envs.batched.hosting.processes import CLOSE_S, DEFAULT_TIMEOUT_S, SHORT_CLOSE_S, START_S
 from rollwright.envs.factories import Factory, call_each, made, placed, renamed
 from rollwright.errors import EnvError, RollwrightError
 
@@ -37,7 +37,7 @@ class _Work(NamedTuple):
 Inbox = queue.SimpleQueue[_Work | None]
 
 
-class _Place(DaemonThread):
+class _EnvThread(DaemonThread):
     """The thread of an environment.
 
     Args:
@@ -72,16 +72,16 @@ class ThreadSlots(Slots):
     """
 
     def __init__(self, makers: Sequence[Factory], name: str, timeout_s: float | None) -> None:
-        self._name, self._limit_s = name, PATIENCE_S if timeout_s is None else timeout_s
+        self._name, self._limit_s = name, DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         self._makers = list(makers)
         self._outbox: deque[tuple[int, int, Any]] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # rung after something was put into the outbox
         self._ends: dict[int, str] = {}  # by row: its thread has GONE, or was LEFT behind, whichever came first
-        self._since: dict[int, tuple[int, float]] = {}  # by row: serial and time of the call under way
-        self._lost: set[int] = set()  # rows whose thread did not come back
+        self._since: dict[int, tuple[int, float]] = {}  # by row: serial and time of the current call
+        self._lost: set[int] = set()  # rows whose thread did not return
         self._serial = 0
         self.facts: list[EnvBase] = []
-        self._places = [_Place(f"{name}[{row}]", partial(self._serve, row)) for row in range(len(self._makers))]
+        self._places = [_EnvThread(f"{name}[{row}]", partial(self._serve, row)) for row in range(len(self._makers))]
         for row, place in enumerate(self._places):
             self._since[row] = 0, time.monotonic()
             place.start()
@@ -185,7 +185,7 @@ class ThreadSlots(Slots):
 
     def _taken(self, row: int, serial: int, result: Any) -> Came | None:
         if self._since.get(row, (None,))[0] != serial:
-            self._lost.discard(row)  # it came back after all; nobody waits for this any more
+            self._lost.discard(row)  # it returned after all; nobody waits for this any more
             return None
         del self._since[row]
         if not isinstance(result, Exception):
@@ -217,7 +217,7 @@ class ThreadSlots(Slots):
         """See :class:`Slots`."""
         self._ends.update({row: GONE for row, place in enumerate(self._places) if place.left_behind})  # in a fork
         self._leave()
-        until = time.monotonic() + (HURRY_S if hurries else CLOSE_S)
+        until = time.monotonic() + (SHORT_CLOSE_S if hurries else CLOSE_S)
         awaited = set(range(len(self._places))) - self._lost
         while awaited - self._ends.keys() and (rest := until - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):

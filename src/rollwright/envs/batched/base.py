@@ -155,7 +155,7 @@ class BatchedEnv(EnvBase):
         return last
 
     def start(self) -> None:
-        """No effect: the environments are there from the beginning, and come back with a reset after close()."""
+        """No effect: the environments are there from the beginning, and are recreated by a reset after close()."""
 
 
 def _entries(part: Any) -> dict[Any, Any]:

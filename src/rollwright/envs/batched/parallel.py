@@ -59,8 +59,8 @@ class ParallelEnv(RemoteEnvs):
             ``"raise"``: an error that names it. ``"recreate"``: another one is made in its place; the step that failed
             is a frame with the last observation once more, a reward of 0 and ``truncated`` and ``done`` set, so that
             its trajectory ends. A process that is stuck or dead is replaced; its other environments are new ones too,
-            and their trajectories end as truncated. What environments kept in buffers begins anew. The first time
-            is told by a ``RuntimeWarning``, all are counted in :attr:`recreations`; four failures in a row without
+            and their trajectories end as truncated. What environments kept in buffers is reset. The first time
+            is reported by a ``RuntimeWarning``, all are counted in :attr:`recreations`; four failures in a row without
             a step in between are raised.
         policy: see :class:`~rollwright.envs.EnvBase`.
 
@@ -70,7 +70,7 @@ class ParallelEnv(RemoteEnvs):
     Raises:
         TypeError: ``create_env_fn`` is not, or does not make, what it should.
         ValueError: lists of another length than ``num_workers``; environments that do not fit together.
-        EnvError: a factory failed; an environment raised, did not come back, or its process ended. The cause holds
+        EnvError: a factory failed; an environment raised, did not return, or its process ended. The cause holds
             the traceback of the other process.
 
     Example:
@@ -129,7 +129,7 @@ class ParallelEnv(RemoteEnvs):
             describe=calls.describe,
             start_method=mp_start_method,
             timeout_s=env_step_timeout,
-            renews=recreates,
+            recreates=recreates,
             num_threads=num_sub_threads,
         )
         processes = launch()

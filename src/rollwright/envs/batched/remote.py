@@ -13,7 +13,7 @@ import torch
 from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.calls import EnvFacts, Sign
-from rollwright.envs.batched.hosting.processes import HURRY_S, EnvProcesses
+from rollwright.envs.batched.hosting.processes import SHORT_CLOSE_S, EnvProcesses
 from rollwright.envs.batched.hosting.rows import HostedRows
 from rollwright.errors import EnvError
 
@@ -37,7 +37,7 @@ class RemoteEnvs(BatchedEnv):
     @property
     def recreations(self) -> list[int]:
         """How many environments were in each place before."""
-        return self._processes.renewals
+        return self._processes.recreations
 
     @property
     def num_recreated(self) -> int:
@@ -79,7 +79,7 @@ class RemoteEnvs(BatchedEnv):
         if self._ended:
             return
         self._hosted.is_closed = True
-        raised, forced = self._processes.end(HURRY_S if hurries else None)
+        raised, forced = self._processes.end(SHORT_CLOSE_S if hurries else None)
         self._ended = True
         if forced:
             warnings.warn(f"{type(self).__name__}: {'; '.join(forced)}.", RuntimeWarning, stacklevel=2)

@@ -37,7 +37,7 @@ class Drawn:
     """Stands in a pickle where an environment had something that only draws."""
 
 
-class Memory(NamedTuple):
+class SharedBytes(NamedTuple):
     """Bytes that several arrays share.
 
     Attributes:
@@ -54,7 +54,9 @@ class Memory(NamedTuple):
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles live objects by name, and arrays over shared ``memories`` as views of them."""
 
-    def __init__(self, file: io.BytesIO, names: Mapping[int, str], drawing: set[int], memories: list[Memory]) -> None:
+    def __init__(
+        self, file: io.BytesIO, names: Mapping[int, str], drawing: set[int], memories: list[SharedBytes]
+    ) -> None:
         super().__init__(file, protocol=5)
         self._names = names
         self._drawing = drawing
@@ -222,7 +224,7 @@ def _bounds(array: Any) -> tuple[int, int] | None:
     return array.data_ptr(), array.data_ptr() + (last + 1) * array.element_size()
 
 
-def _shared(arrays: list[Any], live: list[Tensor]) -> list[Memory]:
+def _shared(arrays: list[Any], live: list[Tensor]) -> list[SharedBytes]:
     """The stretches of memory that more than one array looks at, in order of their addresses."""
     owners: list[tuple[Any, Tensor | None]] = [*((array, None) for array in arrays), *((one, one) for one in live)]
     placed = [(bounds, owner) for array, owner in owners if (bounds := _bounds(array)) is not None]
@@ -234,7 +236,7 @@ def _shared(arrays: list[Any], live: list[Tensor]) -> list[Memory]:
         else:
             groups.append((start, stop, [tensor]))
     return [
-        Memory(start, stop, _holder(start, stop, members))
+        SharedBytes(start, stop, _holder(start, stop, members))
         for start, stop, members in groups
         if len(members) > 1 and None in members
     ]

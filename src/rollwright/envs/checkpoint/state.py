@@ -123,7 +123,7 @@ def load_env(env: EnvBase, state: Mapping[str, Any]) -> None:
     except Exception as error:
         raise EnvError(
             f"state: what was saved of {env} cannot be read here: {type(error).__name__}: {error}. Define its "
-            "classes and functions under the names that they had, and make the environment anew."
+            "classes and functions under the names that they had, and make a new environment."
         ) from error
     for path, attributes in content.items():
         _put_attributes(parts[path], attributes)
@@ -198,7 +198,7 @@ def _put_attributes(part: nn.Module, attributes: dict[str, Any]) -> None:
 
 
 def _draw_with(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Let a gymnasium environment draw with what the one before it has, if only with the wish to make it."""
+    """Give a gymnasium environment the generator that it has already; one without makes its own."""
     for name in [name for name, value in new.items() if value is Drawn]:
         if name in old:
             new[name] = old[name]

@@ -72,7 +72,7 @@ def check_parts(env: VectorEnv[Any, Any, Any]) -> None:
             )
     elif not _reads_mask(base):
         raise ValueError(
-            f"env: {env} resets what has ended with the next step (AutoresetMode.NEXT_STEP) and cannot be told to "
+            f"env: {env} resets what has ended with the next step (AutoresetMode.NEXT_STEP) and cannot be asked to "
             f"before: its reset() does not read options['reset_mask'], {_MADE_UP}. {_instead(env)}"
         )
 
@@ -91,7 +91,7 @@ def _instead(env: VectorEnv[Any, Any, Any]) -> str:
 
 
 def _reads_mask(env: VectorEnv[Any, Any, Any]) -> bool:
-    """Whether ``options["reset_mask"]`` means something to ``env``; nothing but its code tells."""
+    """Whether ``options["reset_mask"]`` means something to ``env``; only its code shows it."""
     for reset in (vars(cls)["reset"] for cls in type(env).__mro__ if "reset" in vars(cls)):
         code = getattr(inspect.unwrap(reset), "__code__", None)
         if code is None or "reset_mask" in code.co_consts:

@@ -98,7 +98,7 @@ class VectorEpisodes:
         """Begin new episodes.
 
         Args:
-            rows: bool ``[num_envs]``, with a True in it; None for all, also those that have begun anew.
+            rows: bool ``[num_envs]``, with a True in it; None for all, also those that were reset.
             read: readers of the values.
             seed: for each environment.
             options: for the environments' reset.
@@ -127,7 +127,7 @@ class VectorEpisodes:
         else:
             raise EnvError(
                 f"{self.env} cannot reset its environments {np.flatnonzero(rest).tolist()} alone: only "
-                "those whose episode ended with the last step have begun anew. Reset all of them, or "
+                "those whose episode ended with the last step have been reset. Reset all of them, or "
                 "create it with autoreset_mode=AutoresetMode.DISABLED."
             )
         self.ended = self.ended & ~rows

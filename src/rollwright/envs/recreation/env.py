@@ -31,7 +31,7 @@ class RecreatedEnv(WrapperEnv):
 
     A step that raised is answered by the last observation once more, a reward of 0, and ``truncated`` and ``done`` set
     in all of the batch, so that trajectories end there. In place of a reset that raised, the new environment's is
-    returned; where it was a partial one, the next step ends the trajectories that the old environment had under way.
+    returned; where it was a partial one, the next step ends the trajectories that the old environment had in progress.
     Data pass through as they are, specs and attributes are those of ``base_env``, and so are the names in
     ``state_dict()``.
 
@@ -75,7 +75,7 @@ class RecreatedEnv(WrapperEnv):
         self.recreation = RecreationPolicy()
         self.awaits_reset = False
         self.last_observed: TensorDictBase | Values | None = None
-        self._owes_end = False  # whether trajectories are under way that no environment goes on with
+        self._owes_end = False  # whether trajectories are in progress that no environment goes on with
 
     @property
     def recreations(self) -> int:
@@ -124,7 +124,7 @@ class RecreatedEnv(WrapperEnv):
         self.last_observed = observed
 
     def note_end(self) -> None:
-        """Note that the trajectories under way were ended, by a step that was not taken."""
+        """Note that the trajectories in progress were ended, by a step that was not taken."""
         self._owes_end = False
 
     def reset_with(self, reset: Callable[[bool], Any], partial: bool, kwargs: dict[str, Any]) -> Any:

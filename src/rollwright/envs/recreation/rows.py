@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from rollwright._processes.restarts import RestartPolicy
 from rollwright.data.layout import DoneGroup, complete_done
 from rollwright.envs.arrays import Values
-from rollwright.envs.batched.hosting.answers import Gathered, Lost
+from rollwright.envs.batched.hosting.answers import Gathered, LostProcess
 from rollwright.envs.batched.hosting.messages import Raised
 from rollwright.envs.batched.hosting.processes import EnvProcesses
 from rollwright.envs.factories import renamed
@@ -75,7 +75,7 @@ class Recreation:
         Raises:
             RollwrightError: an environment has failed, and is not recreated.
         """
-        for row, text in gathered.renewed:
+        for row, text in gathered.recreated:
             self._tell(row, text)
         for raised in gathered.raised:
             raise self._error(raised) from raised.failure.error(f"{self._name}[{raised.row}]")
@@ -93,7 +93,7 @@ class Recreation:
             failed, cut = failed | cut, set()
         return Missed(frozenset(failed), frozenset(cut))
 
-    def _replace(self, lost: Lost, call: str) -> None:
+    def _replace(self, lost: LostProcess, call: str) -> None:
         said = f"{self._name}[{lost.row}]: its process {lost.how}, in {call}"
         cause = None if lost.failure is None else lost.failure.error(f"process {lost.process}")
         if not self._enabled:

@@ -42,7 +42,7 @@ class Transform(nn.Module):
     The specs change with the data: override ``transform_observation_spec`` and its like.
 
     What must survive a step (a count, a sum) belongs in the data: ``_step`` reads it from the root and
-    writes it below ``"next"``, so that a row that begins anew starts over by itself and a saved run resumes.
+    writes it below ``"next"``, so that a row that is reset starts over by itself and a saved run resumes.
 
     Args:
         in_keys: entries to read from what the environment returns.
@@ -104,7 +104,7 @@ class Transform(nn.Module):
 
         Args:
             tensordict: what was passed to the reset, empty if nothing was; ``"_reset"`` marks the rows
-                that begin anew, all do where there is none.
+                that are reset; all are where there is none.
             tensordict_reset: the first data of those rows; what it holds in others is dropped later.
         """
         if _overrides(self, "_call"):
@@ -233,7 +233,7 @@ class Transform(nn.Module):
 
     @property
     def _groups(self) -> list[DoneGroup]:
-        """The groups of flags that decide when a row begins anew: the root's, else all."""
+        """The groups of flags that decide when a row is reset: the root's, else all."""
         return self._remember("groups", lambda: deciding_groups(self._all_groups))
 
     @property
@@ -242,7 +242,7 @@ class Transform(nn.Module):
         return done_groups(["done", "terminated", "truncated"]) if parent is None else parent.done_groups
 
     def _fresh(self, tensordict: TensorDictBase, key: NestedKey, value: torch.Tensor) -> torch.Tensor | None:
-        """Which elements of ``value``, at ``key``, begin anew: bool that broadcasts to it; None: all."""
+        """Which elements of ``value``, at ``key``, are reset: bool that broadcasts to it; None: all."""
         marks = {group.prefix: tensordict.get(group.reset, None) for group in self._groups}
         masks = {prefix: mask for prefix, mask in marks.items() if mask is not None}
         return mask_like(masks, as_tuple(key)[:-1], value, tensordict.ndim) if masks else None
@@ -260,7 +260,7 @@ class Transform(nn.Module):
         self.__dict__.update(_containers=(), _parent=None, _memo={})
 
     def set_container(self, container: nn.Module) -> None:
-        """Tell the transform which :class:`Compose` or :class:`TransformedEnv` holds it.
+        """Let the transform know which :class:`Compose` or :class:`TransformedEnv` holds it.
 
         Raises:
             RuntimeError: another one holds it.

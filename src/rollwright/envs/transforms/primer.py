@@ -22,8 +22,8 @@ __all__ = ["TensorDictPrimer"]
 class TensorDictPrimer(Transform):
     """Gives entries of the policy's own (recurrent states) a first value at each reset.
 
-    A step carries an entry from the root to ``"next"``, unless the policy wrote it there. Rows that begin
-    anew get first values, others keep theirs.
+    A step carries an entry from the root to ``"next"``, unless the policy wrote it there. Rows that are
+    reset get first values, others keep theirs.
 
     Args:
         primers: specs by key; ``Composite`` or a mapping.

@@ -44,7 +44,7 @@ class VecNorm(EntryTransform):
     .. math::
         y_i = (x_i - \mu') / \sqrt{\max(s' / w', \epsilon)}.
 
-    In a partial reset only the rows that begin anew are counted. The numbers are buffers, part of
+    In a partial reset only the rows that are reset are counted. The numbers are buffers, part of
     ``state_dict()``; a clone made when there are some shares them.
 
     Args:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from rollwright.modules.recurrent.cells import GRU, LSTM, States, gru_step, layer_weights, lstm_step, run_cells
 from rollwright.modules.recurrent.gru_loop import gru_layer
-from rollwright.modules.recurrent.pieces import Packing, Pieces, Stairs
+from rollwright.modules.recurrent.pieces import PackedFrames, Pieces, Stairs
 
 __all__ = ["run_pieces", "take_step"]
 
@@ -82,7 +82,7 @@ def _run_ragged(rnn: nn.RNNBase, x: Tensor, states: States, pieces: Pieces) -> t
     on_cpu = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     if on_cpu and type(rnn) is nn.LSTM:
         return _lstm_stairs(rnn, x, states, pieces)
-    packing = Packing.of(pieces)
+    packing = PackedFrames.of(pieces)
     packed = _reordered(x, packing.rows, packing.place)
     if written_out:
         y, finals = run_cells(rnn, gru_step if len(states) == 1 else lstm_step, packed, packing.sizes, states)
@@ -132,7 +132,7 @@ def _restored(y: Tensor, place: Tensor) -> Tensor:
     return cast(Tensor, _Restored.apply(y, place))  # type: ignore[no-untyped-call]
 
 
-def _gru_loop(rnn: nn.GRU, x: Tensor, states: States, packing: Packing, pieces: Pieces) -> tuple[Tensor, States]:
+def _gru_loop(rnn: nn.GRU, x: Tensor, states: States, packing: PackedFrames, pieces: Pieces) -> tuple[Tensor, States]:
     last = packing.place[pieces.last[pieces.order]]
     finals = []
     for layer in range(rnn.num_layers):

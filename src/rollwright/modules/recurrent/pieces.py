@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["Packing", "Pieces", "Segment", "Stairs"]
+__all__ = ["PackedFrames", "Pieces", "DenseSteps", "Stairs"]
 
 CALL_COST_ROWS = 64  # what one more call of a kernel costs, in rows of one step (measured for hidden sizes of 128, 256)
 
@@ -79,7 +79,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedFrames:
     """Frames in time-major order, the longest pieces first; nothing is padded.
 
     Attributes:
@@ -93,7 +93,7 @@ class Packing:
     sizes: list[int]
 
     @classmethod
-    def of(cls, pieces: Pieces) -> Packing:
+    def of(cls, pieces: Pieces) -> PackedFrames:
         """Pack ``pieces``."""
         sizes = pieces.sizes
         place = pieces.frames_at(sizes.cumsum(0) - sizes)
@@ -102,7 +102,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class Segment:
+class DenseSteps:
     """Steps ``begin`` to ``end`` of the ``count`` longest pieces, one dense call of a kernel."""
 
     begin: int
@@ -128,7 +128,7 @@ class Stairs:
         place: the row of each frame, int64 ``[N]``.
     """
 
-    segments: list[Segment]
+    segments: list[DenseSteps]
     rows: Tensor
     padded: Tensor
     place: Tensor
@@ -149,11 +149,11 @@ class Stairs:
         return cls(segments, torch.cat(rows), torch.cat(padded), pieces.frames_at(torch.cat(offsets)))
 
 
-def _segments(sizes: list[int]) -> list[Segment]:
+def _segments(sizes: list[int]) -> list[DenseSteps]:
     segments, begin, wasted = [], 0, 0
     for step, size in enumerate(sizes):
         wasted += sizes[begin] - size
         if wasted > CALL_COST_ROWS:
-            segments.append(Segment(begin, step, sizes[begin]))
+            segments.append(DenseSteps(begin, step, sizes[begin]))
             begin, wasted = step, 0
-    return [*segments, Segment(begin, len(sizes), sizes[begin])]
+    return [*segments, DenseSteps(begin, len(sizes), sizes[begin])]

@@ -14,7 +14,7 @@ from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys
 from rollwright.collectors.core import Actor, Path, UnfitOutputs
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import CastActor, as_array
-from rollwright.collectors.rollout.paths.layout import Form, Layout, below_next, difference, lay_out, unfit
+from rollwright.collectors.rollout.paths.layout import BatchLayout, Form, below_next, difference, lay_out, unfit
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.recording import BatchMemory
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
@@ -79,7 +79,7 @@ class ArrayPath(Path):
         self._root: Values | None = None
         self._ids: NDArray[Any] = np.full(self._batch, -1)
         self._block: BatchMemory | None = None
-        self._layouts: dict[Actor, Layout] = {}
+        self._layouts: dict[Actor, BatchLayout] = {}
         self._ahead: Values | None = None  # outputs of the first step, where it was taken already
 
     # The current TensorDict ----------------------------------------------------------------------
@@ -121,7 +121,7 @@ class ArrayPath(Path):
                 root[key] = value.reshape(self._batch)[()] if entry is not None and entry.column else value
         missing = [key for key in self._arrays.entries if key not in root]
         if missing:
-            raise NotNative(f"the carrier has no {key_str(missing)}")
+            raise NotNative(f"the current TensorDict has no {key_str(missing)}")
         self._root = root
 
     def reset(self, **kwargs: Any) -> None:
@@ -138,9 +138,9 @@ class ArrayPath(Path):
         """See :meth:`Path.set_ids`."""
         self._ids = ids.reshape(self._batch).numpy().copy()
 
-    def renew_ids(self, ended: torch.Tensor) -> None:
-        """See :meth:`Path.renew_ids`."""
-        self._renew(ended.reshape(self._batch).numpy())
+    def replace_ids(self, ended: torch.Tensor) -> None:
+        """See :meth:`Path.replace_ids`."""
+        self._replace_ids(ended.reshape(self._batch).numpy())
 
     def compile(self, arguments: Mapping[str, Any]) -> None:
         """See :meth:`Path.compile`."""
@@ -259,11 +259,11 @@ class ArrayPath(Path):
     def _note_ends(self, t: int, ended: Rows) -> None:
         """After a step with which trajectories have ended: fresh ids, and their last observations kept."""
         if self._tracks_ids:
-            self._renew(ended)
+            self._replace_ids(ended)
         if self._keeper is not None:
             self._keep(t, ended, self._out)
 
-    def _renew(self, ended: Rows) -> None:
+    def _replace_ids(self, ended: Rows) -> None:
         self._ids = ids = self._ids.copy()
         ids[ended] = self._pool.take(int(np.count_nonzero(ended)))
 

@@ -34,11 +34,11 @@ class Group:
         rows: where they are in the batch.
         first: index of its first environment in the flattened batch.
         no_flags: the flags of a root.
-        root: what the next step is taken from, or the one under way was.
+        root: what the next step is taken from, or the one in progress was.
         out: what came of the last step.
         preset: what the policy wrote below ``"next"``.
         acts: the form of what it writes.
-        time: of the step under way; None: there is none.
+        time: of the current step; None: there is none.
     """
 
     def __init__(self, arrays: ArrayEnv, policy: Actor, start: int) -> None:
@@ -64,7 +64,7 @@ class GroupedPath(ArrayPath):
     across the times of a batch: at the end of each :meth:`act` all groups are at the same time, and none is ahead. So
     a rollout can end after any step, and one version of the weights acts in all of it. What a step leaves is written
     when the group has its next action; :meth:`finish` and :meth:`frame` wait for all. Between two batches nothing is
-    under way, and everything is as for :class:`ArrayPath`.
+    in progress, and everything is as for :class:`ArrayPath`.
 
     Args:
         parts: what it is made of.
@@ -115,7 +115,7 @@ class GroupedPath(ArrayPath):
         super().reset(**kwargs)
 
     def _abandon(self) -> None:
-        """Wait for steps that a rollout which failed has left under way."""
+        """Wait for steps that a rollout which failed has left in progress."""
         for group in self._groups:
             if group.time is not None:
                 group.time = None
@@ -191,7 +191,7 @@ class GroupedPath(ArrayPath):
             each.acts = {key: ((count, *shape[1:]), dtype) for key, (shape, dtype) in self._acts.items()}
 
     def _received(self, group: Group) -> Values:
-        """Wait for the step under way; what ended is reset."""
+        """Wait for the current step; what ended is reset."""
         begun = time.perf_counter()
         t, group.time = cast(int, group.time), None
         group.out = out = group.arrays.receive()
@@ -220,7 +220,7 @@ class GroupedPath(ArrayPath):
             row[t, group.rows] = out[key]
 
     def _settle(self, stage: str | None = None) -> None:
-        """Wait until nothing is under way, and write it; in ``stage``, if this is noted as one."""
+        """Wait until nothing is in progress, and write it; in ``stage``, if this is noted as one."""
         wrote = self._waited = 0.0
         for group in self._groups:
             if (t := group.time) is not None:

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from rollwright._keys import NestedKey, as_tuple, is_private, key_str, unravel
-from rollwright.collectors.rollout.paths.recording import Field
+from rollwright.collectors.rollout.paths.recording import FrameField
 from rollwright.envs.arrays import FLAGS, Entry, Values
 
-__all__ = ["Layout", "below_next", "difference", "lay_out", "unfit"]
+__all__ = ["BatchLayout", "below_next", "difference", "lay_out", "unfit"]
 
 Form = tuple[tuple[int, ...], np.dtype[Any]]
 
 
-class Layout(NamedTuple):
+class BatchLayout(NamedTuple):
     """What a batch holds, settled with its first step.
 
     Attributes:
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
     acts: dict[NestedKey, Form]
     presets: list[tuple[NestedKey, NestedKey]]
-    fields: dict[NestedKey, Field]
+    fields: dict[NestedKey, FrameField]
     roots: list[tuple[NestedKey, NestedKey, bool]]
     outcomes: list[tuple[NestedKey, NestedKey, bool]]
     blank: list[NestedKey]
@@ -46,7 +46,7 @@ def lay_out(
     dropped: Collection[NestedKey],
     own: Sequence[NestedKey],
     blank: Mapping[NestedKey, Form],
-) -> Layout:
+) -> BatchLayout:
     """Decide what goes where.
 
     Args:
@@ -58,8 +58,8 @@ def lay_out(
         own: what the collector writes itself, int64 ``[*batch]``.
         blank: shape and dtype of what is zero in the whole batch.
     """
-    fields: dict[NestedKey, Field] = {}
-    layout = Layout(acts, [], fields, [], [], [])
+    fields: dict[NestedKey, FrameField] = {}
+    layout = BatchLayout(acts, [], fields, [], [], [])
     for key, entry in roots.items():
         fields[key] = _field(entry.shape, entry.dtype)
         if key not in FLAGS:  # which follow from the rows of the batch
@@ -81,7 +81,7 @@ def lay_out(
     for key in [key for key in fields if key in dropped or is_private(key)]:
         del fields[key]
     kept = [[row for row in rows if row[1] in fields] for rows in (layout.roots, layout.outcomes)]
-    return Layout(acts, layout.presets, fields, kept[0], kept[1], [key for key in blank if key in fields])
+    return BatchLayout(acts, layout.presets, fields, kept[0], kept[1], [key for key in blank if key in fields])
 
 
 def below_next(key: NestedKey) -> NestedKey:
@@ -93,8 +93,8 @@ def below_next(key: NestedKey) -> NestedKey:
     return unravel(("next", *as_tuple(key)))
 
 
-def _field(shape: Sequence[int], dtype: np.dtype[Any]) -> Field:
-    return Field(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype, torch.device("cpu"))
+def _field(shape: Sequence[int], dtype: np.dtype[Any]) -> FrameField:
+    return FrameField(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype, torch.device("cpu"))
 
 
 def unfit(outputs: Values, roots: Mapping[NestedKey, Entry]) -> str | None:

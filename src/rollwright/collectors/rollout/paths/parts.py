@@ -36,7 +36,7 @@ class PathParts:
         ids: hands out trajectory ids.
         memory: provides the memory of batches.
         timer: where the stages of a step are noted.
-        hand_over: leaves the batch under way to the plain path: called with the frames so far, the current TensorDict
+        hand_over: leaves the current batch to the plain path: called with the frames so far, the current TensorDict
             after the policy has acted, the keeper of boundaries, and the reason.
     """
 

@@ -15,7 +15,7 @@ from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.recording import Recorder
 from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.policy_trial import action_forms
-from rollwright.collectors.rollout.trajectory_ids import renew
+from rollwright.collectors.rollout.trajectory_ids import replace_ended
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory
 from rollwright.modules.signature import Call
@@ -38,7 +38,7 @@ class PlainPath(Path):
         env, options, devices = parts.env, parts.options, parts.devices
         self._env, self._ids, self._device = env, parts.ids, devices.storing
         self._has_no_device = devices.current_has_no_device
-        self._renews = options.track_traj_ids and options.reset_when_done
+        self._replaces_ids = options.track_traj_ids and options.reset_when_done
         self._current: TensorDictBase | None = None
 
         check = stages.action_check(env)
@@ -80,7 +80,7 @@ class PlainPath(Path):
 
         Args:
             frames: of the batch so far.
-            current: with the actions of the step under way.
+            current: with the actions of the current step.
             keeper: of the batch so far.
         """
         self._recorder.take_over(frames, current)
@@ -122,11 +122,11 @@ class PlainPath(Path):
         """See :meth:`Path.set_ids`."""
         cast(TensorDictBase, self._current).set(IDS, ids)
 
-    def renew_ids(self, ended: torch.Tensor) -> None:
-        """See :meth:`Path.renew_ids`."""
+    def replace_ids(self, ended: torch.Tensor) -> None:
+        """See :meth:`Path.replace_ids`."""
         current = cast(TensorDictBase, self._current)
         ids = current.get(IDS)
-        fresh = renew(ids, ended, self._ids)
+        fresh = replace_ended(ids, ended, self._ids)
         if fresh is not ids:
             current.set("collector", current.get("collector").copy().set("traj_ids", fresh))
 
@@ -166,8 +166,8 @@ class PlainPath(Path):
             self._frame.update(self._blanks)
         self._recorder.write(t, self._frame)
         self._ended = end_of_trajectory(self._frame.get("next"), self._env.done_groups, self._env.ndim)
-        if self._renews:
-            self.renew_ids(self._ended)
+        if self._replaces_ids:
+            self.replace_ids(self._ended)
         if self._keeper is not None:
             self._keeper.keep(t, self._frame.get("next"), self._ended)
 

@@ -14,14 +14,14 @@ from rollwright._keys import NestedKey, is_private, key_str, place, unravel
 from rollwright._memory import MemoryPool
 from rollwright.errors import RollwrightError
 
-__all__ = ["BatchMemory", "Field", "FrameList", "Recorder", "is_dense"]
+__all__ = ["BatchMemory", "FrameField", "FrameList", "Recorder", "is_dense"]
 
 
 class RaggedError(RollwrightError):
     """A frame does not have the layout of the block's first frame."""
 
 
-class Field(NamedTuple):
+class FrameField(NamedTuple):
     """One entry of a frame: the shape of its tensor (the batch of environments in front), its dtype and its device."""
 
     shape: tuple[int, ...]
@@ -32,20 +32,20 @@ class Field(NamedTuple):
 class BatchMemory:
     """The memory of one batch: ``[*env, T]``, one row of each entry a step.
 
-    CPU memory is lent by ``pool`` and comes back when the consumer has dropped all of an entry's tensors.
+    CPU memory is borrowed from ``pool`` and released when the consumer has dropped all of an entry's tensors.
 
     Args:
         fields: the entries of a frame to keep.
         env: the environments' batch size.
         steps: T.
         device: that of the batch; None: entries lie where frames have them.
-        pool: lends memory.
+        pool: gives memory.
         pinned: take pinned memory instead, which a GPU reads without another copy.
     """
 
     def __init__(
         self,
-        fields: Mapping[NestedKey, Field],
+        fields: Mapping[NestedKey, FrameField],
         env: tuple[int, ...],
         steps: int,
         device: torch.device | None,
@@ -68,11 +68,11 @@ class BatchMemory:
         self.batch = TensorDict(nested, batch_size=self._batch_size, device=device, names=self._names)
 
     def _lease(
-        self, key: NestedKey, field: Field, device: torch.device, pool: MemoryPool, pinned: bool
+        self, key: NestedKey, field: FrameField, device: torch.device, pool: MemoryPool, pinned: bool
     ) -> torch.Tensor:
         shape = (*field.shape[: self._time], self.steps, *field.shape[self._time :])
         if device.type != "cpu" or pinned:
-            # CUDA's allocators keep memory themselves, and know of copies that are still under way.
+            # CUDA's allocators keep memory themselves, and know of copies that are still in progress.
             tensor = torch.empty(shape, dtype=field.dtype, device=device, pin_memory=pinned)
             if pinned:
                 self._arrays[key] = tensor.numpy()
@@ -187,7 +187,7 @@ class Recorder:
         use_blocks: None chooses by the first frame of each batch; True insists that tensors keep their shapes; False
             never allocates.
         reuse: write every batch into the same memory.
-        pool: lends memory for blocks.
+        pool: gives memory for blocks.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Recorder:
         keys = [unravel(key) for key in frame.keys(True, True)]
         self._num_entries = len(keys)
         kept = {key: frame.get(key) for key in keys if key not in self._dropped and not is_private(key)}
-        fields = {key: Field(tuple(value.shape), value.dtype, value.device) for key, value in kept.items()}
+        fields = {key: FrameField(tuple(value.shape), value.dtype, value.device) for key, value in kept.items()}
         old = self._target
         if self._reuse and isinstance(old, BatchMemory) and old.fields == fields:
             return old.reopened()

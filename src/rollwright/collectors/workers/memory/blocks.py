@@ -114,7 +114,7 @@ class BlockPart(NamedTuple):
 
 
 class BlockMemory(MemoryPool):
-    """Lends a worker's collector the block that its batch is to lie in.
+    """Gives a worker's collector the block that its batch is to lie in.
 
     Args:
         segment: the memory.

@@ -1,6 +1,6 @@
 """BlockStore: which blocks there are in the segment of a collector, and which of them may be written.
 
-A block is free again when the last of the tensors that were lent to the consumer is gone.
+A block is free again when the last of the tensors that the consumer borrowed is gone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Block:
         self._loan = Loan(segment.map(offset, max(1, layout.num_bytes)))
 
     @property
-    def lent(self) -> bool:
+    def borrowed(self) -> bool:
         """Whether the consumer holds tensors of it."""
         return self._loan.borrowed
 
@@ -47,7 +47,7 @@ class Block:
         """Whether it may be written."""
         return not (self.runs or self.readers or self._loan.borrowed)
 
-    def lend(self) -> dict[NestedKey, torch.Tensor]:
+    def borrow(self) -> dict[NestedKey, torch.Tensor]:
         """Its entries, for the consumer."""
         return self.layout.tensors(self._loan.borrow())
 
@@ -70,7 +70,7 @@ class BlockStore:
 
     Args:
         segment: the memory.
-        most: blocks that may be lent out at a time.
+        most: blocks that may be borrowed at a time.
     """
 
     def __init__(self, segment: Segment, most: int) -> None:
@@ -121,9 +121,9 @@ class BlockStore:
                 del self._shelves[layout]  # workers that know its number will ask
 
     @property
-    def num_lent(self) -> int:
+    def num_borrowed(self) -> int:
         """Blocks that the consumer holds."""
-        return sum(block.lent for block in self._blocks())
+        return sum(block.borrowed for block in self._blocks())
 
     @property
     def num_bytes(self) -> int:

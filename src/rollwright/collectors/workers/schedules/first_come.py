@@ -16,7 +16,7 @@ from rollwright.collectors.workers.schedules.strategy import Strategy
 
 __all__ = ["FirstCome"]
 
-_AHEAD = 2  # rollouts that a worker may be ahead of the consumer: under way, or finished and not taken yet
+_AHEAD = 2  # rollouts that a worker may be ahead of the consumer: in progress, or finished and not taken yet
 
 
 class FirstCome(Strategy):
@@ -56,7 +56,7 @@ class FirstCome(Strategy):
 
     def is_hopeless(self) -> bool:
         """See :class:`Strategy`."""
-        return self._orders.is_short and not self._orders.num_under_way
+        return self._orders.is_short and not self._orders.num_in_progress
 
     def ask(self) -> None:
         """Ask all workers for as much as they may be ahead."""
@@ -66,14 +66,14 @@ class FirstCome(Strategy):
         waiting = [result.worker for result in self._arrivals]
         for ahead in range(1, 2 if self._staleness.drops else _AHEAD + 1):
             for worker in self._workers:
-                under_way = len(worker.runs) + waiting.count(worker.index)
-                if under_way >= ahead or not worker.there or orders.frames_asked >= orders.total_frames:
+                in_progress = len(worker.runs) + waiting.count(worker.index)
+                if in_progress >= ahead or not worker.available or orders.frames_asked >= orders.total_frames:
                     continue
-                if under_way and worker.index not in self._layouts and not self._stored:
+                if in_progress and worker.index not in self._layouts and not self._stored:
                     continue  # it is asked for the next one with a block for it
-                if len(waiting) + orders.num_under_way >= self._staleness.most_ahead:
+                if len(waiting) + orders.num_in_progress >= self._staleness.most_ahead:
                     return
-                if orders.may_begin(orders.frames_of(worker) * (1 + orders.num_under_way)):
+                if orders.may_begin(orders.frames_of(worker) * (1 + orders.num_in_progress)):
                     layout = self._layouts.get(worker.index)
                     orders.ask(worker, None if layout is None else orders.store.take(layout))
 

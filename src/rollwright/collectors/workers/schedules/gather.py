@@ -59,13 +59,13 @@ class Gather(Strategy):
     def ask(self) -> None:
         """Ask every worker that has no part in this round yet."""
         orders = self._orders
-        begins = not self._results and not orders.num_under_way
+        begins = not self._results and not orders.num_in_progress
         if (begins and orders.held) or orders.group.num_pauses:
             return
         if begins and not orders.may_begin(sum(map(orders.frames_of, self._workers))):
             return
         for worker in self._workers:
-            if worker.index not in self._results and worker.there and not worker.runs:
+            if worker.index not in self._results and worker.available and not worker.runs:
                 if self._layout is not None and self._block is None:
                     self._block = orders.store.take(self._layout)
                 orders.ask(worker, self._block if worker.index in self._fitting else None)

@@ -54,7 +54,7 @@ def batch_of(result: Result) -> Any:
     if not result.found.in_block:
         return result.rest
     block = cast(Block, result.block)
-    tensors = {key: block.layout.part(tensor, result.part) for key, tensor in block.lend().items()}
+    tensors = {key: block.layout.part(tensor, result.part) for key, tensor in block.borrow().items()}
     form = block.layout.form
     size = torch.Size([*form.env, block.layout.steps[result.part]])
     return _built(tensors, size, result.found, result.rest or {}, result.device)
@@ -67,7 +67,7 @@ def joined(results: Sequence[Result], join: Join) -> TensorDictBase:
     if extras is None:
         return _stacked([batch_of(result) for result in results], join)
     block = cast(Block, results[0].block)
-    return _built(block.lend(), block.layout.batch_size, results[0].found, extras, results[0].device)
+    return _built(block.borrow(), block.layout.batch_size, results[0].found, extras, results[0].device)
 
 
 def mark_taken(batch: TensorDictBase) -> None:

@@ -46,7 +46,7 @@ class Orders:
 
     def ask(self, worker: Member, block: Block | None) -> None:
         """Ask for a rollout, to lie in a block; None: the worker asks for one."""
-        self.group.order(worker, next(self._runs), block, anew=worker.index in self.restarting)
+        self.group.order(worker, next(self._runs), block, reset=worker.index in self.restarting)
         self.restarting.discard(worker.index)
         self.num_messages += 1
 
@@ -63,7 +63,7 @@ class Orders:
         return worker.ready.frames_per_batch if worker.ready is not None else 0
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_progress(self) -> int:
         """Rollouts that were asked for and have not arrived."""
         return sum(len(worker.runs) for worker in self.group.workers)
 
@@ -78,7 +78,7 @@ class Orders:
         return any(worker.error is not None for worker in self.group.workers)
 
     def grant(self, worker: Member, need: say.Need, layout: BlockLayout, block: Block, part: int) -> say.Grant:
-        """Let the rollout under way lie in a part of a block."""
+        """Let the current rollout lie in a part of a block."""
         old = worker.runs.get(need.run)
         if old is not None:
             old.runs.discard(need.run)
@@ -87,6 +87,6 @@ class Orders:
         return say.Grant(need.run, layout, block.number, block.offset, part)
 
     def grant_alone(self, worker: Member, need: say.Need) -> say.Grant:
-        """Let the rollout under way lie in a block of its own."""
+        """Let the current rollout lie in a block of its own."""
         layout = BlockLayout(need.form, (need.form.steps,), "alone")
         return self.grant(worker, need, layout, self.store.take(layout), 0)

@@ -195,7 +195,7 @@ class Schedule:
         if self._trajs_per_batch is not None:
             return [trajectory for result in results for trajectory in result.rest]
         batch = self.strategy.combine(results)
-        if self.store.num_lent > self.store.most:  # the consumer holds very many
+        if self.store.num_borrowed > self.store.most:  # the consumer holds very many
             self.num_copied += 1
             return batch.clone()
         return batch

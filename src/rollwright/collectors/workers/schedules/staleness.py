@@ -38,7 +38,7 @@ class Staleness:
 
     @property
     def most_ahead(self) -> float:
-        """Rollouts that may be under way, or finished and not delivered."""
+        """Rollouts that may be in progress, or finished and not delivered."""
         if not self.waits:
             return math.inf
         return 1 if self._pace is None else (self.limit or 0) // max(1, self._pace) + 1

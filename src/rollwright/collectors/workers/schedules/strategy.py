@@ -28,7 +28,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def ask(self) -> None:
-        """Ask workers for as many rollouts as may be under way."""
+        """Ask workers for as many rollouts as may be in progress."""
 
     @abstractmethod
     def ready(self) -> bool:

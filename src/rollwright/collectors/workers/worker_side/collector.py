@@ -78,7 +78,7 @@ class WorkerCollector(Reachable):
         self._blocks = BlockMemory(spec.blocks, ask)
         self.observer = WorkerObserver(counters, spec.max_policy_lag, stopping)
         self._refused_rollout: str | None = None  # the call that must not take a rollout,
-        self._refused_end: str | None = None  # or wait for the end of the one under way
+        self._refused_end: str | None = None  # or wait for the end of the one in progress
         policy = None if spec.policy is None else pickle.loads(spec.policy)
         if isinstance(spec.create_env_fn, EnvBase):  # a copy, with the generator of its siblings
             spec.create_env_fn.set_seed(int(torch.empty((), dtype=torch.int64).random_()) % 2**31)
@@ -155,7 +155,7 @@ class WorkerCollector(Reachable):
         frames, dropped = rollout.frames, observer.frames_dropped
         observer.begin()
         self._blocks.begin(order.offset, order.layout)
-        if order.anew:
+        if order.reset:
             rollout.start_over()
             delivery.forget()
         try:
@@ -227,7 +227,7 @@ class WorkerCollector(Reachable):
         Args:
             path: for the message.
             paused: no rollout may begin.
-            in_rollout: there is one under way, and what has to wait for its end is not to be called.
+            in_rollout: there is one in progress, and what has to wait for its end is not to be called.
         """
         before = self._refused_rollout, self._refused_end
         self._refused_rollout = path if paused or in_rollout else None

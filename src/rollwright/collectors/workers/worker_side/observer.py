@@ -31,7 +31,7 @@ class WorkerObserver:
 
     Attributes:
         version: of the weights that act.
-        oldest: of those that acted in the rollout under way.
+        oldest: of those that acted in the current rollout.
         frames_dropped: of batches that were refused.
         notes: category and text of warnings that the collector is to give.
     """

@@ -55,22 +55,22 @@ def wrong_in(ledger: Ledger, capacity: int | None, *, has_checks: bool) -> str:
 
 
 def _wrong_in_slots(counters: dict[str, int], slots: Numbers, has_checks: bool) -> str:
-    """Reservations follow one another, and those under way begin where the published positions end."""
+    """Reservations follow one another, and those in progress begin where the published positions end."""
     settled, published = counters["settled"], counters["published"]
-    under_way = counters["issued"] - settled
-    if not 0 <= under_way <= layout.NUM_SLOTS:
+    in_progress = counters["issued"] - settled
+    if not 0 <= in_progress <= layout.NUM_SLOTS:
         return f"{counters['issued']} reservations were made, and {settled} of them ended"
     last = (settled - 1, settled)  # one may end just now
     ends = [int(slots[serial % layout.NUM_SLOTS][layout.STOP]) for serial in last]
-    if has_checks and under_way < layout.NUM_SLOTS and published not in ends:
+    if has_checks and in_progress < layout.NUM_SLOTS and published not in ends:
         return f"{published} positions are published, and the last reservation ended at {ends[0]}"
     at = published
-    for serial in range(settled, settled + under_way):
+    for serial in range(settled, settled + in_progress):
         start, stop, state, owner = slots[serial % layout.NUM_SLOTS].tolist()
         ends_now = serial == settled and start < stop == published
         follows = (start == at or ends_now) and start <= stop <= published + counters["capacity"]
         if not follows or not layout.OPEN <= state <= layout.ABANDONED or owner < 0:
-            return f"a reservation under way is of positions {start} to {stop} in state {state}, after {at}"
+            return f"a reservation in progress is of positions {start} to {stop} in state {state}, after {at}"
         at = stop
     return ""
 

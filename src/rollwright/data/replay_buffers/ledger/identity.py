@@ -14,12 +14,12 @@ def _new() -> int:
 _identity = _new()
 
 
-def _renew() -> None:
+def _reset() -> None:
     global _identity
     _identity = _new()
 
 
-os.register_at_fork(after_in_child=_renew)  # where there is one thread: each has the same, from the first use
+os.register_at_fork(after_in_child=_reset)  # where there is one thread: each has the same, from the first use
 
 
 def me() -> int:

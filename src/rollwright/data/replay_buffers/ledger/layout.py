@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-NUM_SLOTS, NUM_GAPS = 512, 8192  # reservations under way at a time, and gaps remembered
+NUM_SLOTS, NUM_GAPS = 512, 8192  # reservations in progress at a time, and gaps remembered
 HEADER, SLOT, GAP = 16, 4, 4  # numbers in each; the header comes first, then the slots, then the gaps
 
 # In the header

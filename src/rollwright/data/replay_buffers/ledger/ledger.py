@@ -149,9 +149,9 @@ class Ledger:
                 if self.is_settled():
                     yield
                     return
-                under_way = self._reservations.under_way()
+                in_progress = self._reservations.in_progress()
             if time.monotonic() > until:
-                raise TimeoutError(f"waited {self.timeout_s:g} s: {under_way}. Publish or abandon it first.")
+                raise TimeoutError(f"waited {self.timeout_s:g} s: {in_progress}. Publish or abandon it first.")
             uninterrupted.deliver()
             time.sleep(_NAP_S)
 
@@ -206,7 +206,7 @@ class Ledger:
             if time.monotonic() > until:
                 raise TimeoutError(
                     f"waited {self.timeout_s:g} s until what was written to the replay buffer can be read: "
-                    f"{self._reservations.under_way()}, and keeps what comes behind it from being read. End that "
+                    f"{self._reservations.in_progress()}, and keeps what comes behind it from being read. End that "
                     "process, or let it go on."
                 )
             time.sleep(_NAP_S)
@@ -238,7 +238,7 @@ class Ledger:
         return Span(*self.live(), revision)
 
     def steady_span(self) -> Span | None:
-        """What may be read without the lock, until :meth:`still_holds` tells otherwise; None while rows change."""
+        """What may be read without the lock, until :meth:`still_holds` returns False; None while rows change."""
         revision = self._head[REVISION]
         fence()
         return None if revision % 2 else Span(*self.live(), revision)
@@ -325,7 +325,7 @@ class Ledger:
             if time.monotonic() > until:
                 raise TimeoutError(
                     f"waited {self.timeout_s:g} s to reserve {n} of {self.capacity} rows: "
-                    f"{self._reservations.under_way()}. Publish or abandon it first, or make the storage larger."
+                    f"{self._reservations.in_progress()}. Publish or abandon it first, or make the storage larger."
                 )
             uninterrupted.deliver()
             time.sleep(_NAP_S)
@@ -371,7 +371,7 @@ class Ledger:
                 reservations.close(reservation, publish=False)
                 raise
             finally:
-                reservations.resign(reservation)
+                reservations.release_slot(reservation)
                 self._settle()
 
     def _settle(self) -> None:
@@ -425,7 +425,7 @@ class Ledger:
         self._settle()
         if not self.is_settled():
             raise RuntimeError(
-                f"load_state_dict: {self._reservations.under_way()}. Load when nobody writes: pause or shut down the "
+                f"load_state_dict: {self._reservations.in_progress()}. Load when nobody writes: pause or shut down the "
                 "collector."
             )
         self._reservations.begin_at(state["high"])

@@ -85,9 +85,9 @@ class RowLock:
         if self._locks is not None:
             self._locks.keep_open(file)
 
-    def hint_at(self, word: memoryview) -> None:
+    def hint_at(self, memory: memoryview) -> None:
         """Keep in an int64 whether a writer of any process waits at the gate. One that was killed leaves it raised."""
-        self._hint = word
+        self._hint = memory
 
     def reading(self) -> _Locked:
         """Hold off writers inside a ``with`` block.
@@ -206,22 +206,22 @@ class RowLock:
         if self._locks is not None:
             self._locks.release(_MAIN)
 
-    def sign(self, slot: int) -> None:
-        """Show that this process lives and holds ``slot``, until :meth:`resign` or its end."""
+    def hold_slot(self, slot: int) -> None:
+        """Show that this process lives and holds ``slot``, until :meth:`release_slot` or its end."""
         if self._locks is not None and not self._locks.take(_FIRST_SLOT + slot, exclusive=True):
             raise RuntimeError(f"slot {slot} of the replay buffer's ledger is held by another process")
 
-    def resign(self, slot: int) -> None:
-        """Take the sign back."""
+    def release_slot(self, slot: int) -> None:
+        """Release a slot that was held by :meth:`hold_slot`."""
         if self._locks is not None:
             self._locks.release(_FIRST_SLOT + slot)
 
-    def is_signed(self, slot: int) -> bool:
+    def is_slot_held(self, slot: int) -> bool:
         """Whether another process holds ``slot``, and lives. For use while writing."""
         return self._locks is not None and self._locks.is_taken(_FIRST_SLOT + slot)
 
-    def is_seen_signed(self, slot: int) -> bool:
-        """As :meth:`is_signed`, at any time; False where that cannot be known."""
+    def is_known_held(self, slot: int) -> bool:
+        """As :meth:`is_slot_held`, at any time; False where that cannot be known."""
         return self._locks is not None and self._locks.lasting and self._locks.is_taken(_FIRST_SLOT + slot)
 
 

@@ -37,14 +37,14 @@ class Reservation(NamedTuple):
 
 
 class Reservations:
-    """A ring of reservations, in the memory of a ledger: ``settled <= serial < issued`` are under way.
+    """A ring of reservations, in the memory of a ledger: ``settled <= serial < issued`` are in progress.
 
     Each change is committed by one store of an int64, as all of the ledger is. They are changed under its lock.
 
     Args:
         head: header of the ledger.
-        slots: a slot for each reservation under way.
-        lock: on which owners sign that they live.
+        slots: a slot for each reservation in progress.
+        lock: whose slots owners hold as long as they live.
     """
 
     def __init__(self, head: memoryview, slots: memoryview, lock: RowLock) -> None:
@@ -88,14 +88,14 @@ class Reservations:
         """Reserve positions for this process."""
         head, slots, serial = self._head, self._slots, self._head[ISSUED]
         at = serial % NUM_SLOTS
-        self._lock.sign(at)
+        self._lock.hold_slot(at)
         slots[SLOT * at + START], slots[SLOT * at + STOP] = start, stop
         slots[SLOT * at + OWNER], slots[SLOT * at + STATE] = me(), OPEN
         head[ISSUED] = serial + 1  # from here on the rows are nobody's to read
         return Reservation(start, stop, serial)
 
     def is_mine(self, reservation: Reservation) -> bool:
-        """Whether it is under way, and of this process."""
+        """Whether it is in progress, and of this process."""
         at = SLOT * (reservation.serial % NUM_SLOTS)
         return reservation.serial >= self._head[SETTLED] and self._slots[at + OWNER] == me()
 
@@ -103,9 +103,9 @@ class Reservations:
         """Publish what was reserved, or abandon it."""
         self._slots[SLOT * (reservation.serial % NUM_SLOTS) + STATE] = DONE if publish else ABANDONED
 
-    def resign(self, reservation: Reservation) -> None:
-        """Take back the sign that its owner lives, before anyone else can come by the slot."""
-        self._lock.resign(reservation.serial % NUM_SLOTS)
+    def release_slot(self, reservation: Reservation) -> None:
+        """Release the slot of its owner, before anyone else can come by the slot."""
+        self._lock.release_slot(reservation.serial % NUM_SLOTS)
 
     def settle(self, add_gap: Callable[[int, int], None]) -> None:
         """Move on over reservations that are closed, or whose owner is dead; what holds nothing becomes a gap."""
@@ -113,7 +113,7 @@ class Reservations:
         while head[SETTLED] < head[ISSUED]:
             at = head[SETTLED] % NUM_SLOTS
             start, stop, state, owner = slots[SLOT * at : SLOT * (at + 1)]
-            if state == OPEN and (owner == me() or self._lock.is_signed(at)):
+            if state == OPEN and (owner == me() or self._lock.is_slot_held(at)):
                 return
             if state != DONE:
                 add_gap(start, stop)
@@ -121,10 +121,10 @@ class Reservations:
             head[SETTLED] += 1
 
     def must_wait(self) -> bool:
-        """Whether the first one under way is open, and of somebody who is seen to live. For use at any time."""
+        """Whether the first one in progress is open, and of somebody who is seen to live. For use at any time."""
         at = self._head[SETTLED] % NUM_SLOTS
         return self._slots[SLOT * at + STATE] == OPEN and (
-            self._slots[SLOT * at + OWNER] == me() or self._lock.is_seen_signed(at)
+            self._slots[SLOT * at + OWNER] == me() or self._lock.is_known_held(at)
         )
 
     def abandon_open(self) -> None:
@@ -134,7 +134,7 @@ class Reservations:
             self._slots[at] = DONE if self._slots[at] == DONE else ABANDONED
 
     def begin_at(self, end: int) -> None:
-        """Go on behind a position, up to which all is published. For use where none is under way."""
+        """Go on behind a position, up to which all is published. For use where none is in progress."""
         head = self._head
         self.array()[head[ISSUED] % NUM_SLOTS] = end, end, DONE, me()
         head[PUBLISHED] = end  # as the end of that reservation says
@@ -152,7 +152,7 @@ class Reservations:
             "say. Write them again; copy the folder from another process, or use dumps()."
         )
 
-    def under_way(self) -> str:
+    def in_progress(self) -> str:
         """The first one that is not published yet, as a phrase."""
         at = self._head[SETTLED] % NUM_SLOTS
         start, stop, _, owner = self._slots[SLOT * at : SLOT * (at + 1)]

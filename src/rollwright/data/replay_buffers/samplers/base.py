@@ -224,7 +224,7 @@ class Epoch:
 
         Args:
             count: how many.
-            alive: tells for items ``[m, k]`` which live, bool ``[k]``; the dead stay dead.
+            alive: for items ``[m, k]``, which live: bool ``[k]``; the dead stay dead.
         """
         self._ready = self._ready[:, alive(self._ready)]
         while self._ready.shape[1] < count and self._next < self._ahead.shape[1]:

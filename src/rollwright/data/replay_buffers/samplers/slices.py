@@ -114,7 +114,7 @@ class SliceSampler(Sampler):
         """See :meth:`Sampler.check`.
 
         Raises:
-            ValueError: an element would hold several frames, which slices do not tell apart.
+            ValueError: an element would hold several frames, which slices do not distinguish.
         """
         for batch in data if isinstance(data, list) else (data,):
             if isinstance(batch, TensorDictBase) and batch.batch_size[storage.ndim :].numel() > 1:
@@ -128,7 +128,7 @@ class SliceSampler(Sampler):
         """See :meth:`Sampler.draw`; ``[n]`` with n at most ``batch_size``.
 
         Raises:
-            KeyError: the storage has none of the entries that tell trajectories apart.
+            KeyError: the storage has none of the entries that distinguish trajectories.
             ValueError: a batch size that slices do not fill, or slices longer than any trajectory.
         """
         length, count = self._shape(batch_size)

@@ -33,7 +33,7 @@ class Storage(ABC):
 
     Attributes:
         max_size: elements that it has room for.
-        ndim: dimensions that tell elements apart.
+        ndim: dimensions that distinguish elements.
         capacity: rows.
         columns: elements in a row.
         period: 0: time runs from row to row, and each column is an environment of its own. T: time runs along the

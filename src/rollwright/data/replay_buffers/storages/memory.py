@@ -301,10 +301,10 @@ class SharedMemory(Memory):
             raise self._damaged(wrong)
 
     def _read_text(self) -> bytes:
-        word = self._length[0]
-        length, check = word & _LENGTH, word >> 32
+        packed = self._length[0]
+        length, check = packed & _LENGTH, packed >> 32
         text = bytes(self._text[8 : 8 + length])
-        if word < 0 or length > _SCHEMA_ROOM - 8 or (check and check != _checksum(text)):
+        if packed < 0 or length > _SCHEMA_ROOM - 8 or (check and check != _checksum(text)):
             raise ValueError(f"{length} bytes with the checksum {check}")
         return text
 

@@ -23,7 +23,7 @@ class LazyTensorStorage(RowStorage):
     Args:
         max_size: number of elements.
         device: where rows lie.
-        ndim: dimensions of the data that tell elements apart. 1: elements one after the other. 2: a batch ``[B, T]``
+        ndim: dimensions of the data that distinguish elements. 1: elements one after the other. 2: a batch ``[B, T]``
             is stored as it is; each ``extend`` adds T steps to each of the B environments.
 
     Example:

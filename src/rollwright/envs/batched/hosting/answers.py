@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollwright._processes.failures import Failure
+from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.pool import Answer
 from rollwright._processes.questions import Question
-from rollwright.envs.batched.hosting.messages import Form, Raised, Renewed, Reply
+from rollwright.envs.batched.hosting.messages import OutcomeStructure, Raised, Recreated, Reply
 from rollwright.envs.recreation.policy import RecreationPolicy
 
-__all__ = ["Answers", "Gathered", "Lost"]
+__all__ = ["Answers", "Gathered", "LostProcess"]
 
 
-class Lost(NamedTuple):
-    """A process that has ended, or was ended because an environment did not come back.
+class LostProcess(NamedTuple):
+    """A process that has ended, or was ended because an environment did not return.
 
     Attributes:
         process: its index.
@@ -32,14 +32,14 @@ class Lost(NamedTuple):
     row: int
     rows: tuple[int, ...]
     how: str
-    failure: Failure | None
+    failure: ExceptionInfo | None
 
 
 class Gathered(NamedTuple):
     """The answers to a command, by process, and the processes that will not answer."""
 
     replies: dict[int, Reply]
-    lost: list[Lost]
+    lost: list[LostProcess]
 
     @property
     def raised(self) -> list[Raised]:
@@ -47,9 +47,9 @@ class Gathered(NamedTuple):
         return sorted((one for reply in self.replies.values() for one in reply.raised), key=lambda one: one.row)
 
     @property
-    def renewed(self) -> list[Renewed]:
+    def recreated(self) -> list[Recreated]:
         """Which were recreated, in the order of rows."""
-        return sorted(one for reply in self.replies.values() for one in reply.renewed)
+        return sorted(one for reply in self.replies.values() for one in reply.recreated)
 
     def values(self) -> dict[int, Any]:
         """What a function has returned, by row."""
@@ -67,23 +67,23 @@ class Answers:
 
     Attributes:
         marks: int64 ``[num_rows]``: the ticket that was finished last in each row, as its process has written it.
-        forms: what the last step and the last reset of each row consisted of.
-        pasts: what the environment of each row would hand on; none where they are not recreated.
+        structures: what the last step and the last reset of each row consisted of.
+        recreation_policies: what the environment of each row would hand on; none where they are not recreated.
         counts: how many answers each process has sent.
     """
 
     def __init__(self, num_rows: int) -> None:
         self.marks: NDArray[np.int64] = np.zeros(num_rows, np.int64)
-        self.forms: dict[tuple[str, int], Form] = {}
-        self.pasts: dict[int, RecreationPolicy] = {}
+        self.structures: dict[tuple[str, int], OutcomeStructure] = {}
+        self.recreation_policies: dict[int, RecreationPolicy] = {}
         self.counts: dict[int, int] = {}
 
     def received(self, process: int, reply: Reply) -> Answer:
         """Take in an answer, see :class:`~rollwright._processes.pool.Pool`."""
-        if reply.forms:
-            self.forms.update(reply.forms)
-        if reply.pasts:
-            self.pasts.update(reply.pasts)
+        if reply.structures:
+            self.structures.update(reply.structures)
+        if reply.recreation_policies:
+            self.recreation_policies.update(reply.recreation_policies)
         self.counts[process] = self.counts.get(process, 0) + 1
         return Answer(reply.ticket, reply)
 
@@ -96,7 +96,7 @@ class Answers:
         lost = []
         for process, (loss, rows) in question.losses.items():
             row = next((row for row in rows if not self.finished(ticket, row)), rows[-1])
-            lost.append(Lost(process, row, rows, loss.how, loss.failure))
+            lost.append(LostProcess(process, row, rows, loss.how, loss.failure))
         return Gathered(question.answers, lost)
 
     def progress(self, process: int, rows: tuple[int, ...]) -> tuple[int, bytes]:

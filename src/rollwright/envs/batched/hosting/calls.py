@@ -86,7 +86,7 @@ def describe(hosted: Hosted) -> EnvFacts:
 
 def array_facts(hosted: Hosted) -> ArrayFacts:
     """Make the array form; raises ``NotNative`` where there is none."""
-    form = hosted.array_form(anew=True)
+    form = hosted.array_form(rebuild=True)
     return ArrayFacts(form.entries, form.rewards, form.reads)
 
 

@@ -23,15 +23,15 @@ from rollwright.envs.arrays import FLAGS, ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.hosting.messages import (
     AHEAD,
-    Do,
-    Form,
-    Lay,
-    Leave,
+    CallFunction,
+    Close,
+    OutcomeStructure,
     Raised,
-    Renewed,
+    Recreated,
     Reply,
     ResetArrays,
     ResetRows,
+    SetLayout,
     Some,
     StepArrays,
     StepRows,
@@ -55,40 +55,40 @@ class Hosted:
         row: its index in the batch.
         maker: makes it.
         past: what was handed on by those before it, if it is not the first.
-        renewed: takes a note whenever it has raised and was made anew; None: what it raises goes to the caller.
+        recreated: takes a note whenever it has raised and was recreated; None: what it raises goes to the caller.
 
     Attributes:
         row: as above.
-        env: the environment; one that is made anew is a :class:`RecreatedEnv`.
+        env: the environment; one that is recreated is a :class:`RecreatedEnv`.
     """
 
     def __init__(
-        self, row: int, maker: Callable[[], EnvBase], past: RecreationPolicy | None, renewed: list[Renewed] | None
+        self, row: int, maker: Callable[[], EnvBase], past: RecreationPolicy | None, recreated: list[Recreated] | None
     ) -> None:
         self.row = row
         self._arrays: ArrayEnv | None = None
         self.env = made(row, maker)
-        if renewed is not None:
+        if recreated is not None:
 
-            def tell(text: str) -> None:
-                renewed.append(Renewed(row, text))
+            def note(text: str) -> None:
+                recreated.append(Recreated(row, text))
 
             if not isinstance(self.env, RecreatedEnv):  # a copy of a batch has them
-                self.env = RecreatedEnv(self.env, maker, row, tell)
-            self.env.continue_from(past, tell)
+                self.env = RecreatedEnv(self.env, maker, row, note)
+            self.env.continue_from(past, note)
 
     @property
     def inner(self) -> EnvBase:
         """The environment as it was made."""
         return self.env.base_env if isinstance(self.env, RecreatedEnv) else self.env
 
-    def array_form(self, *, anew: bool = False) -> ArrayEnv:
+    def array_form(self, *, rebuild: bool = False) -> ArrayEnv:
         """The environment on arrays.
 
         Raises:
             NotNative: it has no such form.
         """
-        if self._arrays is None or anew:
+        if self._arrays is None or rebuild:
             self._arrays = self.env._array_form()
         return self._arrays
 
@@ -96,23 +96,23 @@ class Hosted:
 class _Host:
     """What the process holds, and how it carries out commands."""
 
-    def __init__(self, channel: Channel, segment: Segment, envs: dict[int, Hosted], renewed: list[Renewed]) -> None:
+    def __init__(self, channel: Channel, segment: Segment, envs: dict[int, Hosted], recreated: list[Recreated]) -> None:
         self._channel = channel
         self._segment = segment
         self._envs = envs
-        self._renewed = renewed
+        self._recreated = recreated
         self._layouts: dict[int, SharedRows] = {}
-        self._forms: dict[tuple[str, int], Form] = {}
+        self._structures: dict[tuple[str, int], OutcomeStructure] = {}
         self._raised: list[Raised] = []
         self._out: SharedRows
         self._finished: Any = None
 
     def carry_out(self, command: Any) -> None:
-        """Do what is asked, and answer."""
+        """CallFunction what is asked, and answer."""
         self._raised = []
-        self._renewed.clear()
-        if isinstance(command, Lay):
-            self._lay(command)
+        self._recreated.clear()
+        if isinstance(command, SetLayout):
+            self._set_layout(command)
             return
         if isinstance(command, StepArrays):
             reply = self._step_arrays(command)
@@ -122,13 +122,17 @@ class _Host:
             reply = self._rows(command)
         else:
             reply = self._do(command)
-        seeds = isinstance(command, Do) or getattr(command, "kwargs", None) is not None  # or moves, or freezes
-        changed = command.rows if seeds else tuple({one.row for one in self._renewed})
-        pasts = _pasts(self._hosted(changed))
-        reply = reply._replace(raised=tuple(self._raised), renewed=tuple(self._renewed), pasts=pasts)
+        seeds = (
+            isinstance(command, CallFunction) or getattr(command, "kwargs", None) is not None
+        )  # or moves, or freezes
+        changed = command.rows if seeds else tuple({one.row for one in self._recreated})
+        recreation_policies = _recreation_policies(self._hosted(changed))
+        reply = reply._replace(
+            raised=tuple(self._raised), recreated=tuple(self._recreated), recreation_policies=recreation_policies
+        )
         self._channel.send(reply, timeout_s=math.inf)  # the other side may be busy for long
 
-    def _lay(self, command: Lay) -> None:
+    def _set_layout(self, command: SetLayout) -> None:
         if command.forget:
             self._layouts.clear()
         rows = SharedRows(self._segment, command.layout)
@@ -142,7 +146,7 @@ class _Host:
         return iter(self._envs.values()) if rows is None else (self._envs[row] for row in rows)
 
     def _attempt(self, hosted: Hosted, work: Callable[[Hosted], None]) -> None:
-        """Do the work for one environment. What it raises goes into the answer."""
+        """CallFunction the work for one environment. What it raises goes into the answer."""
         try:
             work(hosted)
         except Exception as error:
@@ -206,7 +210,7 @@ class _Host:
         rest = command.rest.value if command.rest is not None else {}
         resets = isinstance(command, ResetRows)
         kwargs = command.kwargs.value if isinstance(command, ResetRows) and command.kwargs is not None else {}
-        forms: dict[tuple[str, int], Form] = {}
+        structures: dict[tuple[str, int], OutcomeStructure] = {}
         place = "reset" if resets else "step"
         left: dict[int, TensorDictBase] = {}
 
@@ -220,17 +224,17 @@ class _Host:
                 else env.step_outcome(cast(TensorDictBase, td))
             )
             form, rest_of_row = self._put(row, outcome)
-            if self._forms.get((place, row)) != form:
-                forms[place, row] = self._forms[place, row] = form
+            if self._structures.get((place, row)) != form:
+                structures[place, row] = self._structures[place, row] = form
             if rest_of_row is not None:
                 left[row] = rest_of_row
             self._finished[row] = command.ticket
 
         for hosted in self._hosted(command.rows):
             self._attempt(hosted, work)
-        return Reply(command.ticket, forms=forms or None, rest=ByValue(left) if left else None)
+        return Reply(command.ticket, structures=structures or None, rest=ByValue(left) if left else None)
 
-    def _put(self, row: int, outcome: TensorDictBase) -> tuple[Form, TensorDictBase | None]:
+    def _put(self, row: int, outcome: TensorDictBase) -> tuple[OutcomeStructure, TensorDictBase | None]:
         """Write an outcome into its row; its form, and what has no place there."""
         leaves, nests, complete = dense_leaves(outcome)
         out, keys = self._out.tensors, []
@@ -239,14 +243,14 @@ class _Host:
             if rows is not None and rows.shape[1:] == value.shape and rows.dtype == value.dtype:
                 rows[row].copy_(value.detach())
                 keys.append(key)
-        form = Form(tuple(keys), nests)
+        form = OutcomeStructure(tuple(keys), nests)
         if complete and len(keys) == len(leaves):
             return form, None
         return form, outcome.detach().exclude(*keys)
 
     # Anything else ------------------------------------------------------------------------------
 
-    def _do(self, command: Do) -> Reply:
+    def _do(self, command: CallFunction) -> Reply:
         args = command.args.value if command.args is not None else ()
         values = {}
         for hosted in self._hosted(command.rows):
@@ -273,12 +277,12 @@ def serve_envs(
     channel: Channel,
     segment: Segment,
     makers: dict[int, Callable[[], EnvBase]],
-    pasts: dict[int, RecreationPolicy],
+    recreation_policies: dict[int, RecreationPolicy],
     describe: Callable[[Hosted], Any],
     torch_seed: int,
-    renews: bool,
+    recreates: bool,
 ) -> None:
-    """Make environments, and serve them until told to leave; runs in a :class:`~rollwright._processes.child.Child`.
+    """Make environments, and serve them until asked to close; runs in a :class:`~rollwright._processes.child.Child`.
 
     The first message is a :class:`Reply` with ticket 0: ``describe(hosted)`` by row; or what a factory
     raised, and then it is the last one.
@@ -287,47 +291,52 @@ def serve_envs(
         channel: commands in, replies out.
         segment: memory shared with the other side.
         makers: by row.
-        pasts: by row: what was handed on by those before.
+        recreation_policies: by row: what was handed on by those before.
         describe: what the other side wants to know of an environment.
         torch_seed: for torch's global generator here; those of NumPy and Python are seeded by the system.
-        renews: make environments that raise anew.
+        recreates: recreate environments that raise.
     """
     torch.manual_seed(torch_seed)
     np.random.seed()
     random.seed()
     envs: dict[int, Hosted] = {}
-    renewed: list[Renewed] = []
+    recreated: list[Recreated] = []
     try:
         raised = []
         for row, maker in makers.items():
             try:
-                envs[row] = Hosted(row, maker, pasts.get(row), renewed if renews else None)
+                envs[row] = Hosted(row, maker, recreation_policies.get(row), recreated if recreates else None)
             except Exception as error:
                 raised.append(as_raised(row, error))
                 break
         described = {} if raised else {row: describe(hosted) for row, hosted in envs.items()}
-        first = Reply(0, tuple(raised), pasts=_pasts(envs.values()), values=cloudpickle.dumps(described, 5))
+        first = Reply(
+            0,
+            tuple(raised),
+            recreation_policies=_recreation_policies(envs.values()),
+            values=cloudpickle.dumps(described, 5),
+        )
         channel.send(first, timeout_s=math.inf)
         if raised:
             return
-        host = _Host(channel, segment, envs, renewed)
+        host = _Host(channel, segment, envs, recreated)
         while True:
             if not channel.poll(3600.0):
                 continue
             command = channel.recv(10.0)
-            if isinstance(command, Leave):
+            if isinstance(command, Close):
                 channel.send(Reply(command.ticket, tuple(host.close())), timeout_s=1.0)
                 envs.clear()
                 return
             host.carry_out(command)
     finally:
-        for hosted in envs.values():  # the other side has gone without a word
+        for hosted in envs.values():  # the other side is gone, and has sent no Close
             with contextlib.suppress(Exception):
                 hosted.env.close(raise_if_closed=False)
 
 
-def _pasts(envs: Iterable[Hosted]) -> dict[int, RecreationPolicy] | None:
-    """By row: what environments hand on, where they are made anew."""
+def _recreation_policies(envs: Iterable[Hosted]) -> dict[int, RecreationPolicy] | None:
+    """By row: what environments hand on, where they are recreated."""
     return {hosted.row: hosted.env.recreation for hosted in envs if isinstance(hosted.env, RecreatedEnv)} or None
 
 

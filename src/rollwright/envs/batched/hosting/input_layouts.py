@@ -10,7 +10,7 @@ import torch
 
 from rollwright._keys import NestedKey
 from rollwright._memory import Layout, Segment
-from rollwright.envs.batched.hosting.messages import Lay
+from rollwright.envs.batched.hosting.messages import SetLayout
 from rollwright.envs.batched.hosting.shared_rows import SharedRows
 
 __all__ = ["Entries", "InputLayouts", "Signature"]
@@ -22,7 +22,7 @@ Entries = Mapping[NestedKey, tuple[tuple[int, ...], torch.dtype]]
 
 
 class InputLayouts:
-    """A layout for each set of entries that is sent, and which process has been told of it.
+    """A layout for each set of entries that is sent, and which process was sent it.
 
     Args:
         segment: shared with the processes.
@@ -66,12 +66,12 @@ class InputLayouts:
         return self._last, rows
 
     def begin_anew(self, process: int) -> None:
-        """Another process is in its place, which has been told of none."""
+        """Another process is in its place, which was sent none."""
         self._known[process].clear()
         self._forgets[process] = False
 
-    def message(self, process: int, number: int) -> Lay | None:
-        """What a process has to be told before it can read a layout; None if nothing."""
+    def message(self, process: int, number: int) -> SetLayout | None:
+        """What a process has to be sent before it can read a layout; None if nothing."""
         if number in self._known[process]:
             return None
         rows = next(rows for known, rows in self._layouts.values() if known == number)
@@ -79,7 +79,7 @@ class InputLayouts:
         if forgets:
             self._known[process].clear()
         self._known[process].add(number)
-        return Lay(number, rows.layout, forgets)
+        return SetLayout(number, rows.layout, forgets)
 
 
 def _of_torch(dtype: torch.dtype | np.dtype[Any]) -> torch.dtype:

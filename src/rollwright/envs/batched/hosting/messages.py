@@ -1,4 +1,4 @@
-"""What is said to a process that hosts environments, and what it answers."""
+"""Messages to a process that hosts environments, and its answers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 from rollwright._keys import NestedKey
 from rollwright._memory import Layout
 from rollwright._processes.channel import ByValue
-from rollwright._processes.failures import Failure
+from rollwright._processes.failures import ExceptionInfo
 from rollwright.envs.recreation.policy import RecreationPolicy
 from rollwright.errors import EnvError
 
 __all__ = [
     "AHEAD",
-    "Do",
-    "Form",
-    "Lay",
-    "Leave",
+    "CallFunction",
+    "OutcomeStructure",
+    "SetLayout",
+    "Close",
     "Raised",
-    "Renewed",
+    "Recreated",
     "Reply",
     "ResetArrays",
     "ResetRows",
@@ -38,7 +38,7 @@ AHEAD = "ahead"  # nest of first values, in shared rows
 # A command with a ticket is answered by one Reply with that ticket, in order.
 
 
-class Lay(NamedTuple):
+class SetLayout(NamedTuple):
     """Where outcomes (number 0) are to be written, or where what is sent will be found. There is no answer."""
 
     number: int
@@ -86,7 +86,7 @@ class ResetArrays(NamedTuple):
     kwargs: ByValue | None
 
 
-class Do(NamedTuple):
+class CallFunction(NamedTuple):
     """Call ``function(hosted, *args)`` for each of the rows, in order; a function of a module of this package."""
 
     ticket: int
@@ -95,18 +95,18 @@ class Do(NamedTuple):
     args: ByValue | None
 
 
-class Leave(NamedTuple):
+class Close(NamedTuple):
     """Close the environments and end; what closing raised is in the answer."""
 
     ticket: int
 
 
-Command = Lay | StepRows | ResetRows | StepArrays | ResetArrays | Do | Leave
+Command = SetLayout | StepRows | ResetRows | StepArrays | ResetArrays | CallFunction | Close
 
 # Answers --------------------------------------------------------------------------------------------
 
 
-class Form(NamedTuple):
+class OutcomeStructure(NamedTuple):
     """What an outcome consists of, beside its values."""
 
     keys: tuple[NestedKey, ...]  # entries written into shared rows
@@ -119,11 +119,11 @@ class Raised(NamedTuple):
     row: int
     kind: type[Exception]  # to be raised; of this package, or Python's own
     text: str
-    failure: Failure
+    failure: ExceptionInfo
 
 
-class Renewed(NamedTuple):
-    """An environment has raised, and another one is in its place."""
+class Recreated(NamedTuple):
+    """An environment has raised and was recreated."""
 
     row: int
     text: str
@@ -135,18 +135,18 @@ class Reply(NamedTuple):
     Attributes:
         ticket: of the command.
         raised: what went wrong; other rows were served.
-        renewed: each time that an environment was made anew.
-        pasts: by row: what environments hand on, where that is another than in the reply before.
-        forms: by ``"step"`` or ``"reset"`` and row, where it is another than in the reply before to such a command.
+        recreated: each time that an environment was recreated.
+        recreation_policies: by row: what environments hand on, where that is another than in the reply before.
+        structures: by ``"step"`` or ``"reset"`` and row, where it differs from the reply before.
         rest: by row: a TensorDict of what is not in shared rows.
-        values: of :class:`Do`, by row; pickled with :mod:`cloudpickle`.
+        values: of :class:`CallFunction`, by row; pickled with :mod:`cloudpickle`.
     """
 
     ticket: int
     raised: tuple[Raised, ...] = ()
-    renewed: tuple[Renewed, ...] = ()
-    pasts: dict[int, RecreationPolicy] | None = None
-    forms: dict[tuple[str, int], Form] | None = None
+    recreated: tuple[Recreated, ...] = ()
+    recreation_policies: dict[int, RecreationPolicy] | None = None
+    structures: dict[tuple[str, int], OutcomeStructure] | None = None
     rest: ByValue | None = None
     values: bytes | None = None
 
@@ -154,4 +154,4 @@ class Reply(NamedTuple):
 def as_raised(row: int, error: BaseException) -> Raised:
     """An exception, in a form that another process can read."""
     ours = type(error).__module__ in ("rollwright.errors", "builtins") and isinstance(error, Exception)
-    return Raised(row, type(error) if ours else EnvError, str(error), Failure.of(error))  # type: ignore[arg-type]
+    return Raised(row, type(error) if ours else EnvError, str(error), ExceptionInfo.of(error))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright._processes.channel import ByValue
 from rollwright.data.specs import Composite, NonTensor, StackedComposite
 from rollwright.envs.base import EnvBase
-from rollwright.envs.batched.hosting.messages import AHEAD, Form, Reply
+from rollwright.envs.batched.hosting.messages import AHEAD, OutcomeStructure, Reply
 from rollwright.envs.batched.hosting.processes import EnvProcesses
 from rollwright.envs.batched.hosting.shared_rows import SharedRows
 from rollwright.envs.batched.hosting.td_rows import Nests, dense_leaves, nested
@@ -82,16 +82,20 @@ class Outcomes:
 
     Args:
         shared: rows that the processes write.
-        forms: what these say that outcomes consist of, by call and row.
+        structures: what these say that outcomes consist of, by call and row.
         default: entries of a step, where no environment has said.
         batch_size: of each environment.
     """
 
     def __init__(
-        self, shared: SharedRows, forms: Mapping[tuple[str, int], Form], default: Form, batch_size: torch.Size
+        self,
+        shared: SharedRows,
+        structures: Mapping[tuple[str, int], OutcomeStructure],
+        default: OutcomeStructure,
+        batch_size: torch.Size,
     ) -> None:
         self.shared = shared
-        self._forms = forms
+        self._structures = structures
         self._default = default
         self._batch_size = batch_size
 
@@ -104,15 +108,15 @@ class Outcomes:
                 rest.update(reply.rest.value)
         return rest
 
-    def common_form(self, call: str, rows: Iterable[int]) -> Form | None:
+    def common_form(self, call: str, rows: Iterable[int]) -> OutcomeStructure | None:
         """The form of all ``rows``; None where they differ."""
-        forms = [self._forms.get((call, row)) for row in rows]
-        known = [form for form in forms if form is not None]
+        structures = [self._structures.get((call, row)) for row in rows]
+        known = [form for form in structures if form is not None]
         if not known:
             return self._default
         return known[0] if all(form == known[0] for form in known) else None
 
-    def dense(self, form: Form, num_rows: int) -> TensorDictBase:
+    def dense(self, form: OutcomeStructure, num_rows: int) -> TensorDictBase:
         """All rows as one TensorDict of new tensors."""
         leaves = {key: self.shared.tensors[key].clone() for key in form.keys}
         nests = {path: (num_rows, *size) for path, size in form.nests.items()}
@@ -120,7 +124,7 @@ class Outcomes:
 
     def row(self, call: str, row: int, rest: dict[int, TensorDictBase]) -> TensorDictBase:
         """One row as a TensorDict of new tensors."""
-        form = self._forms.get((call, row), self._default)
+        form = self._structures.get((call, row), self._default)
         td = nested({key: self.shared.tensors[key][row].clone() for key in form.keys}, form.nests, self._batch_size)
         beside: Any = rest.get(row)
         if beside is None:
@@ -138,7 +142,7 @@ def lay_out_outcomes(env: EnvBase, processes: EnvProcesses, *, ahead: bool = Fal
     """
     entries = shareable([env.full_observation_spec, env.full_state_spec, env.full_reward_spec, env.full_done_spec])
     returned = dict.fromkeys([*env.observation_keys, *env.reward_keys, *env.done_keys])
-    form = Form(tuple(key for key in returned if key in entries), {})
+    form = OutcomeStructure(tuple(key for key in returned if key in entries), {})
     if ahead:
         entries.update({(AHEAD, *as_tuple(key)): entries[key] for key in env.observation_keys if key in entries})
-    return Outcomes(processes.lay_outcomes(entries), processes.forms, form, env.batch_size[1:])
+    return Outcomes(processes.lay_outcomes(entries), processes.structures, form, env.batch_size[1:])

@@ -19,17 +19,25 @@ from rollwright._processes.pool import Pool
 from rollwright.envs.batched.hosting.answers import Answers, Gathered
 from rollwright.envs.batched.hosting.host import DONE_ROWS, Hosted, serve_envs
 from rollwright.envs.batched.hosting.input_layouts import Entries, InputLayouts, Signature
-from rollwright.envs.batched.hosting.messages import Command, Do, Form, Lay, Leave, Raised, Some
+from rollwright.envs.batched.hosting.messages import (
+    CallFunction,
+    Close,
+    Command,
+    OutcomeStructure,
+    Raised,
+    SetLayout,
+    Some,
+)
 from rollwright.envs.batched.hosting.shared_rows import SharedRows
 from rollwright.envs.factories import Factory
 from rollwright.errors import EnvError
 
 __all__ = ["CommandMaker", "EnvProcesses", "default_num_processes"]
 
-PATIENCE_S = 3600.0  # for an environment that has no limit of its own
+DEFAULT_TIMEOUT_S = 3600.0  # for an environment that has no limit of its own
 START_S = 600.0
 CLOSE_S = 10.0
-HURRY_S = 1.0  # to close what an interrupted close() has left
+SHORT_CLOSE_S = 1.0  # to close what an interrupted close() has left
 _NAP_S = 0.2
 
 _START = 0  # the ticket of the first answer of each process
@@ -47,10 +55,10 @@ class EnvProcesses:
     """Environments in processes: row ``i`` is in process ``i % num_processes``, so that they share each range of rows.
 
     A command goes to the processes of its rows at once (:meth:`post`); :meth:`gather` waits for their answers. Several
-    commands may be under way: a process takes them in order.
+    commands may be in progress: a process takes them in order.
 
-    Ctrl-C is heard while something is waited for, and not in the middle of a message or of what is noted with it. What
-    an interrupted call has sent is seen through before the next command, and dropped.
+    Ctrl-C is handled while something is waited for, not in the middle of a message or of what is noted with it. What an
+    interrupted call has sent is finished before the next command, and dropped.
 
     Args:
         makers: one for each row.
@@ -58,7 +66,7 @@ class EnvProcesses:
         describe: see :func:`~rollwright.envs.batched.hosting.host.serve_envs`.
         start_method: see :class:`~rollwright._processes.child.Child`.
         timeout_s: the longest that an environment may take for a step or a reset; None: an hour.
-        renews: make environments that raise anew.
+        recreates: recreate environments that raise.
         num_threads: of torch in each process.
 
     Attributes:
@@ -76,14 +84,14 @@ class EnvProcesses:
         describe: Callable[[Hosted], Any],
         start_method: str | None = None,
         timeout_s: float | None = None,
-        renews: bool = False,
+        recreates: bool = False,
         num_threads: int = 1,
     ) -> None:
         self._makers = list(makers)
         self._describe = describe
         self._start_method = start_method
-        self._limit_s = PATIENCE_S if timeout_s is None else timeout_s
-        self._renews = renews
+        self._limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        self._recreates = recreates
         self._num_threads = num_threads
         self.num_processes = num_processes
         self.rows = [tuple(range(process, len(makers), num_processes)) for process in range(num_processes)]
@@ -101,20 +109,25 @@ class EnvProcesses:
             raise
 
     @property
-    def forms(self) -> dict[tuple[str, int], Form]:
+    def structures(self) -> dict[tuple[str, int], OutcomeStructure]:
         """What the last step and the last reset of each row consisted of, as far as processes have said."""
-        return self._answers.forms
+        return self._answers.structures
 
     @property
-    def renewals(self) -> list[int]:
+    def recreations(self) -> list[int]:
         """How many environments were in each row's place before."""
-        pasts = self._answers.pasts
-        return [pasts[row].num_recreated if row in pasts else 0 for row in range(len(self._makers))]
+        recreation_policies = self._answers.recreation_policies
+        return [
+            recreation_policies[row].num_recreated if row in recreation_policies else 0
+            for row in range(len(self._makers))
+        ]
 
     @property
     def num_recreated(self) -> int:
         """How many environments were recreated, those inside of them included."""
-        return sum(past.num_recreated + past.num_recreated_inside for past in self._answers.pasts.values())
+        return sum(
+            past.num_recreated + past.num_recreated_inside for past in self._answers.recreation_policies.values()
+        )
 
     @property
     def num_messages(self) -> int:
@@ -147,10 +160,10 @@ class EnvProcesses:
             serve_envs,
             self._segment,
             {row: self._makers[row] for row in rows},
-            {row: past for row, past in self._answers.pasts.items() if row in rows},
+            {row: past for row, past in self._answers.recreation_policies.items() if row in rows},
             self._describe,
             (torch.initial_seed() + 1 + process) % 2**63,
-            self._renews,
+            self._recreates,
             name=f"rollwright-envs-{process}",
             start_method=self._start_method,
             num_threads=self._num_threads,
@@ -161,7 +174,7 @@ class EnvProcesses:
             self._pool.questions.ask(_START, process, rows)
             self._discarded.add(_START)
             if self._outcomes:
-                self._pool.send(process, Lay(0, self._outcomes))
+                self._pool.send(process, SetLayout(0, self._outcomes))
 
     # Shared memory ------------------------------------------------------------------------------
 
@@ -173,7 +186,7 @@ class EnvProcesses:
         rows = SharedRows(self._segment, layout)
         self._answers.marks = rows.arrays[DONE_ROWS]
         for process in range(self.num_processes):
-            self._pool.send(process, Lay(0, layout))
+            self._pool.send(process, SetLayout(0, layout))
         return rows
 
     def inputs(self, signature: Signature) -> tuple[int, SharedRows]:
@@ -207,7 +220,7 @@ class EnvProcesses:
         """Send a command to the processes of ``rows`` (None: all).
 
         Args:
-            command: makes it, from the ticket, the rows as the process is to be told them (None: all of its), and
+            command: makes it, from the ticket, the rows as they are sent to the process (None: all of its), and
                 the same rows in full.
             rows: in rising order.
             layout: of :meth:`inputs`, where the command uses one.
@@ -243,7 +256,7 @@ class EnvProcesses:
         """Call ``function(hosted, *args)`` where environments are; ticket and answers, see :meth:`Gathered.values`."""
         packed = ByValue(args) if args else None
         listed = None if rows is None else list(rows)
-        ticket = self.post(lambda ticket, some, _: Do(ticket, some, function, packed), listed)
+        ticket = self.post(lambda ticket, some, _: CallFunction(ticket, some, function, packed), listed)
         return ticket, self.gather(ticket)
 
     def flush(self) -> None:
@@ -319,9 +332,9 @@ class EnvProcesses:
         return self._pool[process] is not None
 
     def replace(self, process: int) -> None:
-        """Start a process anew, with new environments."""
+        """Restart a process, with new environments."""
         for row in self.rows[process]:
-            self._answers.pasts[row].note_loss()
+            self._answers.recreation_policies[row].note_loss()
         self.start([process])
 
     def end(self, limit_s: float | None = None) -> tuple[list[Raised], list[str]]:
@@ -343,7 +356,7 @@ class EnvProcesses:
             with uninterrupted:
                 questions.ask(ticket, process)
                 if limit_s:
-                    self._pool.send(process, Leave(ticket))
+                    self._pool.send(process, Close(ticket))
         ended = self._pool.end(lambda: until, hang_up=not limit_s)
         question = questions.close(ticket)
         return self._answers.gathered(ticket, question).raised, [

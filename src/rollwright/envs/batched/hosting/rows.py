@@ -66,7 +66,7 @@ class HostedRows:
             EnvError: one is; ``env`` is named.
         """
         if any(rows.start < other.stop and other.start < rows.stop for other in self._steps.values()):
-            raise EnvError(f"{env}: step before receive(). Receive the steps that are under way, or reset.")
+            raise EnvError(f"{env}: step before receive(). Receive the steps that are in progress, or reset.")
 
     def step(self, command: CommandMaker, layout: int) -> tuple[Gathered, Missed]:
         """Let all rows take a step, but those that wait for a reset: these count as missed."""
@@ -110,14 +110,14 @@ class HostedRows:
         return self.recreation.settle(ticket, self.processes.gather(ticket), "step")
 
     def drop_steps(self, rows: range) -> None:
-        """Wait for steps of these rows that are under way, and drop what comes of them."""
+        """Wait for steps of these rows that are in progress, and drop what comes of them."""
         for ticket, other in list(self._steps.items()):
             if rows.start < other.stop and other.start < rows.stop:
                 self._claim(ticket)
                 self.recreation.settle(ticket, self.processes.gather(ticket), "step")
 
     def _claim(self, ticket: int) -> bool:
-        """Note that a step is received now, or never; whether it was under way."""
+        """Note that a step is received now, or never; whether it was in progress."""
         with uninterrupted:
             known = self._steps.pop(ticket, None) is not None
             if known:
