@@ -1,0 +1,46 @@
+"""The table "How fast" of README.md as a chart: `python -m benchmarks.chart` writes docs/_static/speed.svg."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COLOURS = ("#1f77b4", "#0b3d66", "#bbbbbb", "#888888")
+
+
+def read_table(text: str) -> tuple[list[str], dict[str, list[float | None]]]:
+    """The sides, and the numbers of each case; None: it was not measured."""
+    section = text.split("## How fast", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    (_, *sides), _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return sides, {case: [float(cell) if cell else None for cell in cells] for case, *cells in rows}
+
+
+def draw(sides: list[str], cases: dict[str, list[float | None]], path: Path) -> None:
+    """Draw a group of bars for each case, and a line at 1, the loop by hand."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "rollwright"  # the same table gives the same file
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
+    width = 0.8 / len(sides)
+    for i, side in enumerate(sides):
+        found = [(n + (i - len(sides) / 2 + 0.5) * width, row[i]) for n, row in enumerate(cases.values())]
+        bars = [(place, value) for place, value in found if value is not None]
+        drawn = axes.bar(*zip(*bars, strict=True), width, label=side, color=COLOURS[i % len(COLOURS)])
+        axes.bar_label(
+            drawn, fmt="%.2f", fontsize=8, padding=2, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        )
+    axes.axhline(1.0, color="black", linewidth=1, linestyle="--", label="loop by hand", zorder=0)
+    axes.set_xticks(range(len(cases)), [textwrap.fill(case, 20) for case in cases])
+    axes.set_ylabel("frames per second,\nas a multiple of a loop by hand")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    draw(*read_table((ROOT / "README.md").read_text()), ROOT / "docs" / "_static" / "speed.svg")
