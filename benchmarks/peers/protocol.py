@@ -22,7 +22,7 @@ ROUND_LIMIT_S = 60.0
 
 
 class PeerError(Exception):
-    """A peer could not be started, or stopped answering; the message says why, in a line."""
+    """A peer could not be started, or stopped answering; the message gives the reason, in a line."""
 
 
 def serve(make: Callable[[str, str], Callable[[], int]], unmeasured: int = 0) -> None:

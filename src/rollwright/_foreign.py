@@ -1,4 +1,4 @@
-"""Objects of other libraries that look like ours, and are called where they should be used in another way."""
+"""Recognises transforms of other libraries, which must not be called as functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uninterrupted: Ctrl-C waits until a few lines are through, so that it finds nothing half done."""
+"""Defers Ctrl-C until a block of statements is complete."""
 
 from __future__ import annotations
 

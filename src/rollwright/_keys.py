@@ -1,4 +1,4 @@
-"""Nested keys: an entry of a TensorDict is named by a string or by a tuple of strings."""
+"""Nested keys of TensorDicts: strings, or tuples of strings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that are declared once: their checks follow from their types, and ``help()`` shows them.
+"""Declared options: their checks follow from their types, and ``help()`` shows them.
 
 A declaration is a frozen dataclass, whose docstring has a sentence for each field, or a class whose constructor names
 every option. ``tests/typing/generate.py`` writes the same options for type checkers.
@@ -36,7 +36,7 @@ def check_fields(options: Any) -> None:
     """Check every field of a frozen dataclass by its type: None, True or False, a choice, a callable, a ``Check``.
 
     Raises:
-        TypeError, ValueError: a value is not what its field says.
+        TypeError, ValueError: a value does not fit its field.
     """
     for name, check in _checks(options.__class__):
         given = getattr(options, name)
@@ -195,7 +195,7 @@ def _parameters(declaration: type) -> list[Parameter]:
 
 
 def _sentences(declaration: type) -> dict[str, str]:
-    """What the docstring says of each option, by name, as it stands there."""
+    """The text of the docstring for each option, by name."""
     found: dict[str, list[str]] = {}
     current: list[str] = []
     inside = False

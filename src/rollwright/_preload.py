@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that the processes that it forks need not.
+"""Modules that the fork server imports once, so that forked processes need not.
 
 While tensordict is imported, it marks a few functions for ``torch.compile``, and that imports the whole compiler, which
 takes longer than all the rest. Here they are marked when the compiler is imported, if it ever is.

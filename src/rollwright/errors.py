@@ -89,7 +89,7 @@ class RemoteTraceback(RollwrightError):
 
 
 class DamagedFileError(RollwrightError, ValueError):
-    """A file of a dataset or replay buffer is cut short, or holds what cannot be; the message names it and says what.
+    """A file of a dataset or replay buffer is cut short, or holds what cannot be; the message names it and the damage.
 
     Nothing is read from such a file, and nothing is changed in it.
     """
@@ -104,7 +104,7 @@ class NotNative(RollwrightError):
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency, or say which command installs it.
+    """Import an optional dependency, or name the command that installs it.
 
     Args:
         module: dotted name to import, such as ``"envpool"``.

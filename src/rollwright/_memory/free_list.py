@@ -1,4 +1,4 @@
-"""FreeList: which stretches of a memory that grows are free."""
+"""FreeList: the free ranges of a memory that grows."""
 
 from __future__ import annotations
 

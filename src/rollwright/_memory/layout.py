@@ -1,4 +1,4 @@
-"""Layout: where typed arrays lie in raw memory, and tensors over them."""
+"""Layout: offsets of typed arrays in raw memory, and tensors over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MemoryPool: memory of this process for the entries of batches, used again when nothing reads it any more."""
+"""MemoryPool: reusable process memory for the entries of batches."""
 
 from __future__ import annotations
 

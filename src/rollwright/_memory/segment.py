@@ -1,4 +1,4 @@
-"""Segment: memory that several processes map, as a file with or without a name."""
+"""Segment: memory that several processes map, backed by a named or unnamed file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Segment:
         if self.path is not None:
             return str(self.path)
         try:
-            return os.readlink(f"/proc/self/fd/{self.fd}")  # says which folder it is in, if any
+            return os.readlink(f"/proc/self/fd/{self.fd}")  # names the folder that it is in, if any
         except OSError:
             return "(memory that processes share)"
 

@@ -1,3 +1,3 @@
-"""Processes: start, messages, errors, end."""
+"""Processes: how they are started, exchange messages, report errors, and end."""
 
 __all__: list[str] = []

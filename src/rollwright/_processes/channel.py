@@ -185,7 +185,7 @@ class Channel:
         """The next message.
 
         Raises:
-            TimeoutError: none came in time; says what was waited for.
+            TimeoutError: none came in time; the message names what was waited for.
             ChannelClosed: the other end is gone.
         """
         body = self._next(timeout_s)

@@ -25,7 +25,7 @@ from rollwright._processes.start.server import allow_interrupts
 
 __all__ = ["STOPPED_S", "Child"]
 
-STOPPED_S = 120.0  # that a process which a signal has stopped is waited for, where nothing else is said
+STOPPED_S = 120.0  # that a process which a signal has stopped is waited for, by default
 
 _EXIT_S = 1.0  # for all children together, when this process ends
 _LAST_BREATH_S = 2.0

@@ -1,4 +1,4 @@
-"""Connection: what a pool needs of a process, wherever that runs."""
+"""Connection: the interface of a pool to one process, on this machine or another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ExitReason(NamedTuple):
 
     Attributes:
         how: a phrase, such as ``"was killed by SIGKILL"``.
-        failure: what it raised, where it could say so.
+        failure: what it raised, where it could send it.
     """
 
     how: str

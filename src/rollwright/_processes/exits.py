@@ -1,4 +1,4 @@
-"""Functions that are called when this process ends, whatever way it was started."""
+"""Functions that run when this process ends, however it was started."""
 
 from __future__ import annotations
 

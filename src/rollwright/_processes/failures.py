@@ -1,4 +1,4 @@
-"""ExceptionInfo: an exception on its way from one process to another."""
+"""ExceptionInfo: an exception in a form that can be sent to another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of loads and stores in memory that processes share."""
+"""Memory fences: the order of loads and stores in memory that processes share."""
 
 from __future__ import annotations
 

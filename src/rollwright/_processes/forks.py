@@ -1,4 +1,4 @@
-"""Forks: what objects of this process do in a forked child, where only the thread that forked goes on."""
+"""Callbacks in forked children: locks and threads of the parent are reset there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heartbeats: which processes have given no sign of life for too long."""
+"""Heartbeats: finds processes that have shown no progress for too long."""
 
 from __future__ import annotations
 

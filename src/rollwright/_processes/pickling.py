@@ -1,4 +1,4 @@
-"""Pickles that bring along the code that another process could not import."""
+"""Pickling with code by value, where another process could not import it."""
 
 from __future__ import annotations
 

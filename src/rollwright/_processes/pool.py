@@ -1,4 +1,4 @@
-"""Pool: connections to several processes, one for each place: messages, questions, losses, and the end."""
+"""Pool: connections to several processes, with messages, questions, losses, and shutdown."""
 
 from __future__ import annotations
 

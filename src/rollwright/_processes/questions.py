@@ -1,4 +1,4 @@
-"""Questions: what processes were asked, who has answered, and who will not."""
+"""Questions: requests to several processes, and their answers so far."""
 
 from __future__ import annotations
 

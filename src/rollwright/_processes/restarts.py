@@ -1,4 +1,4 @@
-"""RestartPolicy: how often and how soon what has failed is replaced, and when that stops."""
+"""RestartPolicy: limits how often and how soon a failed process is replaced."""
 
 from __future__ import annotations
 

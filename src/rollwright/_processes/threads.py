@@ -1,4 +1,4 @@
-"""DaemonThread: a thread whose error its next caller gets, and that ends before the interpreter does."""
+"""DaemonThread: a thread that hands its error to the next caller and ends before the interpreter does."""
 
 from __future__ import annotations
 

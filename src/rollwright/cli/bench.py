@@ -36,7 +36,7 @@ Side = Callable[[], int]  # collects a batch, returns its number of frames
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure as the arguments say, and print the table; returns the exit status."""
+    """Measure as the arguments specify, and print the table; returns the exit status."""
     console = Console()
     steps, frames = _sizes(arguments.frames, arguments.num_envs)
     with console.warnings_as_lines(), _one_thread(), ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What must hold between the frames of a dataset, tested frame by frame."""
+"""Checks of datasets: what must hold between frames, tested frame by frame."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ class _Scan:
         self._runs.append(torch.stack([ids[row, time], start + time, row], -1))
 
     def _check_neighbours(self, piece: TensorDictBase, pairs: _Pairs, start: int) -> None:
-        """What frame t says of frame t + 1."""
+        """What frame t holds of frame t + 1."""
         goes_on = torch.ones_like(pairs.taken)
         for key in self._shared:
             same = _equal(_rows(piece, ("next", *key))[:, :-1], _rows(piece, key)[:, 1:])

@@ -32,7 +32,7 @@ _MOST_FRAMES_PER_BATCH = 500  # of a process: small enough to see progress, larg
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Collect as the arguments say; returns the exit status."""
+    """Collect as the arguments specify; returns the exit status."""
     console = Console(arguments.quiet)
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(2**31)

@@ -1,4 +1,4 @@
-"""What a command prints: lines, and live progress where there is a terminal."""
+"""Console: the output of a command, with live progress on a terminal."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Console:
             self._progress = None
 
     def update(self, stats: Mapping[str, Any]) -> None:
-        """Show what ``collector.stats()`` says: on a terminal at once, else in a line every few seconds."""
+        """Show what ``collector.stats()`` reports: on a terminal at once, else in a line every few seconds."""
         if self._progress is not None:
             state = _state(stats, self._total, short=True)
             self._progress.update(self._progress.task_ids[0], completed=stats["frames"], state=state)

@@ -1,4 +1,4 @@
-"""How commands fail: an error with an exit status, and other errors in a line or two."""
+"""Errors of commands: an exit status and a short message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loops that one writes by hand, without a library: what collectors are measured against.
+"""Handwritten collection loops without a library, to compare collectors with.
 
 They store what a collector stores: observation, action, the parameters of its distribution, its
 log-probability, reward, flags, next observation, trajectory id. The true last observation of an

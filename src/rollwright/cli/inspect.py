@@ -1,4 +1,4 @@
-"""``rollwright inspect``: what a dataset holds."""
+"""``rollwright inspect``: describes a dataset."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def _heading(report: dict[str, Any]) -> list[str]:
         )
     source = report["source"]
     if source:
-        said = {name: value for name, value in source.items() if not (value is None or value is False or value == {})}
-        lines.append("  " + ", ".join(f"{name} {value}" for name, value in said.items()))
+        shown = {name: value for name, value in source.items() if not (value is None or value is False or value == {})}
+        lines.append("  " + ", ".join(f"{name} {value}" for name, value in shown.items()))
     if report["versions"]:
         versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
         lines.append(f"  written {report['created']} by {versions}")

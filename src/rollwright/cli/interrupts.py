@@ -1,4 +1,4 @@
-"""Ctrl-C during a collection: the first ends it between two steps, a second cuts the step short."""
+"""Ctrl-C during a collection: the first ends it between two steps, the second at once."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Export:
     def run(
         self, env: GymEnv, arguments: argparse.Namespace, console: Console, interrupted: Callable[[], bool]
     ) -> None:
-        """Write the dataset, say what was left out, and delete the frames.
+        """Write the dataset, print what was left out, and delete the frames.
 
         Raises:
             Failure: no episode was complete, or writing failed; the frames are kept.

@@ -1,4 +1,4 @@
-"""Opens what ``rollwright inspect`` looks at: datasets, files of frames, saved replay buffers."""
+"""Opens datasets, files of frames and saved replay buffers for ``rollwright inspect``."""
 
 from __future__ import annotations
 

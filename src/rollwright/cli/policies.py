@@ -1,4 +1,4 @@
-"""From the text of ``--policy`` to a policy: random, a factory in a module, or a saved program."""
+"""Resolves ``--policy`` to a policy: random, a factory in a module, or a saved program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_policy(text: str, env: EnvBase) -> Any:
         What a collector takes as its policy; None for random actions.
 
     Raises:
-        Failure: there is no such policy; the message says which part is wrong.
+        Failure: there is no such policy; the message names the wrong part.
     """
     if text == "random":
         return None

@@ -1,4 +1,4 @@
-"""Frames per second of several ways to collect, measured in turns."""
+"""Frames per second of several collection loops, measured in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rollwright collect --workers N``: how processes collect for a dataset, and how they are shown."""
+"""``rollwright collect --workers N``: collection in several processes, and its progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of collectors' methods: tested alike in one process and in many, before anything has changed."""
+"""Checks of arguments of collectors' methods, for one process and for many."""
 
 from __future__ import annotations
 

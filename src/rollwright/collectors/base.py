@@ -1,4 +1,4 @@
-"""BaseCollector: what every collector can do, wherever its environments run."""
+"""BaseCollector: the interface of all collectors, wherever their environments run."""
 
 from __future__ import annotations
 

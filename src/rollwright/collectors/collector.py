@@ -65,7 +65,7 @@ class Collector(BaseCollector):
 
     Raises:
         ValueError, TypeError: an option is wrong, or two of them contradict one another.
-        EnvError, PolicyError: the environment or the policy broke its contract; the message says how.
+        EnvError, PolicyError: the environment or the policy broke its contract; the message describes it.
 
     Example:
         >>> from rollwright.envs import GymEnv
@@ -283,11 +283,11 @@ class Collector(BaseCollector):
 
         The thread acts with a copy of the policy: train yours, and call :meth:`update_policy_weights_` when it is to
         act with the new weights. Of a bound method, a ``functools.partial`` or another callable object, the modules in
-        it are copied and updated; a function cannot be copied, and what it reads is read as it stands (a warning says
-        so where that is a module). What goes wrong in the thread is raised at the next call of :meth:`pause`,
+        it are copied and updated; a function cannot be copied, and what it reads is read as it stands (with a warning
+        where that is a module). What goes wrong in the thread is raised at the next call of :meth:`pause`,
         :meth:`update_policy_weights_`, :meth:`reset`, :meth:`state_dict`, :meth:`async_shutdown` or iteration, or by a
         ``sample()`` of the buffer that waits (its ``limiter``), once; ``stats()["background"]`` has it before.
-        Where the buffer has a limiter, the thread waits between two batches, and ``stats()["waiting_for"]`` says so.
+        Where the buffer has a limiter, the thread waits between two batches, and ``stats()["waiting_for"]`` reports it.
         Meanwhile:
 
         - :meth:`stats`, :meth:`pause`, :meth:`update_policy_weights_`: at any time.
@@ -359,7 +359,7 @@ class Collector(BaseCollector):
             raise_on_error: if False, errors of the thread and of the environment's ``close`` are dropped.
 
         Raises:
-            TimeoutError: the thread did not end in time; the message says what it is doing.
+            TimeoutError: the thread did not end in time; the message names what it does.
         """
         if self.closed and self._background.thread is None:
             return

@@ -1,4 +1,4 @@
-"""The parts that collectors are made of: what each promises, and nothing of how it is done.
+"""Protocols of the parts of a collector, without any implementation.
 
 A *rollout* (:class:`~rollwright.collectors.rollout.rollout.Rollout`) takes steps on a :class:`Path` and fills one batch
 at a time. A :class:`Delivery` makes of batches what a collector yields or writes. A worker has both, and a

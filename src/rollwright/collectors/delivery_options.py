@@ -1,4 +1,4 @@
-"""Which options of delivery go together: whole trajectories, replay buffers, and the rest."""
+"""Checks of combined options of delivery: whole trajectories, replay buffers, and the rest."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def buffer_of(options: CollectorOptions) -> Any:
     """Where a collector writes: its replay buffer, or the member of an ensemble that is its own.
 
     Raises:
-        ValueError: nothing says which member.
+        ValueError: nothing names the member.
     """
     buffer: Any = options.replay_buffer
     worker = options.worker_idx

@@ -28,7 +28,7 @@ class BackendOptions:
 
     Attributes:
         num_collectors: number of workers, each with an environment and a policy of its own; None: collect in this
-            process, unless ``backend`` says otherwise.
+            process, unless ``backend`` names another.
         backend: ``"direct"``: in this process; ``"process"`` or ``"multiprocessing"``: in workers, one for each
             function in ``create_env_fn`` unless ``num_collectors`` is given; None: as ``num_collectors`` says.
     """

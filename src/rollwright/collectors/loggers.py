@@ -1,4 +1,4 @@
-"""TensorBoardLogger: what a collector says of itself, as curves. The only module that imports tensorboard."""
+"""TensorBoardLogger: statistics of a collector as curves. The only module that imports tensorboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where time goes: named ranges inside a rollout, and traces of whole rollouts."""
+"""Profiling: named ranges inside a rollout, and traces of whole rollouts."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Profile:
         self._profiler: RolloutProfiler | None = None
 
     def enable(self, **config: Any) -> None:
-        """Trace the first rollouts, as a :class:`ProfileConfig` of ``config`` says.
+        """Trace the first rollouts, as a :class:`ProfileConfig` of ``config`` specifies.
 
         Raises:
             RuntimeError: rollouts have begun.

@@ -1,4 +1,4 @@
-"""What a frame is and where it rests: specs, the layout of trajectories, replay buffers."""
+"""Data of frames: specs, the layout of trajectories, replay buffers, datasets."""
 
 from rollwright.data.compact import restore_next
 from rollwright.data.layout import join_trajectories, split_trajectories, trajectories

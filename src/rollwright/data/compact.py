@@ -1,4 +1,4 @@
-"""Observations stored once: the compact layout of batches, and the way back.
+"""The compact layout of batches, which stores observations once, and its inverse.
 
 Inside a trajectory ``("next", obs)`` at t is the root's ``obs`` at t+1, so a compact batch leaves the
 former out. It keeps those that no root repeats (the last of each trajectory, and those at the end of the

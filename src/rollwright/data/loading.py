@@ -108,7 +108,7 @@ def named(error: OSError, file: Path, size: str) -> OSError:
 
 
 class _Sink:
-    """Hands on what is written, and remembers what went wrong: torch raises an error that does not say."""
+    """Hands on what is written, and remembers what went wrong: torch raises an error without the cause."""
 
     target: BinaryIO
 

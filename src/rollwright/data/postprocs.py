@@ -30,7 +30,7 @@ class MultiStep(nn.Module):
 
     Trajectories are distinguished as :func:`~rollwright.data.layout.trajectory_runs` says, and end at ``done``: no sum
     crosses a boundary. At the end of the batch there are no later frames, so the last frames of a trajectory that goes
-    on take fewer steps: ``"steps_to_next_obs"`` says how many.
+    on take fewer steps: ``"steps_to_next_obs"`` holds how many.
 
     Made for ``postproc=`` of a collector, and for batches that a sampler of slices returns. It is a module without
     weights, so it can stand in an ``nn.Sequential``. The rewritten ``done`` no longer marks one frame a trajectory but

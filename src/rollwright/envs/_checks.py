@@ -1,4 +1,4 @@
-"""What comes out of ``_step`` and ``_reset`` is completed and checked against the specs."""
+"""Completes the results of ``_step`` and ``_reset``, and checks them against the specs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["check_alive", "check_entries", "complete_reset", "complete_step", "m
 
 
 class SpecEntry(NamedTuple):
-    """What the specs say of one leaf; ``shape`` is below the batch, and None where nothing is checked."""
+    """What the specs require of one leaf; ``shape`` is below the batch, and None where nothing is checked."""
 
     key: NestedKey
     shape: torch.Size | None

@@ -1,4 +1,4 @@
-"""What an environment says of itself: its specs, their keys, its batch size and its device."""
+"""The specs of an environment, their keys, its batch size and its device."""
 
 from __future__ import annotations
 

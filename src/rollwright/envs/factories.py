@@ -1,4 +1,4 @@
-"""What batches of environments share: the functions that make them, and what they have in common."""
+"""Factories of the environments of a batch, and the properties that they share."""
 
 from __future__ import annotations
 

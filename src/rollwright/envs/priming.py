@@ -1,7 +1,7 @@
-"""What a policy needs of its environment besides observations: first values of its states, and the mark of first steps.
+"""Entries that a policy needs besides observations: initial states, and the mark of first steps.
 
-A policy says so by its submodules: those with a method ``make_tensordict_primer()`` carry states, and read the mark of
-first steps at their ``init_key`` (``"is_init"`` unless they have one).
+A policy declares it by its submodules: those with a method ``make_tensordict_primer()`` carry states, and read the mark
+of first steps at their ``init_key`` (``"is_init"`` unless they have one).
 """
 
 from __future__ import annotations

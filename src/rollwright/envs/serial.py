@@ -150,7 +150,7 @@ class SerialEnv(BatchedEnv):
 
     @contextmanager
     def _naming(self, worker: int) -> Iterator[None]:
-        """Errors say which environment raised them."""
+        """Errors name the environment that raised them."""
         try:
             yield
         except RollwrightError as error:

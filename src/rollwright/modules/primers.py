@@ -1,4 +1,4 @@
-"""The transform that carries a module's states through an environment, made by the package of environments.
+"""Primer transforms for the recurrent states of modules.
 
 Modules know nothing of environments. What they announce are specs; :mod:`rollwright.envs` registers the transform that
 is made of them.

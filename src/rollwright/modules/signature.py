@@ -1,4 +1,4 @@
-"""Modules that know nothing of TensorDict, as policies: wrapped by the names of their arguments."""
+"""Plain modules as policies: wrapped by the names of their arguments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Policies on arrays: a policy as a short list of calls on tensors, or as a compiled program.
 
 What runs here gives the bits of the plain path (TensorDict in, TensorDict out) and draws the same random numbers.
-Whether a policy can is decided by what it is made of; :class:`NotNative` says why not.
+Whether a policy can is decided by what it is made of; :class:`NotNative` gives the reason.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def array_policy(
         available: entries that the root has at each step, all tensors.
 
     Raises:
-        NotNative: it must take the plain path; the message says why.
+        NotNative: it must take the plain path; the message gives the reason.
 
     Example:
         >>> import numpy as np, torch

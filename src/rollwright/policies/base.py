@@ -1,4 +1,4 @@
-"""What a policy on arrays is."""
+"""ArrayPolicy: the interface of a policy on arrays."""
 
 from __future__ import annotations
 

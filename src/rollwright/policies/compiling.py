@@ -40,7 +40,7 @@ def compile_policy(
         example: an array per in_key, as the calls will bring them.
 
     Raises:
-        NotNative: it cannot be compiled; the message says why.
+        NotNative: it cannot be compiled; the message gives the reason.
 
     Example:
         >>> from tensordict.nn import InteractionType, TensorDictModule
@@ -73,8 +73,8 @@ def compile_policy(
         except NotNative:
             raise
         except Exception as error:
-            said = " ".join(str(error).split("\n")[:2])
-            raise NotNative(f"{why}torch.compile failed with {type(error).__name__}: {said}") from error
+            reason = " ".join(str(error).split("\n")[:2])
+            raise NotNative(f"{why}torch.compile failed with {type(error).__name__}: {reason}") from error
     return compiled
 
 

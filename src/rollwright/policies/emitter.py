@@ -1,4 +1,4 @@
-"""Calls in NumPy on fixed memory: what a NumPy program is made of."""
+"""Emitter: builds the NumPy calls on fixed memory of a NumPy program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps that a policy on arrays is a list of: each reads some slots of a list of values and fills others."""
+"""Nodes of a policy on arrays: each reads some slots of a list of values and fills others."""
 
 from __future__ import annotations
 

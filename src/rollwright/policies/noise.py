@@ -1,4 +1,4 @@
-"""Random numbers for a whole rollout, drawn in few calls."""
+"""Random numbers for a whole rollout, drawn in a few calls."""
 
 from __future__ import annotations
 

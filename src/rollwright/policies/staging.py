@@ -1,4 +1,4 @@
-"""A policy on arrays on a CUDA device, for data in the host's memory: one copy each way a step, ordered by events."""
+"""Staged: a policy on a CUDA device for data on the host, with one copy in each direction a step."""
 
 from __future__ import annotations
 

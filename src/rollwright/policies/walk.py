@@ -1,4 +1,4 @@
-"""Takes a graph of TensorDict modules apart into the steps of a policy on arrays."""
+"""Converts a graph of TensorDict modules into the nodes of a policy on arrays."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Walk:
         """Take ``policy`` apart.
 
         Raises:
-            NotNative: a part of it is not known, or does more than its type says.
+            NotNative: a part of it is not known, or does more than its type does.
         """
         check_globals()
         self._module(policy)

@@ -1,4 +1,4 @@
-"""Notices that modules have changed since they were taken apart."""
+"""ModuleSnapshot: detects that modules have changed since they were converted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fakes that count: the observation is the count, the action its increment, done above ``max_steps``."""
+"""Counting environments: the observation is the count, the action its increment."""
 
 from __future__ import annotations
 

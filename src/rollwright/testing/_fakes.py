@@ -1,4 +1,4 @@
-"""What the fake environments share: they refuse actions that their specs do not describe."""
+"""Shared parts of the fake environments, which refuse actions outside their specs."""
 
 from __future__ import annotations
 

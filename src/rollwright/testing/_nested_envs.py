@@ -1,4 +1,4 @@
-"""Fakes with entries below the root: one nest, several agents, flags in several places."""
+"""Fake environments with nested entries, several agents, and flags in several places."""
 
 from __future__ import annotations
 

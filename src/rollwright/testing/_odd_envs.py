@@ -1,4 +1,4 @@
-"""Fakes of one oddity each: objects as data, growing shapes, scalar actions, errors, nothing, images."""
+"""Fake environments with one peculiarity each: objects as data, growing shapes, errors, images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does an environment keep the contract of EnvBase? Checks for users to run on theirs.
+"""Checks of the contract of EnvBase, for users to run on their environments.
 
 ====================  =================================================================================
 ``specs``             steps have the entries, shapes, dtypes and values that the specs announce
@@ -46,7 +46,7 @@ def check_env(
             share one random generator.
 
     Raises:
-        EnvError: a check failed; says where, what was expected, what came, and what to do.
+        EnvError: a check failed; the message gives where, what was expected, what came, and what to do.
         ValueError: ``skip`` names no check.
 
     Example:
@@ -69,7 +69,7 @@ def check_env(
 
 
 class EnvConformance:
-    """The checks of :func:`check_env` as pytest tests: inherit, and say how to make the environment.
+    """The checks of :func:`check_env` as pytest tests: inherit, and define how to make the environment.
 
     Attributes:
         seed: as in :func:`check_env`.

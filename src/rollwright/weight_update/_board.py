@@ -1,4 +1,4 @@
-"""Board: weights that one process publishes and others take, each publication whole or not at all."""
+"""Board: weights that one process publishes and others read, each publication complete or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The boards of a sender: one that all receivers follow, and one for each."""
+"""The boards of a sender: a common one, and one for each receiver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Destination: a module that takes the same kind of weights again and again."""
+"""Destination: a module that repeatedly receives the same kind of weights."""
 
 from __future__ import annotations
 

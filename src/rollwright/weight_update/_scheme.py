@@ -202,7 +202,7 @@ class WeightSyncScheme:
             model_id: of the model; None: as the sender has named it.
             context: has ``get_model(model_id)``, and perhaps ``worker_idx``.
             model: takes the weights instead.
-            worker_idx: which of the receivers this is; 0 where the context does not say.
+            worker_idx: which of the receivers this is; 0 where the context does not give it.
 
         Raises:
             RuntimeError: it was initialised before, or does not come from a sender.

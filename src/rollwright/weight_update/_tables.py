@@ -1,4 +1,4 @@
-"""Where the weights of several models lie in the memory of one publication."""
+"""Tables of the weights of several models in the memory of one publication."""
 
 from __future__ import annotations
 

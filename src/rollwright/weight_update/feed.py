@@ -1,4 +1,4 @@
-"""WeightFeed: how weights that were published reach the models of a worker, between two steps."""
+"""WeightFeed: loads published weights into the models of a worker, between two steps."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def split_by_worker(given: Any, worker_ids: Any) -> Mapping[int, Any] | None:
 
     Args:
         given: weights in any form, or a dictionary of such from indices of workers.
-        worker_ids: who gets them; None where the user did not say.
+        worker_ids: who gets them; None where the user named none.
 
     Raises:
         ValueError: ``worker_ids`` beside weights by worker.

@@ -1,4 +1,4 @@
-"""What a collector does with schemes that it receives weights through."""
+"""Receiving ends of weight schemes in a collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemes: which memory the weights of one model travel through."""
+"""Weight synchronization schemes: the memory that the weights of one model are sent through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updaters, the older way to say how weights reach workers; programs written for it subclass them.
+"""Updaters: the older interface by which weights reach workers; existing programs subclass them.
 
 New programs use :class:`~rollwright.weight_update.WeightSyncScheme`.
 """
@@ -38,7 +38,7 @@ class WeightUpdaterBase(ABC):
 
     A collector that is given one calls :meth:`push_weights` in its ``update_policy_weights_``. That asks, in this
     order: :meth:`_get_server_weights` where no weights were passed, :meth:`_maybe_map_weights`, and for each worker
-    :meth:`_skip_update` and :meth:`_sync_weights_with_worker`; then it calls the hooks. Subclasses say how.
+    :meth:`_skip_update` and :meth:`_sync_weights_with_worker`; then it calls the hooks. Subclasses define how.
 
     Example:
         >>> class Counts(WeightUpdaterBase):
@@ -144,7 +144,7 @@ class WeightUpdaterBase(ABC):
 
 
 class LocalWeightsUpdaterBase(WeightUpdaterBase):
-    """For a policy that acts in this process. Subclasses say where the weights come from, and what they become."""
+    """For a policy that acts in this process. Subclasses define where the weights come from, and what they become."""
 
     def _sync_weights_with_worker(self, *, worker_id: Worker | None = None, server_weights: Any) -> None:
         """Copy the weights into the collector's policy."""
@@ -152,7 +152,7 @@ class LocalWeightsUpdaterBase(WeightUpdaterBase):
 
 
 class RemoteWeightsUpdaterBase(WeightUpdaterBase):
-    """For policies that act in workers. Subclasses may say which workers there are, and what each of them gets."""
+    """For policies that act in workers. Subclasses may define which workers there are, and what each of them gets."""
 
     def _sync_weights_with_worker(self, *, worker_id: Worker | None = None, server_weights: Any) -> None:
         """Publish the weights to the worker; to all if it is None."""

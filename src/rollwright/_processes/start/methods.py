@@ -51,7 +51,7 @@ def new_process(start_method: str | None, target: Any, args: tuple[Any, ...], na
     """A process that is not started yet, as of :mod:`multiprocessing`; None: the fork server.
 
     One that comes from the fork server does not import the program's main module: what is sent there must be pickled
-    by value. SIGINT is blocked where it begins, until it says how it takes that.
+    by value. SIGINT is blocked where it begins, until it sets how it handles that.
     """
     if start_method in (None, "forkserver"):
         return _Served(target=_in_fork, args=(dict(os.environ), target, args), name=name, daemon=False)

@@ -1,4 +1,4 @@
-"""The fork server: a process that has imported what workers need, and forks them when it is asked to.
+"""The fork server: a process that has imported what workers need, and forks them on request.
 
 A request is one message on a pair of sockets that has no name anywhere, with descriptors attached. The answer comes on
 a pipe of its own: the number of the new process, and when that has ended, its status.

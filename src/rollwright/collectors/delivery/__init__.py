@@ -1,3 +1,3 @@
-"""What becomes of rollouts: batches, whole trajectories, frames in a replay buffer."""
+"""Delivery of rollouts: as batches, as whole trajectories, or into a replay buffer."""
 
 __all__: list[str] = []

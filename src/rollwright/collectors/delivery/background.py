@@ -1,4 +1,4 @@
-"""Background: what a collector's ``start()``, ``pause()`` and ``shutdown()`` do with the thread that collects."""
+"""Background: ``start()``, ``pause()`` and ``shutdown()`` of a collector's background thread."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class Background:
         return acting.version
 
     def stats(self) -> dict[str, Any]:
-        """What ``stats()`` of a collector says of it."""
+        """What ``stats()`` of a collector reports on it."""
         if self.thread is None:
             return {}
         return {"background": self.thread.stats(), "policy_version_acting": self._rollout.acting.version}

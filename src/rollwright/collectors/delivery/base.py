@@ -1,4 +1,4 @@
-"""RolloutDelivery: what all deliveries of one rollout share."""
+"""RolloutDelivery: the base class of deliveries of one rollout."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RolloutDelivery(Delivery):
     def next(self) -> TensorDictBase | None:
         """See :class:`~rollwright.collectors.core.Delivery`."""
 
-    # What it says of itself ---------------------------------------------------------------------
+    # What it reports ---------------------------------------------------------------------
 
     @property
     def num_batches(self) -> int | None:
@@ -98,7 +98,7 @@ class RolloutDelivery(Delivery):
         return {}
 
     def stats(self) -> dict[str, Any]:
-        """What ``stats()`` of a collector says of its rollout and of what becomes of it."""
+        """What ``stats()`` of a collector reports on its rollout and of what becomes of it."""
         held = self.assembler
         stats = {
             **self.rollout.stats(),

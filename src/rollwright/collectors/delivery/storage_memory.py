@@ -1,4 +1,4 @@
-"""StorageMemory: the memory of a batch is the rows of a replay buffer's storage, where it can be."""
+"""StorageMemory: collects batches directly into rows of a replay buffer's storage, where possible."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class StorageMemory(MemoryPool):
         try:
             forms = {key: (tuple(field.shape[len(env) :]), field.dtype) for key, field in fields.items()}
             storage.settle(forms, () if flat else env)
-        except (KeyError, ValueError):  # extend() says it once more, to the user
+        except (KeyError, ValueError):  # extend() reports it again, to the user
             self._reason = "the frames are not those of the storage"
             return
         env_size = torch.Size(env).numel()

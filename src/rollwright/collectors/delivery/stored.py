@@ -1,4 +1,4 @@
-"""What becomes of rollouts with a replay buffer: they are written into it, as they are, by step, or by trajectory."""
+"""Deliveries into a replay buffer: by rollout, by step, or by trajectory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stored(RolloutDelivery):
             self._limiter.check(frames=rollout.counts.frames)
 
     def _check_objects(self) -> None:
-        """Test that the storage can keep what the environment says that it gives; the policy's entries show later."""
+        """Test that the storage can keep what the specs of the environment list; the policy's entries show later."""
         members = getattr(self._buffer, "members", [self._buffer])
         storages = [member.storage for member in members if hasattr(member, "storage")]
         strict = [storage for storage in storages if not getattr(storage, "keeps_objects", True)]

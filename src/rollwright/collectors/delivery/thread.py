@@ -1,4 +1,4 @@
-"""CollectorThread: collects into a replay buffer, and attends to what others ask between two steps."""
+"""CollectorThread: collects into a replay buffer, and serves requests between two steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollwright.envs.utils import ExplorationType, set_exploration_type
 __all__ = ["CollectorThread", "exploration_of_this_thread", "paused_error"]
 
 _WAIT_S = 60.0  # for a step to end, at most
-_STOP_S = 10.0  # for the thread to end, unless the caller says otherwise
+_STOP_S = 10.0  # for the thread to end, by default
 _NAP_S = 1.0
 
 _Apply = Callable[[], None]
@@ -206,7 +206,7 @@ class CollectorThread(DaemonThread):
         return what + where
 
     def stats(self) -> dict[str, Any]:
-        """What ``stats()`` of a collector says of it."""
+        """What ``stats()`` of a collector reports on it."""
         return {"running": self.running, "paused": self._resting is not None, "error": self.error_text()}
 
 

@@ -1,4 +1,4 @@
-"""What an Evaluator is given, checked; and copies of weights that nobody else writes."""
+"""Checked arguments of an Evaluator, and its own copies of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where evaluations run: in the thread that asks for them, or in a process."""
+"""Backends of evaluation: in the thread that asks for them, or in a process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self, until: Callable[[], float]) -> str:
-        """End by a time (``time.monotonic()``), which may change meanwhile; says how, see :meth:`Child.end`."""
+        """End by a time (``time.monotonic()``), which may change meanwhile; returns how, see :meth:`Child.end`."""
 
     def ended(self) -> WorkerError | None:
         """Why no evaluation can run any more; None: it can."""

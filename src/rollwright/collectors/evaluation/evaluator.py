@@ -50,9 +50,9 @@ class Evaluator:
 
     One evaluation runs at a time. What goes wrong in one is raised by :meth:`evaluate`, or at the next call of any
     method, once; the next evaluation starts from a reset. A process that has ended, or was silent for
-    ``env_step_timeout`` and was killed, ends the evaluator: every further call says so.
+    ``env_step_timeout`` and was killed, ends the evaluator: every further call raises that.
 
-    ``frames_per_batch`` says how often an evaluation looks whether it is complete.
+    ``frames_per_batch`` sets how often an evaluation checks whether it is complete.
 
     Args:
         create_env_fn: a callable that makes an environment; with ``backend="thread"``, or an environment, which is
@@ -81,7 +81,7 @@ class Evaluator:
 
     Raises:
         ValueError, TypeError: an argument is wrong, or the policy cannot be copied.
-        EnvError, PolicyError, WorkerError: the environment or the policy could not be made; the message says why.
+        EnvError, PolicyError, WorkerError: the environment or the policy could not be made.
         TimeoutError: it took longer than two minutes.
 
     Example:
@@ -363,7 +363,7 @@ class Evaluator:
             raise_on_error: if False, errors of earlier evaluations, and that of a thread left behind, are dropped.
 
         Raises:
-            TimeoutError: the thread is left behind; the message says what it does.
+            TimeoutError: the thread is left behind; the message names what it does.
             Exception: what went wrong in an earlier evaluation, if no call has raised it yet.
         """
         if self._ended:

@@ -1,4 +1,4 @@
-"""A thread that runs evaluations one at a time, and what other threads see of it."""
+"""A thread that runs evaluations one at a time, and their state for other threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollwright.envs.utils import ExplorationType
 __all__ = ["EvaluationQueue", "Evaluation"]
 
 _NAP_S = 0.5
-_CLOSE_S = 5.0  # for an environment to be closed when nobody says how long
+_CLOSE_S = 5.0  # for an environment to be closed by default
 
 
 class Evaluation:
@@ -176,7 +176,7 @@ class EvaluationQueue(DaemonThread):
         """Raise where an evaluation has been silent for too long.
 
         Raises:
-            TimeoutError: says what it does.
+            TimeoutError: it did not end in time; the message names what it does.
         """
         # A process is killed when it is silent, and its error comes a little later.
         limit = self._step_timeout_s + (0.0 if self.backend is None or self.backend.pid is None else 5.0)
@@ -188,7 +188,7 @@ class EvaluationQueue(DaemonThread):
             )
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float | None) -> None:
-        """Wait, as long as the current evaluation gives signs of life.
+        """Wait, as long as the current evaluation makes progress.
 
         Args:
             condition: asked under the lock.

@@ -1,4 +1,4 @@
-"""Results: the first episodes of each environment of a batch, and nothing else."""
+"""Results: the first episodes of each environment of a batch."""
 
 from __future__ import annotations
 

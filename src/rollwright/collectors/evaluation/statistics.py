@@ -1,4 +1,4 @@
-"""Statistics that evaluation reads and never moves: those of an environment's transforms, and those of a policy."""
+"""Running statistics of transforms and policies, which evaluation reads and never updates."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""One environment, one policy, one batch: the loop, and what it is made of."""
+"""Rollout: one environment, one policy, one batch, and the loop that fills it."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""How many frames will be delivered: what was asked, rounded to what can be, and what to say about it."""
+"""Numbers of frames per batch: rounded to what can be delivered, with a warning where that differs."""
 
 from __future__ import annotations
 

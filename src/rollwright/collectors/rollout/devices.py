@@ -1,4 +1,4 @@
-"""Which device holds what, and what a copy between them needs."""
+"""Devices of policy, environment and batch, and copies between them."""
 
 from __future__ import annotations
 

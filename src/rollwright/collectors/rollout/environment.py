@@ -1,4 +1,4 @@
-"""From what the user passes as an environment to one that can be stepped."""
+"""Prepares the environment that a user passes to a collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hooks of a collector: what users want called before and after each rollout."""
+"""Hooks: functions of the user that are called before and after each rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what the user passes as a policy to one callable on TensorDicts."""
+"""Prepares the policy that a user passes as one callable on TensorDicts."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _on_tensordicts(policy: Any, options: CollectorOptions, env: EnvBase) -> Cal
 
 
 def accelerate(call: Call, options: CollectorOptions) -> tuple[Call, bool]:
-    """The policy compiled and captured as the options say, and whether its outputs are fresh at each call."""
+    """The policy compiled and captured as the options specify, and whether its outputs are fresh at each call."""
     fresh = True
     if options.compile_policy:
         arguments = options.compile_policy if isinstance(options.compile_policy, Mapping) else {}

@@ -1,4 +1,4 @@
-"""A copy of a policy for the thread of a collector, and which of its weights come from where."""
+"""Copies of a policy for a collector's thread, and the sources of their weights."""
 
 from __future__ import annotations
 

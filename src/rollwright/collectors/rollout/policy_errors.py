@@ -1,4 +1,4 @@
-"""What to say of an exception that a policy raised, and of a layer that will raise one."""
+"""Error messages for exceptions that a policy raised, and for layers that will raise one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_inputs(policy: Any, available: Iterable[NestedKey], env: EnvBase) -> N
     """Test that the environment has what the policy reads.
 
     Args:
-        policy: only a TensorDict module says what it reads.
+        policy: only a TensorDict module lists what it reads.
         available: entries, leaves of a nest; the policy may read a whole node.
         env: for the message.
 
@@ -203,7 +203,7 @@ def _arguments(frame: FrameType) -> Iterator[Any]:
 
 
 def _width(module: nn.Module) -> tuple[str, int]:
-    """The attribute that says how wide a layer's input has to be, and in which dimension; 0: unknown."""
+    """The attribute that holds how wide a layer's input has to be, and in which dimension; 0: unknown."""
     if isinstance(module, nn.Linear):
         return "in_features", -1
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):

@@ -1,4 +1,4 @@
-"""What a policy writes, seen in one call that changes nothing else."""
+"""Finds the entries that a policy writes, by one call without side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout is in the middle of, and TensorDicts as ``torch.load(..., weights_only=True)`` reads them."""
+"""RolloutState: the trajectories in progress, in a form that ``torch.load(..., weights_only=True)`` reads."""
 
 from __future__ import annotations
 

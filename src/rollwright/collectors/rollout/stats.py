@@ -1,4 +1,4 @@
-"""What a collector knows about its own run: counts, times, episodes."""
+"""Statistics of a collector's run: counts, times, episodes."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""New weights for the policies of collectors: parsed, applied here, or published to workers."""
+"""New weights for the policies of collectors: parsed, applied locally, or published to workers."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""CollectorWeights: how weights come to a collector, in every form, from whoever has them."""
+"""CollectorWeights: weights that a collector receives, in every form and from every source."""
 
 from __future__ import annotations
 

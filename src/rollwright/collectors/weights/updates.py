@@ -16,13 +16,13 @@ __all__ = ["Update", "parse_update", "parse_update_for_workers", "pick_weights",
 
 
 def pick_weights(positional: Any, weights: Any, policy: Any, policy_weights: Any = None) -> Any:
-    """The one of several ways to pass weights that was used; None when none was.
+    """The one of several arguments for weights that was used; None when none was.
 
     Raises:
         ValueError: several were used.
     """
-    ways = ("policy_or_weights", "weights", "policy", "policy_weights")
-    given = dict(zip(ways, (positional, weights, policy, policy_weights), strict=True))
+    names = ("policy_or_weights", "weights", "policy", "policy_weights")
+    given = dict(zip(names, (positional, weights, policy, policy_weights), strict=True))
     used = [name for name, value in given.items() if value is not None]
     if len(used) > 1:
         raise ValueError(f"{' and '.join(used)} were both given. Pass the weights in one way.")

@@ -1,3 +1,3 @@
-"""Collectors in processes of their own: what a worker does, how it is watched, and how its batches arrive."""
+"""Workers: processes that collect, their supervision, and the delivery of their batches."""
 
 __all__: list[str] = []

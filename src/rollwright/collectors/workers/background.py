@@ -143,7 +143,7 @@ class WorkersBackground:
             self._thread.raise_error()
 
     def stats(self) -> dict[str, Any]:
-        """What ``stats()`` of a collector says of it."""
+        """What ``stats()`` of a collector reports on it."""
         return (
             {}
             if self._thread is None

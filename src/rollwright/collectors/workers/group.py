@@ -1,4 +1,4 @@
-"""WorkerGroup: N workers, what they are sent and answer, and what becomes of those that fail."""
+"""WorkerGroup: N workers, the messages to and from them, and the replacement of those that fail."""
 
 from __future__ import annotations
 

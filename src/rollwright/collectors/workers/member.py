@@ -1,4 +1,4 @@
-"""Member: what the collector's process knows of one worker."""
+"""Member: the state of one worker in the collector's process."""
 
 from __future__ import annotations
 

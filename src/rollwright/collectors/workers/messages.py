@@ -1,4 +1,4 @@
-"""What a collector and its workers say to each other.
+"""Messages between a collector and its workers.
 
 A collector asks for rollouts, one message each (:class:`Collect`), and a worker answers each with what came of it
 (:class:`Collected` or :class:`Failed`). Everything else can be sent at any time, and takes no rollout away.

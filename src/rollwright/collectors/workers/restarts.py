@@ -1,4 +1,4 @@
-"""Restarts: workers that failed, when they are replaced, and what users are warned of."""
+"""Restarts: replaces workers that failed, and warns of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SharedPool: a pool of processes that several threads wait for; one of them reads, for all."""
+"""SharedPool: a pool of processes that several threads wait for, while one of them reads."""
 
 from __future__ import annotations
 

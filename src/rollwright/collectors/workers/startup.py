@@ -1,4 +1,4 @@
-"""Workers: the processes of a collector, started, and the memory that they share with it."""
+"""Starts the workers of a collector, and allocates the memory that they share with it."""
 
 from __future__ import annotations
 

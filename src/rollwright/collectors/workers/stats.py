@@ -20,7 +20,7 @@ _WAITING = {
 
 
 def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, version: int) -> dict[str, Any]:
-    """What ``stats()`` of a collector says of its workers.
+    """What ``stats()`` of a collector reports on its workers.
 
     Args:
         group: the workers.

@@ -1,4 +1,4 @@
-"""Watchdog: which workers are stuck."""
+"""Watchdog: finds workers that are stuck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WorkersWeights: weights of policies in workers: published here, taken by them between two steps."""
+"""WorkersWeights: publishes weights to the policies in workers, which take them between two steps."""
 
 from __future__ import annotations
 

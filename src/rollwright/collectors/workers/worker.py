@@ -1,4 +1,4 @@
-"""Worker: collects in a process of its own, one batch for each message that asks for it."""
+"""Worker: collects in its own process, one batch for each message that asks for it."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class Worker:
                 found: Any = collector.collect(order)
             finally:
                 self._run = None
-        except BaseException as error:  # if it is that the collector is gone, send() says so again
+        except BaseException as error:  # if it is that the collector is gone, send() raises that again
             found = say.Failed(order.run, ExceptionInfo.of(error))
         news = collector.news()
         if news is not None:

@@ -1,4 +1,4 @@
-"""The description of a dataset, and what is done with its help: load, remove, test a target folder."""
+"""The JSON description of a dataset: load, remove, and check a target folder."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def load_dataset(path: str | os.PathLike[str]) -> TensorDictBase:
 
     Raises:
         FileNotFoundError: there is no dataset at ``path``.
-        DamagedFileError: a file is missing, cut short, or holds something else than the description says.
+        DamagedFileError: a file is missing, cut short, or holds something else than described.
         ValueError: the dataset holds no complete batch.
     """
     description = describe_dataset(path)
@@ -187,7 +187,7 @@ def check_target(path: Path, *, overwrite: bool) -> None:
     """Test that a dataset may be written to ``path``.
 
     Raises:
-        FileExistsError: it may not; the message says why.
+        FileExistsError: it may not; the message gives the reason.
     """
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"path: expected a folder, and {str(path)!r} is a file. Choose another name.")

@@ -1,4 +1,4 @@
-"""Episodes in a stream of frames: which ended, how long they were, what they returned."""
+"""Episodes in a stream of frames: their ends, lengths and returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Episodes(NamedTuple):
     Attributes:
         returns: float64 ``[episodes]``, sums of rewards.
         lengths: int64 ``[episodes]``.
-        terminated: bool ``[episodes]``; the others were truncated, or did not say.
+        terminated: bool ``[episodes]``; the others were truncated, or had no such flag.
         ends: int64 ``[episodes]``, the time of each last frame.
     """
 
@@ -198,7 +198,7 @@ class Totals:
         self._has_rewards = True
 
     def add(self, episodes: Episodes, *, has_rewards: bool) -> None:
-        """Count episodes; without rewards their returns say nothing."""
+        """Count episodes; without rewards their returns mean nothing."""
         self._has_rewards = has_rewards
         if not len(episodes.lengths):
             return

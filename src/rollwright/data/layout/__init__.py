@@ -1,4 +1,4 @@
-"""What a boundary is: the keys that mark where trajectories begin and end, and what is read from them.
+"""Trajectory boundaries: the keys that mark where trajectories begin and end, and what is read from them.
 
 Frames lie one after another, time last: ``[*env, T]`` as a collector delivers them, ``[N]`` in a replay buffer and in
 what is sampled from it. Nothing about trajectories is in the shape; it is in these entries, all of one value a frame:

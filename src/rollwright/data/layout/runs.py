@@ -1,4 +1,4 @@
-"""Runs: the stretches of neighbouring frames that belong to one trajectory."""
+"""Runs: ranges of consecutive frames of one trajectory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replay buffer is given: its parts, transforms and elements."""
+"""Checked arguments of replay buffers: their parts, transforms and elements."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def dimension(name: str, value: int, ndim: int) -> int:
 def inverse_of(change: Transform) -> Transform | None:
     """The inverse of a transform that has one, of this library or of another.
 
-    Ours say whether there is anything to invert. Those of others are asked with all data: ``inv`` returns as they are
+    Ours know whether there is anything to invert. Those of others are asked with all data: ``inv`` returns as they are
     what it has nothing to do with.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Counts: what a limiter reads of its buffer."""
+"""Counts: the counters of a buffer that its limiter reads."""
 
 from __future__ import annotations
 

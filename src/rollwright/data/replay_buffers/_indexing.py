@@ -1,4 +1,4 @@
-"""Indexing: which elements of a storage an index of its buffer means."""
+"""Indexing: maps an index of a buffer to elements of its storage."""
 
 from __future__ import annotations
 

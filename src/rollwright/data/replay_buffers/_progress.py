@@ -1,4 +1,4 @@
-"""ProgressCondition: threads wait for what others do, as long as those do something."""
+"""ProgressCondition: lets threads wait for others, with a limit on the time without progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ReplayBuffer: elements go in by a writer, rest in a storage, come out by a sampler."""
+"""ReplayBuffer: a storage, filled by a writer and read by a sampler."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class ReplayBuffer:
 
         Args:
             batch_size: elements in it; default: the buffer's.
-            return_info: return ``(batch, info)``, where ``info`` has ``"index"`` and what else the sampler says.
+            return_info: return ``(batch, info)``, where ``info`` has ``"index"`` and what else the sampler returns.
 
         Raises:
             RuntimeError: the buffer is empty; with a limiter: nobody else could fill it.
@@ -217,7 +217,7 @@ class ReplayBuffer:
         return (batch, info) if return_info else batch
 
     def _next(self, batch_size: int | None) -> tuple[Any, dict[str, Any], bool]:
-        """A batch, what the sampler says about it, and whether it ended a pass of the sampler."""
+        """A batch, what the sampler returned with it, and whether it ended a pass of the sampler."""
         size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if size is None:
             raise ValueError("batch_size: expected it in sample() or in the constructor, got it in neither.")
@@ -258,7 +258,7 @@ class ReplayBuffer:
         return stacked(data) if isinstance(data, list) else data
 
     def _with_info(self, batch: TensorDictBase, info: Mapping[str, Any]) -> TensorDictBase:
-        """The batch with what the sampler says about its elements, where the buffer delivers that."""
+        """The batch with what the sampler returned for its elements, where the buffer delivers that."""
         return batch
 
     def _drop_prefetched(self) -> None:

@@ -1,4 +1,4 @@
-"""What it takes to save a replay buffer, and to go on with it."""
+"""Saves replay buffers, and restores them."""
 
 from __future__ import annotations
 

@@ -147,14 +147,14 @@ class ReplayBufferEnsemble:
 
         Args:
             data: see :meth:`ReplayBuffer.extend`.
-            member: where to; None: as ``routing_key`` or ``routing_dim`` says.
+            member: where to; None: by ``routing_key`` or ``routing_dim``.
 
         Returns:
             Where elements lie in their members: as of :meth:`ReplayBuffer.extend`; of several members one after the
             other in order of members.
 
         Raises:
-            ValueError: nothing says where to.
+            ValueError: nothing determines the member.
         """
         if member is not None:
             return self._member(member).extend(data)

@@ -23,9 +23,9 @@ __all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer", "Tens
 
 @with_options(ReplayBuffer)
 class TensorDictReplayBuffer(ReplayBuffer):
-    """A replay buffer of TensorDicts: batches say where their elements lie.
+    """A replay buffer of TensorDicts: batches hold the indices of their elements.
 
-    A batch has the entry ``"index"`` (int64 ``[n]``, or ``[n, ndim]``), and the others that the sampler says
+    A batch has the entry ``"index"`` (int64 ``[n]``, or ``[n, ndim]``), and the others that the sampler returns
     (``"priority_weight"``). Where the data that are written hold ``priority_key``, that is their first priority.
 
     Args:

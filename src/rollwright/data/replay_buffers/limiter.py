@@ -1,4 +1,4 @@
-"""SampleToInsertRatio: sampling and collecting keep pace, whichever of them is faster."""
+"""SampleToInsertRatio: keeps sampling and collecting at one pace, whichever is faster."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class SampleToInsertRatio:
             whom: who waits, for messages.
 
         Returns:
-            Whether they may be inserted; False: ``stop`` said no.
+            Whether they may be inserted; False: ``stop`` returned True.
 
         Raises:
             TimeoutError: nothing was drawn for ``timeout_s``.

@@ -1,4 +1,4 @@
-"""Writer: where in a storage new elements go."""
+"""Writers: choose where in a storage new elements go."""
 
 from __future__ import annotations
 

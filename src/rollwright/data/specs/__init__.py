@@ -1,4 +1,4 @@
-"""Specs: what the tensors that environments and policies exchange may hold."""
+"""Specs: shapes, dtypes and domains of the tensors that environments and policies exchange."""
 
 from rollwright.data.specs.base import IntervalSpace, OutcomeSpace, TensorSpec
 from rollwright.data.specs.binary import Binary

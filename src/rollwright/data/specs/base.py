@@ -1,4 +1,4 @@
-"""TensorSpec: what every spec can do, and the shape arithmetic that all of them share."""
+"""TensorSpec: the base class of specs, and the shape arithmetic that all of them share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OutcomeSpace(NamedTuple):
 class TensorSpec(abc.ABC):
     """Describes the tensors that an environment or a policy exchanges: shape, dtype, device, domain.
 
-    A spec is a value: methods that change something return a new spec (the exceptions are said so:
+    A spec is a value: methods that change something return a new spec (the exceptions are documented:
     ``update_mask`` of discrete specs, and the mapping methods of :class:`Composite`).
 
     Attributes:
@@ -83,7 +83,7 @@ class TensorSpec(abc.ABC):
             key: what to call the value in the message.
 
         Raises:
-            SpecError: says the name, what was expected, what came, and what to do.
+            SpecError: gives the name, what was expected, what came, and what to do.
         """
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""AsyncHalves: what environments are sent, what they do with it, and how it is received."""
+"""AsyncHalves: sends calls to environments, and receives their results, separately."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AsyncHalves(BatchedEnv):
         slots: where the environments are.
         device: where data is put; None: where the environments have theirs.
         stack: how results are stacked.
-        min_get: how many results a ``recv`` waits for, unless it says otherwise.
+        min_get: how many results a ``recv`` waits for, by default.
         env_step_timeout: seconds that a step or a reset may take; None: an hour.
     """
 
@@ -82,7 +82,7 @@ class AsyncHalves(BatchedEnv):
 
         Args:
             tensordict: with actions, ``[n, *batch]``; or ``[*batch]`` for one environment.
-            env_index: whose rows these are; None: what ``tensordict["env_index"]`` says, or all in order.
+            env_index: whose rows these are; None: those of ``tensordict["env_index"]``, or all in order.
 
         Raises:
             RuntimeError: one of them is busy.
@@ -103,7 +103,7 @@ class AsyncHalves(BatchedEnv):
 
         Args:
             tensordict: data for the reset, or None.
-            env_index: which ones; None: what ``tensordict["env_index"]`` says, or all.
+            env_index: which ones; None: those of ``tensordict["env_index"]``, or all.
             **kwargs: go to the environment's reset.
 
         Raises:

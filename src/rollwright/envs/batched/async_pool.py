@@ -50,7 +50,7 @@ class AsyncEnvPool(AsyncHalves):
             made); ``"multiprocessing"``: each in a process, callables only.
         stack: of results: ``"dense"``; ``"lazy"``; ``"maybe_dense"``: dense, unless environments differ.
         create_env_kwargs: arguments for the callables, or a list of them.
-        min_get: how many results a ``recv`` waits for, unless it says otherwise.
+        min_get: how many results a ``recv`` waits for, by default.
         device: where data is put; None: where the environments have theirs.
         env_step_timeout: seconds that a step or a reset may take; None: an hour.
         mp_start_method: of processes: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.

@@ -1,4 +1,4 @@
-"""What a pool asks of the places where its environments are."""
+"""Slots: the interface of a pool to the threads or processes that hold its environments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SerialEnv and ParallelEnv have in common: the face of a batch of environments."""
+"""The base class of SerialEnv and ParallelEnv."""
 
 from __future__ import annotations
 

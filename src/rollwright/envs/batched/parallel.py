@@ -190,7 +190,7 @@ class ParallelEnv(RemoteEnvs):
         return placed(out, self.device)
 
     def _repeat(self, out: TensorDictBase, root: TensorDictBase, row: int) -> None:
-        """Let a row of an outcome, which is none, say that nothing has changed."""
+        """Let a row of an outcome, which is none, mean that nothing has changed."""
         for key in self.observation_keys:
             if (last := root.get(key, None)) is not None:
                 out.get(key)[row] = last[row].to(out.get(key).device)

@@ -139,7 +139,7 @@ class ParallelArrays(ArrayEnv):
             self._ended[rows] = False
 
     def _repeat(self, out: Values, rows: list[int]) -> None:
-        """Let rows of an outcome, which are none, say that nothing has changed, and end."""
+        """Let rows of an outcome, which are none, mean that nothing has changed, and end."""
         for key in self.entries:
             if key in self._root:
                 out[key][rows] = self._root[key][rows]

@@ -1,4 +1,4 @@
-"""Pickles of what lies in an environment, where a pickle would hold all of it.
+"""Pickles of parts of an environment, where other objects refer to the same parts.
 
 A pickle that quietly leaves something out is worse than none. So what pickles without its state is refused
 instead of pickled, and arrays that share memory go on sharing it.

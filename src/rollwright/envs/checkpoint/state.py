@@ -35,7 +35,7 @@ class EnvCheckpoint(NamedTuple):
 
     Attributes:
         state: for :func:`load_env`: tensors, strings, numbers, None, and dictionaries and lists of them.
-        unsaved: one line for each part of the environment that could not be saved, saying why.
+        unsaved: one line for each part of the environment that could not be saved, with the reason.
     """
 
     state: dict[str, Any]

@@ -106,7 +106,7 @@ class default_info_dict_reader(BaseInfoDictReader):
         """Write the entries.
 
         Raises:
-            SpecError: an entry does not have the shape that its spec says.
+            SpecError: an entry does not have the shape of its spec.
         """
         if self._spec is None:
             self.discover([info_dict], tensordict.ndim)
@@ -152,7 +152,7 @@ class InfoReadingEnv(EnvBase):
             ignore_private: for the default reader.
 
         Returns:
-            The environment. A reader that does not say what it reads is shown a reset and a random
+            The environment. A reader that does not declare what it reads is shown a reset and a random
             step first, so that its entries get specs; reset the environment afterwards.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Resets of some environments of a vector environment: which can, which need help, and what to use instead."""
+"""Partial resets of vector environments: which are possible, and what to use instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
     """When ``env`` resets what has ended.
 
     Raises:
-        ValueError: it does not say.
+        ValueError: it does not declare it.
     """
     mode = env.metadata.get("autoreset_mode")
     if mode is None:
@@ -43,7 +43,7 @@ def check_parts(env: VectorEnv[Any, Any, Any]) -> None:
     """Test that some environments can be reset while the others stay as they are, in the mode of ``env``.
 
     Raises:
-        ValueError: they cannot; the message says what can.
+        ValueError: they cannot; the message names what can.
     """
     mode, base = autoreset_mode(env), env.unwrapped
     if mode is AutoresetMode.SAME_STEP:

@@ -47,7 +47,7 @@ _ATARI = ("NoFrameskip-v0", "NoFrameskip-v4")  # how old names of Atari end
 
 
 def registered(env_name: str) -> EnvSpec | None:
-    """The spec of a name, such as ``"CartPole-v1"`` or ``"module:Name-v0"``; None for gymnasium to say what is wrong.
+    """The spec of a name, such as ``"CartPole-v1"`` or ``"module:Name-v0"``; None where gymnasium reports an error.
 
     Raises:
         MissingExtraError: the name is one of a known package that is not installed.
@@ -56,7 +56,7 @@ def registered(env_name: str) -> EnvSpec | None:
     if module:
         try:
             importlib.import_module(module)
-        except Exception:  # gymnasium.make() meets it once more, and says so
+        except Exception:  # gymnasium.make() meets it once more, and reports it
             return None
     elif name not in gymnasium.registry and (package := _package(name)) is not None:
         _import(package, name)

@@ -1,4 +1,4 @@
-"""InTurn: the environments of a SyncVectorEnv, stepped one after the other, and reset only on request."""
+"""InTurn: steps the environments of a SyncVectorEnv one by one, and resets them only on request."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class InTurn(VectorEnv[Any, Any, Any]):
         """Observations of the environments ``rows`` (None: all of them) as those of all.
 
         Raises:
-            ValueError: one does not have the shape that the space says.
+            ValueError: one does not have the shape of its space.
         """
         space = self.single_observation_space
         if not isinstance(space, spaces.Box):

@@ -1,4 +1,4 @@
-"""Which package ``GymEnv`` builds its environments with."""
+"""The package that ``GymEnv`` builds its environments with."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class ObservationReader:
         """Convert.
 
         Raises:
-            SpecError: an entry has another shape or dtype than its space says.
+            SpecError: an entry has another shape or dtype than in its space.
             KeyError: an entry is missing.
         """
         key: NestedKey = ""

@@ -51,7 +51,7 @@ class GymWrapper(InfoReadingEnv):
     episode to the next, whatever the autoreset mode of a vector environment: in ``SAME_STEP`` the first
     observation of the new episode is kept until the reset asks for it; in ``NEXT_STEP`` and ``DISABLED``
     environments are reset by ``options={"reset_mask": ...}``, before the step that ``NEXT_STEP`` would spend
-    on it. Vector environments that cannot be reset in parts are refused, and the message says what to use
+    on it. Vector environments that cannot be reset in parts are refused, and the message names what to use
     instead. In a vector environment, those that ended and were not reset stay as they ended, with rewards of
     zero, while the others are stepped on.
 
@@ -353,7 +353,7 @@ class GymEnv(GymWrapper):
 
     Raises:
         EnvError: gymnasium cannot create the environment; its message is repeated.
-        MissingExtraError: its package is not installed; the message says which.
+        MissingExtraError: its package is not installed; the message names it.
 
     Example:
         >>> env = GymEnv("CartPole-v1")

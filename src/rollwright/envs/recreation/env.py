@@ -42,12 +42,12 @@ class RecreatedEnv(WrapperEnv):
         report: called each time that another one has been made, with the reason.
 
     Attributes:
-        recreation: the policy: counts failures, and says what the next environment takes over.
+        recreation: the policy: counts failures, and decides what the next environment takes over.
         awaits_reset: whether all of the batch waits for a reset, so that nothing is stepped.
         last_observed: the outcome of the last step or reset, a TensorDict or arrays.
 
     Raises:
-        ValueError: the environment cannot say that a trajectory was cut.
+        ValueError: the environment cannot mark a trajectory as cut.
 
     Example:
         >>> from rollwright.envs import GymEnv

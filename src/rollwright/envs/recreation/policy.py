@@ -1,4 +1,4 @@
-"""How an environment is recreated: how often it may fail in a row, and what the next one takes over."""
+"""RecreationPolicy: limits how often an environment is recreated, and what the next one takes over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of steps that an environment in another process did not take: an error, or the end of its trajectory."""
+"""Handles steps that a hosted environment did not take: an error, or the end of its trajectory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NONE = Missed(frozenset(), frozenset())
 
 
 class Recreation:
-    """Decides what follows from failures: raises them, or has environments recreated and says whose trajectories end.
+    """Decides what follows from failures: raises them, or has environments recreated and marks whose trajectories end.
 
     Args:
         name: of the batch, for messages.
@@ -94,18 +94,18 @@ class Recreation:
         return Missed(frozenset(failed), frozenset(cut))
 
     def _replace(self, lost: LostProcess, call: str) -> None:
-        said = f"{self._name}[{lost.row}]: its process {lost.how}, in {call}"
+        reason = f"{self._name}[{lost.row}]: its process {lost.how}, in {call}"
         cause = None if lost.failure is None else lost.failure.error(f"process {lost.process}")
         if not self._enabled:
             raise EnvError(
-                f"{said}. It hosted the environments {list(self._processes.rows[lost.process])}. Make a new batch, "
+                f"{reason}. It hosted the environments {list(self._processes.rows[lost.process])}. Make a new batch, "
                 "or pass on_env_failure='recreate'."
             ) from cause
         if self._processes.is_connected(lost.process):
             return  # replaced with the command before
         if self._restarts.next_delay(lost.process) is None:
             raise EnvError(
-                f"{said}. {MAX_FAILURES} processes before it ended in the same place, without a step in between."
+                f"{reason}. {MAX_FAILURES} processes before it ended in the same place, without a step in between."
             ) from cause
         self._unreset.update(self._processes.rows[lost.process])
         self._processes.replace(lost.process)
@@ -127,7 +127,7 @@ def end_rows(td: TensorDictBase, groups: list[DoneGroup], rows: Iterable[int], *
         td: ``[rows, *]``, completed in place.
         groups: of flags.
         rows: indices.
-        failed: they took no step: whatever their flags say means nothing.
+        failed: they took no step: their flags mean nothing.
     """
     complete_done(td, groups)
     ends = torch.zeros(td.batch_size[0], dtype=torch.bool, device=td.device)

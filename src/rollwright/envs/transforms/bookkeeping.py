@@ -1,4 +1,4 @@
-"""What a frame says of its place in the trajectory: first step or not, number of steps, sum of rewards."""
+"""Transforms that mark first steps, count steps, and sum rewards of a trajectory."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class VecNorm(EntryTransform):
         weight, mean, spread = stats
         value = value.detach()
         rows: float | torch.Tensor = value.shape[:ndim].numel()
-        if fresh is not None:  # a value equal to the mean changes nothing but the weight, which rows says
+        if fresh is not None:  # a value equal to the mean changes only the weight, which ``rows`` marks
             if not bool(fresh.any()):
                 return
             value = torch.where(fresh, value, mean)

@@ -34,7 +34,7 @@ class RecurrentModule(TensorDictModuleBase):
     Args:
         rnn: the layer.
         keys: ``in_key``, ``in_keys``, ``out_key`` and ``out_keys`` as the user gave them.
-        default_mode: where :class:`~rollwright.modules.set_recurrent_mode` says nothing.
+        default_mode: where :class:`~rollwright.modules.set_recurrent_mode` sets nothing.
 
     Attributes:
         init_key: the mark of first steps, the last of ``in_keys``.

@@ -1,4 +1,4 @@
-"""How a recurrent layer goes through pieces: the way that is fastest for what they are and where they lie.
+"""Kernels of recurrent layers over pieces, chosen for speed by length and device.
 
 Pieces of one length are one dense call of the layer. Others are packed: on the CPU through the loop of
 :mod:`~rollwright.modules.recurrent.gru_loop` for a GRU, and in a few dense calls of ever fewer pieces for an LSTM;

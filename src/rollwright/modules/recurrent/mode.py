@@ -34,7 +34,7 @@ def as_flag(argument: str, mode: Mode) -> bool | None:
 
 
 def recurrent_mode() -> bool | None:
-    """True in recurrent mode, False in sequential mode, None where :class:`set_recurrent_mode` says nothing.
+    """True in recurrent mode, False in sequential mode, None where :class:`set_recurrent_mode` sets nothing.
 
     Example:
         >>> with set_recurrent_mode("recurrent"):

@@ -1,4 +1,4 @@
-"""Pieces: the runs of consecutive frames that a recurrent module goes through, each from the state stored at its start.
+"""Pieces: runs of consecutive frames, each processed from the state stored at its start.
 
 The frames of a batch ``[*B, T]`` are taken in one row, ``N = numel``. A piece begins at the start of each row of the
 batch and wherever ``is_init`` is set, and ends where the next begins::

@@ -1,4 +1,4 @@
-"""Who acts in an environment on arrays: a policy on arrays, or one on TensorDicts that is given one."""
+"""Actors in an environment on arrays: policies on arrays, and policies on TensorDicts."""
 
 from __future__ import annotations
 

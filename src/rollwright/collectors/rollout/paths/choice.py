@@ -1,4 +1,4 @@
-"""Which way a collector takes its steps: on arrays where environment and policy allow it, else on TensorDicts."""
+"""Chooses the execution path: arrays where environment and policy allow it, else TensorDicts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
-    """The fastest path that gives the bits of the plain one; ``path.how`` says what was chosen, and why.
+    """The fastest path that gives the bits of the plain one; ``path.how`` records what was chosen, and why.
 
     Args:
         parts: of the path.

@@ -1,4 +1,4 @@
-"""What a batch on arrays holds, and which values of a step go where in it."""
+"""BatchLayout: the entries of a batch on arrays, and where the values of a step go."""
 
 from __future__ import annotations
 

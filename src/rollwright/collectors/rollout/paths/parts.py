@@ -1,4 +1,4 @@
-"""What every path is made of."""
+"""PathParts: what every execution path is constructed from."""
 
 from __future__ import annotations
 

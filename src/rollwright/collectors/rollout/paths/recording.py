@@ -1,4 +1,4 @@
-"""Where the frames of a batch are written: rows of memory allocated for it, or a list stacked at its end."""
+"""Recorders of frames: into rows of allocated memory, or as a list that is stacked at the end."""
 
 from __future__ import annotations
 

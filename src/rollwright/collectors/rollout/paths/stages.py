@@ -1,4 +1,4 @@
-"""The stages of a step, built once for the objects at hand: act, step, and what travels between them."""
+"""Stages of a step, built once: act, step, and the copies between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks: the memory of batches that workers write and the consumer reads, in one segment.
+"""Blocks: shared memory of batches, which workers write and the consumer reads.
 
 The collector owns it (:mod:`~rollwright.collectors.workers.memory.store`). It gives a worker the place of a free block
 with each rollout, the worker writes its part, and the consumer gets the whole as tensors. Nothing is copied.

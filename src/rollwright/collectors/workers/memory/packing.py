@@ -1,4 +1,4 @@
-"""Packing: what does not lie in a block travels pickled, through memory that both processes map."""
+"""Packing: pickles what does not fit in a block, through memory that both processes map."""
 
 from __future__ import annotations
 

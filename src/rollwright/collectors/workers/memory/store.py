@@ -1,4 +1,4 @@
-"""BlockStore: which blocks there are in the segment of a collector, and which of them may be written.
+"""BlockStore: the blocks in a collector's segment, and which of them are free.
 
 A block is free again when the last of the tensors that the consumer borrowed is gone.
 """

@@ -1,3 +1,3 @@
-"""When workers collect, and in which order their batches are delivered."""
+"""Schedules: when workers collect, and in which order their batches are delivered."""
 
 __all__: list[str] = []

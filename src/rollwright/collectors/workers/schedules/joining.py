@@ -1,4 +1,4 @@
-"""From what workers have collected to the TensorDict that is delivered."""
+"""Joins the rollouts of workers into the TensorDict that is delivered."""
 
 from __future__ import annotations
 

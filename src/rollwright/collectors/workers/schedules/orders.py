@@ -1,4 +1,4 @@
-"""Orders: what workers were asked for, and the memory that they were given for it."""
+"""Orders: the rollouts that workers were asked for, and their memory."""
 
 from __future__ import annotations
 

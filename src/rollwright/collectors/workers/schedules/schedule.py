@@ -267,7 +267,7 @@ class Schedule:
             self.orders.held -= 1
             self._group.wake()
 
-    # What workers say -------------------------------------------------------------------------
+    # What workers send -------------------------------------------------------------------------
 
     def collected(self, worker: Member, found: say.Collected, block: Block | None) -> None:
         """See :class:`~rollwright.collectors.workers.member.Listener`."""

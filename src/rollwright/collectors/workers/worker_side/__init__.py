@@ -1,3 +1,3 @@
-"""What a worker process collects with."""
+"""The collector inside a worker process."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""WorkerCollector: what a worker process collects with, and what calls from the collector's process reach."""
+"""WorkerCollector: collects in a worker process, and serves calls from the collector's process."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ class WorkerCollector(Reachable):
         self._hooks.set(name, hook)
 
     def profile(self, config: ProfileConfig) -> None:
-        """Trace rollouts as ``config`` says."""
+        """Trace rollouts as ``config`` specifies."""
         self._profile.config = config
 
     def disable_profile(self) -> None:

@@ -1,4 +1,4 @@
-"""WorkerObserver: writes how far a worker's rollouts are into its shared-memory counters."""
+"""WorkerObserver: writes the progress of a worker's rollouts into its shared-memory counters."""
 
 from __future__ import annotations
 

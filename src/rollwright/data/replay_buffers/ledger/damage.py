@@ -1,4 +1,4 @@
-"""Finds what cannot be in the counters of a ledger: its file may have been damaged since it was written."""
+"""Checks the counters of a ledger, whose file may have been damaged."""
 
 from __future__ import annotations
 

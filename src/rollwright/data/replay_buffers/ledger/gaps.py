@@ -1,4 +1,4 @@
-"""Gaps: the ranges of positions that were reserved and hold nothing."""
+"""Gaps: ranges of positions that were reserved and hold nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A number for this process, by which it knows the reservations that are its own."""
+"""A number that identifies this process in reservations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the numbers of a ledger lie: int64 each, in memory that processes share, or in a file."""
+"""Offsets of the counters of a ledger: int64 each, in shared memory or in a file."""
 
 from __future__ import annotations
 

@@ -70,11 +70,11 @@ class Ledger:
     Args:
         memory: of :attr:`num_bytes`, zero at first; None: of this process.
         lock: between those who use the memory.
-        capacity: number of rows; 0: as the memory says.
+        capacity: number of rows; 0: that of the memory.
 
     Attributes:
         space: of the rows, which is taken before they are reserved; None: it is there.
-        end: says where the last reservation ends.
+        end: where the last reservation ends.
         reading: see :meth:`RowLock.reading`.
         writing: see :meth:`RowLock.writing`.
 

@@ -30,7 +30,7 @@ class RowLock:
     releases when their holder ends, killed or not. All who lock one file in a process share one object: see
     :meth:`over`.
 
-    Writers and readers take turns. A writer that finds the lock taken closes the *gate* and raises a hint that says so
+    Writers and readers take turns. A writer that finds the lock taken closes the *gate* and raises a hint
     (an int64 in memory that the processes share, see :meth:`hint_at`). Readers that come later wait until it is
     through, those of its own process included; it waits for those that are inside. The next writer lets the readers
     pass that wait at the gate. So each waits for one turn of the others. Nobody who finds the lock free looks at the

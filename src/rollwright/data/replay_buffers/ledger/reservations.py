@@ -1,4 +1,4 @@
-"""Reservations: which positions of a ring of rows are being written, and by whom."""
+"""Reservations: the positions of a ring of rows that are being written, and their owners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Space on the disk, or in memory, for the rows of a file: taken before they are written."""
+"""Space on disk or in memory for the rows of a file, allocated before they are written."""
 
 from __future__ import annotations
 

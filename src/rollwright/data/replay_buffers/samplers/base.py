@@ -86,7 +86,7 @@ class Sampler(ABC):
         """Take in what was written since the last call."""
 
     def mark(self, batch: TensorDictBase, draw: Draw) -> TensorDictBase:
-        """Write into a batch what the draw says of it.
+        """Write into a batch what the draw returned for it.
 
         Args:
             batch: the elements of the draw, ``[n]``, a copy of what is stored; may be changed in place.

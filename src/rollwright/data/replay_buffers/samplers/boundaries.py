@@ -1,4 +1,4 @@
-"""Where the boundaries between the trajectories of a storage are read from."""
+"""The source of trajectory boundaries in a storage."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Boundaries:
         return True
 
     def missing(self, storage: Storage) -> KeyError:
-        """The error that says which entries the storage lacks."""
+        """The error that names the entries that the storage lacks."""
         keys = storage.keys()
         has = f"the storage has {key_str(keys)}" if keys else "its elements are no TensorDicts"
         if self._free:

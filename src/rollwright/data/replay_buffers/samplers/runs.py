@@ -1,4 +1,4 @@
-"""Runs: the stretches of a ring of frames that a slice may lie in, kept as frames are written."""
+"""Runs of a ring of frames, in which slices may lie, updated as frames are written."""
 
 from __future__ import annotations
 

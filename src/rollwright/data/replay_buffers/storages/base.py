@@ -26,7 +26,7 @@ _SENT_REMEDY = (
 
 
 class Storage(ABC):
-    """A ring of rows, and the ledger that says which of them are published.
+    """A ring of rows, and the ledger that records which of them are published.
 
     The n-th row ever written has position n and lies in row ``n % capacity``. A row holds ``columns`` elements (one,
     unless ``ndim`` exceeds 1); the *flat index* of an element is ``(position % capacity) * columns + column``.

@@ -1,4 +1,4 @@
-"""Column: the values of one entry, taken at random places."""
+"""Column: the values of one entry, read at random positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that are replaced as a whole: whatever is killed meanwhile, the old one or the new one is there.
+"""Folders that are replaced atomically: after a kill, the old or the new one is complete.
 
 What a killed process leaves beside a folder is removed the next time that somebody writes or reads it. A process that
 is at work holds a lock on the folder that it fills, which the system releases when it ends.

@@ -1,4 +1,4 @@
-"""Where the rows of a storage lie: memory of this process, memory that processes share, a file."""
+"""Memory of a storage's rows: private, shared by processes, or in a file."""
 
 from __future__ import annotations
 

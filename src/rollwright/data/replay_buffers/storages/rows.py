@@ -65,7 +65,7 @@ class RowStorage(Storage):
     def ledger(self) -> Ledger:  # type: ignore[override]
         """See :class:`Storage`."""
         if self._schema is None:
-            self._settled()  # another process may have said how many rows there are
+            self._settled()  # another process may have set the number of rows
         return self._memory.ledger
 
     @property

@@ -1,3 +1,3 @@
-"""Processes that host environments: what they are sent, what they answer, and the memory that they share."""
+"""Processes that host environments: their messages and the memory that they share."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Answers: what processes that host environments have answered, and which will not answer any more."""
+"""Answers: replies of processes that host environments, and the processes that were lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ParallelEnv asks of an environment in the process that hosts it, beside steps and resets."""
+"""Calls to an environment in its host process, besides steps and resets."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class EnvFacts(NamedTuple):
 
 
 class ArrayFacts(NamedTuple):
-    """What an array form says of itself; see :class:`~rollwright.envs.arrays.ArrayEnv`."""
+    """A description of an array form; see :class:`~rollwright.envs.arrays.ArrayEnv`."""
 
     entries: dict[NestedKey, Entry]
     rewards: dict[NestedKey, Entry]

@@ -1,4 +1,4 @@
-"""Where the data that environments in other processes read is laid out in shared memory."""
+"""Layouts of the input data of hosted environments in shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorDicts on their way to environments in other processes, and back."""
+"""TensorDicts that are sent to environments in other processes, and received from them."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class Outcomes:
 
     Args:
         shared: rows that the processes write.
-        structures: what these say that outcomes consist of, by call and row.
-        default: entries of a step, where no environment has said.
+        structures: what outcomes consist of, by call and row.
+        default: entries of a step, where no environment has reported any.
         batch_size: of each environment.
     """
 
@@ -136,7 +136,7 @@ def lay_out_outcomes(env: EnvBase, processes: EnvProcesses, *, ahead: bool = Fal
     """Give the outcomes of a batch of environments their places in shared memory.
 
     Args:
-        env: the batch, whose specs say what there is.
+        env: the batch, whose specs list what there is.
         processes: that host the environments.
         ahead: whether first values of trajectories have places of their own, below ``AHEAD``.
     """

@@ -70,7 +70,7 @@ class EnvProcesses:
         num_threads: of torch in each process.
 
     Attributes:
-        described: what ``describe`` said of each row.
+        described: what ``describe`` returned for each row.
 
     Raises:
         EnvError, TypeError: a factory failed.
@@ -110,7 +110,7 @@ class EnvProcesses:
 
     @property
     def structures(self) -> dict[tuple[str, int], OutcomeStructure]:
-        """What the last step and the last reset of each row consisted of, as far as processes have said."""
+        """What the last step and the last reset of each row consisted of, as far as processes have reported it."""
         return self._answers.structures
 
     @property
@@ -260,7 +260,7 @@ class EnvProcesses:
         return ticket, self.gather(ticket)
 
     def flush(self) -> None:
-        """Wait until what was posted is on its way. If Ctrl-C ends that, the rest goes while answers are awaited."""
+        """Wait until what was posted is sent. If Ctrl-C ends that, the rest goes while answers are awaited."""
         self._pool.flush(self._limit_s)
 
     def _settle(self) -> None:

@@ -1,4 +1,4 @@
-"""TensorDicts taken apart into tensors, which go through shared memory, and the rest; and put together again."""
+"""TensorDicts split into tensors for shared memory and the rest, and joined again."""
 
 from __future__ import annotations
 
