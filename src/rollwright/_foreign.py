@@ -12,7 +12,7 @@ _HOOKS = ("transform_observation_spec", "transform_input_spec")
 def foreign_transform(thing: Any) -> str | None:
     """The name of an object that is a transform of another library; None for ours, and for anything else.
 
-    A function is called and no more. Such a transform does something at resets, to specs, or on the way back, and if it
+    A function is called and no more. Such a transform does something at resets, to specs, or in the inverse, and if it
     was called it would do a part of it, or nothing, without an error.
 
     Args:

@@ -73,7 +73,7 @@ class FileLocks:
             self._files.append(file)
 
     def take(self, byte: int, *, exclusive: bool) -> bool:
-        """Lock a byte, or lock it otherwise than before, if no other holder is in the way; whether that worked."""
+        """Lock a byte, or change its lock, if no other holder prevents it; whether that worked."""
         try:
             if self.lasting:
                 fcntl.fcntl(self._fd, _SETLK, _request(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, byte))  # type: ignore[arg-type]

@@ -182,7 +182,7 @@ class Pool:
             self._lose(place, None)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all that was sent is on its way; drop a process that does not read it in time."""
+        """Wait until all messages are written; drop a process that does not read it in time."""
         until = time.monotonic() + timeout_s
         while self._behind() and (rest := until - time.monotonic()) > 0:
             self.run_once(rest)

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments, without the program's name; None for those of the process.
 
     Returns:
-        The exit status: 0; 1 when something failed on the way; 2 when what was asked cannot be done; 130
+        The exit status: 0; 1 when something failed; 2 when what was asked cannot be done; 130
         when Ctrl-C ended it (143 for SIGTERM).
 
     Example:

@@ -16,7 +16,7 @@ class Failure(RollwrightError):
 
     Args:
         message: a line or two, with the remedy.
-        status: the exit status; 2 for what was asked wrongly, 1 for what failed on the way.
+        status: the exit status; 2 for what was asked wrongly, 1 for what failed.
     """
 
     status = 1  # of one that was raised in a worker

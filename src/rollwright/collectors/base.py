@@ -30,7 +30,7 @@ class BaseCollector(Reachable, ABC):
     """Iterates over batches of experience.
 
     A collector is an iterable (each ``iter()`` goes on where the last one stopped), an iterator through
-    :meth:`next`, and a context manager that shuts down on the way out.
+    :meth:`next`, and a context manager that shuts down on exit.
     """
 
     _hooks: Hooks

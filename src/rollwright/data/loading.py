@@ -93,7 +93,7 @@ def save(value: Any, file: Path) -> None:
         with open(file, "wb") as sink.target:
             try:
                 torch.save(value, cast(Any, sink))
-            except RuntimeError as error:  # torch's own, where its writer stops half way
+            except RuntimeError as error:  # torch's own, where its writer stops early
                 raise sink.failure or error from error
     except OSError as error:
         file.unlink(missing_ok=True)

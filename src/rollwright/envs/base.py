@@ -296,7 +296,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             )
 
     def _array_form(self) -> ArrayEnv:
-        """The environment on NumPy arrays, see :mod:`rollwright.envs.arrays`; the same state, stepped the other way."""
+        """The environment on NumPy arrays, see :mod:`rollwright.envs.arrays`; the same state, stepped on arrays."""
         raise NotNative(f"{type(self).__name__} speaks TensorDict")
 
     # The exchange with _reset and _step, checked ---------------------------------------------------

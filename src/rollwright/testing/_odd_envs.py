@@ -152,7 +152,7 @@ class Str2StrEnv(EnvBase):
 
 
 class EnvThatErrorsAfter10Iters(UnseededEnv):
-    """Raises ``RuntimeError("max steps!")`` in its eleventh step; for the way of errors to the caller."""
+    """Raises ``RuntimeError("max steps!")`` in its eleventh step; to test how errors reach the caller."""
 
     def __init__(self) -> None:
         super().__init__()

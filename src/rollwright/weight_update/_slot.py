@@ -101,7 +101,7 @@ class Slot:
         return torch.frombuffer(self._body[model.layout.start : model.end], dtype=torch.uint8)
 
     def carry_on(self, model_id: str, other: Slot) -> None:
-        """Copy a model from another slot, where it lies in the same way."""
+        """Copy a model from another slot, where it has the same layout."""
         mine, theirs = self.table.models[model_id], other.table.models[model_id]
         if mine.end > mine.layout.start:
             self._bytes_of(mine).copy_(other._bytes_of(theirs))

@@ -69,7 +69,7 @@ def _in_fork(environ: dict[str, str], target: Any, args: tuple[Any, ...]) -> Non
 
 
 class _Line:
-    """The way to ask a fork server; forked processes, and those that the server has forked, use it, too.
+    """A connection to the fork server; forked processes, and those that the server has forked, use it, too.
 
     Args:
         end: of a pair of sockets.

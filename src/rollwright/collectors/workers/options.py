@@ -168,7 +168,7 @@ def factories_of(create_env_fn: Any, num_workers: int | None, owner: str) -> lis
 
 
 def check_join(own: WorkerOptions, ready: Sequence[Ready]) -> None:
-    """Test that rollouts of the workers can be put together in the way that is asked for.
+    """Test that rollouts of the workers can be joined as asked.
 
     Raises:
         ValueError: they cannot.

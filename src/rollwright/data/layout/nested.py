@@ -40,7 +40,7 @@ class NestedTrajectories(LazyStackedTensorDict):
         """The stack of some trajectories, which are not copied."""
         return cls(*rows, stack_dim=0)
 
-    # Every way to read an entry comes by here.
+    # Every read of an entry calls this.
     def _get_str(self, key: Any, *args: Any, **kwargs: Any) -> Any:
         if any(kwargs.get(form) for form in _FORMS):
             return super()._get_str(key, *args, **kwargs)

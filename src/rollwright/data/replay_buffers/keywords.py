@@ -11,7 +11,7 @@ from rollwright._keys import NestedKey
 
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers import Sampler, SampleToInsertRatio, Storage, Writer
-    from rollwright.data.replay_buffers.buffer import Change
+    from rollwright.data.replay_buffers.buffer import Transform
 
 __all__ = ["BufferKeywords", "CommonBufferKeywords", "CommonSliceKeywords", "SliceKeywords"]
 

@@ -107,7 +107,7 @@ class Composite(SpecMapping):
     # Mapping ----------------------------------------------------------------------------------
 
     def set(self, key: NestedKey, spec: TensorSpec | Mapping[Any, Any]) -> Self:
-        """Put an entry under a (nested) key, in place; Composites on the way are made.
+        """Put an entry under a (nested) key, in place; missing Composites are created.
 
         Raises:
             ValueError: the shape of the spec does not begin with this one's.

@@ -26,7 +26,7 @@ _MOST_ROWS = 1024  # of a table of one-hot rows
 
 
 class Leaf(NamedTuple):
-    """One entry of a space: its key, the way to it inside the raw value, its space and spec (unbatched)."""
+    """One entry of a space: its key, its path inside the raw value, its space and spec (unbatched)."""
 
     key: NestedKey
     path: tuple[Any, ...]
@@ -293,7 +293,7 @@ class WriteIndex:
 
     def __call__(self, array: NDArray[Any]) -> Any:
         _check_shape(array, self.shape)
-        if self.as_int:  # by far the most frequent case, worth its own way
+        if self.as_int:  # by far the most frequent case, worth a branch of its own
             return self._one(array) + self.first
         index = self._place_of_one(array) if self.one_hot else self._in_range(array)
         return (index + self.start if self.shifted else index).astype(self.dtype, copy=False)

@@ -18,7 +18,7 @@ TransformLike = Transform | Callable[[TensorDictBase], Any]
 
 
 class Compose(Transform):
-    """Applies transforms one after the other; on the way into the environment, last first.
+    """Applies transforms one after the other; for what the environment is given, last first.
 
     Args:
         *transforms: transforms, or functions on TensorDicts; one list of them is accepted too.

@@ -152,7 +152,7 @@ def draw_and_read(
 def _read_beside_writers(
     storage: Storage, sampler: Sampler, size: int, generator: torch.Generator | None
 ) -> tuple[Draw, Any] | None:
-    """Draw elements and read them without holding anyone off; None: something was in the way.
+    """Draw elements and read them without holding anyone off; None: a writer prevented it.
 
     A process that the system suspends inside a lock keeps all writers waiting until it runs again.
     """

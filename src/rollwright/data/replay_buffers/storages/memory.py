@@ -214,7 +214,7 @@ class SharedMemory(Memory):
         )
 
     def take_over(self, private: PrivateMemory) -> None:
-        """Hold what other memory held; the ledger is the same object. For use while it stands still."""
+        """Hold what other memory held; the ledger is the same object. For use while nobody writes."""
         schema = private.schema()
         if schema is not None:
             self.allocate(schema)

@@ -54,7 +54,7 @@ class Hosted:
     Args:
         row: its index in the batch.
         maker: makes it.
-        past: what was handed on by those before it, if it is not the first.
+        recreation: what was handed on by those before it, if it is not the first.
         recreated: takes a note whenever it has raised and was recreated; None: what it raises goes to the caller.
 
     Attributes:
@@ -63,7 +63,11 @@ class Hosted:
     """
 
     def __init__(
-        self, row: int, maker: Callable[[], EnvBase], past: RecreationPolicy | None, recreated: list[Recreated] | None
+        self,
+        row: int,
+        maker: Callable[[], EnvBase],
+        recreation: RecreationPolicy | None,
+        recreated: list[Recreated] | None,
     ) -> None:
         self.row = row
         self._arrays: ArrayEnv | None = None
@@ -75,7 +79,7 @@ class Hosted:
 
             if not isinstance(self.env, RecreatedEnv):  # a copy of a batch has them
                 self.env = RecreatedEnv(self.env, maker, row, note)
-            self.env.continue_from(past, note)
+            self.env.continue_from(recreation, note)
 
     @property
     def inner(self) -> EnvBase:

@@ -126,7 +126,7 @@ class EnvProcesses:
     def num_recreated(self) -> int:
         """How many environments were recreated, those inside of them included."""
         return sum(
-            past.num_recreated + past.num_recreated_inside for past in self._answers.recreation_policies.values()
+            policy.num_recreated + policy.num_recreated_inside for policy in self._answers.recreation_policies.values()
         )
 
     @property
@@ -160,7 +160,7 @@ class EnvProcesses:
             serve_envs,
             self._segment,
             {row: self._makers[row] for row in rows},
-            {row: past for row, past in self._answers.recreation_policies.items() if row in rows},
+            {row: policy for row, policy in self._answers.recreation_policies.items() if row in rows},
             self._describe,
             (torch.initial_seed() + 1 + process) % 2**63,
             self._recreates,
