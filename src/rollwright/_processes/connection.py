@@ -17,7 +17,7 @@ _TERMINATE_S = 1.0
 
 
 class ExitReason(NamedTuple):
-    """Why a process does not answer any more.
+    """The reason why a process no longer answers.
 
     Attributes:
         how: a phrase, such as ``"was killed by SIGKILL"``.

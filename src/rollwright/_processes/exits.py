@@ -19,7 +19,7 @@ _BEFORE_ALL_OTHERS = 1000  # of what multiprocessing does at exit
 
 
 class ExitStage(IntEnum):
-    """What is called first: threads use processes, and profilers watch threads."""
+    """Order of calls at exit: threads use processes, and profilers watch threads."""
 
     PROFILERS = 0
     THREADS = 1

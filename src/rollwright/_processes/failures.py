@@ -16,7 +16,7 @@ __all__ = ["ExceptionInfo"]
 
 @dataclass(frozen=True)
 class ExceptionInfo:
-    """What is known of an exception where it was raised.
+    """An exception and its traceback, as text that can be sent.
 
     Attributes:
         kind: name of its class.

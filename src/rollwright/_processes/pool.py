@@ -23,7 +23,7 @@ Ready = list[tuple[int, int]]
 
 
 class Answer(NamedTuple):
-    """What a message answers, see :class:`~rollwright._processes.questions.Questions`."""
+    """An answer to a question, see :class:`~rollwright._processes.questions.Questions`."""
 
     ticket: int
     value: Any

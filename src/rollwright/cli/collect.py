@@ -149,7 +149,7 @@ def _make_collector(
 
 
 class _Size(NamedTuple):
-    """What the dataset will hold: ``steps`` of each row, ``frames`` in all."""
+    """Size of the dataset to collect: ``steps`` of each row, ``frames`` in all."""
 
     steps: int
     frames: int

@@ -34,7 +34,7 @@ _ROOT_VARIABLE = "MINARI_DATASETS_PATH"
 
 @dataclass(frozen=True)
 class Export:
-    """Where a Minari dataset goes, and how it gets there.
+    """An export to a Minari dataset.
 
     Frames are collected into a rollwright dataset first, so that memory does not grow and nothing is lost
     when the collection is cut short; their complete episodes are then written, and the frames deleted.

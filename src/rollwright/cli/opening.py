@@ -26,7 +26,7 @@ _REMEDY = "Pass --allow-pickle"
 
 
 class Found(NamedTuple):
-    """What a path holds.
+    """Content of a path.
 
     Attributes:
         frames: ``[*env, T]``; of a buffer of one dimension ``[N]``, in the order in which they were written.

@@ -42,7 +42,7 @@ class TrajectoryIds(Protocol):
 
 
 class Stage(Enum):
-    """What a rollout does."""
+    """Stages of a rollout."""
 
     RESET = auto()  # environments, if they have to be
     COMPILE = auto()  # the policy
@@ -132,7 +132,7 @@ class Actor(ABC):
 
 
 class UnfitOutputs(NotNative):
-    """What a policy writes cannot lie in rows: whatever else has changed, it takes the plain path."""
+    """Outputs of a policy do not fit in rows: it takes the plain path, whatever else has changed."""
 
 
 class Path(ABC):

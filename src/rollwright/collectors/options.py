@@ -24,7 +24,7 @@ Device = torch.device | str | int
 
 
 class Buffer(Protocol):
-    """What a collector writes to: a replay buffer, of this library or of another."""
+    """A replay buffer that a collector writes to, of this library or of another."""
 
     @property
     def extend(self) -> Callable[..., Any]:
@@ -40,7 +40,7 @@ class Buffer(Protocol):
 
 
 class Interrupts(Protocol):
-    """What can end a rollout, such as an :class:`~rollwright.collectors.Interruptor`."""
+    """An object that can end a rollout, such as an :class:`~rollwright.collectors.Interruptor`."""
 
     def collection_stopped(self) -> bool:
         """Whether the current rollout is to end after its step."""

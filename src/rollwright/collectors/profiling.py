@@ -149,7 +149,7 @@ class RolloutProfiler:
 
 
 class Profile:
-    """What a collector traces, before and while it does.
+    """Traces of a collector: requested, running, and saved.
 
     Args:
         worker_idx: gives the index of the collector among its siblings.

@@ -20,7 +20,7 @@ __all__ = ["check_alive", "check_entries", "complete_reset", "complete_step", "m
 
 
 class SpecEntry(NamedTuple):
-    """What the specs require of one leaf; ``shape`` is below the batch, and None where nothing is checked."""
+    """Requirements of the specs for one leaf; ``shape`` is below the batch, and None where nothing is checked."""
 
     key: NestedKey
     shape: torch.Size | None
@@ -96,7 +96,7 @@ def check_entries(
 
 
 class Checks(NamedTuple):
-    """What is to be tested of the entries of one spec, and what its messages name."""
+    """Checks of the entries of one spec, and names for their messages."""
 
     env: EnvBase
     name: str

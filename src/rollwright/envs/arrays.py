@@ -52,7 +52,7 @@ FLAGS = ("done", "terminated", "truncated")
 
 
 class Entry(NamedTuple):
-    """Where the values of an entry fit.
+    """Shape and dtype of the values of an entry.
 
     Attributes:
         shape: of the tensor, with the batch in front.
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 
 
 class ArrayTransform(NamedTuple):
-    """What a transform does on arrays, see :meth:`~rollwright.envs.Transform.on_arrays`.
+    """A transform on arrays, see :meth:`~rollwright.envs.Transform.on_arrays`.
 
     Attributes:
         entries: what it adds to the entries of the environment.

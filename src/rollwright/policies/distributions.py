@@ -24,7 +24,7 @@ EXPLORATION_TYPES = (
 
 
 class Sampling(NamedTuple):
-    """What a module does with a distribution.
+    """A use of a distribution by a module.
 
     Attributes:
         module: the module.

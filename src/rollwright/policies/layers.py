@@ -23,7 +23,7 @@ __all__ = ["LAYERS", "KnownLayer", "unroll"]
 
 
 class KnownLayer(NamedTuple):
-    """How modules of one type run.
+    """Implementation of modules of one type.
 
     Attributes:
         on_tensors: makes the call on tensors of a module.

@@ -19,7 +19,7 @@ _CHUNK = 2**16  # numbers held at once
 
 @dataclass(frozen=True)
 class Noise:
-    """What one distribution needs at each step.
+    """Random numbers that one distribution needs at each step.
 
     Attributes:
         kind: exponential numbers, the same as ``-log(number)``, or standard normal ones.

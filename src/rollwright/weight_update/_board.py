@@ -47,7 +47,7 @@ class ModelWeights(NamedTuple):
 
 
 class Publication(NamedTuple):
-    """What :meth:`Board.take` finds.
+    """The result of :meth:`Board.take`.
 
     Attributes:
         stamp: names the publication; later ones have greater stamps, on all boards of a machine.

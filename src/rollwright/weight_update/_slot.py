@@ -18,7 +18,7 @@ __all__ = ["SlotLocation", "Slot", "Torn", "copy_all", "dump_extras", "load_extr
 
 
 class SlotLocation(NamedTuple):
-    """Where a slot's memory lies, and what is in it.
+    """Position and content of a slot's memory.
 
     Attributes:
         table_id: names the table; a slot whose place is the same holds tensors at the same addresses.
@@ -117,7 +117,7 @@ class Slot:
 
 
 class Torn(Exception):
-    """What was read was being written."""
+    """Raised where the data that were read were being written."""
 
 
 def copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ _PASSES_BEFORE_PAUSE = 3
 
 
 class HasModels(Protocol):
-    """What has models by id: every collector."""
+    """An object with models by id: every collector."""
 
     def get_model(self, model_id: str) -> Any:
         """The model that an id names."""

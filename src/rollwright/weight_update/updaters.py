@@ -27,7 +27,7 @@ Worker = int | torch.device
 
 
 class Pushes(Protocol):
-    """What an updater needs of the collector that it is registered in."""
+    """The collector that an updater is registered in, as it needs it."""
 
     def push_to_workers(self, weights: Any, worker_ids: Sequence[Worker] | None) -> int:
         """Publish weights to workers, without asking the updater again; returns the version."""
@@ -144,7 +144,7 @@ class WeightUpdaterBase(ABC):
 
 
 class LocalWeightsUpdaterBase(WeightUpdaterBase):
-    """For a policy that acts in this process. Subclasses define where the weights come from, and what they become."""
+    """Updates a policy that acts in this process. Subclasses define where weights come from, and what they become."""
 
     def _sync_weights_with_worker(self, *, worker_id: Worker | None = None, server_weights: Any) -> None:
         """Copy the weights into the collector's policy."""
@@ -152,7 +152,7 @@ class LocalWeightsUpdaterBase(WeightUpdaterBase):
 
 
 class RemoteWeightsUpdaterBase(WeightUpdaterBase):
-    """For policies that act in workers. Subclasses may define which workers there are, and what each of them gets."""
+    """Updates policies that act in workers. Subclasses may define which workers there are, and what each gets."""
 
     def _sync_weights_with_worker(self, *, worker_id: Worker | None = None, server_weights: Any) -> None:
         """Publish the weights to the worker; to all if it is None."""

@@ -24,7 +24,7 @@ _REQUEST = b"fork"
 
 
 class ForkRequest(NamedTuple):
-    """What is asked of the server: descriptors, which the new process gets.
+    """A request to fork: descriptors that the new process gets.
 
     Attributes:
         status: the answers are written there; the new process keeps it open as long as it lives.

@@ -36,7 +36,7 @@ class Raised(NamedTuple):
 
 
 class ProcessStart(NamedTuple):
-    """How a process starts.
+    """Settings with which a process starts.
 
     Attributes:
         init_fn: called first, in the process.

@@ -63,7 +63,7 @@ class Devices:
 
 
 class Syncs(NamedTuple):
-    """What to call after a copy to the policy's device, to the environment's, to that of batches."""
+    """Functions to call after a copy to the policy's device, to the environment's, to that of batches."""
 
     policy: Callable[[], None]
     env: Callable[[], None]

@@ -17,7 +17,7 @@ _DEPTH = 4  # containers, objects and functions around a module
 
 
 class PolicyCopy(NamedTuple):
-    """What acts in place of a policy.
+    """A policy that acts in place of another one.
 
     Attributes:
         policy: the copy; the policy itself where it is a function.

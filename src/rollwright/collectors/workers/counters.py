@@ -51,7 +51,7 @@ class Gauge(IntEnum):
 
 
 class WorkerState(IntEnum):
-    """What a worker does."""
+    """States of a worker."""
 
     STARTING = 0
     WAITING = 1

@@ -35,7 +35,7 @@ class Listener(Protocol):
 
 
 class Member:
-    """What is known of one worker.
+    """The state of one worker, as its collector knows it.
 
     Args:
         spec: what it is made of.

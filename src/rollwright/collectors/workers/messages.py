@@ -214,7 +214,7 @@ class Failed(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """What a call returned, in a :class:`~rollwright._processes.channel.ByValue`."""
+    """The value that a call returned, in a :class:`~rollwright._processes.channel.ByValue`."""
 
     serial: int
     value: Any

@@ -32,7 +32,7 @@ _BEAT, _ATTENTION = int(Count.BEAT), int(Count.ATTENTION)  # those of each step,
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is made of.
+    """Settings from which a worker is constructed.
 
     Attributes:
         index: its number among its siblings.

@@ -36,7 +36,7 @@ class Episodes(NamedTuple):
 
 
 class FrameColumns(NamedTuple):
-    """What the boundaries and returns of a batch are read from, each ``[rows, T]``.
+    """Columns from which the boundaries and returns of a batch are read, each ``[rows, T]``.
 
     Attributes:
         rewards: float64; zeros where the batch has no ``("next", "reward")``.

@@ -9,7 +9,7 @@ __all__ = ["Counts"]
 
 
 class Counts(NamedTuple):
-    """What a limiter reads of its buffer.
+    """Counters of a buffer that its limiter reads.
 
     Attributes:
         write_count: elements written so far, by whatever process.

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class DiscreteSpec(DenseSpec):
-    """What Categorical, OneHot and their Multi forms share: masks and the two encodings.
+    """Base class of Categorical, OneHot and their Multi forms: masks and the two encodings.
 
     Attributes:
         mask: bool, of the shape of a one-hot sample, True where an outcome is allowed; None: all are.
@@ -158,7 +158,7 @@ def check_capacity(n: int, dtype: torch.dtype) -> None:
 
 
 class SingleChoice(DiscreteSpec):
-    """What Categorical and OneHot share: one number of outcomes for all elements."""
+    """Base class of Categorical and OneHot: one number of outcomes for all elements."""
 
     _fields = ("n", "start")
     _tensors = ("mask",)

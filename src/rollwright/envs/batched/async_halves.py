@@ -27,7 +27,7 @@ STEP, RESET, BOTH = "step", "reset", "step_and_maybe_reset"
 
 
 class _Task(NamedTuple):
-    """What an environment is busy with.
+    """The current call of an environment.
 
     Attributes:
         call: ``"step"``, ``"reset"`` or ``"step_and_maybe_reset"``.

@@ -13,7 +13,7 @@ __all__ = ["Came", "Slots"]
 
 
 class Came(NamedTuple):
-    """What came of a step or a reset.
+    """The result of a step or a reset.
 
     Attributes:
         row: whose.

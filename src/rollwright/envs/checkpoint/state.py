@@ -31,7 +31,7 @@ _OF_TRANSFORMS = {"_containers", "_memo", "_parent"}
 
 
 class EnvCheckpoint(NamedTuple):
-    """What :func:`save_env` returns.
+    """The result of :func:`save_env`.
 
     Attributes:
         state: for :func:`load_env`: tensors, strings, numbers, None, and dictionaries and lists of them.

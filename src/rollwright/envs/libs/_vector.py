@@ -19,7 +19,7 @@ OUTCOME = ("reward", "done", "terminated", "truncated")
 
 
 class Readers(NamedTuple):
-    """What turns gymnasium's values into arrays of the whole batch, by key.
+    """Functions that convert gymnasium's values to arrays of the whole batch, by key.
 
     Attributes:
         step: from the five values of a step.

@@ -20,7 +20,7 @@ BUFFERS = ("weight", "mean", "spread")
 
 
 class Stats(NamedTuple):
-    """What is known of an entry, each of its shape below the batch (see :class:`VecNorm`)."""
+    """Running statistics of an entry, each of its shape below the batch (see :class:`VecNorm`)."""
 
     weight: torch.Tensor
     mean: torch.Tensor

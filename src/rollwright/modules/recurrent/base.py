@@ -29,7 +29,7 @@ Keys = NestedKey | list[NestedKey] | None
 
 
 class RecurrentModule(TensorDictModuleBase):
-    """What LSTMModule and GRUModule share: how frames and states are read, and written.
+    """Base class of LSTMModule and GRUModule: reads and writes frames and states.
 
     Args:
         rnn: the layer.

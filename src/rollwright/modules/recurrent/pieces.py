@@ -23,7 +23,7 @@ CALL_COST_ROWS = 64  # what one more call of a kernel costs, in rows of one step
 
 
 class Pieces:
-    """Where pieces begin and how long they are.
+    """Starts and lengths of pieces.
 
     Args:
         is_init: bool ``[*B, T]``.

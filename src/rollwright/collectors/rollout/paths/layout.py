@@ -18,7 +18,7 @@ Form = tuple[tuple[int, ...], np.dtype[Any]]
 
 
 class BatchLayout(NamedTuple):
-    """What a batch holds, settled with its first step.
+    """Entries of a batch, fixed by its first step.
 
     Attributes:
         acts: shape and dtype of the policy's outputs.

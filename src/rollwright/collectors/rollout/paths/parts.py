@@ -24,7 +24,7 @@ HandOver = Callable[[list[TensorDictBase], TensorDictBase, BoundaryKeeper | None
 
 @dataclass(frozen=True)
 class PathParts:
-    """What every path is made of.
+    """Parts of which every path is constructed.
 
     Attributes:
         env: the environment.

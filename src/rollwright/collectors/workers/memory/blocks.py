@@ -22,7 +22,7 @@ Join = Literal["stack", "first", "time", "alone"]
 
 
 class BatchForm(NamedTuple):
-    """What a rollout holds.
+    """Entries of a rollout.
 
     Attributes:
         fields: key, shape of a frame's entry ``[*env, ...]``, dtype.
@@ -37,7 +37,7 @@ class BatchForm(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How the rollouts of several workers lie in one block.
+    """Positions of the rollouts of several workers in one block.
 
     Attributes:
         form: of each rollout, but for its steps.
@@ -105,7 +105,7 @@ class BlockLayout:
 
 
 class BlockPart(NamedTuple):
-    """Where a rollout is to lie: in a part of a block, of a layout that has a number."""
+    """The part of a block that a rollout is written to, in a layout that has a number."""
 
     layout: BlockLayout
     number: int

@@ -15,7 +15,7 @@ __all__ = ["Packed", "Packer", "unpack"]
 
 
 class Packed(NamedTuple):
-    """Where something lies, packed: all that the message about it carries.
+    """Position of a packed object: all that the message about it carries.
 
     Attributes:
         place: number of the segment.

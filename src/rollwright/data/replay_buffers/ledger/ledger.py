@@ -40,7 +40,7 @@ _NAP_S = 0.5e-3
 
 
 class Span(NamedTuple):
-    """What could be read at a moment: positions ``low <= p < high``, less the gaps.
+    """Positions that could be read at a moment: ``low <= p < high``, less the gaps.
 
     Attributes:
         low: the first live position.

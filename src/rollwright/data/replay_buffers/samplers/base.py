@@ -20,7 +20,7 @@ _TRIES = 3  # to read elements while others write, before these are held off
 
 
 class Slices(NamedTuple):
-    """Where the slices of a batch lie.
+    """Positions of the slices of a batch.
 
     Attributes:
         first: int64 ``[num_slices]``, places in the batch where slices begin.
@@ -34,7 +34,7 @@ class Slices(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What a sampler drew.
+    """The result of a draw.
 
     Attributes:
         index: int64 ``[n]``, flat elements of the storage.

@@ -16,7 +16,7 @@ _LENGTHS = 4  # least lengths to keep a queue for; the oldest makes place
 
 
 class Grid:
-    """Where the frames of a storage lie: in which lane, at which tick of its time.
+    """Positions of the frames of a storage: in which lane, at which tick of its time.
 
     A lane is what time runs along: one environment. Where time runs over positions, each column is a lane, and a
     tick is a position. Where it runs inside a position, over its last ``period`` elements, each group of ``period``

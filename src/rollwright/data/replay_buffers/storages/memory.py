@@ -36,7 +36,7 @@ _LENGTH = (1 << 32) - 1  # the lower half of the number before the schema; the u
 
 
 class Schema(NamedTuple):
-    """What a row holds.
+    """Entries of a row.
 
     Attributes:
         max_size: elements.

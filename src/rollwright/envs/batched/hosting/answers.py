@@ -60,7 +60,7 @@ class Gathered(NamedTuple):
 
 
 class Answers:
-    """What is known from answers, whether anybody takes them or not.
+    """State that is gathered from all answers, taken or not.
 
     Args:
         num_rows: number of environments.

@@ -47,7 +47,7 @@ class Sign(NamedTuple):
 
 
 class EnvFacts(NamedTuple):
-    """What a batch is made from; named as in :class:`~rollwright.envs.EnvBase`."""
+    """Facts from which a batch is constructed; named as in :class:`~rollwright.envs.EnvBase`."""
 
     batch_size: torch.Size
     device: torch.device | None

@@ -98,7 +98,7 @@ class Hosted:
 
 
 class _Host:
-    """What the process holds, and how it carries out commands."""
+    """Environments of a host process, and the handlers of its commands."""
 
     def __init__(self, channel: Channel, segment: Segment, envs: dict[int, Hosted], recreated: list[Recreated]) -> None:
         self._channel = channel

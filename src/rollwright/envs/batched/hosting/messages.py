@@ -39,7 +39,7 @@ AHEAD = "ahead"  # nest of first values, in shared rows
 
 
 class SetLayout(NamedTuple):
-    """Where outcomes (number 0) are to be written, or where what is sent will be found. There is no answer."""
+    """Set the layout of outcomes (number 0), or of data that are sent. There is no answer."""
 
     number: int
     layout: Layout[NestedKey]
@@ -107,14 +107,14 @@ Command = SetLayout | StepRows | ResetRows | StepArrays | ResetArrays | CallFunc
 
 
 class OutcomeStructure(NamedTuple):
-    """What an outcome consists of, beside its values."""
+    """Keys and nested TensorDicts of an outcome."""
 
     keys: tuple[NestedKey, ...]  # entries written into shared rows
     nests: dict[tuple[str, ...], tuple[int, ...]]
 
 
 class Raised(NamedTuple):
-    """What an environment raised."""
+    """An error that an environment raised."""
 
     row: int
     kind: type[Exception]  # to be raised; of this package, or Python's own

@@ -56,7 +56,7 @@ def overwritten(td: TensorDictBase, other: TensorDictBase) -> TensorDictBase:
 
 
 class Sent(NamedTuple):
-    """What was written for environments to read; see :class:`~rollwright.envs.batched.hosting.messages.StepRows`."""
+    """Data written for environments to read; see :class:`~rollwright.envs.batched.hosting.messages.StepRows`."""
 
     layout: int
     nests: Nests
@@ -78,7 +78,7 @@ def send_rows(processes: EnvProcesses, td: TensorDictBase) -> Sent:
 
 
 class Outcomes:
-    """What environments return, in shared rows and beside them.
+    """Return values of environments, in shared rows and beside them.
 
     Args:
         shared: rows that the processes write.
