@@ -330,7 +330,7 @@ class Draw(Node):
 
     def step_with(self, noise: int) -> Step:
         """As :meth:`step`, with the noise in a slot."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} draws its noise in its step: noise() is None")
 
 
 @dataclass(frozen=True)

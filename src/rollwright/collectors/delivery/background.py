@@ -100,7 +100,7 @@ class Background:
         return self.thread is None or not self.thread.goes_on() or self._rollout.completed
 
     def _join_limiter(self) -> None:
-        """Let who samples and waits know what becomes of the thread."""
+        """Let those who wait for samples know how the thread ends."""
         limiter = getattr(buffer_of(self._rollout.options), "insert_limiter", None)
         if limiter is not None:
             self._part_from_limiter()

@@ -98,7 +98,7 @@ class RolloutDelivery(Delivery):
         return {}
 
     def stats(self) -> dict[str, Any]:
-        """What ``stats()`` of a collector reports on its rollout and of what becomes of it."""
+        """What ``stats()`` of a collector reports on its rollout and its delivery."""
         held = self.assembler
         stats = {
             **self.rollout.stats(),

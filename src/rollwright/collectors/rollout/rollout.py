@@ -244,7 +244,7 @@ class Rollout:
             try:
                 with self.timer.running():
                     batch = self.run()
-                    self.frames += self.frames_taken  # what was stepped, whatever becomes of it
+                    self.frames += self.frames_taken  # all that was stepped, delivered or not
                     self.timer.frames += self.frames_taken
             finally:
                 self._counting = False

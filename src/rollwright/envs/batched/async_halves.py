@@ -66,7 +66,7 @@ class AsyncHalves(BatchedEnv):
         self.stack, self.min_get = stack, min_get
         self._limit_s = DEFAULT_TIMEOUT_S if env_step_timeout is None else env_step_timeout
         self._tasks: dict[int, _Task] = {}
-        self._strays: set[int] = set()  # busy with a call whose caller was interrupted: what comes of it is dropped
+        self._strays: set[int] = set()  # busy with a call whose caller was interrupted: its result is dropped
         self._ready: dict[str, deque[tuple[int, Any]]] = {call: deque() for call in (STEP, RESET, BOTH)}
 
     @property
