@@ -13,7 +13,7 @@ demo: .venv/.plot ## learn CartPole with PPO, live; leaves learning_curve.png
 	$(BIN)/python examples/ppo_cartpole.py --seed $(SEED) --plot learning_curve.png
 
 test: .venv/.dev ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/.dev ## check style and format
 	$(BIN)/ruff check
