@@ -1,0 +1,1 @@
+"""Collector of dialogues with language models."""

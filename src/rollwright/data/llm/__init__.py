@@ -1,0 +1,1 @@
+"""Conversations with language models: turns, chat histories, ragged records."""

@@ -1,0 +1,1 @@
+"""Environments of conversations with language models."""

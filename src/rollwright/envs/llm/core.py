@@ -1,0 +1,177 @@
+"""What a collector asks of an environment of conversations, and what an environment asks of its data."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rollwright.data.llm.turns import FinishReason, Message, Origin
+
+__all__ = ["Answer", "Conversations", "Draw", "Opening", "Outcome", "PromptSource"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A prompt that was drawn from the data.
+
+    Attributes:
+        origin: where it comes from.
+        row: the item of the dataset: columns by name.
+    """
+
+    origin: Origin
+    row: Mapping[str, Any]
+
+
+class PromptSource(ABC):
+    """Hands out prompts, and knows which of them were delivered.
+
+    A group is the repeats of one prompt in one epoch. ``state_dict()`` is the place after the last delivery: what was
+    drawn and not delivered is drawn again by a source that loads it.
+    """
+
+    @abstractmethod
+    def draw(self) -> Draw:
+        """The next prompt.
+
+        Raises:
+            StopIteration: all epochs are over.
+        """
+
+    @abstractmethod
+    def delivered(self, origin: Origin) -> None:
+        """The conversation from ``origin`` has reached the consumer, whole; or it was dropped on purpose."""
+
+    @abstractmethod
+    def shard(self, index: int, count: int) -> None:
+        """Hand out each ``count``-th group only, from ``index`` on; before the first draw."""
+
+    @abstractmethod
+    def set_seed(self, seed: int) -> None:
+        """Shuffle by ``seed`` from the start of the data on, and give it to the origins; before the first draw."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a place in the data."""
+
+
+@dataclass(slots=True)
+class Opening:
+    """How a conversation begins.
+
+    Attributes:
+        draw: its prompt.
+        messages: what the model reads first; empty where the data has text or tokens.
+        text: the same as a string, where no template is used.
+        tokens: the same as tokens, int64 ``[prompt]``, where the data has them.
+    """
+
+    draw: Draw
+    messages: Sequence[Message] = ()
+    text: str | None = None
+    tokens: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model wrote.
+
+    Attributes:
+        message: role, content and tool calls.
+        text: of the response, without its end-of-sequence token.
+        tokens: int64 ``[response]``.
+        finish_reason: why it ended.
+    """
+
+    message: Message
+    text: str
+    tokens: torch.Tensor
+    finish_reason: FinishReason
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What follows an answer.
+
+    Attributes:
+        messages: of the environment: tools' results, a user's reply; none where the conversation is over.
+        reward: of the turn, or float32 ``[response]``, one for each token.
+        terminated, truncated: whether and how the conversation is over.
+        seconds: ``tool`` and ``reward``.
+        extras: further entries of the record, by key.
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float | torch.Tensor = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+class Conversations(ABC):
+    """Conversations side by side, each in a slot, with unequal numbers of turns.
+
+    An environment (``LLMEnv``, ``ChatEnv``) is made of one, and a collector uses it without TensorDicts in between.
+
+    Attributes:
+        num_slots: conversations side by side.
+        source: hands out prompts.
+        template: arguments of the chat template, ``tools`` among them; None: prompts are texts or tokens as they are.
+    """
+
+    num_slots: int
+    source: PromptSource
+    template: Mapping[str, Any] | None
+
+    @abstractmethod
+    def open(self, slot: int) -> Opening:
+        """Begin a conversation in a slot; one that was in progress there is dropped.
+
+        Raises:
+            StopIteration: the data is over.
+        """
+
+    @abstractmethod
+    def submit(self, answers: Mapping[int, Answer]) -> None:
+        """Take answers, by slot; tools and rewards may run meanwhile."""
+
+    @abstractmethod
+    def outcomes(self, timeout: float | None = None) -> dict[int, Outcome]:
+        """Outcomes since the last call, by slot; waits until there is one.
+
+        Args:
+            timeout: seconds to wait at most; 0: only those that are ready; None: until one is there, or a limit of a
+                tool or a reward is over.
+
+        Returns:
+            Empty where no slot has an answer to follow, where the time is over, or where the slots that were submitted
+            wait for others (a reward of a whole group).
+
+        Raises:
+            EnvError: a tool, a reward or a user's environment failed; names conversation, argument and remedy.
+        """
+
+    @abstractmethod
+    def state(self, slot: int) -> dict[str, Any]:
+        """What the conversation of a slot needs to go on, beside its messages; between outcome and answer.
+
+        Raises:
+            EnvError: it cannot be saved, and why.
+        """
+
+    @abstractmethod
+    def load(self, slot: int, opening: Opening, messages: Sequence[Message], state: Mapping[str, Any]) -> None:
+        """Go on with a conversation that was saved."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End processes and threads of tools and rewards. May be called again."""

@@ -1,0 +1,147 @@
+"""Engine: what a collector asks of a language model, wherever it runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rollwright.data.llm.turns import FinishReason, Version
+
+__all__ = ["Completion", "Engine", "Request", "Sampling"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are sampled.
+
+    Attributes:
+        max_new_tokens: tokens of a response at most.
+        temperature: divides the logits; 0: the most probable token.
+        top_k: sample from the most probable ``top_k`` tokens; 0: from all.
+        top_p: sample from the smallest set of tokens whose probability is at least ``top_p``.
+        stop_token_ids: tokens that end a response, beside the end-of-sequence tokens of the model.
+        log_prob_mode: ``"sampled"``: log-probabilities of the distribution that was sampled from, after temperature,
+            top-k and top-p; ``"raw"``: of the softmax of the logits.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    log_prob_mode: str = "sampled"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to answer.
+
+    Attributes:
+        key: chosen by the caller, of no other request in progress.
+        prompt: tokens, int64 ``[prompt]``; nobody writes them meanwhile.
+        seed: of the generator of this response: the same seed and prompt give the same tokens, in any batch.
+        max_new_tokens: fewer than :attr:`Sampling.max_new_tokens`; None: that many.
+    """
+
+    key: Hashable
+    prompt: torch.Tensor
+    seed: int
+    max_new_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Completion:
+    """The answer to a request.
+
+    Attributes:
+        key: of the request.
+        tokens: as they were sampled, the end-of-sequence token included, int64 ``[response]``, on the CPU.
+        log_probs: of these tokens, float32 ``[response]``.
+        versions: of the weights that sampled each of them, int64 ``[response]``, or a list of UUIDs.
+        finish_reason: why it ended; with ``ERROR``, ``error`` says what went wrong.
+        seconds: ``queue`` and ``generation``.
+        extras: further entries for each token, ``[response, ...]``, by name.
+        error: what was raised.
+    """
+
+    key: Hashable
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+    versions: torch.Tensor | Sequence[str]
+    finish_reason: FinishReason
+    seconds: dict[str, float] = field(default_factory=dict)
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
+    error: BaseException | None = None
+
+
+class Engine(ABC):
+    """Generates responses to prompts. It is never copied and never pickled.
+
+    Attributes:
+        tokenizer: of the model; a tokenizer of transformers, or None where prompts come as tokens only.
+        sampling: how tokens are sampled.
+        max_length: tokens that prompt and response have room for; None: no limit.
+        vocab_size: token ids are less.
+    """
+
+    tokenizer: Any
+    sampling: Sampling
+    max_length: int | None
+    vocab_size: int
+
+    @abstractmethod
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Accept requests.
+
+        Raises:
+            ValueError: a prompt is empty, too long, or holds an id outside the vocabulary; nothing was accepted.
+        """
+
+    @abstractmethod
+    def results(self, timeout: float | None = None) -> list[Completion]:
+        """Completions since the last call, in the order in which they ended; waits until there is one.
+
+        Args:
+            timeout: seconds to wait at most; 0: only those that are ready; None: as long as requests are in progress.
+
+        Returns:
+            Empty where no request is in progress, or the time is over.
+        """
+
+    @abstractmethod
+    def cancel(self, keys: Sequence[Hashable]) -> None:
+        """End responses now: they come as completions with ``CANCELLED`` and the tokens so far."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Sample no token until :meth:`resume`."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+
+    @abstractmethod
+    def update_weights(self, weights: Any, version: Version | None = None) -> None:
+        """Take new weights, between two tokens: each token is sampled with one version.
+
+        Args:
+            weights: a module, a TensorDict or a state dict of the model.
+            version: theirs; None: the next one.
+        """
+
+    @property
+    @abstractmethod
+    def version(self) -> Version:
+        """Of the weights that sample the next token."""
+
+    @version.setter
+    @abstractmethod
+    def version(self, version: Version) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Cancel what is in progress, and release what the engine holds. May be called again."""
