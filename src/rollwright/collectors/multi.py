@@ -32,18 +32,18 @@ from rollwright.collectors.rollout.counts import announce_rounding
 from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.policy import check_policy
 from rollwright.collectors.workers.background import WorkersBackground
+from rollwright.collectors.workers.calls import WorkerCalls
 from rollwright.collectors.workers.counters import Count
 from rollwright.collectors.workers.options import WorkerOptions, factories_of, options_of_workers
 from rollwright.collectors.workers.schedules.first_come import FirstCome
 from rollwright.collectors.workers.schedules.gather import Gather
-from rollwright.collectors.workers.schedules.joining import are_alike
 from rollwright.collectors.workers.schedules.orders import Orders
 from rollwright.collectors.workers.schedules.schedule import Schedule
+from rollwright.collectors.workers.schedules.shaping import BatchShaping
 from rollwright.collectors.workers.schedules.staleness import Staleness
 from rollwright.collectors.workers.startup import Workers
 from rollwright.collectors.workers.stats import merged_stats
 from rollwright.collectors.workers.weights import WorkersWeights
-from rollwright.data.layout import split_trajectories
 from rollwright.weight_update.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
 
-_SAMPLES = {"list_of_args": "(3,)", "list_of_kwargs": "{'key': 3}"}
 _log = logging.getLogger("rollwright")
 
 
@@ -120,11 +119,14 @@ class MultiCollector(BaseCollector):
             per_worker[0],
             **{name: others[name] for name in ("total_frames", "trajs_per_batch", "traj_format") if name in others},
         )
-        self._same_td: TensorDictBase | None = None
-        self._returns_same = bool(others.get("return_same_td"))
-        self._splits = bool(own.sync and others.get("split_trajs"))
-        self._postproc = others.get("postproc") if self._splits else None
-        if self._splits:
+        splits = bool(own.sync and others.get("split_trajs"))
+        self._shaped = BatchShaping(
+            splits=splits,
+            postproc=others.get("postproc") if splits else None,
+            device=self.options.storing_device or self.options.device,
+            same_td=bool(others.get("return_same_td")),
+        )
+        if splits:
             warn_of_splits(owner, stacklevel=3)
         self._hooks = Hooks(self.options.pre_collect_hook, self.options.post_collect_hook)
         self._profile = Profile()
@@ -132,7 +134,6 @@ class MultiCollector(BaseCollector):
         self.requested_frames_per_batch = sum(frames) if isinstance(frames, list | tuple) and own.sync else frames
         self._make_lock()
         on_fork(self, MultiCollector.after_fork)
-        self._pausers: list[int] = []  # threads inside pause()
         self._policy = policy
         sent = policy if self.options.policy_factory is None else None
         if sent is not None:
@@ -146,6 +147,7 @@ class MultiCollector(BaseCollector):
         schemes = others.get("weight_sync_schemes")
         self._workers = Workers(factories, sent, per_worker, own, Publisher(self.num_workers, schemes))
         self._group = self._workers.group
+        self._calls = WorkerCalls(self._group, self.num_workers, stored=buffer is not None, check=self._check)
         try:
             self._start(owner, policy is None and self.options.policy_factory is None)
             self._weights.use_updater(others.get("weight_updater"), self)
@@ -226,7 +228,7 @@ class MultiCollector(BaseCollector):
         while True:
             self._check_open()
             self._background.check_idle("iteration")
-            if self._pauses_here:
+            if self._calls.pauses_here:
                 raise RuntimeError("iteration inside pause(): the workers rest until the pause ends. Leave it first.")
             self._schedule.raise_error()
             self._profile.started = True
@@ -243,25 +245,6 @@ class MultiCollector(BaseCollector):
     def _update_at_each_batch(self) -> None:
         if self.own_options.update_at_each_batch:
             self.update_policy_weights_()
-
-    def _shaped(self, batch: Any) -> TensorDictBase | None:
-        """What is done with a batch of all workers that could not be done in each."""
-        if batch is None:
-            return None
-        shaped: TensorDictBase = batch
-        if self._splits:
-            shaped = split_trajectories(shaped, prefix="collector")
-            shaped = shaped if self._postproc is None else self._postproc(shaped)
-        device = self.options.storing_device or self.options.device
-        if device is not None and torch.device(device).type != "cpu":
-            shaped = shaped.to(device)
-        if not self._returns_same:
-            return shaped
-        if self._same_td is None or not are_alike(self._same_td, shaped):
-            self._same_td = shaped.clone()
-        else:
-            self._same_td.update_(shaped)
-        return self._same_td
 
     def __len__(self) -> int:
         if self.options.total_frames == -1:
@@ -300,11 +283,6 @@ class MultiCollector(BaseCollector):
         self._background.start()
         self._profile.started = True
 
-    @property
-    def _pauses_here(self) -> bool:
-        """Whether this thread is inside :meth:`pause`."""
-        return threading.get_ident() in self._pausers
-
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Keep all workers between two steps inside the ``with`` block; they always go on after it.
@@ -317,13 +295,8 @@ class MultiCollector(BaseCollector):
         Raises:
             TimeoutError: a step in progress takes longer than a minute.
         """
-        self._check()
-        self._pausers.append(threading.get_ident())
-        try:
-            with self._group.pausing():
-                yield
-        finally:
-            self._pausers.remove(threading.get_ident())
+        with self._calls.pausing():
+            yield
 
     def _check_open(self) -> None:
         if self.closed:
@@ -404,7 +377,7 @@ class MultiCollector(BaseCollector):
         """
         seed = last = checked_seed(seed)
         for index in range(self.num_workers):
-            [last] = self._call_between("set_seed", [((seed, static_seed), {})], workers=[index])
+            [last] = self._calls.between("set_seed", [((seed, static_seed), {})], workers=[index])
             seed = seed if static_seed else last + 1
         self._forget()
         return last
@@ -431,7 +404,7 @@ class MultiCollector(BaseCollector):
             raise IndexError(f"{expected}, got {index!r}. Pass None for all.")
         workers = None if chosen is None else sorted({int(i) for i in chosen})
         count = self.num_workers if workers is None else len(workers)
-        self._call_between("reset", [((), kwargs)] * count, workers=workers)
+        self._calls.between("reset", [((), kwargs)] * count, workers=workers)
         if workers is None and self.options.trajs_per_batch is not None:
             self._forget()
 
@@ -440,7 +413,7 @@ class MultiCollector(BaseCollector):
 
         ``frames``, ``iter``, ``policy_version`` and ``traj_pool`` (the next trajectory id) are those of all.
         """
-        states = self._call_between("state_dict", [((), {})] * self.num_workers)
+        states = self._calls.between("state_dict", [((), {})] * self.num_workers)
         state: OrderedDict[str, Any] = OrderedDict((f"worker{i}", saved) for i, saved in enumerate(states))
         schedule = self._schedule.state_dict({worker.index: worker.num_at_answer for worker in self._group.workers})
         state["frames"], state["iter"] = schedule["frames"], self._schedule.batches
@@ -462,27 +435,12 @@ class MultiCollector(BaseCollector):
             raise KeyError(
                 f"state_dict: expected the states of {self.num_workers} workers, got {sorted(map(str, state_dict))}."
             )
-        self._call_between("load_saved_state", [((state_dict[name],), kwargs) for name in names])
+        self._calls.between("load_saved_state", [((state_dict[name],), kwargs) for name in names])
         self._forget()
         nothing = {"frames": state_dict["frames"], "waiting": [], "trajectories": []}
         self._schedule.load_state_dict(state_dict.get("undelivered", nothing))
         self._schedule.batches = int(state_dict.get("iter", 0))
         self._weights.load(int(state_dict.get("policy_version", 0)), [state_dict[name] for name in names])
-
-    def _call_between(
-        self, path: str, args: Sequence[Any], workers: Sequence[int] | None = None, *, again: bool = True
-    ) -> list[Any]:
-        """Call something in workers, not in the middle of a rollout; ``again``: if one dies of it, in the next one."""
-        self._check()
-        stored = self.options.replay_buffer is not None
-        return self._group.call(path, args, workers=workers, between_batches=True, cut=stored, again=again)
-
-    def _call_any_time(self, path: str, args: Sequence[Any], workers: Sequence[int] | None = None) -> list[Any]:
-        """Call something in workers between two rollouts; inside a pause of this thread, where they rest."""
-        if not self._pauses_here:
-            return self._call_between(path, args, workers, again=False)
-        self._check()
-        return self._group.call(path, args, workers=workers)
 
     # Observation ------------------------------------------------------------------------------
 
@@ -526,20 +484,7 @@ class MultiCollector(BaseCollector):
                 have done what was called.
             TimeoutError: a worker has not answered for a minute. One that takes two for a call has failed.
         """
-        for name, given in (("list_of_args", list_of_args), ("list_of_kwargs", list_of_kwargs)):
-            kinds: Any = (list, tuple) if name == "list_of_args" else Mapping
-            if given is not None and not (isinstance(given, Sequence) and all(isinstance(one, kinds) for one in given)):
-                raise TypeError(
-                    f"{name}: expected a list with a {'tuple' if name == 'list_of_args' else 'dictionary'} for each of "
-                    f"{self.num_workers} workers, got {given!r}. Pass for example [{_SAMPLES[name]}] * "
-                    f"{self.num_workers}."
-                )
-            if given is not None and len(given) != self.num_workers:
-                raise ValueError(f"{name}: expected an entry for each of {self.num_workers} workers, got {len(given)}.")
-        args = [()] * self.num_workers if list_of_args is None else list_of_args
-        kwargs = [{}] * self.num_workers if list_of_kwargs is None else list_of_kwargs
-        calls = [(tuple(a), dict(k)) for a, k in zip(args, kwargs, strict=True)]
-        return self._call_any_time(method_name, calls)
+        return self._calls.map(method_name, list_of_args, list_of_kwargs)
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what a path leads to, from this collector or, where it has no such part, from each worker's.
@@ -549,12 +494,12 @@ class MultiCollector(BaseCollector):
         """
         if hasattr(self, re.split(r"[.\[]", attr_path, maxsplit=1)[0]):
             return super().cascade_execute(attr_path, *args, **kwargs)
-        return self.map_fn(attr_path, [args] * self.num_workers, [kwargs] * self.num_workers)
+        return self._calls.in_all(attr_path, *args, **kwargs)
 
     def get_distant_attr(self, attr: str) -> list[Any]:
         """What a path from each worker's collector leads to, in order of workers; read between two steps."""
         self._check_open()
-        return self._group.call(attr, [None] * self.num_workers, again=True)
+        return self._calls.read(attr)
 
     def get_model(self, model_id: str) -> Any:
         """The model that an id names, as far as it is known in this process: the policy that was passed.
@@ -583,7 +528,7 @@ class MultiCollector(BaseCollector):
             pickle.dumps(ByValue(hook))
         except Exception as error:  # a hook may refuse in any way it likes
             raise TypeError(f"{name}: cannot be sent to a worker process: {type(error).__name__}: {error}.") from error
-        self._call_any_time("set_hook", [((name, hook), {})] * self.num_workers)
+        self._calls.in_all("set_hook", name, hook)
         self._schedule.forgive()
         self.options = changed
         self._group.change_options(**{name: hook})
@@ -598,13 +543,13 @@ class MultiCollector(BaseCollector):
         if strangers:
             self._profile.config = None
             raise ValueError(f"workers: expected some of 0 to {self.num_workers - 1}, got {strangers}.")
-        self._call_between("profile", [((config,), {})] * len(chosen), workers=chosen)
+        self._calls.between("profile", [((config,), {})] * len(chosen), workers=chosen)
 
     def disable_profile(self) -> None:
         """Trace no (further) rollouts; what was recorded is written."""
         super().disable_profile()
         if not self.closed:
-            self._call_any_time("disable_profile", [((), {})] * self.num_workers)
+            self._calls.in_all("disable_profile")
 
     def __repr__(self) -> str:
         ready = self._group.workers[0].ready
