@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensordict import TensorDict
+from tests import programs_with_workers
 
 from rollwright.collectors import Collector, Evaluator
 from rollwright.collectors.loggers import TensorBoardLogger
@@ -124,10 +124,10 @@ def test_batches_that_are_not_written_are_counted(tmp_path):
 def test_another_process_writes_into_a_folder_of_its_own(tmp_path):
     log = TensorBoardLogger(tmp_path)
     log({"frames": 1})
-    code = "import pickle, sys; pickle.load(sys.stdin.buffer)({'frames': 2}); import os; print(os.getpid())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps(log), capture_output=True, check=True, timeout=60
-    )
+    (tmp_path / "pickled").write_bytes(pickle.dumps(log))
+    code = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))({'frames': 2}); import os; print(os.getpid())"
+    done = programs_with_workers.run(code, str(tmp_path / "pickled"), timeout=60)
+    assert done.returncode == 0, done.stderr
     log({"frames": 3})
     log.close()
     assert curves(tmp_path)["collector/frames"] == [(1, 1), (3, 3)]

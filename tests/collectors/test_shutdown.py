@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from tests import programs_with_workers
 from tests.patience import patient
 
-import rollwright
 from rollwright.collectors import Collector
 from rollwright.envs import GymEnv
 from rollwright.testing.mocking_classes import CountingEnv
@@ -198,14 +194,7 @@ BOUND_S = 10.0
 
 
 def start(state, tmp_path):
-    source = str(Path(rollwright.__file__).parents[1])
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PROGRAM, state, str(tmp_path / "trace.json")],
-        env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return programs_with_workers.start(PROGRAM, state, str(tmp_path / "trace.json"), warnings="error")
 
 
 def finish(process):

@@ -2,10 +2,9 @@
 
 import multiprocessing
 import os
-import subprocess
-import sys
 
 import pytest
+from tests import programs_with_workers
 
 from rollwright._processes.child import Child, sleep
 
@@ -30,7 +29,7 @@ cancel_at_exit(never)
 
 
 def test_profilers_end_first_and_processes_last_whatever_one_of_them_raises():
-    done = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True, timeout=LIMIT_S)
+    done = programs_with_workers.run(ORDER, timeout=LIMIT_S)
     assert done.stdout.split() == ["profiler", "threads", "processes"]
     assert "ValueError: the disk is full" in done.stderr
 

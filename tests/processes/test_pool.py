@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests import programs_with_workers
 from tests.patience import patient
 from tests.processes.forked import forked
 
@@ -309,7 +308,7 @@ def test_nothing_is_left_behind_by_a_program_that_ends_without_a_word() -> None:
         "pool.add(0, Child(echo, name='parrot'))\n"
         "print(pool[0].pid, flush=True)\n"
     )
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60.0))
+    made = programs_with_workers.run(code, timeout=patient(60.0))
     assert made.stderr == ""
     until = time.monotonic() + patient(15.0)
     with contextlib.suppress(ProcessLookupError):

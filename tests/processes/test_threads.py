@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
+from tests import programs_with_workers
 
 from rollwright._processes.threads import DaemonThread
 
@@ -143,5 +142,5 @@ del thread
 
 
 def test_at_exit_threads_end_before_processes_and_stuck_ones_are_left():
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=LIMIT, check=False)
+    done = programs_with_workers.run(AT_EXIT, timeout=LIMIT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "told while the process runs\n", "")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from tests import programs_with_workers
 from tests.patience import patient
 
-import rollwright
 from rollwright.collectors import Collector
 from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv
 
@@ -102,9 +99,24 @@ def test_start_after_shutdown(tools, make):
 # The end -------------------------------------------------------------------------------------------------------
 
 
+class Noting(CountingBatchedEnv):
+    """Its second step, and so the end of the first, can be waited for."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.steps, self.stepped = 0, threading.Event()
+
+    def _step(self, tensordict):
+        self.steps += 1
+        if self.steps == 2:
+            self.stepped.set()
+        return super()._step(tensordict)
+
+
 def test_shutdown_writes_what_was_taken_and_may_be_called_again(tools, started):
-    env = CountingBatchedEnv(max_steps=torch.tensor([5, 9]), batch_size=[2])
+    env = Noting(max_steps=torch.tensor([5, 9]), batch_size=[2])
     collector, buffer = started(env, frames_per_batch=2_000_000, buffer=tools.Noted(3_000_000))
+    assert env.stepped.wait(tools.LIMIT)
     with collector.pause():
         assert buffer.write_count == 0
     collector.async_shutdown(timeout=tools.LIMIT)
@@ -198,15 +210,7 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_a_program_exits_within_seconds(end):
     last, code, stuck = ENDS[end]
-    source = Path(rollwright.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(stuck=stuck, last=last)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={"PYTHONPATH": str(source), "PATH": "", "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = programs_with_workers.run(PROGRAM.format(stuck=stuck, last=last), timeout=90)
     exited = time.time()
     assert done.returncode == code, done.stderr
     assert exited - float(done.stdout.split()[1]) < 15.0  # one of them for a thread that is stuck

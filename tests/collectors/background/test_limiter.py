@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from tests import programs_with_workers
 from tests.patience import patient
 
 from rollwright.collectors import Collector
@@ -51,6 +52,78 @@ def sample_on(buffer):
 def cut_off(collector):
     """How far the thread may come by itself."""
     return collector.stats()["write_count"] == MIN_SIZE + ROLLOUT * int(MARGIN / RATIO / ROLLOUT)
+
+
+# In a program where nobody else could go on, since it has no other thread. ------------------------------------
+
+ALONE = """
+import time, traceback
+import pytest
+from tests.collectors.background import conftest as tools
+from tests.collectors.background.test_limiter import BATCH, MARGIN, RATIO, ROLLOUT, limited, sample_on
+from tests.patience import patient
+from rollwright.collectors import Collector
+from rollwright.envs import GymEnv
+from rollwright.testing.mocking_classes import CountingEnv
+
+def the_thread_has_ended():
+    buffer = limited(tools)
+    collector = Collector(CountingEnv(max_steps=9), frames_per_batch=ROLLOUT, replay_buffer=buffer, total_frames=80)
+    collector.start()
+    with pytest.raises(RuntimeError, match=r"only thread.*Collector has ended, after 80 frames"):
+        sample_on(buffer)
+    assert buffer.limiter.sampled == RATIO * 20 + MARGIN - 8  # in whole batches
+    collector.async_shutdown()
+    with pytest.raises(RuntimeError, match="no collector runs in the background"):
+        buffer.sample()
+
+def it_would_wait_for_itself():
+    buffer = limited(tools)
+    collector = Collector(GymEnv("CartPole-v1"), None, frames_per_batch=ROLLOUT, replay_buffer=buffer)
+    for _ in range(5):
+        collector.next()
+    begun = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match=r"Collector waits to insert 20 .* only thread.*Draw more batches.*start\\(\\)"
+    ):
+        collector.next()
+    assert time.monotonic() - begun < patient(1.0)
+    assert buffer.write_count == 100
+    for _ in range(3):
+        buffer.sample()
+    collector.next()
+    assert buffer.write_count == 120
+    assert tools.neighbours(buffer[:])
+    assert bool((buffer[:]["collector", "traj_ids"].diff() >= 0).all())
+    collector.shutdown()
+
+for case in (the_thread_has_ended, it_would_wait_for_itself):
+    try:
+        case()
+    except BaseException:
+        print(f"{case.__name__} failed: {traceback.format_exc()}")
+    else:
+        print(f"{case.__name__} passed")
+    print(end="\\0")
+"""
+
+
+@pytest.fixture(scope="module")
+def cases_alone():
+    """What the program above says, by case."""
+    done = programs_with_workers.run(ALONE, timeout=patient(60.0))
+    assert done.returncode == 0, done.stderr
+    return dict(report.split(" ", 1) for report in done.stdout.split("\0") if report)
+
+
+@pytest.fixture
+def alone(cases_alone):
+    """``alone(case)``: fail with what a case of that program says, unless it passed."""
+
+    def look(case):
+        assert cases_alone[case.replace(" ", "_")] == "passed\n"
+
+    return look
 
 
 # The thread ----------------------------------------------------------------------------------------------------
@@ -195,14 +268,8 @@ def test_who_samples_gets_the_error_of_the_thread_at_once(tools, started):
     other.join(tools.LIMIT)
 
 
-def test_who_samples_learns_that_the_thread_has_ended(tools, started):
-    collector, buffer = started(buffer=limited(tools), total_frames=80)
-    with pytest.raises(RuntimeError, match=r"only thread.*Collector has ended, after 80 frames"):
-        sample_on(buffer)
-    assert buffer.limiter.sampled == RATIO * 20 + MARGIN - 8  # in whole batches
-    collector.async_shutdown()
-    with pytest.raises(RuntimeError, match="no collector runs in the background"):
-        buffer.sample()
+def test_who_samples_learns_that_the_thread_has_ended(alone):
+    alone("the thread has ended")
 
 
 def test_a_slow_thread_is_named_with_what_it_does(tools, started):
@@ -217,24 +284,8 @@ def test_a_slow_thread_is_named_with_what_it_does(tools, started):
 # By hand -------------------------------------------------------------------------------------------------------
 
 
-def test_iteration_that_would_wait_for_itself_fails_at_once_and_can_go_on(tools, make):
-    buffer = limited(tools)
-    collector = make(GymEnv("CartPole-v1"), None, frames_per_batch=ROLLOUT, replay_buffer=buffer)
-    for _ in range(5):
-        collector.next()
-    begun = time.monotonic()
-    with pytest.raises(
-        RuntimeError, match=r"Collector waits to insert 20 .* only thread.*Draw more batches.*start\(\)"
-    ):
-        collector.next()
-    assert time.monotonic() - begun < patient(1.0)
-    assert buffer.write_count == 100
-    for _ in range(3):
-        buffer.sample()
-    collector.next()
-    assert buffer.write_count == 120
-    assert tools.neighbours(buffer[:])
-    assert bool((buffer[:]["collector", "traj_ids"].diff() >= 0).all())
+def test_iteration_that_would_wait_for_itself_fails_at_once_and_can_go_on(alone):
+    alone("it would wait for itself")
 
 
 def test_iteration_waits_for_another_thread_that_samples(tools, make):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
+from tests import programs_with_workers
 from tests.patience import patient
 from torch import nn
 
@@ -368,10 +367,7 @@ if sys.argv[2] == "killed":
 
 @pytest.mark.parametrize(("backend", "how"), [("thread", "exit"), ("process", "error"), ("process", "killed")])
 def test_end_of_the_program(backend: str, how: str) -> None:
-    program = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, backend, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert program.stdout is not None
+    program = programs_with_workers.start(SCRIPT, backend, how)
     pid = program.stdout.readline().strip()
     begun = time.monotonic()
     if how == "killed":

@@ -1,4 +1,7 @@
-"""Programs with many workers exit within seconds, however they end, and leave no process behind."""
+"""Programs with many workers exit within seconds, however they end, and leave no process behind.
+
+Some begin as a user's program does, with a fork server of their own; the rest are forked, with a server that is there.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests import programs_with_workers
 from tests.collectors.workers.processes import alive, burn, descendants, gone, wait_until
 from tests.patience import patient
 
@@ -82,9 +86,14 @@ BOUND_S = 8.0
 ROOT = Path(__file__).parents[3]
 
 
+COLD = ("loop, Ctrl-C", "orphans")
+
+
 def start(tmp_path, kind, state):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
+    if state not in COLD:
+        return programs_with_workers.start(script, kind, state, warnings="error")
     source = str(Path(rollwright.__file__).parents[1])
     return subprocess.Popen(
         [sys.executable, "-W", "error", str(script), kind, state],
@@ -103,17 +112,30 @@ def pids_of(process):
     return [int(pid) for pid in line[1:]]
 
 
+def end_all(process, number):
+    """Send a signal to a program and to all processes that it has started, as a terminal does."""
+    if isinstance(process, programs_with_workers.Program):
+        process.interrupt_all() if number == signal.SIGINT else process.send_signal(number)
+    else:
+        os.killpg(process.pid, number)
+
+
+def errors_of(process, err):
+    """What a program that has ended, and its workers, have written to standard error."""
+    return err + (process.worker_errors() if isinstance(process, programs_with_workers.Program) else "")
+
+
 def finish(process):
     """Output, errors, and seconds from the last statement to the end of the process."""
     try:
         out, err = process.communicate(timeout=patient(30))
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        end_all(process, signal.SIGKILL)
         raise
     ended = time.monotonic()
     over = [line for line in out.splitlines() if line.startswith("over")]
     assert over, err
-    return out, err, ended - float(over[-1].split()[1])
+    return out, errors_of(process, err), ended - float(over[-1].split()[1])
 
 
 def each_in_turn(states):
@@ -156,7 +178,7 @@ def test_control_c_reaches_all_processes_and_one_of_them_decides(tmp_path, state
     process = start(tmp_path, kind, state)
     workers = pids_of(process)
     assert process.stdout.readline() == "collecting\n"
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    end_all(process, signal.SIGINT)
     out, err, seconds = finish(process)
     assert seconds < patient(BOUND_S)
     assert gone(workers, 2.0)
@@ -228,19 +250,7 @@ for child in children:
 def test_what_children_of_multiprocessing_leave_open_ends_with_them_and_their_error_is_told(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(CHILDREN)
-    source = str(Path(rollwright.__file__).parents[1])
-    program = subprocess.Popen(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([source, str(ROOT)]), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        _, err = program.communicate(timeout=200)
-    except subprocess.TimeoutExpired:
-        os.killpg(program.pid, signal.SIGKILL)
-        raise
+    err = programs_with_workers.run(script, timeout=200).stderr
     for kind in ("workers", "background", "thread", "parallel", "evaluator", "threading", "multiprocessing"):
         assert f"ValueError: {kind}: no idea" in err, err
     assert err.count("Traceback") == 7, err
