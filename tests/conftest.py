@@ -1,13 +1,14 @@
-"""What holds for every test: markers of promises, ``cuda`` tests need a device, and limits grow with the load."""
+"""For every test: markers of promises, ``cuda`` tests need a device, limits grow with the load, programs start soon."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from tests.patience import patient
+from tests.programs import Programs
 from tests.promises import PROMISES
 
 pytest_plugins = ["pytester"]
@@ -43,3 +44,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     limit_s, how = (item.config.getini("timeout"), {}) if marker is None else (marker.args[0], marker.kwargs)
     item.add_marker(pytest.mark.timeout(patient(float(limit_s)), **how), append=False)
     return (yield)
+
+
+@pytest.fixture(scope="session")
+def programs_of_all() -> Iterator[Programs]:
+    """One for all tests: it starts when a program does."""
+    programs = Programs()
+    yield programs
+    programs.stop()
+
+
+@pytest.fixture
+def programs(programs_of_all: Programs) -> Iterator[Programs]:
+    """Starts Python programs; those that still run at the end of the test are killed."""
+    yield programs_of_all
+    programs_of_all.close()

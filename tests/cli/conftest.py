@@ -1,17 +1,15 @@
-"""Ways to run the command line: in this process, and in one of its own."""
+"""Runs the command line: in this process, and in one of its own."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tests.programs import Program, Programs
 
-import rollwright
 from rollwright.cli import main
 
 
@@ -34,25 +32,14 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
 
 
 @pytest.fixture
-def spawn(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def spawn(programs: Programs, tmp_path: Path) -> Callable[..., Program]:
     """Starts ``python -m rollwright`` in ``tmp_path``."""
-    started: list[subprocess.Popen[str]] = []
-    source = str(Path(rollwright.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
-    def start(*arguments: object, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "rollwright", *map(str, arguments)]
-        process = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True
-        )
-        started.append(process)
-        return process
+    def start(*arguments: object, stdout: int | None = None) -> Program:
+        command = ("-m", "rollwright", *arguments)
+        return programs.start(*command, cwd=tmp_path, env={"COLUMNS": "120"}, stdout=stdout)
 
-    yield start
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    return start
 
 
 @pytest.fixture

@@ -2,64 +2,57 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from tests.patience import patient
 
-ROOT = Path(__file__).parents[2]
-ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+COMMAND = ("-W", "error", Path(__file__).parents[2] / "examples" / "dqn_replay.py")
 LINE = re.compile(r"([\d,]+) frames, mean return ([\d.]+), \d+ s")
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-W", "error", str(ROOT / "examples" / "dqn_replay.py"), *arguments]
+def rounds_of(out: str) -> list[tuple[int, float]]:
+    """Frames and mean return after each round."""
+    return [(int(n.replace(",", "")), float(mean)) for n, mean in LINE.findall(out)]
 
 
-def run(*arguments: str, timeout: float = 100) -> tuple[int, list[tuple[int, float]]]:
-    """The exit status; frames and mean return after each round."""
-    done = subprocess.run(command(*arguments), env=ENV, capture_output=True, text=True, timeout=timeout, check=False)
+def rounds_run(done: CompletedProcess[str]) -> list[tuple[int, float]]:
     assert not done.stderr
-    return done.returncode, [(int(n.replace(",", "")), float(mean)) for n, mean in LINE.findall(done.stdout)]
+    return rounds_of(done.stdout)
 
 
-def test_keeps_pace_and_draws_its_curve(tmp_path):
+def test_keeps_pace_until_it_is_interrupted_and_draws_its_curve(programs, tmp_path):
     picture = tmp_path / "curve.png"
-    status, rounds = run("--total-frames", "4800", "--goal", "500", "--plot", str(picture))
-    assert status == 1  # for the goal was not reached
-    assert len(rounds) >= 20
-    for i, (frames, _) in enumerate(rounds):  # the first is of 2,000 frames that are stored before
+    program = programs.start(*COMMAND, "--total-frames", "10_000_000", "--goal", "500", "--plot", picture)
+    out = ""
+    while len(rounds_of(out)) < 20:
+        out += program.stdout.read(20)
+    program.send_signal(signal.SIGINT)
+    rest, errors = program.communicate(timeout=patient(60))
+    assert not errors
+    assert program.returncode == 1  # for the goal was not reached
+    assert "interrupted" in rest
+    for i, (frames, _) in enumerate(rounds_of(out + rest)):  # the first is of 2,000 frames that are stored before
         assert 2000 + 128 * i <= frames <= 2000 + 128 * (i + 3)
     assert picture.read_bytes()[1:4] == b"PNG"
 
 
-def test_can_be_interrupted():
-    with subprocess.Popen(command("--total-frames", "10_000_000"), env=ENV, stdout=-1, stderr=-1) as process:
-        assert process.stdout is not None
-        begun = process.stdout.read(200)  # some rounds
-        process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=patient(60))
-    assert b"frames" in begun
-    assert b"interrupted" in rest
-    assert not errors
-    assert process.returncode == 1
-
-
-def test_stops_at_the_goal():
-    status, rounds = run("--goal", "15")
-    assert status == 0
-    assert rounds[-1][1] >= 15
+def test_stops_at_the_goal_and_at_the_last_frame(programs):
+    done = programs.run(*COMMAND, "--goal", "15")
+    assert done.returncode == 0
+    assert rounds_run(done)[-1][1] >= 15
+    done = programs.run(*COMMAND, "--goal", "500", "--total-frames", "2200")
+    assert done.returncode == 1
+    assert rounds_run(done)[-1][0] >= 2200
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_learns(seed):
-    status, rounds = run("--seed", str(seed), timeout=880)
-    assert status == 0
-    assert rounds[-1][1] >= 400
+def test_learns(programs, seed):
+    done = programs.run(*COMMAND, "--seed", seed, timeout=880)
+    assert done.returncode == 0
+    assert rounds_run(done)[-1][1] >= 400

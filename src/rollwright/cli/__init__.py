@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     try:
         command = importlib.import_module(f"rollwright.cli.{arguments.command}")
-        return int(command.run(arguments))
+        status = int(command.run(arguments))
+        print(end="", flush=True)  # where the reader of a pipe has left, the error comes here, and not after the end
+        return status
     except KeyboardInterrupt:
         print("\nrollwright: interrupted, nothing was saved", file=sys.stderr)
         return INTERRUPTED

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tests.patience import patient
+from tests.programs import Programs
 
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymEnv
@@ -377,10 +376,8 @@ print("ready", flush=True)
 
 
 @backends
-def test_end_of_the_program_without_close(backend: str) -> None:
-    program = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, backend], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def test_end_of_the_program_without_close(programs: Programs, backend: str) -> None:
+    program = programs.start("-c", SCRIPT, backend)
     assert program.stdout is not None
     assert program.stdout.readline() == "ready\n"
     begun = time.monotonic()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tests.patience import patient
+from tests.programs import Programs
 
 from rollwright.data import Composite, OneHot, Unbounded
 from rollwright.envs import EnvBase, SerialEnv, StepCounter, TransformedEnv, check_env_specs
@@ -361,11 +360,9 @@ print(*env._processes.pids(), flush=True)
 
 
 @pytest.mark.parametrize("then", ["raise ValueError", "import os; os.kill(os.getpid(), 9)"])
-def test_program_that_ends_without_close_leaves_nothing(then: str) -> None:
+def test_program_that_ends_without_close_leaves_nothing(programs: Programs, then: str) -> None:
     begun = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(then=then)], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = programs.run("-c", PROGRAM.format(then=then), timeout=patient(60))
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == min(2, len(os.sched_getaffinity(0)))
     until = time.monotonic() + patient(10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
 from tests.patience import patient
+from tests.programs import Programs
 
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv
@@ -198,7 +198,9 @@ NAMES = (
 
 
 @pytest.fixture(scope="module")
-def resumed(makers: Any, folder: Path) -> dict[str, tuple[list[TensorDictBase], list[TensorDictBase]]]:
+def resumed(
+    makers: Any, folder: Path, programs_of_all: Programs
+) -> dict[str, tuple[list[TensorDictBase], list[TensorDictBase]]]:
     """By name: what the saved environment went on to do, and what the restored one did in another process."""
     assert sorted(makers.MAKE) == sorted(NAMES)
     expected, starts, states = {}, {}, {}
@@ -211,7 +213,8 @@ def resumed(makers: Any, folder: Path) -> dict[str, tuple[list[TensorDictBase], 
         expected[name] = makers.run(env, *starts[name])[0]
     torch.save(states, folder / "states.pt")
     torch.save(starts, folder / "starts.pt")
-    subprocess.run([sys.executable, "-c", RESUME, str(folder)], check=True, timeout=patient(100))
+    done = programs_of_all.run("-c", RESUME, folder, timeout=patient(100))
+    assert done.returncode == 0, done.stderr
     seen = torch.load(folder / "seen.pt", weights_only=False)
     return {name: (expected[name], seen[name]) for name in expected}
 
