@@ -1,0 +1,349 @@
+"""The tokens of a conversation, turn by turn: what the model wrote is never tokenised again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from rollwright.data.llm.chat_template import ChatTemplate, Codec
+from rollwright.data.llm.turns import FinishReason, Message
+
+__all__ = ["TokenChain"]
+
+_ANSWER = "\ue000answer\ue001"  # stands where the model's answer would, to find what the template writes behind it
+
+
+class TokenChain:
+    """The tokens of one conversation: prompt, answer, prompt, answer, and so on.
+
+    The prompt of turn n + 1 is the tokens of turn n, untouched, and what the template writes from the end of an
+    assistant's message to the next answer::
+
+        prompt[n + 1] == prompt[n] + answer[n] + between[n]
+
+    ``between`` is rendered from the template, never from the model's tokens. It begins with the token that ends an
+    answer, unless the model wrote that token itself: so an answer that was cut by its length is closed.
+
+    All tokens are in one int64 tensor on the CPU that only grows. What the methods return are views of it, which stay
+    valid and are never overwritten.
+
+    Args:
+        tokenizer: of transformers; None: prompts are tokens.
+        template: arguments of the chat template, or a :class:`ChatTemplate`, which chains may share; None: prompts are
+            texts or tokens as they are, without a template.
+        history: what to do where the template writes earlier turns in another way than they were read and sampled (it
+            drops their reasoning, say). ``"keep"``: the tokens stay as they were. ``"rewrite"``: a new sequence begins
+            with the tokens of the whole conversation, as the template writes it.
+        end_token_ids: tokens that end an answer, beside the end-of-sequence token of the tokenizer; they are not part
+            of its text.
+        reserve: tokens to have room for at once; more are made room for when they come.
+
+    Attributes:
+        messages: so far, the answers among them; empty without a template.
+        text: of all tokens so far.
+        sequence: number of the token sequence, from 0; it rises where a new one begins.
+        rewritten: whether the template would have written an earlier turn of this sequence in another way.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or ``history`` is neither of the two.
+
+    Example:
+        >>> import torch
+        >>> chain = TokenChain(None, template=None)
+        >>> chain.open(torch.tensor([5, 6]))
+        tensor([5, 6])
+        >>> chain.answer(torch.tensor([7, 8]))
+        tensor([5, 6, 7, 8])
+        >>> chain.follow(torch.tensor([9]))
+        tensor([5, 6, 7, 8, 9])
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: Mapping[str, Any] | ChatTemplate | None = None,
+        *,
+        history: Literal["keep", "rewrite"] = "keep",
+        end_token_ids: Collection[int] = (),
+        reserve: int = 512,
+    ) -> None:
+        if history not in ("keep", "rewrite"):
+            raise ValueError(f"history must be 'keep' or 'rewrite'; got {history!r}")
+        if isinstance(template, Mapping):
+            template = ChatTemplate(tokenizer, template)
+        self._template = template
+        self._codec = template.codec if template is not None else Codec(tokenizer) if tokenizer is not None else None
+        self._history = history
+        end = getattr(tokenizer, "eos_token_id", None)
+        self._end = frozenset(end_token_ids) | ({end} if isinstance(end, int) else set(end or ()))
+        self._tokenizer = tokenizer
+        self._reserve = max(reserve, 16)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._buffer = torch.empty(self._reserve, dtype=torch.int64)
+        self._size = 0
+        self._num_prompt = 0
+        self._protected: list[Message] = []  # what is rendered
+        self._rendered = ""  # the last prompt as the template wrote it
+        self._answered = False
+        self._answer_text = ""
+        self.messages: list[Message] = []
+        self.text = ""
+        self.sequence = 0
+        self.rewritten = False
+
+    def new(self) -> TokenChain:
+        """A chain with the same tokenizer, template and options, without tokens."""
+        template = self._template
+        chain = TokenChain(self._tokenizer, template, history=self._history, end_token_ids=self._end)
+        if template is None:
+            chain._codec = self._codec
+        return chain
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """All tokens of the current sequence, int64 ``[tokens]``: a view."""
+        return self._buffer[: self._size]
+
+    @property
+    def num_prompt(self) -> int:
+        """How many of them are the last prompt; an answer may follow."""
+        return self._num_prompt
+
+    def open(self, prompt: Sequence[Message] | str | torch.Tensor) -> torch.Tensor:
+        """Begin a conversation.
+
+        Args:
+            prompt: messages; without a template a text (control tokens in it are control tokens) or tokens, int64
+                ``[prompt]``.
+
+        Returns:
+            The first prompt, int64 ``[prompt]``: a view.
+
+        Raises:
+            ValueError: the template does not accept the messages, or the prompt is empty.
+        """
+        self._clear()
+        if isinstance(prompt, torch.Tensor):
+            self._append(prompt)
+            self.text = self.decode(prompt)
+        elif isinstance(prompt, str):
+            self._append(self._codec_for("a text").encode_text(prompt))
+            self.text = prompt
+        elif self._template is None:
+            self._begin_plain(prompt)
+        else:
+            self.messages = list(prompt)
+            self._protected = list(self._template.codec.protect(prompt))
+            self._rendered = self._template.render(self._protected)
+            self._append(self._template.codec.encode(self._rendered))
+            self.text = Codec.plain(self._rendered)
+        if not self._size:
+            raise ValueError("the prompt of a conversation must have at least one token; got none")
+        self._num_prompt = self._size
+        return self.tokens
+
+    def answer(
+        self,
+        tokens: torch.Tensor,
+        finish_reason: FinishReason = FinishReason.STOP,
+        message: Message | None = None,
+    ) -> torch.Tensor:
+        """Append what the model wrote.
+
+        Args:
+            tokens: as they were sampled, the token that ended the answer included, int64 ``[response]``.
+            finish_reason: why it ended.
+            message: the answer as a message, for :attr:`messages`; None: role and text.
+
+        Returns:
+            Prompt and answer, int64 ``[prompt + response]``: a view.
+
+        Raises:
+            RuntimeError: there is no prompt to answer.
+        """
+        if not self._size or self._answered:
+            raise RuntimeError("answer() must follow open() or follow(); got an answer without a prompt")
+        self._append(tokens)
+        self._answered = True
+        self._answer_text = self.decode(tokens)
+        self.text += self._codec.decode(tokens.tolist()) if self._codec is not None else ""
+        if self._template is not None:
+            raw = {"role": "assistant", "content": self._answer_text}
+            self.messages.append(raw if message is None else message)
+            self._protected.extend(self._template.codec.protect([raw]))
+        return self.tokens
+
+    def follow(self, messages: Sequence[Message] | str | torch.Tensor) -> torch.Tensor:
+        """Append what follows an answer, to the prompt of the next turn.
+
+        Args:
+            messages: of the environment; without a template a text (as it is), tokens, or messages, whose contents are
+                appended as texts without control tokens.
+
+        Returns:
+            The next prompt, int64 ``[prompt]``: a view. It extends the tokens before it, unless :attr:`sequence` rose.
+
+        Raises:
+            ValueError: the template does not accept the messages.
+            RuntimeError: there is no answer to follow.
+        """
+        if not self._answered:
+            raise RuntimeError("follow() must come after answer(); got no answer since the last prompt")
+        if isinstance(messages, torch.Tensor):
+            self._append(messages)
+            self.text += self.decode(messages)
+        elif isinstance(messages, str) or self._template is None:
+            codec = self._codec_for("a text")
+            text = messages if isinstance(messages, str) else codec.protect_text(_joined(messages))
+            self._append(codec.encode(text))
+            self.text += Codec.plain(text)
+        else:
+            self._extend(self._template, messages)
+        self._answered = False
+        self._num_prompt = self._size
+        return self.tokens
+
+    def decode(self, tokens: torch.Tensor) -> str:
+        """The text of an answer, without the token that ended it; control tokens within it are written out."""
+        ids = tokens.tolist()
+        if ids and ids[-1] in self._end:
+            ids.pop()
+        return self._codec.decode(ids) if self._codec is not None else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the conversation needs to go on: its tokens, messages and texts."""
+        return {
+            "tokens": self.tokens.clone(),
+            "num_prompt": self._num_prompt,
+            "messages": [dict(message) for message in self.messages],
+            "protected": [dict(message) for message in self._protected],
+            "rendered": self._rendered,
+            "answered": self._answered,
+            "answer_text": self._answer_text,
+            "text": self.text,
+            "sequence": self.sequence,
+            "rewritten": self.rewritten,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with a conversation that was saved; the one in progress is dropped."""
+        self._clear()
+        self._append(state_dict["tokens"])
+        self._num_prompt = int(state_dict["num_prompt"])
+        self.messages = list(state_dict["messages"])
+        self._protected = list(state_dict["protected"])
+        self._rendered = state_dict["rendered"]
+        self._answered = bool(state_dict["answered"])
+        self._answer_text = state_dict["answer_text"]
+        self.text = state_dict["text"]
+        self.sequence = int(state_dict["sequence"])
+        self.rewritten = bool(state_dict["rewritten"])
+
+    def _extend(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
+        """Append what the template writes from the end of the answer on."""
+        answer = self._protected[-1]
+        following = template.codec.protect(messages)
+        parsed = self.messages[-1]
+        self.messages.extend(messages)
+        whole = [*self._protected, *following]
+        self._protected = whole
+        if not self.rewritten:
+            expected = self._rendered + answer["content"]
+            rendered = self._try(template, whole)
+            if rendered is not None and rendered.startswith(expected):
+                self._rendered = rendered
+                self._append_between(template, rendered[len(expected) :])
+                return
+            if rendered is not None and self._history == "rewrite":
+                self._rewrite(template, rendered)
+                return
+            self.rewritten = True
+        place = len(whole) - len(following) - 1
+        self._append_between(template, _between(template, whole, place, parsed))
+
+    @staticmethod
+    def _try(template: ChatTemplate, messages: Sequence[Message]) -> str | None:
+        try:
+            return template.render(messages)
+        except ValueError:  # it may ask for the tool calls of the answer as data
+            return None
+
+    def _append_between(self, template: ChatTemplate, between: str) -> None:
+        tokens = template.codec.encode(between)
+        if tokens and tokens[0] == int(self._buffer[self._size - 1]):  # the model wrote the end itself
+            end = template.codec.decode(tokens[:1])
+            if between.startswith(end):
+                tokens, between = tokens[1:], between[len(end) :]
+        self._append(tokens)
+        self.text += Codec.plain(between)
+
+    def _rewrite(self, template: ChatTemplate, rendered: str) -> None:
+        self._buffer = torch.empty(self._reserve, dtype=torch.int64)
+        self._size = 0
+        self._append(template.codec.encode(rendered))
+        self._rendered = rendered
+        self.text = Codec.plain(rendered)
+        self.sequence += 1
+
+    def _begin_plain(self, messages: Sequence[Message]) -> None:
+        codec = self._codec_for("a text")
+        text = codec.protect_text(_joined(messages))
+        self._append(codec.encode(text))
+        self.text = Codec.plain(text)
+
+    def _codec_for(self, what: str) -> Codec:
+        if self._codec is None:
+            raise ValueError(
+                f"a prompt without a tokenizer must be tokens, int64 [prompt]; got {what}; give a tokenizer"
+            )
+        return self._codec
+
+    def _append(self, tokens: torch.Tensor | list[int]) -> None:
+        size = self._size + len(tokens)
+        if size > len(self._buffer):
+            buffer = torch.empty(max(size, 2 * len(self._buffer)), dtype=torch.int64)
+            buffer[: self._size] = self._buffer[: self._size]  # earlier views keep the memory that they are of
+            self._buffer = buffer
+        if len(tokens):
+            values = tokens if isinstance(tokens, torch.Tensor) else torch.tensor(tokens, dtype=torch.int64)
+            self._buffer[self._size : size] = values
+        self._size = size
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return "".join(str(message.get("content") or "") for message in messages)
+
+
+def _between(template: ChatTemplate, messages: Sequence[Message], place: int, parsed: Message) -> str:
+    """What the template writes behind the answer ``messages[place]``: found by a text that stands for the answer."""
+    stand_in = {"role": "assistant", "content": _ANSWER}
+    try:
+        return _behind(template, template.render([*messages[:place], stand_in, *messages[place + 1 :]]))
+    except ValueError:
+        if not parsed.get("tool_calls"):
+            raise
+    # Tools' results are accepted behind the tool calls only: what follows the end of such an answer is the same.
+    end = _behind(template, template.render([*messages[:place], stand_in], add_generation_prompt=False))
+    answered = template.codec.protect([*messages[:place], parsed])
+    before = template.render(answered, add_generation_prompt=False)
+    after = template.render([*answered, *messages[place + 1 :]])
+    if not after.startswith(before):
+        raise ValueError(
+            "the chat template writes an answer in another way when messages follow it, and its end cannot be found; "
+            "give another template (template={'chat_template': '...'})"
+        )
+    return end + after[len(before) :]
+
+
+def _behind(template: ChatTemplate, rendered: str) -> str:
+    _, found, behind = rendered.rpartition(_ANSWER)
+    if not found:
+        raise ValueError(
+            "the chat template does not write the content of an assistant's message, so that the end of an answer "
+            f"cannot be found; give another one (template={{'chat_template': '...'}}); got {template.source[:80]!r}"
+        )
+    return behind
