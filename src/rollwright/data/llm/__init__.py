@@ -2,6 +2,17 @@
 
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.chat_template import ChatTemplate
+from rollwright.data.llm.history import ChatHistory, History
 from rollwright.data.llm.turns import FinishReason, Message, Origin, Turn, turn_seed
 
-__all__ = ["ChatTemplate", "FinishReason", "Message", "Origin", "TokenChain", "Turn", "turn_seed"]
+__all__ = [
+    "ChatHistory",
+    "ChatTemplate",
+    "FinishReason",
+    "History",
+    "Message",
+    "Origin",
+    "TokenChain",
+    "Turn",
+    "turn_seed",
+]

@@ -78,7 +78,7 @@ class ChatTemplate:
                 f"the chat template does not accept messages with the roles {roles}: {error}; change the messages, or "
                 "give another template (template={'chat_template': '...'})"
             ) from error
-        return texts[0]
+        return str(texts[0])
 
 
 class Codec:
