@@ -16,6 +16,7 @@ from rollwright.data import (
     ListStorage,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
+    RaggedStorage,
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
@@ -27,7 +28,7 @@ from rollwright.data import (
 from rollwright.data.replay_buffers._prefetch import Ticket
 from rollwright.envs.transforms import Compose, RewardScaling, Transform
 
-STORAGES = [LazyTensorStorage, LazyMemmapStorage, ListStorage]
+STORAGES = [LazyTensorStorage, LazyMemmapStorage, ListStorage, RaggedStorage]
 
 
 def numbered(n: int, start: int = 0) -> TensorDict:

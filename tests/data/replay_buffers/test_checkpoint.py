@@ -19,6 +19,7 @@ from rollwright.data import (
     ListStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
+    RaggedStorage,
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
@@ -38,6 +39,8 @@ STORAGES = {
     "list": lambda: ListStorage(SIZE),
     "grid": lambda: LazyTensorStorage(SIZE, ndim=2),
     "shared": lambda: LazyTensorStorage(SIZE),
+    "ragged": lambda: RaggedStorage(SIZE),
+    "ragged-shared": lambda: RaggedStorage(SIZE),
 }
 SAMPLERS = {
     "random": RandomSampler,
@@ -61,7 +64,7 @@ def make(storage: str, sampler: str, **options) -> ReplayBuffer:
         sampler=SAMPLERS[sampler](),
         batch_size=8,
         generator=torch.Generator().manual_seed(1),
-        shared=storage == "shared",
+        shared="shared" in storage,
         **options,
     )
 

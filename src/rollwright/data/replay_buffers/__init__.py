@@ -13,6 +13,7 @@ from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampl
 from rollwright.data.replay_buffers.samplers.prioritized_slices import PrioritizedSliceSampler
 from rollwright.data.replay_buffers.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
 from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
+from rollwright.data.replay_buffers.storages.ragged import LazyStackStorage, RaggedStorage
 from rollwright.data.replay_buffers.storages.tensors import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from rollwright.data.replay_buffers.writers import (
     ImmutableDatasetWriter,
@@ -26,11 +27,13 @@ __all__ = [
     "Draw",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
+    "LazyStackStorage",
     "LazyTensorStorage",
     "ListStorage",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
+    "RaggedStorage",
     "RandomSampler",
     "ReplayBuffer",
     "ReplayBufferEnsemble",

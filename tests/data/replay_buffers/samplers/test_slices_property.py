@@ -15,6 +15,7 @@ from rollwright.data import (
     LazyTensorStorage,
     ListStorage,
     PrioritizedSliceSampler,
+    RaggedStorage,
     ReplayBuffer,
     SliceSampler,
     SliceSamplerWithoutReplacement,
@@ -27,6 +28,8 @@ STORAGES = {
     "memmap": LazyMemmapStorage,
     "list": ListStorage,
     "shared": LazyTensorStorage,
+    "ragged": RaggedStorage,
+    "ragged-shared": RaggedStorage,
 }
 SAMPLERS = {
     "uniform": SliceSampler,
@@ -110,7 +113,7 @@ def test_slices_stay_inside_trajectories(storage, sampler, seed, size, longest, 
     buffer = TensorDictReplayBuffer(
         storage=STORAGES[storage](size),
         sampler=SAMPLERS[sampler](slice_len=slice_len, strict_length=strict),
-        shared=storage == "shared",
+        shared="shared" in storage,
     )
     ids = [0]
     sources = [Source(ids, rng, longest) for _ in range(2)]
@@ -164,7 +167,7 @@ def test_slices_in_two_dimensions(storage, sampler, dim, seed, envs, size, stric
     buffer = TensorDictReplayBuffer(
         storage=STORAGES[storage](size, ndim=2),
         sampler=SAMPLERS[sampler](slice_len=3, strict_length=strict),
-        shared=storage == "shared",
+        shared="shared" in storage,
         dim_extend=dim,
     )
     ids = [0]

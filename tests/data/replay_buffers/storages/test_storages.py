@@ -16,6 +16,7 @@ from rollwright.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    RaggedStorage,
     ReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
@@ -26,14 +27,16 @@ STORAGES = {
     "memmap": LazyMemmapStorage,
     "list": ListStorage,
     "shared": LazyTensorStorage,
+    "ragged": RaggedStorage,
+    "ragged-shared": RaggedStorage,
 }
 ROWS = ["tensor", "memmap", "shared"]  # those that keep rows of tensors
 
 
 def make_buffer(kind: str, max_size: int, **options) -> ReplayBuffer:
     ndim = options.pop("ndim", 1)
-    storage = STORAGES[kind](max_size) if kind == "list" else STORAGES[kind](max_size, ndim=ndim)
-    return ReplayBuffer(storage=storage, shared=kind == "shared", batch_size=4, **options)
+    storage = STORAGES[kind](max_size, ndim=ndim) if kind in ROWS else STORAGES[kind](max_size)
+    return ReplayBuffer(storage=storage, shared="shared" in kind, batch_size=4, **options)
 
 
 def numbered(*shape: int, start: int = 0) -> TensorDict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from rollwright.data.replay_buffers.ledger.locks import RowLock
 from rollwright.data.replay_buffers.ledger.reservations import Reservation, Reservations
 from rollwright.data.replay_buffers.ledger.space import Space
 
-__all__ = ["Ledger", "Reservation", "Span"]
+__all__ = ["Ledger", "Reservation", "Room", "Span"]
 
 _NAP_S = 0.5e-3
 
@@ -51,6 +51,20 @@ class Span(NamedTuple):
     low: int
     high: int
     revision: int
+
+
+class Room(Protocol):
+    """Takes room for elements whose sizes differ, together with the positions that they get; under the lock."""
+
+    def find(self, start: int, stop: int) -> None:
+        """Find room for positions ``start <= p < stop``, and change nothing that is read.
+
+        Raises:
+            OSError: there is no space on the disk, or in memory; nothing is reserved.
+        """
+
+    def take(self, start: int) -> None:
+        """Note where the elements from position ``start`` on will lie; they are reserved."""
 
 
 class Ledger:
@@ -305,8 +319,12 @@ class Ledger:
 
     # Writing ----------------------------------------------------------------------------------
 
-    def reserve(self, n: int) -> Reservation:
+    def reserve(self, n: int, room: Room | None = None) -> Reservation:
         """``n`` positions to write; what lay in their rows is no longer read.
+
+        Args:
+            n: how many.
+            room: for what will be written to them, besides the rows.
 
         Raises:
             ValueError: there are fewer rows.
@@ -318,7 +336,7 @@ class Ledger:
         until = None
         while True:
             with self.writing():
-                taken = self._reserve(n)
+                taken = self._reserve(n, room)
             if taken is not None:
                 return taken
             until = until or time.monotonic() + self.timeout_s
@@ -330,14 +348,19 @@ class Ledger:
             uninterrupted.deliver()
             time.sleep(_NAP_S)
 
-    def _reserve(self, n: int) -> Reservation | None:
+    def _reserve(self, n: int, room: Room | None) -> Reservation | None:
         self._settle()
         start = self.end()
         if start + n - self.capacity > self._head[PUBLISHED] or self._reservations.full:
             return None
         if self.space is not None:
             self.space.make_for(start + n)
-        return self._reservations.add(start, start + n)
+        if room is None:
+            return self._reservations.add(start, start + n)
+        room.find(start, start + n)
+        taken = self._reservations.add(start, start + n)
+        room.take(start)  # from here on nobody reads what lay in the rows
+        return taken
 
     def publish(self, reservation: Reservation, gaps: Sequence[tuple[int, int]] = ()) -> None:
         """Let everyone read what was written.
@@ -443,10 +466,10 @@ class Ledger:
         return self._head[IDS]
 
     @contextlib.contextmanager
-    def writes(self, n: int, skipped: int = 0) -> Iterator[Reservation]:
+    def writes(self, n: int, skipped: int = 0, room: Room | None = None) -> Iterator[Reservation]:
         """Reserve, run the block, publish and count what was skipped before it; abandon where the block raises."""
         with uninterrupted:
-            reservation = self.reserve(n)
+            reservation = self.reserve(n, room)
             try:
                 yield reservation
                 if skipped:

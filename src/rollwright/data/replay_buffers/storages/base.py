@@ -164,20 +164,23 @@ class Storage(ABC):
         with self.ledger.reading():
             low, high = self.ledger.live()
             flat = self.elements_of(np.arange(low, high))
-            return {
-                "low": low,
-                "high": high,
-                "voids": torch.from_numpy(self.ledger.gaps()),
-                "lost": self.ledger.num_lost,
-                "skipped": self.ledger.num_skipped,
-                "ids": self.ledger.next_id,
-                "elements": self.read(flat) if high > low else None,
-                "capacity": self.capacity,
-                "max_size": self.max_size,
-                "ndim": self.ndim,
-                "rest": list(self.rest),
-                "dim_extend": self.dim_extend,
-            }
+            return {**self._state(low, high), "elements": self.read(flat) if high > low else None}
+
+    def _state(self, low: int, high: int) -> dict[str, Any]:
+        """All of the state but the elements."""
+        return {
+            "low": low,
+            "high": high,
+            "voids": torch.from_numpy(self.ledger.gaps()),
+            "lost": self.ledger.num_lost,
+            "skipped": self.ledger.num_skipped,
+            "ids": self.ledger.next_id,
+            "capacity": self.capacity,
+            "max_size": self.max_size,
+            "ndim": self.ndim,
+            "rest": list(self.rest),
+            "dim_extend": self.dim_extend,
+        }
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -194,11 +197,16 @@ class Storage(ABC):
                 f"ndim={state['ndim']} and max_size={state['max_size']} ({needed} rows). Make a storage like that."
             )
         elements = state["elements"]
-        if elements is not None and isinstance(elements, list) != isinstance(self, ListStorage):
+        if elements is not None and not self._takes(elements):
             raise ValueError(
                 f"state_dict: expected elements of a {type(self).__name__}, got {type(elements).__name__}. "
-                "Load a list of objects into a ListStorage, rows of tensors into a storage of tensors."
+                "Load a list of objects into a ListStorage, rows of tensors into a storage of tensors, and encoded "
+                "elements into a RaggedStorage."
             )
+
+    def _takes(self, elements: Any) -> bool:
+        """Whether elements of a state are of the kind that this storage holds."""
+        return isinstance(elements, torch.Tensor) or is_tensor_collection(elements)
 
 
 class ListStorage(Storage):
@@ -303,6 +311,9 @@ class ListStorage(Storage):
             for position, item in enumerate(state_dict["elements"] or (), state_dict["low"]):
                 self._put(position % self.max_size, item)
             self.ledger.restore(state_dict)
+
+    def _takes(self, elements: Any) -> bool:
+        return isinstance(elements, list)
 
     def __repr__(self) -> str:
         limit = "" if self.max_size == _UNLIMITED else f", max_size={self.max_size}"

@@ -1,0 +1,191 @@
+"""Encodes an element: a TensorDict with text, objects and ragged tensors, or a tensor."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase, is_tensorclass
+
+from rollwright._keys import unravel
+from rollwright.data.encoding.classes import remember
+from rollwright.data.encoding.layout import (
+    ALIGNMENT,
+    CLASS,
+    DTYPES,
+    ENTRIES,
+    HEAD,
+    MARK,
+    OBJECT,
+    OBJECTS,
+    STACK,
+    TENSOR,
+    TEXT,
+)
+from rollwright.data.encoding.objects import NotJSONError, dump_object
+
+__all__ = ["Encoded", "encode"]
+
+_MOST_SCHEMAS = 4096
+_NAMES = {dtype: (name, bits) for name, (dtype, bits) in DTYPES.items()}
+_schemas: dict[Any, bytes] = {}  # by nested tuples: to make the JSON is most of the cost of a small element
+
+
+class Encoded:
+    """An element whose length is known, and which is not copied yet.
+
+    Args:
+        schema: of its parts.
+        numbers: of the schema's parts.
+        parts: place in the payload, and what goes there.
+        payload: length of the payload.
+
+    Attributes:
+        num_bytes: length.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rollwright.data.encoding import Decoder
+        >>> found = encode(TensorDict({"text": "hi", "tokens": torch.arange(3)}))
+        >>> memory = bytearray(found.num_bytes)
+        >>> found.write(memory)
+        >>> Decoder().decode(memory)["tokens"]
+        tensor([0, 1, 2])
+    """
+
+    __slots__ = ("_numbers", "_parts", "_payload_at", "_schema", "num_bytes")
+
+    def __init__(
+        self, schema: bytes, numbers: list[int], parts: list[tuple[int, bytes | NDArray[Any]]], payload: int
+    ) -> None:
+        self._schema, self._numbers, self._parts = schema, numbers, parts
+        self._payload_at = HEAD.size + _aligned(len(schema)) + 8 * len(numbers)
+        self.num_bytes = self._payload_at + payload
+
+    def write(self, memory: Any) -> None:
+        """Copy the element to memory of :attr:`num_bytes`: the only copy of its tensors."""
+        schema, numbers = self._schema, self._numbers
+        HEAD.pack_into(memory, 0, self.num_bytes, self.num_bytes ^ MARK, len(schema), len(numbers))
+        memory[HEAD.size : HEAD.size + len(schema)] = schema
+        first = self._payload_at
+        struct.pack_into(f"<{len(numbers)}q", memory, first - 8 * len(numbers), *numbers)
+        for place, part in self._parts:
+            at = first + place
+            if isinstance(part, bytes):
+                memory[at : at + len(part)] = part
+            else:
+                np.ndarray(part.shape, part.dtype, memory, at)[...] = part
+
+
+def encode(data: Any, *, where: str = "data") -> Encoded:
+    """Measure an element.
+
+    Args:
+        data: a TensorDict (with text, objects, ragged tensors, nested TensorDicts and tensorclasses), or a tensor.
+        where: argument to name in messages.
+
+    Returns:
+        The element; it refers to the memory of ``data`` until it is written.
+
+    Raises:
+        TypeError: an entry is of a kind that is not kept: an object that is no text, number, list or dictionary, or a
+            tensor that is sparse, nested or quantised.
+    """
+    walk = _Walk(where)
+    shape = walk.node(data, ())
+    schema = _schemas.get(shape)
+    if schema is None:
+        schema = json.dumps(shape, separators=(",", ":")).encode()
+        if len(_schemas) >= _MOST_SCHEMAS:
+            _schemas.clear()
+        _schemas[shape] = schema
+    return Encoded(schema, walk.numbers, walk.parts, walk.end)
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+class _Walk:
+    """Goes through an element: its schema as nested tuples, its numbers, its parts."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self.numbers: list[int] = []
+        self.parts: list[tuple[int, bytes | NDArray[Any]]] = []
+        self.end = 0
+
+    def node(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, NonTensorStack):
+            return self._bytes(OBJECTS, self._dumped(value.tolist(), path), value.batch_size)
+        if isinstance(value, LazyStackedTensorDict):
+            return (STACK, value.stack_dim, *(self.node(part, path) for part in value.tensordicts))
+        if isinstance(value, TensorDictBase):
+            self.numbers += value.batch_size
+            names, nodes = [], []
+            for name, part in value.items():
+                names.append(name)
+                nodes.append(self.node(part, (*path, name)))
+            return (ENTRIES, len(value.batch_size), tuple(names), tuple(nodes))
+        if isinstance(value, NonTensorData) or getattr(value, "_is_non_tensor", False):
+            data: Any = value.data
+            if type(data) is str:
+                return self._bytes(TEXT, data.encode("utf-8", "surrogatepass"), value.batch_size)
+            return self._bytes(OBJECT, self._dumped(data, path), value.batch_size)
+        if is_tensorclass(value):
+            return self._instance(value, path)
+        raise self._refused(path, f"an object of type {type(value).__name__}")
+
+    def _instance(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+        fields = {name: part for name, part in value._non_tensordict.items() if not name.startswith("_")}
+        self._bytes(OBJECT, self._dumped(fields, path), ())
+        return (CLASS, remember(type(value)), self.node(value._tensordict, path))
+
+    def _tensor(self, value: torch.Tensor, path: tuple[str, ...]) -> tuple[Any, ...]:
+        if value.layout is not torch.strided or value.is_nested or value.dtype not in _NAMES:
+            form = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            raise self._refused(path, f"a tensor that is {form}, of dtype {value.dtype}")
+        name, bits = _NAMES[value.dtype]
+        if value.requires_grad:
+            value = value.detach()
+        if value.device.type != "cpu":
+            value = value.cpu()
+        if bits is not value.dtype:
+            value = value.view(bits)
+        try:
+            array = value.numpy()
+        except RuntimeError:  # conjugated or negated when it is read
+            array = value.resolve_conj().resolve_neg().numpy()
+        self.numbers.append(self.end)
+        self.numbers += array.shape
+        if array.size:
+            self.parts.append((self.end, array))
+            self.end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        return (TENSOR, name, array.ndim)
+
+    def _bytes(self, kind: str, text: bytes, batch_size: Any) -> tuple[Any, ...]:
+        self.numbers += (self.end, len(text), *batch_size)
+        if text:
+            self.parts.append((self.end, text))
+            self.end += -(-len(text) // ALIGNMENT) * ALIGNMENT
+        return (kind, len(batch_size))
+
+    def _dumped(self, value: Any, path: tuple[str, ...]) -> bytes:
+        try:
+            return dump_object(value)
+        except NotJSONError as error:
+            raise self._refused(path, str(error)) from None
+
+    def _refused(self, path: tuple[str, ...], what: str) -> TypeError:
+        key = unravel(path) if path else ()
+        return TypeError(
+            f"{self._where}: expected tensors, text, and lists, dictionaries and numbers, got {what} in {key!r}. "
+            "Convert it to one of these (an array to a tensor, bytes to text, a UUID to str), leave it out with "
+            f"exclude({key!r}), or use a ListStorage, which keeps objects of one process."
+        )

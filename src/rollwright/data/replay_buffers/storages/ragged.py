@@ -1,0 +1,265 @@
+"""RaggedStorage: TensorDicts with text, objects and ragged tensors, of one process or shared by many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
+
+from rollwright._keys import NestedKey, key_str
+from rollwright.data.encoding import Decoder, Encoded, PackedRows, encode, pack_rows
+from rollwright.data.replay_buffers.ledger import Ledger, Reservation
+from rollwright.data.replay_buffers.storages.base import Storage, _items_of, _Pieces, positive
+from rollwright.data.replay_buffers.storages.encoded_rows import EncodedRows, PrivateRows, SharedRows
+
+__all__ = ["LazyStackStorage", "RaggedStorage"]
+
+_UNLIMITED = 1 << 40
+_LEAST_CHUNK_BYTES = 4096
+
+
+class RaggedStorage(Storage):
+    """TensorDicts whose entries may be text, objects and tensors of other lengths in each element.
+
+    An element is a TensorDict with any keys: tensors of any shape and dtype, text, nested TensorDicts, tensorclasses
+    (see :func:`~rollwright.data.encoding.register_tensorclass`), and lists, dictionaries, numbers and None. What is
+    read is a copy. The bytes of a tensor are copied once when it is written. Tensors lie on the CPU; names of
+    dimensions are not kept.
+
+    A batch of ``sample()`` is a ``LazyStackedTensorDict`` ``[n]``, whatever the shapes: ``batch[0]`` is an element,
+    ``batch["text"]`` a list, and ``batch["tokens"]`` a tensor where all have one shape.
+
+    Nothing that is saved is a pickle: text is saved as UTF-8, objects as JSON, tensors as they lie in memory.
+
+    Shared by processes (``ReplayBuffer(..., shared=True)``, :meth:`share`), elements lie in chunks of shared memory,
+    which are filled again when none of their elements can be read any more. Memory grows with the elements, and stays
+    taken::
+
+        memory  <=  2 * bytes of the elements that are stored and being written, at their most  +  3 * chunk_bytes
+
+    This holds for elements of at most ``chunk_bytes`` that nobody replaces in place (``buffer[i] = ...``): a chunk is
+    kept for one of its elements. :attr:`num_bytes` says what is taken. A process that is killed while it writes loses
+    what it did not publish, and nothing else; the memory has no name and is gone with the last process, however it
+    ends.
+
+    Args:
+        max_size: number of elements; None: no limit, and not to be shared.
+        chunk_bytes: of the memory that is taken at a time, where processes share it. Elements may be longer.
+
+    Raises:
+        TypeError: in ``extend``: an entry is an object of another kind; it is named.
+        OSError: in ``extend``: memory is full; nothing of the batch is stored.
+
+    Example:
+        >>> from tensordict import lazy_stack
+        >>> from rollwright.data import ReplayBuffer
+        >>> buffer = ReplayBuffer(storage=RaggedStorage(100), batch_size=2)
+        >>> short = TensorDict({"text": "yes", "tokens": torch.tensor([7])})
+        >>> long = TensorDict({"text": "no, never", "tokens": torch.tensor([4, 9, 9])})
+        >>> buffer.extend(lazy_stack([short, long]))
+        tensor([0, 1])
+        >>> [len(element["tokens"]) for element in buffer[:]], list(buffer[:]["text"])
+        ([1, 3], ['yes', 'no, never'])
+        >>> type(buffer.sample()).__name__
+        'LazyStackedTensorDict'
+    """
+
+    def __init__(self, max_size: int | None = None, *, chunk_bytes: int = 1 << 22) -> None:
+        self.max_size = _UNLIMITED if max_size is None else positive("max_size", max_size)
+        self.chunk_bytes = positive("chunk_bytes", chunk_bytes)
+        if self.chunk_bytes < _LEAST_CHUNK_BYTES or self.chunk_bytes % 8:
+            raise ValueError(
+                f"chunk_bytes: expected a multiple of 8, at least {_LEAST_CHUNK_BYTES}, got {chunk_bytes}. Leave it "
+                "out for 4 MiB."
+            )
+        self._rows: EncodedRows = PrivateRows(self.max_size)
+        self._decoder = Decoder()
+
+    @property
+    def ledger(self) -> Ledger:  # type: ignore[override]
+        """See :class:`Storage`."""
+        return self._rows.ledger
+
+    @property
+    def device(self) -> torch.device | None:
+        """See :attr:`Storage.device`."""
+        return torch.device("cpu")
+
+    @property
+    def shared(self) -> bool:
+        """See :attr:`Storage.shared`."""
+        return self._rows.shared
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory taken for the elements, without that of the ledger and the table of rows."""
+        return self._rows.num_bytes
+
+    def share(self) -> None:
+        """See :meth:`Storage.share`."""
+        if self.shared:
+            return
+        if self.max_size == _UNLIMITED:
+            raise ValueError("shared: expected a storage with a max_size, got None. Pass RaggedStorage(max_size).")
+        with self.ledger.standing_still():
+            if not self.shared:  # else another thread was faster
+                shared = SharedRows(self.max_size, self.chunk_bytes)
+                shared.take_over(cast(PrivateRows, self._rows))
+                self._rows = shared
+
+    # Writing ----------------------------------------------------------------------------------
+
+    def append(self, data: Any, *, dim: int = 0) -> Reservation:
+        """See :meth:`Storage.append`."""
+        batches = data if isinstance(data, _Pieces) else [data]
+        items = [item for batch in batches for item in _items_of(batch, dim)]
+        if not items:
+            raise ValueError("data: expected at least one element, got none.")
+        skipped = max(0, len(items) - self.max_size)
+        if skipped and len(batches) > 1:
+            raise ValueError(
+                f"data: a trajectory of {len(items)} frames is longer than the storage, which has room for "
+                f"{self.max_size}. Make the storage larger, or end trajectories with max_frames_per_traj."
+            )
+        return self._rows.append([_encoded(item) for item in items[skipped:]], skipped)
+
+    def element(self, data: Any) -> Any:
+        """See :meth:`Storage.element`."""
+        return [data]
+
+    def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
+        """See :meth:`Storage.overwrite`."""
+        items = [_encoded(item) for item in _items_of(data, 0)]
+        if len(items) != len(index):
+            raise ValueError(f"data: expected {len(index)} elements to replace as many, got {len(items)}.")
+        with self.ledger.changing_in_place():
+            self._rows.replace(index.tolist(), items)
+
+    def clear(self) -> None:
+        """See :meth:`Storage.clear`."""
+        self._rows.clear()
+
+    # Reading ----------------------------------------------------------------------------------
+
+    def read(self, index: NDArray[np.int64]) -> Any:
+        """See :meth:`Storage.read`: a ``LazyStackedTensorDict``; a list where elements are tensors."""
+        return _together([self._element(row) for row in index.tolist()])
+
+    def _element(self, row: int) -> Any:
+        memory = bytearray(self._rows.view(row))
+        return self._decoder.decode(memory) if memory else TensorDict({})
+
+    def in_order(self) -> Any:
+        """All live elements in the order in which they were written, as a batch ``[N]``."""
+        with self.ledger.reading():
+            return self.read(self.elements_of(self.ledger.positions()))
+
+    def keys(self) -> list[NestedKey]:
+        """See :meth:`Storage.keys`; those of the newest element."""
+        positions = self.ledger.positions() if len(self.ledger.gaps()) else range(*self.ledger.live())
+        return self._decoder.keys(self._rows.view(int(positions[-1]) % self.capacity)) if len(positions) else []
+
+    def entry(self, key: NestedKey, low: int, high: int) -> NDArray[Any]:
+        """See :meth:`Storage.entry`.
+
+        Raises:
+            KeyError: an element lacks the entry.
+            ValueError: its shape differs between elements.
+        """
+        rows, decoder, capacity = self._rows, self._decoder, self.capacity
+        if low >= high:
+            return np.zeros((0, 1), np.int64)
+        try:
+            values = [decoder.entry(rows.view(position % capacity), key) for position in range(low, high)]
+        except KeyError:
+            raise KeyError(
+                f"{key!r}: an element that is stored has no tensor of that name; the newest has "
+                f"{key_str(self.keys())}. A sampler of slices, and a writer that ranks elements, need it in each: "
+                "write it into all of them, or name another entry."
+            ) from None
+        try:
+            return np.stack(values)[:, None]
+        except ValueError as error:
+            raise ValueError(
+                f"{key!r}: expected one shape in all elements, got {sorted({value.shape for value in values})}. A "
+                "sampler of slices, and a writer that ranks elements, need one: name another entry."
+            ) from error
+
+    # State ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live elements in the order of positions, encoded, and the positions; see :meth:`elements_of_state`."""
+        with self.ledger.reading():
+            low, high = self.ledger.live()
+            gone = np.zeros(high - low, np.bool_)
+            for start, stop in (self.ledger.gaps() - low).tolist():
+                gone[start:stop] = True
+            rows = [b"" if gone[n] else self._rows.view((low + n) % self.capacity) for n in range(high - low)]
+            return {**self._state(low, high), "elements": pack_rows(rows) if rows else None}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`Storage.load_state_dict`; takes the states of other storages, too.
+
+        Raises:
+            DamagedFileError: the elements are damaged.
+        """
+        self._check_state(state_dict)
+        found = state_dict["elements"]
+        low, high = state_dict["low"], state_dict["high"]
+        rows: Sequence[Any] = ()
+        if isinstance(found, Mapping) and not is_tensor_collection(found):
+            rows = list(PackedRows.of(found))
+        elif found is not None:
+            rows = [_encoded(item) for item in _items_of(found, 0)]
+        if len(rows) != high - low:
+            raise ValueError(
+                f"state_dict: expected {high - low} elements for the positions {low} to {high}, got {len(rows)}."
+            )
+        skipped = max(0, len(rows) - self.capacity)
+        with self.ledger.changing_in_place():
+            self._rows.load(low + skipped, rows[skipped:])
+            self.ledger.restore(state_dict)
+
+    @staticmethod
+    def elements_of_state(state_dict: Mapping[str, Any]) -> Any:
+        """The elements of a state, in order, less those that were lost, as a batch ``[N]``; None: there are none.
+
+        Raises:
+            DamagedFileError: they are damaged.
+        """
+        if state_dict.get("elements") is None:
+            return None
+        decoder = Decoder()
+        found = [decoder.decode(bytearray(row)) for row in PackedRows.of(state_dict["elements"]) if len(row)]
+        return _together(found) if found else None
+
+    def _takes(self, elements: Any) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        limit = "" if self.max_size == _UNLIMITED else f", max_size={self.max_size}"
+        return f"{type(self).__name__}(len={len(self)}{limit}{', shared' if self.shared else ''})"
+
+
+LazyStackStorage = RaggedStorage
+
+
+def _encoded(item: Any) -> Encoded:
+    if isinstance(item, torch.Tensor | TensorDictBase) or is_tensor_collection(item):
+        return encode(item)
+    raise TypeError(
+        f"data: expected TensorDicts or tensors as elements, got {type(item).__name__}. Put it into a TensorDict, or "
+        "use a ListStorage, which keeps objects of one process."
+    )
+
+
+def _together(items: list[Any]) -> Any:
+    if items and all(is_tensor_collection(item) for item in items):
+        return LazyStackedTensorDict(*items, stack_dim=0)
+    if items and isinstance(items[0], torch.Tensor) and all(item.shape == items[0].shape for item in items):
+        return torch.stack(items)
+    return items
