@@ -5,11 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from rollwright.data.llm.turns import FinishReason, Version
+
+_NO_COPY = (
+    "{} holds a language model and responses in progress, and cannot be copied or pickled. Pass policy_factory, a "
+    "function that builds it where it is needed, in place of policy."
+)
 
 __all__ = ["Completion", "Engine", "Request", "Sampling"]
 
@@ -34,6 +39,18 @@ class Sampling:
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     log_prob_mode: str = "sampled"
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < float("inf"), "0 or more (0: the most probable token)"),
+            "top_k": (self.top_k >= 0, "0 or more (0: all tokens)"),
+            "top_p": (0 < self.top_p <= 1, "more than 0 and at most 1"),
+            "log_prob_mode": (self.log_prob_mode in ("sampled", "raw"), "'sampled' or 'raw'"),
+        }
+        for name, (holds, expected) in bounds.items():
+            if not holds:
+                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +129,21 @@ class Engine(ABC):
             Empty where no request is in progress, or the time is over.
         """
 
+    def step(self, tokens: int = 1) -> None:  # noqa: B027 (most engines have nothing to do)
+        """Generate up to ``tokens`` tokens of each response, and return.
+
+        An engine that generates in the caller's thread does it here and in :meth:`results` only. One that generates by
+        itself does nothing here.
+        """
+
+    @abstractmethod
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Answer requests and wait; completions in the order of the requests. Others in progress go on beside them.
+
+        Raises:
+            ValueError: as in :meth:`submit`.
+        """
+
     @abstractmethod
     def cancel(self, keys: Sequence[Hashable]) -> None:
         """End responses now: they come as completions with ``CANCELLED`` and the tokens so far."""
@@ -145,3 +177,12 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Cancel what is in progress, and release what the engine holds. May be called again."""
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(_NO_COPY.format(type(self).__name__))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(_NO_COPY.format(type(self).__name__))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(_NO_COPY.format(type(self).__name__))

@@ -1,0 +1,110 @@
+"""A causal language model of transformers, called with tensors."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["CausalLM"]
+
+
+class CausalLM:
+    """What an engine needs of a model.
+
+    Args:
+        model: a causal language model of transformers, or one that is called as they are.
+        tokenizer: its tokenizer; None: there is none.
+        max_length: tokens that prompt and response have room for; None: what the model's configuration says.
+
+    Attributes:
+        model: the same.
+        device: of its inputs.
+        vocab_size: rows of its table of embeddings.
+        num_logits: of each token; as many, or a few more or less.
+        max_length: see the argument; None: the configuration does not say.
+        end_ids: tokens that end a response: of its configurations and of the tokenizer.
+
+    Raises:
+        TypeError: it is no module, or its configuration has no vocabulary.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, max_length: int | None = None) -> None:
+        config: Any = getattr(model, "config", None)
+        if not isinstance(model, nn.Module) or config is None:
+            raise TypeError(
+                f"model: expected a causal language model of transformers, got {type(model).__name__}. "
+                "Pass what AutoModelForCausalLM.from_pretrained or .from_config returns."
+            )
+        lm: Any = model  # what a module has beside its parameters is not typed
+        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        self.model = model
+        self.device: torch.device = next(model.parameters()).device
+        self.vocab_size = _vocab_size(model, text)
+        head = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None
+        self.num_logits: int = getattr(head, "out_features", None) or self.vocab_size
+        positions = getattr(text, "max_position_embeddings", None)
+        if max_length is not None and max_length < 2:
+            raise ValueError(f"max_length: expected at least 2 (a prompt and a response), got {max_length}.")
+        self.max_length: int | None = positions if max_length is None else max_length
+        self.end_ids = _end_ids(model, text, tokenizer)
+        base = lm.get_base_model() if hasattr(lm, "get_base_model") else lm  # of an adapter
+        accepted = inspect.signature(base.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+    def new_cache(self) -> Any:
+        """An empty cache; one that keeps all keys and values, also for layers with a sliding window."""
+        from transformers import DynamicCache
+
+        return DynamicCache()
+
+    def next_logits(
+        self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cache: Any
+    ) -> torch.Tensor:
+        """Logits of the token after the last one, ``[n, vocab]``; the cache grows by ``ids``.
+
+        Args:
+            ids: int64 ``[n, length]``.
+            mask: int64 ``[n, cached + length]``, 0 at padding; None: there is no padding.
+            positions: int64 ``[n, length]``.
+            cache: of what came before.
+        """
+        logits: torch.Tensor = self._call(
+            ids, mask, positions, past_key_values=cache, use_cache=True, **self._last_only
+        )
+        return logits[:, -1]
+
+    def logits(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+        """Logits after each token, ``[n, length, vocab]``, with gradients where they are enabled."""
+        return self._call(ids, mask, positions, use_cache=False)
+
+    def _call(
+        self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        if self._takes_positions:
+            kwargs["position_ids"] = positions
+        logits: torch.Tensor = self.model(input_ids=ids, attention_mask=mask, **kwargs).logits
+        return logits
+
+
+def _vocab_size(model: Any, config: Any) -> int:
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    size = getattr(table, "num_embeddings", None) or getattr(config, "vocab_size", None)
+    if not isinstance(size, int):
+        raise TypeError(f"model: the configuration of {type(model).__name__} has no vocab_size. Set it.")
+    return size
+
+
+def _end_ids(model: nn.Module, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    found: set[int] = set()
+    for holder, name in (
+        (getattr(model, "generation_config", None), "eos_token_id"),
+        (config, "eos_token_id"),
+        (tokenizer, "eos_token_id"),
+    ):
+        ids = getattr(holder, name, None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return tuple(sorted(found))

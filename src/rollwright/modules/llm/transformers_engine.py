@@ -1,0 +1,377 @@
+"""An engine that generates with a model of transformers, in the thread of its caller."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rollwright.data.llm.turns import FinishReason, Version
+from rollwright.modules.llm.causal_lm import CausalLM
+from rollwright.modules.llm.decoding import Decoding, Generator, Row, completion_of
+from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
+from rollwright.modules.llm.sampling import Sampler
+from rollwright.weight_update.forms import flat_state, prepare
+
+__all__ = ["TransformersEngine", "check_requests"]
+
+_TOKEN_LIMIT_S = 600.0  # for one token of all rows, or one pass over prompts
+_PAUSE_LIMIT_S = 600.0
+
+
+class TransformersEngine(Engine):
+    """Generates with a causal language model of transformers.
+
+    It has no thread of its own: tokens are sampled while :meth:`results`, :meth:`step` or :meth:`generate` runs, one
+    token of each response at a time. Requests join those in progress at the next token, up to ``max_batch_size`` side
+    by side; others wait in the order in which they came. A response that ends is handed out at once. Requests with
+    equal prompts that begin together share one pass over the prompt.
+
+    Padding is on the left, with attention mask and position ids made from lengths: which token pads, or whether it
+    ends responses too, does not matter. For which tokens are sampled, see :mod:`rollwright.modules.llm.sampling`.
+
+    Weights may be updated between two tokens of a response. What the new weights then read of the tokens before is what
+    the old ones wrote into the cache.
+
+    All methods may be called by any thread; a call waits until the token in progress is sampled. The model is put into
+    eval mode when it generates. Its parameters are those of the module that was passed: nothing is copied.
+
+    Args:
+        model: with ``past_key_values`` of attention layers.
+        tokenizer: of the model; its end-of-sequence token ends responses.
+        sampling: how tokens are sampled; None: ``Sampling()``. Not changed afterwards.
+        max_batch_size: responses in progress at most.
+        max_length: tokens that prompt and response have room for; None: the positions of the model's configuration.
+        version: of the weights.
+
+    Raises:
+        TypeError: ``model`` is no such model.
+        ValueError: ``max_batch_size`` or ``max_length`` is too small.
+
+    Example:
+        >>> import torch, transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> engine = TransformersEngine(transformers.LlamaForCausalLM(config), sampling=Sampling(max_new_tokens=4))
+        >>> engine.submit([Request(key, torch.tensor([5, 6]), seed=key) for key in range(2)])
+        >>> for completion in engine.results():
+        ...     print(completion.key, completion.tokens.shape, completion.log_probs.dtype, completion.versions.dtype)
+        0 torch.Size([4]) torch.float32 torch.int64
+        1 torch.Size([4]) torch.float32 torch.int64
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        sampling: Sampling | None = None,
+        max_batch_size: int = 64,
+        max_length: int | None = None,
+        version: Version = 0,
+    ) -> None:
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size: expected at least 1, got {max_batch_size}.")
+        self._lm = CausalLM(model, tokenizer, max_length)
+        self.tokenizer = tokenizer
+        self.sampling = sampling or Sampling()
+        self.max_length, self.vocab_size = self._lm.max_length, self._lm.vocab_size
+        self.end_ids: tuple[int, ...] = tuple(sorted({*self._lm.end_ids, *self.sampling.stop_token_ids}))
+        is_end = torch.zeros(max(self._lm.num_logits, self.vocab_size), dtype=torch.bool)
+        if outside := [token for token in self.end_ids if not 0 <= token < len(is_end)]:
+            raise ValueError(
+                f"stop_token_ids: expected ids of a vocabulary of {len(is_end)}, got {outside}. Pass the tokenizer of "
+                "the model."
+            )
+        is_end[list(self.end_ids)] = True
+        self._generator = Generator(self._lm, Sampler(self.sampling), is_end.to(self._lm.device))
+        self._max_batch_size = max_batch_size
+        self._version: Version = version
+        self._waiting: deque[Row] = deque()
+        self._batch: Decoding | None = None
+        self._rows: dict[Hashable, Row] = {}
+        self._ready: list[Completion] = []
+        self._running = threading.Event()
+        self._running.set()
+        self._closed = False
+        self._lock = threading.RLock()
+        self._wanted: list[None] = []  # one for each thread that waits for the lock: a step lets them go first
+
+    @property
+    def model(self) -> Any:
+        """The module that generates."""
+        return self._lm.model
+
+    @property
+    def in_progress(self) -> int:
+        """Requests whose completion is not ready yet."""
+        return len(self._rows)
+
+    @property
+    def version(self) -> Version:
+        """Of the weights that sample the next token."""
+        return self._version
+
+    @version.setter
+    def version(self, version: Version) -> None:
+        with self._between_tokens("set the version"):
+            self._version = version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Accept requests; they begin at the next token.
+
+        Raises:
+            ValueError: a prompt is empty, too long, or holds an id outside the vocabulary; a key is in progress;
+                ``max_new_tokens`` is not from 1 to that of ``sampling``. Nothing was accepted.
+            TypeError: a prompt is no int64 tensor on the CPU.
+            RuntimeError: the engine is closed.
+        """
+        with self._between_tokens("submit requests"):
+            self._accept(requests, self._ready)
+
+    def results(self, timeout: float | None = None) -> list[Completion]:
+        """Completions since the last call; generates until there is one. See :meth:`Engine.results`.
+
+        Raises:
+            TimeoutError: the engine has been paused for ten minutes, and ``timeout`` is None.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if self._ready:
+                with self._between_tokens("hand out completions"):
+                    ready, self._ready[:] = list(self._ready), []
+                if ready:  # no other thread fetched them
+                    return ready
+            if timeout == 0 or not self._rows or (deadline is not None and time.monotonic() >= deadline):
+                return []
+            self._wait_and_step(deadline)
+
+    def step(self, tokens: int = 1) -> None:
+        """Sample up to ``tokens`` tokens of each response in progress; nothing while the engine is paused."""
+        for _ in range(tokens):
+            if not self._rows or not self._running.is_set():
+                return
+            self._step()
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Answer requests and wait; completions in the order of the requests. Others in progress go on beside them.
+
+        Raises:
+            ValueError: as in :meth:`submit`.
+            TimeoutError: the engine has been paused for ten minutes.
+        """
+        done: list[Completion] = []
+        with self._between_tokens("submit requests"):
+            self._accept(requests, done)
+        while len(done) < len(requests):
+            self._wait_and_step(None)
+        by_key = {completion.key: completion for completion in done}
+        return [by_key[request.key] for request in requests]
+
+    def cancel(self, keys: Sequence[Hashable]) -> None:
+        """End responses now; keys that are not in progress are passed over. See :meth:`Engine.cancel`."""
+        with self._between_tokens("cancel requests"):
+            self._end([self._rows[key] for key in keys if key in self._rows], FinishReason.CANCELLED)
+
+    def pause(self) -> None:
+        """Sample no token until :meth:`resume`; returns when the token in progress is sampled."""
+        self._running.clear()
+        with self._between_tokens("pause"):
+            pass
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        self._running.set()
+
+    def update_weights(self, weights: Any, version: Version | None = None) -> None:
+        """Copy weights into the model between two tokens, and count or set their version.
+
+        Args:
+            weights: a module of the same structure, its ``state_dict``, or a (nested) TensorDict of its parameters; of
+                the model, or of a module that holds it as ``model``. The model itself: only the version changes.
+            version: theirs; None: the next number, or another UUID.
+
+        Raises:
+            TypeError: ``weights`` is none of these.
+            ValueError: names or shapes differ; the old weights stay.
+        """
+        weights = _of_model(weights, self.model)
+        copy = None if weights is self.model else prepare(self.model, weights, "the engine")
+        with self._between_tokens("update weights"), torch.no_grad():
+            if copy is not None:
+                copy()
+            if version is None:
+                version = self._version + 1 if isinstance(self._version, int) else str(uuid.uuid4())
+            self._version = version
+
+    def close(self) -> None:
+        """Cancel what is in progress and drop its cache; cancelled completions can still be fetched."""
+        with self._between_tokens("close"):
+            self._closed = True
+            self._end(list(self._rows.values()), FinishReason.CANCELLED)
+            self._batch = None
+        self._running.set()
+
+    @contextmanager
+    def _between_tokens(self, what: str) -> Iterator[None]:
+        self._wanted.append(None)
+        try:
+            if not self._lock.acquire(timeout=_TOKEN_LIMIT_S):
+                raise TimeoutError(f"engine: waited {_TOKEN_LIMIT_S:g} s for the token in progress to {what}.")
+        finally:
+            self._wanted.pop()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _accept(self, requests: Sequence[Request], completions: list[Completion]) -> None:
+        if self._closed:
+            raise RuntimeError("engine: it is closed, and takes no requests. Make another one.")
+        check_requests(requests, self.sampling, self.max_length, self.vocab_size, self._rows)
+
+        def deliver(completion: Completion) -> None:
+            del self._rows[completion.key]
+            completions.append(completion)
+
+        for request in requests:
+            limit = request.max_new_tokens or self.sampling.max_new_tokens
+            if self.max_length is not None:
+                limit = min(limit, self.max_length - len(request.prompt))
+            row = self._rows[request.key] = Row(request, limit, deliver)
+            self._waiting.append(row)
+
+    def _wait_and_step(self, deadline: float | None) -> None:
+        if not self._running.is_set():
+            left = _PAUSE_LIMIT_S if deadline is None else deadline - time.monotonic()
+            if not self._running.wait(max(left, 0.0)) and deadline is None:
+                raise TimeoutError(
+                    f"engine: {len(self._rows)} requests waited {_PAUSE_LIMIT_S:g} s while it was paused. "
+                    "Call resume()."
+                )
+            return
+        self._step()
+
+    def _step(self) -> None:
+        """One token of each row: those in progress, then those that begin."""
+        while self._wanted:
+            time.sleep(0)  # they hold the lock for a moment each
+        with self._lock, torch.no_grad():
+            if not self._running.is_set():
+                return
+            if self.model.training:
+                self.model.eval()
+            if self._batch is not None:
+                batch = self._batch
+                self._guarded(batch.rows, lambda: batch.step(self._version))
+            if self._waiting:
+                self._begin()
+            if self._batch is not None and not self._batch.num_active:
+                self._batch = None
+
+    def _begin(self) -> None:
+        room = self._max_batch_size - (0 if self._batch is None else self._batch.num_active)
+        rows = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        if not rows:
+            return
+        now = time.perf_counter()
+        for row in rows:
+            row.begun = now
+        begun: list[Decoding] = []
+        self._guarded(rows, lambda: begun.append(Decoding(self._generator, rows, self._version)))
+        if not begun or not begun[0].num_active:
+            return
+        if self._batch is None or not self._batch.num_active:
+            self._batch = begun[0]
+        else:
+            batch = self._batch
+            self._guarded([*batch.rows, *rows], lambda: batch.join(begun[0]))
+
+    def _guarded(self, rows: Sequence[Row], call: Callable[[], None]) -> None:
+        """Generate; what is raised ends the rows that it concerns."""
+        try:
+            call()
+        except Exception as error:
+            if self._batch is not None and any(row in self._batch.rows for row in rows):
+                self._batch = None  # its rows may be out of step with their cache
+            self._end([row for row in rows if not row.ended], FinishReason.ERROR, error)
+
+    def _end(self, rows: Sequence[Row], reason: FinishReason, error: BaseException | None = None) -> None:
+        in_batch = [] if self._batch is None else [row for row in rows if row in self._batch.rows]
+        if self._batch is not None:
+            self._batch.end(in_batch, reason, error)
+        for row in rows:
+            if row not in in_batch:
+                row.ended = True
+                empty = torch.zeros(0, dtype=torch.int64)
+                row.deliver(completion_of(row, empty, torch.zeros(0), (), reason, error))
+        self._waiting = deque(row for row in self._waiting if not row.ended)
+        if self._batch is not None and not self._batch.num_active:
+            self._batch = None
+
+
+def check_requests(
+    requests: Sequence[Request],
+    sampling: Sampling,
+    max_length: int | None,
+    vocab_size: int,
+    in_progress: Container[Hashable],
+) -> None:
+    """Check requests against what an engine takes.
+
+    Raises:
+        ValueError, TypeError: as in :meth:`TransformersEngine.submit`.
+    """
+    keys: set[Hashable] = set()
+    for request in requests:
+        key, limit = request.key, request.max_new_tokens
+        _check_prompt(request.prompt, f"prompt of request {key!r}", max_length, vocab_size)
+        if limit is not None and not 1 <= limit <= sampling.max_new_tokens:
+            raise ValueError(
+                f"max_new_tokens of request {key!r}: expected 1 to {sampling.max_new_tokens}, the limit of sampling; "
+                f"got {limit}."
+            )
+        if key in in_progress or key in keys:
+            raise ValueError(f"key of request {key!r}: a request with this key is in progress. Choose another.")
+        keys.add(key)
+
+
+def _check_prompt(prompt: Any, name: str, max_length: int | None, vocab_size: int) -> None:
+    if not isinstance(prompt, torch.Tensor):
+        raise TypeError(f"{name}: expected an int64 tensor [prompt] on the CPU, got {type(prompt).__name__}.")
+    if prompt.dtype != torch.int64 or prompt.ndim != 1 or prompt.device.type != "cpu":
+        raise TypeError(
+            f"{name}: expected an int64 tensor [prompt] on the CPU, got {prompt.dtype} {list(prompt.shape)} on "
+            f"{prompt.device}."
+        )
+    if not len(prompt):
+        raise ValueError(f"{name}: it is empty. Begin it with a token, such as the tokenizer's bos_token_id.")
+    if max_length is not None and len(prompt) >= max_length:
+        raise ValueError(
+            f"{name}: it has {len(prompt)} tokens, and the model has {max_length} positions for prompt and response. "
+            f"Shorten it to {max_length - 1} tokens at most, or use a model with more positions."
+        )
+    if int(prompt.numpy().view(np.uint64).max()) >= vocab_size:  # as uint64, negative ids are large
+        wrong = prompt[(prompt < 0) | (prompt >= vocab_size)].unique().tolist()
+        raise ValueError(
+            f"{name}: token ids {wrong[:8]} are outside the vocabulary of {vocab_size}. Use the tokenizer that belongs "
+            "to the model."
+        )
+
+
+def _of_model(weights: Any, model: nn.Module) -> Any:
+    """Weights by the model's names, where they come from a module that holds the model as ``model``."""
+    if weights is model or getattr(weights, "model", None) is model:
+        return model
+    state = flat_state(weights, "the engine")
+    inner = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+    return inner if model.state_dict().keys() <= inner.keys() else state
