@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -55,12 +56,12 @@ class Generator(NamedTuple):
     Attributes:
         lm: the model.
         sampler: draws tokens.
-        is_end: bool ``[vocab]``: tokens that end a response, on the device of the model.
+        is_end: bool ``[vocab]``: tokens that end a response.
     """
 
     lm: CausalLM
     sampler: Sampler
-    is_end: torch.Tensor
+    is_end: npt.NDArray[np.bool_]
 
 
 class Decoding:
@@ -86,8 +87,8 @@ class Decoding:
         device = generator.lm.device
         logits = self._prefill(device)
         room = min(_ROOM, max(row.limit for row in rows))
-        self._tokens = torch.zeros(room, len(rows), dtype=torch.int64, device=device)
-        self._log_probs = torch.zeros(room, len(rows), dtype=torch.float32, device=device)
+        self._tokens = np.zeros((room, len(rows)), np.int64)
+        self._log_probs = np.zeros((room, len(rows)), np.float32)
         self._versions: list[Version] = []
         self._time = 0
         self._renew()
@@ -118,9 +119,9 @@ class Decoding:
         begin, steps = self._time - other._time, other._time
         for name in ("_tokens", "_log_probs"):
             history, joined = getattr(self, name), getattr(other, name)
-            columns = history.new_zeros(history.shape[0], joined.shape[1])
+            columns = np.zeros((history.shape[0], joined.shape[1]), history.dtype)
             columns[begin : begin + steps] = joined[:steps]
-            setattr(self, name, torch.cat([history, columns], 1))
+            setattr(self, name, np.concatenate([history, columns], 1))
         for row in other.rows:
             row.start += begin
         self.rows = self.rows + other.rows
@@ -149,7 +150,7 @@ class Decoding:
         self._pads -= surplus
         self._cached -= surplus
         self._positions, self._last = self._positions[kept], self._last[kept]
-        self._tokens, self._log_probs = self._tokens[:, kept], self._log_probs[:, kept]
+        self._tokens, self._log_probs = self._tokens[:, places], self._log_probs[:, places]
         self._renew()
 
     def _prefill(self, device: torch.device) -> torch.Tensor:
@@ -206,19 +207,18 @@ class Decoding:
         """Sample, write the history, and complete rows that ended."""
         if self._drawn == _AHEAD:
             numbers = uniforms(self._seeds, self._time - self._starts, _AHEAD)
-            self._numbers, self._drawn = torch.from_numpy(numbers).to(logits.device), 0
-        tokens, log_probs = self._generator.sampler(logits, self._numbers[self._drawn])
+            self._numbers, self._drawn = self._generator.sampler.place(numbers), 0
+        tokens, log_probs, self._last = self._generator.sampler(logits, self._numbers[self._drawn])
         self._drawn += 1
-        if self._time == self._tokens.shape[0]:
+        if self._time == len(self._tokens):
             self._make_room()
         self._tokens[self._time] = tokens
         self._log_probs[self._time] = log_probs
         self._versions.append(version)
         self._time += 1
-        self._last = tokens[:, None]
-        ends = self._generator.is_end[tokens].tolist()
-        if True in ends or self._time >= self._next_end:
-            self._end_rows(ends)
+        ends = self._generator.is_end[tokens]
+        if self._time >= self._next_end or ends.any():
+            self._end_rows(ends.tolist())
 
     def _end_rows(self, ends: list[bool]) -> None:
         places, reasons = [], []
@@ -235,10 +235,9 @@ class Decoding:
         if not places:
             return
         first = min(self.rows[place].start for place in places)
-        columns = torch.tensor(places, device=self._tokens.device)
         # Copied once, for all rows that end together; what completions hold are views of it.
-        tokens = self._tokens[first : self._time].t()[columns].cpu()
-        log_probs = self._log_probs[first : self._time].t()[columns].cpu()
+        tokens = torch.from_numpy(np.ascontiguousarray(self._tokens[first : self._time, places].T))
+        log_probs = torch.from_numpy(np.ascontiguousarray(self._log_probs[first : self._time, places].T))
         for place, reason, ids, values in zip(places, reasons, tokens, log_probs, strict=True):
             row = self.rows[place]
             row.ended = True
@@ -252,10 +251,8 @@ class Decoding:
         """Drop lines of the history that no row needs, or double it."""
         unneeded = min(row.start for row in self.rows if not row.ended)
         if 2 * unneeded >= self._time:
-            self._tokens, self._log_probs = (
-                torch.cat([part[unneeded:], torch.zeros_like(part[:unneeded])])
-                for part in (self._tokens, self._log_probs)
-            )
+            self._tokens[: self._time - unneeded] = self._tokens[unneeded:]
+            self._log_probs[: self._time - unneeded] = self._log_probs[unneeded:]
             del self._versions[:unneeded]
             self._time -= unneeded
             for row in self.rows:
@@ -263,9 +260,8 @@ class Decoding:
             self._starts -= unneeded
             self._count()
             return
-        self._tokens, self._log_probs = (
-            torch.cat([part, torch.zeros_like(part)]) for part in (self._tokens, self._log_probs)
-        )
+        self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+        self._log_probs = np.concatenate([self._log_probs, np.zeros_like(self._log_probs)])
 
 
 def completion_of(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,17 @@ import torch
 
 from rollwright.modules.llm.engine import Sampling
 
-__all__ = ["Sampler", "child_seed", "token_log_probs", "uniforms"]
+__all__ = [
+    "Drawn",
+    "Sampler",
+    "child_seed",
+    "draw_by_arrays",
+    "draw_by_tensors",
+    "restrict",
+    "sampling_of",
+    "token_log_probs",
+    "uniforms",
+]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -71,70 +81,127 @@ def _mixed(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return cast("npt.NDArray[np.uint64]", bits ^ (bits >> _31))
 
 
+class Drawn(NamedTuple):
+    """Tokens that were drawn, one for each row.
+
+    Attributes:
+        tokens: int64 ``[n]``.
+        log_probs: of these tokens, float32 ``[n]``.
+        ids: the tokens as a tensor on the device of the logits, ``[n, 1]``: what the model reads next.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    log_probs: npt.NDArray[np.float32]
+    ids: torch.Tensor
+
+
 class Sampler:
     """Draws one token for each row of logits.
 
+    On the CPU it works on NumPy arrays, which cost less than small tensors; elsewhere on tensors, and tokens and
+    log-probabilities are copied to the CPU together.
+
     Args:
         sampling: how.
+        device: of the logits.
 
     Example:
         >>> sampler = Sampler(Sampling(top_k=1))
-        >>> numbers = torch.from_numpy(uniforms(np.array([0, 1], np.uint64), np.array([0, 0]), 1))[0]
-        >>> tokens, log_probs = sampler(torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), numbers)
-        >>> tokens.tolist(), log_probs.tolist()
+        >>> numbers = sampler.place(uniforms(np.array([0, 1], np.uint64), np.array([0, 0]), 1))
+        >>> drawn = sampler(torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), numbers[0])
+        >>> drawn.tokens.tolist(), drawn.log_probs.tolist()
         ([1, 0], [0.0, 0.0])
     """
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
-        self._raw = sampling.log_prob_mode == "raw"
-        self._weights: torch.Tensor | None = None
+    def __init__(self, sampling: Sampling, device: torch.device | str = "cpu") -> None:
+        self._sampling, self._device = sampling, torch.device(device)
+        self._draw = draw_by_arrays if self._device.type == "cpu" else draw_by_tensors
 
-    def __call__(self, logits: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def place(self, numbers: npt.NDArray[np.float64]) -> Any:
+        """Numbers of :func:`uniforms` where they are needed."""
+        return numbers if self._draw is draw_by_arrays else torch.from_numpy(numbers).to(self._device)
+
+    def __call__(self, logits: torch.Tensor, numbers: Any) -> Drawn:
         """Draw.
 
         Args:
-            logits: ``[n, vocab]``, of any float dtype.
-            numbers: of :func:`uniforms`, float64 ``[2, n]``, on the device of the logits.
+            logits: ``[n, vocab]``, of any float dtype, without gradients.
+            numbers: ``[2, n]`` of what :meth:`place` returned.
 
         Returns:
-            Tokens, int64 ``[n]``, and their log-probabilities, float32 ``[n]``; where logits are NaN, so are these.
+            The tokens. Where logits are NaN, so are log-probabilities.
         """
         logits = logits.float()
         if self._sampling.temperature == 0:
-            best, tokens = logits.max(-1)
-            if self._raw:
-                return tokens, best - torch.logsumexp(logits, -1)
-            return tokens, best - best  # the only token there is: 0, or NaN
+            return self._draw(logits, logits, None, self._sampling.log_prob_mode == "raw")
         kept = restrict(logits, self._sampling)
-        tokens, log_probs = self._draw(kept, numbers)
-        if self._raw and kept is not logits:
-            log_probs = logits.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(logits, -1)
-        return tokens, log_probs
+        return self._draw(logits, kept, numbers, self._sampling.log_prob_mode == "raw")
 
-    def _draw(self, logits: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, vocab = logits.shape
-        blocks = self._blocks(logits)  # padded with zeros to whole blocks
-        weights, width = blocks.view(rows, -1), blocks.shape[2]
-        best = logits.amax(-1, keepdim=True)
-        torch.sub(logits, best, out=weights[:, :vocab]).exp_()
-        totals = blocks.sum(-1, dtype=torch.float64).cumsum_(-1)
-        last = totals[:, -1:]
-        block = torch.searchsorted(totals, numbers[0, :, None] * last, right=True).clamp_(max=blocks.shape[1] - 1)
+
+def draw_by_arrays(logits: torch.Tensor, kept: torch.Tensor, numbers: Any, raw: bool) -> Drawn:
+    """Draw on the CPU.
+
+    Args:
+        logits: float32 ``[n, vocab]``.
+        kept: the same after :func:`restrict`.
+        numbers: float64 ``[2, n]``; None: the most probable tokens.
+        raw: whether log-probabilities are of ``logits``, and not of ``kept``.
+    """
+    values = kept.numpy()
+    rows, vocab = values.shape
+    lines = np.arange(rows)
+    if numbers is None:
+        tokens = values.argmax(-1)
+        log_probs = np.zeros(rows, np.float32) + 0 * values[lines, tokens]  # NaN where the logits are
+    else:
+        width = _width(vocab)
+        weights = np.zeros((rows, -(-vocab // width) * width), np.float32)
+        best = values.max(-1)
+        np.exp(np.subtract(values, best[:, None], out=weights[:, :vocab]), out=weights[:, :vocab])
+        blocks = weights.reshape(rows, -1, width)
+        totals = blocks.sum(-1, dtype=np.float64).cumsum(-1)
+        sums = totals[:, -1]
+        block = (totals <= (numbers[0] * sums)[:, None]).sum(-1)  # how many are not above: where to insert
+        inside = blocks[lines, block].cumsum(-1, dtype=np.float64)
+        place = (inside <= (numbers[1] * inside[:, -1])[:, None]).sum(-1)
+        tokens = block * width + place
+        log_probs = (values[lines, tokens] - best - np.log(sums)).astype(np.float32)
+    if raw and (numbers is None or kept is not logits):
+        values = logits.numpy()
+        best = values.max(-1)
+        sums = np.exp(values - best[:, None]).sum(-1, dtype=np.float64)
+        log_probs = (values[lines, tokens] - best - np.log(sums)).astype(np.float32)
+    return Drawn(tokens, log_probs, torch.from_numpy(tokens)[:, None])
+
+
+def draw_by_tensors(logits: torch.Tensor, kept: torch.Tensor, numbers: Any, raw: bool) -> Drawn:
+    """Draw on any device; see :func:`draw_by_arrays`. Waits for the device once."""
+    rows, vocab = kept.shape
+    if numbers is None:
+        best, tokens = kept.max(-1, keepdim=True)
+        log_probs = (best - best).double()
+    else:
+        width = _width(vocab)
+        weights = kept.new_zeros(rows, -(-vocab // width) * width)
+        best = kept.amax(-1, keepdim=True)
+        torch.sub(kept, best, out=weights[:, :vocab]).exp_()
+        blocks = weights.view(rows, -1, width)
+        totals = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+        sums = totals[:, -1:]
+        block = torch.searchsorted(totals, numbers[0, :, None] * sums, right=True).clamp_(max=blocks.shape[1] - 1)
         inside = blocks.gather(1, block[:, :, None].expand(-1, -1, width))[:, 0].cumsum(-1, dtype=torch.float64)
         place = torch.searchsorted(inside, numbers[1, :, None] * inside[:, -1:], right=True)
-        tokens = block.mul_(width).add_(place).clamp_(max=vocab - 1)
-        log_probs = logits.gather(1, tokens).sub_(best).sub_(last.log())
-        return tokens[:, 0], log_probs[:, 0]
+        tokens = (block * width + place).clamp_(max=vocab - 1)
+        log_probs = kept.gather(1, tokens) - best - sums.log()
+    if raw and (numbers is None or kept is not logits):
+        log_probs = (logits.gather(1, tokens) - torch.logsumexp(logits, -1, keepdim=True)).double()
+    both = torch.cat([tokens.double(), log_probs], 1).cpu().numpy()  # ids are exact in float64
+    return Drawn(both[:, 0].astype(np.int64), both[:, 1].astype(np.float32), tokens)
 
-    def _blocks(self, logits: torch.Tensor) -> torch.Tensor:
-        """Room for weights, float32 ``[n, blocks, width]``, of about the root of the vocabulary each way."""
-        rows, vocab = logits.shape
-        held = self._weights
-        if held is None or held.shape[0] != rows or held.device != logits.device:
-            width = 1 << math.ceil(math.log2(vocab) / 2)
-            held = self._weights = logits.new_zeros(rows, -(-vocab // width), width)
-        return held
+
+def _width(vocab: int) -> int:
+    """Tokens of a block: about the root of the vocabulary."""
+    return 1 << math.ceil(math.log2(vocab) / 2)
 
 
 def restrict(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

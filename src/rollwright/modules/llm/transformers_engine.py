@@ -86,14 +86,14 @@ class TransformersEngine(Engine):
         self.sampling = sampling or Sampling()
         self.max_length, self.vocab_size = self._lm.max_length, self._lm.vocab_size
         self.end_ids: tuple[int, ...] = tuple(sorted({*self._lm.end_ids, *self.sampling.stop_token_ids}))
-        is_end = torch.zeros(max(self._lm.num_logits, self.vocab_size), dtype=torch.bool)
+        is_end = np.zeros(max(self._lm.num_logits, self.vocab_size), np.bool_)
         if outside := [token for token in self.end_ids if not 0 <= token < len(is_end)]:
             raise ValueError(
                 f"stop_token_ids: expected ids of a vocabulary of {len(is_end)}, got {outside}. Pass the tokenizer of "
                 "the model."
             )
         is_end[list(self.end_ids)] = True
-        self._generator = Generator(self._lm, Sampler(self.sampling), is_end.to(self._lm.device))
+        self._generator = Generator(self._lm, Sampler(self.sampling, self._lm.device), is_end)
         self._max_batch_size = max_batch_size
         self._version: Version = version
         self._waiting: deque[Row] = deque()
