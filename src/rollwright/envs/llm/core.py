@@ -47,6 +47,14 @@ class PromptSource(ABC):
         """The conversation from ``origin`` has reached the consumer, whole; or it was dropped on purpose."""
 
     @abstractmethod
+    def claim(self, origin: Origin) -> None:
+        """The conversation from ``origin`` was saved and goes on: it is not drawn again; after a load."""
+
+    @abstractmethod
+    def group_size(self, origin: Origin) -> int:
+        """Conversations of the group of ``origin`` that were not delivered before the last load."""
+
+    @abstractmethod
     def shard(self, index: int, count: int) -> None:
         """Hand out each ``count``-th group only, from ``index`` on; before the first draw."""
 
