@@ -1,0 +1,164 @@
+"""Parsers of tool calls: as chat templates write them, XML, JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollwright.envs.llm.tools.core import ParsedAnswer, ToolCall, ToolParser
+
+__all__ = ["JSONToolParser", "TemplateToolParser", "XMLToolParser", "parser_of"]
+
+_ATTRIBUTE = re.compile(r"""(\w+)\s*=\s*(?:"([^"]*)"|'([^']*)')""")
+_CHILD = re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
+
+
+def _call_of(value: Any, text: str) -> ToolCall:
+    """A call from parsed JSON: name and arguments, under the names that models use."""
+    if not isinstance(value, Mapping):
+        return ToolCall("", error=f"a call must be a JSON object with name and arguments, got {text[:200]}")
+    inner = value.get("function")
+    if isinstance(inner, Mapping):
+        value = inner
+    name = value.get("name", value.get("tool"))
+    arguments = value.get("arguments", value.get("args", value.get("parameters", {})))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            return ToolCall(str(name or ""), error=f"the arguments are no JSON: {error}")
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        return ToolCall(str(name or ""), error=f"a call must have a name and arguments, got {text[:200]}")
+    return ToolCall(name, arguments)
+
+
+def _call_from(text: str) -> ToolCall:
+    try:
+        return _call_of(json.loads(text), text)
+    except ValueError as error:
+        return ToolCall("", error=f"the call is no JSON: {error}: {text[:200]}")
+
+
+class TemplateToolParser(ToolParser):
+    """Calls between two marks, each a JSON object, as the chat templates of Qwen, Hermes and others write them.
+
+    Args:
+        begin: mark before a call.
+        end: mark behind it.
+
+    Example:
+        >>> parsed = TemplateToolParser().parse('So. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+        >>> parsed.content, parsed.calls[0].name, parsed.calls[0].arguments
+        ('So.', 'add', {'a': 1})
+    """
+
+    def __init__(self, begin: str = "<tool_call>", end: str = "</tool_call>") -> None:
+        self.begin, self.end = begin, end
+        self._pattern = re.compile(re.escape(begin) + r"(.*?)" + re.escape(end), re.DOTALL)
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """See :meth:`ToolParser.parse`."""
+        if self.begin not in text:
+            return ParsedAnswer(text)
+        calls = [_call_from(found.strip()) for found in self._pattern.findall(text)]
+        return ParsedAnswer(self._pattern.sub("", text).strip() if calls else text, calls)
+
+
+class XMLToolParser(ToolParser):
+    """Calls as elements: ``<tool name="add">`` with a JSON object, or one element for each argument, inside.
+
+    Args:
+        tag: name of the element.
+
+    Example:
+        >>> calls = XMLToolParser().parse('<tool name="add"><a>1</a><b>two</b></tool>').calls
+        >>> calls[0].name, calls[0].arguments
+        ('add', {'a': 1, 'b': 'two'})
+    """
+
+    def __init__(self, tag: str = "tool") -> None:
+        self.tag = tag
+        self._pattern = re.compile(rf"<{re.escape(tag)}\b([^>]*)>(.*?)</{re.escape(tag)}>", re.DOTALL)
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """See :meth:`ToolParser.parse`."""
+        if f"<{self.tag}" not in text:
+            return ParsedAnswer(text)
+        calls = [self._call(attributes, body.strip()) for attributes, body in self._pattern.findall(text)]
+        return ParsedAnswer(self._pattern.sub("", text).strip() if calls else text, calls)
+
+    def _call(self, attributes: str, body: str) -> ToolCall:
+        given = {key: first or second for key, first, second in _ATTRIBUTE.findall(attributes)}
+        name = given.get("name", "")
+        if not name:
+            return ToolCall("", error=f"<{self.tag}> must have a name, got <{self.tag}{attributes}>")
+        if body.startswith("{"):
+            try:
+                return _call_of({"name": name, "arguments": json.loads(body)}, body)
+            except ValueError as error:
+                return ToolCall(name, error=f"the arguments are no JSON: {error}")
+        children = _CHILD.findall(body)
+        if body and not children:
+            return ToolCall(name, error=f"expected a JSON object or an element for each argument, got {body[:200]}")
+        return ToolCall(name, {key: _value(value) for key, value in children})
+
+
+class JSONToolParser(ToolParser):
+    """An answer that is JSON as a whole: a call, a list of calls, or ``{"message": ..., "tools": [calls]}``.
+
+    A call has ``name`` (or ``tool``) and ``arguments`` (or ``args``). Any other answer has no calls.
+
+    Example:
+        >>> parsed = JSONToolParser().parse('{"message": "So.", "tools": [{"tool": "add", "args": {"a": 1}}]}')
+        >>> parsed.content, parsed.calls[0].name
+        ('So.', 'add')
+    """
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """See :meth:`ToolParser.parse`."""
+        stripped = text.strip()
+        if stripped.startswith("```"):
+            stripped = re.sub(r"^```\w*\s*|\s*```$", "", stripped)
+        if not stripped.startswith(("{", "[")):
+            return ParsedAnswer(text)
+        try:
+            value = json.loads(stripped)
+        except ValueError:
+            return ParsedAnswer(text)
+        if isinstance(value, Mapping) and isinstance(value.get("tools", value.get("tool_calls")), list):
+            listed = value.get("tools", value.get("tool_calls"))
+            return ParsedAnswer(str(value.get("message", "")), [_call_of(item, str(item)) for item in listed])
+        listed = value if isinstance(value, list) else [value]
+        calls = [item for item in listed if isinstance(item, Mapping) and ("name" in item or "tool" in item)]
+        if not calls or len(calls) < len(listed):
+            return ParsedAnswer(text)
+        return ParsedAnswer("", [_call_of(item, str(item)) for item in calls])
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.strip()
+
+
+_NAMED: dict[str, Callable[[], ToolParser]] = {
+    "template": TemplateToolParser,
+    "xml": XMLToolParser,
+    "json": JSONToolParser,
+}
+
+
+def parser_of(parser: str | ToolParser) -> ToolParser:
+    """A parser, or the one of a name.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if isinstance(parser, ToolParser):
+        return parser
+    if parser not in _NAMED:
+        raise ValueError(f"parser: expected a ToolParser or one of {sorted(_NAMED)}, got {parser!r}.")
+    return _NAMED[parser]()
