@@ -115,6 +115,8 @@ class Outcome:
         terminated, truncated: whether and how the conversation is over.
         seconds: ``tool`` and ``reward``.
         extras: further entries of the record, by key.
+        response: the answer's message where it called tools: its text without the calls, and ``tool_calls``. The turn
+            then ends with ``TOOL``. None: it called none.
     """
 
     messages: Sequence[Message] = ()
@@ -123,6 +125,7 @@ class Outcome:
     truncated: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
+    response: Message | None = None
 
 
 class Conversations(ABC):

@@ -1,0 +1,410 @@
+"""DatasetConversations: conversations about the prompts of a dataset, with tools, environments and rewards."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from rollwright.data.llm.turns import FinishReason, Message, Origin
+from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome, PromptSource
+from rollwright.envs.llm.jobs import Finished, Jobs, Lane, ThreadLane
+from rollwright.envs.llm.opening import PromptFormat
+from rollwright.envs.llm.replies import Dialogue, as_reply
+from rollwright.envs.llm.rewards import Reward, Sample, as_rewards, place
+from rollwright.envs.llm.talk import Talk
+from rollwright.envs.llm.tools.toolset import Toolset, as_text, as_toolset
+from rollwright.errors import EnvError
+
+__all__ = ["DatasetConversations"]
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """What a job is for.
+
+    Attributes:
+        kind: ``"tool"``, ``"reply"`` or ``"reward"``.
+        slot: of the conversation.
+        talk: the conversation; None: a group of them.
+        number: of the reward function.
+        members: slots and conversations that it is called for.
+        samples: the same as it sees them.
+    """
+
+    kind: str
+    slot: int
+    talk: Talk | None
+    number: int = 0
+    members: Sequence[tuple[int, Talk]] = ()
+    samples: Sequence[Sample] = ()
+
+
+class DatasetConversations(Conversations):
+    """Conversations about the prompts of a source, each in a slot.
+
+    After an answer: tools that it calls run, and the model goes on; else the environment replies; else the conversation
+    is over. When it is over, reward functions are called, and their weighted sum is added to the reward of its last
+    turn. All of that runs in threads, processes and an event loop; :meth:`outcomes` collects it.
+
+    Used by one thread.
+
+    Args:
+        source: hands out prompts.
+        num_slots: conversations side by side.
+        prompts: from rows to prompts.
+        template: arguments of the chat template, in history mode; schemas of tools are added to it.
+        rewards: reward functions, or :class:`Reward`.
+        tools: functions, tools, or a :class:`Toolset`.
+        dialogue: how conversations go on.
+
+    Raises:
+        ValueError: there are fewer slots than a reward of groups needs, or an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> from rollwright.envs.llm.sources import DatasetSource
+        >>> def short(completions, **columns):
+        ...     return [float(len(completion[0]["content"]) < 5) for completion in completions]
+        >>> conversations = DatasetConversations(DatasetSource(["2 + 2?"]), 1, rewards=short)
+        >>> conversations.open(0).messages
+        [{'role': 'user', 'content': '2 + 2?'}]
+        >>> answer = Answer({"role": "assistant", "content": "4"}, "4", torch.tensor([7]), FinishReason.STOP)
+        >>> conversations.submit({0: answer})
+        >>> outcome = conversations.outcomes()[0]
+        >>> outcome.reward, outcome.terminated
+        (1.0, True)
+        >>> conversations.close()
+    """
+
+    def __init__(
+        self,
+        source: PromptSource,
+        num_slots: int,
+        *,
+        prompts: PromptFormat | None = None,
+        template: Mapping[str, Any] | None = None,
+        rewards: Any = None,
+        tools: Any = None,
+        dialogue: Dialogue | None = None,
+    ) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots: expected at least 1, got {num_slots}.")
+        self.source, self.num_slots = source, num_slots
+        self.prompts = PromptFormat() if prompts is None else prompts
+        self.dialogue = Dialogue() if dialogue is None else dialogue
+        self.tools: Toolset | None = as_toolset(tools)
+        self.rewards: tuple[Reward, ...] = as_rewards(rewards)
+        self._check_groups()
+        self.template: Mapping[str, Any] | None = None
+        if self.prompts.mode == "history":
+            schemas = {} if self.tools is None else {"tools": self.tools.schemas}
+            self.template = {**schemas, **(template or {})}
+        self._begin()
+
+    def _check_groups(self) -> None:
+        repeats, interleave = getattr(self.source, "repeats", 1), getattr(self.source, "interleave", 1)
+        needed = (repeats - 1) * interleave + 1
+        if self.num_slots < needed and any(reward.per == "group" for reward in self.rewards):
+            raise ValueError(
+                f"batch_size: a reward of whole groups needs {needed} conversations side by side for {repeats} repeats "
+                f"({interleave} prompts in turn), got {self.num_slots}. Pass batch_size={needed}, or "
+                "Reward(..., per='conversation')."
+            )
+
+    def _begin(self) -> None:
+        self._talks: dict[int, Talk] = {}
+        self._ready: dict[int, Outcome] = {}
+        self._groups: dict[int, list[tuple[int, Talk]]] = {}  # that ended, and wait for the rest of their group
+        self._dropped: dict[int, int] = {}  # of a group that is not complete
+        self._jobs = Jobs()
+        self._ends: deque[Finished] = deque()
+        self._for_rewards = ThreadLane(1)
+        self._for_replies = ThreadLane(self.num_slots)
+        self._lanes: list[Lane] = [reward.lane(self._for_rewards) for reward in self.rewards]
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._talks:
+            raise EnvError(
+                "conversations: some are in progress and cannot be sent to another process. Send the environment "
+                "before its first reset, or a function that makes it."
+            )
+        made_in_begin = {"_jobs", "_ends", "_for_rewards", "_for_replies", "_lanes"}
+        return {name: value for name, value in self.__dict__.items() if name not in made_in_begin}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    # Slots ------------------------------------------------------------------------------------------
+
+    def open(self, slot: int) -> Opening:
+        """See :meth:`Conversations.open`."""
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot: expected 0 to {self.num_slots - 1}, got {slot}.")
+        self._drop(slot)
+        opening = self.prompts.opening(self.source.draw())
+        self._talks[slot] = self._talk(opening)
+        return opening
+
+    def _talk(self, opening: Opening) -> Talk:
+        make = self.dialogue.environment
+        try:
+            environment = None if make is None else make(opening.draw.row)
+        except Exception as error:
+            raise EnvError(
+                f"{place(opening.draw.origin)}: the environment raised {type(error).__name__} when it was made from "
+                f"its row: {error}. Correct the class, or the row."
+            ) from error
+        return Talk(opening, environment)
+
+    def _drop(self, slot: int) -> None:
+        talk = self._talks.pop(slot, None)
+        self._ready.pop(slot, None)
+        if talk is None:
+            return
+        self._jobs.forget(lambda key: isinstance(key, _Step) and key.talk is talk)
+        talk.close()
+        if talk.over:
+            return
+        if any(reward.per == "group" for reward in self.rewards):
+            group = talk.origin.group
+            self._groups[group] = [item for item in self._groups.get(group, []) if item[1] is not talk]
+            self._dropped[group] = self._dropped.get(group, 0) + 1
+            self._complete(talk.origin)
+
+    def submit(self, answers: Mapping[int, Answer]) -> None:
+        """See :meth:`Conversations.submit`."""
+        for slot, answer in answers.items():
+            talk = self._talks.get(slot)
+            if talk is None or talk.busy or talk.over:
+                state = "no conversation" if talk is None else "an answer that nothing followed yet"
+                raise EnvError(f"slot {slot} has {state}. Call open(), or outcomes(), first.")
+            talk.answered(answer)
+            self._follow(slot, talk, answer)
+
+    def _follow(self, slot: int, talk: Talk, answer: Answer) -> None:
+        toolset = self.tools
+        if toolset is not None and answer.finish_reason is not FinishReason.CANCELLED:
+            talk.take_calls(toolset.parser.parse(answer.text))
+            if talk.calls:
+                if talk.rounds >= toolset.max_rounds:
+                    talk.outcome.truncated = True
+                    self._finish(slot, talk)
+                    return
+                talk.rounds += 1
+                self._next_call(slot, talk, toolset)
+                return
+        if talk.environment is None:
+            talk.outcome.terminated = True
+            self._finish(slot, talk)
+            return
+        messages = [dict(message) for message in talk.messages]
+        limit_s = self.dialogue.timeout_s
+        self._jobs.start(
+            _Step("reply", slot, talk), self._for_replies, talk.environment.reply, (messages,), limit_s=limit_s
+        )
+
+    # Tools ------------------------------------------------------------------------------------------
+
+    def _next_call(self, slot: int, talk: Talk, toolset: Toolset) -> None:
+        """Make the next call of the answer; when there is none, the model goes on."""
+        while talk.calls:
+            call = talk.calls[0]
+            problem = toolset.problem(call)
+            if problem is None:
+                tool = toolset.tools[call.name]
+                function = talk.session(tool).function
+                self._jobs.start(
+                    _Step("tool", slot, talk),
+                    self._for_replies,
+                    _named_call(function),
+                    (dict(call.arguments),),
+                    limit_s=tool.timeout_s,
+                )
+                return
+            self._tool_failed(talk, toolset, problem)
+        self._goes_on(slot, talk)
+
+    def _tool_failed(self, talk: Talk, toolset: Toolset, reason: str) -> None:
+        call = talk.calls[0]
+        if toolset.on_error == "raise":
+            raise EnvError(
+                f"{place(talk.origin)}, turn {talk.turns - 1}: the tool {call.name!r} failed: {reason}. Correct the "
+                "tool, or pass Toolset(..., on_error='message') to let the model read that."
+            )
+        talk.tool_result(f"Error: {reason}")
+
+    def _tool_ended(self, slot: int, talk: Talk, end: Finished) -> None:
+        toolset = self.tools
+        assert toolset is not None
+        talk.spent("tool", end.seconds)
+        if end.error is None:
+            talk.tool_result(as_text(end.value))
+        elif isinstance(end.error, TimeoutError) and "took longer than" in str(end.error):
+            self._tool_failed(talk, toolset, str(end.error))
+        else:
+            self._tool_failed(talk, toolset, f"{type(end.error).__name__}: {end.error}")
+        self._next_call(slot, talk, toolset)
+
+    # Environments and turns -------------------------------------------------------------------------
+
+    def _replied(self, slot: int, talk: Talk, end: Finished) -> None:
+        talk.spent("tool", end.seconds)
+        where = f"{place(talk.origin)}, turn {talk.turns - 1}: the environment {type(talk.environment).__name__}"
+        if end.error is not None:
+            slow = isinstance(end.error, TimeoutError) and "took longer than" in str(end.error)
+            what = str(end.error) if slow else f"raised {type(end.error).__name__}: {end.error}"
+            remedy = "Make it faster, or give it more time (timeout_s)" if slow else "Correct its method reply"
+            raise EnvError(f"{where} {what}. {remedy}.") from end.error
+        try:
+            reply = as_reply(end.value)
+        except ValueError as error:
+            raise EnvError(f"{where} {error}. Correct its method reply.") from None
+        talk.outcome.reward = reply.reward
+        talk.follow(reply.messages)
+        if reply.done:
+            talk.outcome.terminated = True
+            self._finish(slot, talk)
+        else:
+            self._goes_on(slot, talk)
+
+    def _goes_on(self, slot: int, talk: Talk) -> None:
+        most = self.dialogue.max_turns
+        if most is not None and talk.turns >= most:
+            talk.outcome.truncated = True
+            self._finish(slot, talk)
+        else:
+            self._ready[slot] = talk.outcome
+
+    # Rewards ----------------------------------------------------------------------------------------
+
+    def _finish(self, slot: int, talk: Talk) -> None:
+        """The conversation is over: ask for its rewards."""
+        talk.outcome.messages = ()
+        talk.close()
+        talk.rewards_left = len(self.rewards)
+        alone = [number for number, reward in enumerate(self.rewards) if reward.per == "conversation"]
+        for number in alone:
+            self._ask(number, [(slot, talk)])
+        if len(alone) < len(self.rewards):
+            self._groups.setdefault(talk.origin.group, []).append((slot, talk))
+            self._complete(talk.origin)
+        if not self.rewards:
+            self._end(slot, talk)
+
+    def _complete(self, origin: Origin) -> None:
+        """Ask for the rewards of a group, if all of it has ended or was dropped."""
+        group = origin.group
+        members = self._groups.get(group, [])
+        if len(members) + self._dropped.get(group, 0) < self.source.group_size(origin):
+            return
+        self._groups.pop(group, None)
+        self._dropped.pop(group, None)
+        members.sort(key=lambda item: item[1].origin.repeat)
+        for number, reward in enumerate(self.rewards):
+            if reward.per == "group" and members:
+                self._ask(number, members)
+
+    def _ask(self, number: int, members: Sequence[tuple[int, Talk]]) -> None:
+        reward = self.rewards[number]
+        samples = [talk.sample(self.prompts.mode) for _, talk in members]
+        slot, talk = members[0]
+        step = _Step("reward", slot, talk if reward.per == "conversation" else None, number, members, samples)
+        arguments = (reward.arguments(samples),)
+        self._jobs.start(step, self._lanes[number], reward.call(), arguments, limit_s=reward.timeout_s)
+
+    def _rewarded(self, step: _Step, end: Finished) -> None:
+        reward = self.rewards[step.number]
+        if end.error is not None:
+            raise reward.raised(step.samples, end.error) from end.error
+        for (slot, talk), value in zip(step.members, reward.values(end.value, step.samples), strict=True):
+            if self._talks.get(slot) is not talk:
+                continue  # it was dropped meanwhile
+            talk.spent("reward", end.seconds)
+            talk.add_reward(value)
+            talk.rewards_left -= 1
+            if not talk.rewards_left:
+                self._end(slot, talk)
+
+    def _end(self, slot: int, talk: Talk) -> None:
+        talk.over = True
+        self._ready[slot] = talk.outcome
+
+    # What has followed ------------------------------------------------------------------------------
+
+    def outcomes(self, timeout: float | None = None) -> dict[int, Outcome]:
+        """See :meth:`Conversations.outcomes`."""
+        self._take(0.0)
+        while not self._ready and self._jobs:
+            if not self._take(timeout) and timeout is not None:
+                break
+        ready, self._ready = self._ready, {}
+        for slot in ready:
+            self._talks[slot].busy = False
+        return ready
+
+    def _take(self, timeout: float | None) -> bool:
+        """Go on where a job has ended; whether one has."""
+        if not self._ends:
+            self._ends.extend(self._jobs.wait(timeout))
+        took = bool(self._ends)
+        while self._ends:
+            end = self._ends.popleft()  # one that is an error leaves the others for the next call
+            step = cast(_Step, end.key)
+            if step.kind == "reward":
+                self._rewarded(step, end)
+            elif step.talk is not None and self._talks.get(step.slot) is step.talk:
+                (self._tool_ended if step.kind == "tool" else self._replied)(step.slot, step.talk, end)
+        return took
+
+    @property
+    def waiting(self) -> list[int]:
+        """Slots whose conversation has ended and waits for the rest of its group."""
+        return sorted(slot for members in self._groups.values() for slot, _ in members)
+
+    # Saved conversations ----------------------------------------------------------------------------
+
+    def state(self, slot: int) -> dict[str, Any]:
+        """See :meth:`Conversations.state`."""
+        talk = self._talks.get(slot)
+        if talk is None or talk.busy or talk.over:
+            raise EnvError(f"slot {slot} has no conversation between an outcome and an answer. Save it there.")
+        return copy.deepcopy(talk.state())
+
+    def load(self, slot: int, opening: Opening, messages: Sequence[Message], state: Mapping[str, Any]) -> None:
+        """See :meth:`Conversations.load`."""
+        self._drop(slot)
+        self.source.claim(opening.draw.origin)
+        talk = self._talks[slot] = self._talk(opening)
+        talk.load(copy.deepcopy(dict(state)))
+
+    def close(self) -> None:
+        """See :meth:`Conversations.close`."""
+        self._jobs.forget(lambda key: True)
+        for talk in self._talks.values():
+            talk.close()
+        self._talks.clear()
+        self._ready.clear()
+        self._groups.clear()
+        self._ends.clear()
+        for lane in (*self._lanes, self._for_rewards, self._for_replies):
+            lane.close()
+
+
+def _named_call(function: Any) -> Any:
+    """``function``, called with a mapping of its arguments."""
+    if inspect.iscoroutinefunction(function):
+
+        async def acall(arguments: dict[str, Any]) -> Any:
+            return await function(**arguments)
+
+        return acall
+
+    def call(arguments: dict[str, Any]) -> Any:
+        return function(**arguments)
+
+    return call

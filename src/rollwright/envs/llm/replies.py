@@ -1,0 +1,126 @@
+"""Environments of the user's own: a class with one method that answers the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rollwright.data.llm.turns import Message
+
+__all__ = ["Dialogue", "Environment", "Reply", "as_reply"]
+
+
+class Environment(Protocol):
+    """What answers the model in one conversation.
+
+    It is made for each conversation by a function that gets the row of the dataset. ``reply`` may be a coroutine
+    function; a plain one runs in a thread, so that conversations do not wait for each other. It may have ``close()``,
+    called when the conversation is over, and ``state_dict()`` and ``load_state_dict()``, for saved collectors.
+
+    Example:
+        >>> class Guess:
+        ...     def __init__(self, row):
+        ...         self.number, self.tries = row["number"], 0
+        ...
+        ...     def reply(self, messages):
+        ...         self.tries += 1
+        ...         right = str(self.number) in messages[-1]["content"]
+        ...         return "Wrong, guess again.", float(right), right or self.tries == 5
+        >>> Guess({"number": 7}).reply([{"role": "assistant", "content": "6?"}])
+        ('Wrong, guess again.', 0.0, False)
+    """
+
+    def reply(self, messages: list[Message]) -> Any:
+        """Follow the last message, an answer of the model.
+
+        Args:
+            messages: of the conversation so far; with texts or tokens as prompts, of what followed the prompt.
+
+        Returns:
+            Messages (a string is one of a user, a mapping one message; none where it is over), the reward of the turn
+            (a number, or float32 ``[response]``, one for each token), and whether the conversation is over.
+        """
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """How a conversation goes on after an answer without tool calls.
+
+    Args:
+        environment: makes the environment of a conversation from its row; None: it is over.
+        max_turns: answers that a conversation may have, those that call tools among them; the last one truncates it.
+            None: no limit.
+        timeout_s: seconds that a reply may take.
+
+    Raises:
+        ValueError: ``max_turns`` or ``timeout_s`` is out of range.
+        TypeError: ``environment`` cannot be called.
+    """
+
+    environment: Callable[[Mapping[str, Any]], Any] | None = None
+    max_turns: int | None = None
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.environment is not None and not callable(self.environment):
+            raise TypeError(
+                f"environment: expected a class or a function that makes one from a row, got "
+                f"{type(self.environment).__name__}. Pass the class itself, for example."
+            )
+        if self.max_turns is not None and self.max_turns < 1:
+            raise ValueError(f"max_turns: expected at least 1, or None for no limit, got {self.max_turns}.")
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout_s: expected more than 0, got {self.timeout_s}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an environment returned, checked."""
+
+    messages: list[Message]
+    reward: float | torch.Tensor
+    done: bool
+
+
+def as_reply(returned: Any) -> Reply:
+    """The messages, reward and end that an environment returned.
+
+    Raises:
+        ValueError: it returned something else; the message says what, as a phrase.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        raise ValueError(f"returned {_shown(returned)}, expected (messages, reward, done)")
+    messages, reward, done = returned
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}] if messages else []
+    elif isinstance(messages, Mapping):
+        messages = [messages]
+    elif messages is None:
+        messages = []
+    if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        raise ValueError(
+            f"returned the messages {_shown(messages)}, expected a string or mappings with role and content"
+        )
+    done = bool(done)
+    if not done and not messages:
+        raise ValueError("returned no message and done=False, so that nothing follows the answer")
+    if isinstance(reward, torch.Tensor) and reward.ndim == 1:
+        reward = reward.detach().to("cpu", torch.float32)
+        if bool(reward.isnan().any()):
+            raise ValueError("returned NaN among the rewards of the tokens")
+        return Reply(list(messages), reward, done)
+    try:
+        number = float(reward)
+    except (TypeError, ValueError):
+        raise ValueError(f"returned the reward {_shown(reward)}, expected a number") from None
+    if number != number:
+        raise ValueError("returned the reward NaN")
+    return Reply(list(messages), number, done)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."

@@ -1,0 +1,164 @@
+"""Talk: one conversation in a slot."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rollwright.data.llm.turns import Message, Origin
+from rollwright.envs.llm.core import Answer, Opening, Outcome
+from rollwright.envs.llm.rewards import Sample, place
+from rollwright.envs.llm.tools.core import ParsedAnswer, Tool, ToolCall, ToolSession
+from rollwright.errors import EnvError
+
+__all__ = ["Talk"]
+
+
+class Talk:
+    """A conversation from its opening on.
+
+    Args:
+        opening: how it begins.
+        environment: answers the model; None: nothing does.
+
+    Attributes:
+        messages: so far, from the opening's on.
+        turns: answers so far.
+        rounds: of them, those that called tools.
+        calls: of the last answer that were not made yet.
+        outcome: of the last answer, while it is made.
+        busy: an answer was submitted, and its outcome was not taken.
+        over: the conversation has ended, and its rewards are known.
+        rewards_left: reward functions that did not return yet.
+    """
+
+    def __init__(self, opening: Opening, environment: Any) -> None:
+        self.opening, self.environment = opening, environment
+        self.messages: list[Message] = list(opening.messages)
+        self.turns = self.rounds = self.rewards_left = 0
+        self.calls: deque[ToolCall] = deque()
+        self.outcome = Outcome()
+        self.busy = self.over = False
+        self._ids: deque[str] = deque()
+        self._token_ids: list[int] = []
+        self._sessions: dict[str, ToolSession] = {}
+        self._stateful: set[str] = set()
+
+    @property
+    def origin(self) -> Origin:
+        """Where it comes from."""
+        return self.opening.draw.origin
+
+    def answered(self, answer: Answer) -> None:
+        """Take an answer."""
+        self.turns += 1
+        self.busy = True
+        self.outcome = Outcome()
+        self.messages.append(answer.message)
+        self._token_ids += answer.tokens.tolist()
+
+    def take_calls(self, parsed: ParsedAnswer) -> None:
+        """Note the calls of the answer, and write them into its message."""
+        self.calls.extend(parsed.calls)
+        if not parsed.calls:
+            return
+        first = self.turns - 1
+        self._ids.extend(f"call_{first}_{number}" for number in range(len(parsed.calls)))
+        made = [
+            {"id": key, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for key, call in zip(self._ids, parsed.calls, strict=True)
+        ]
+        self.messages[-1] = {**self.messages[-1], "content": parsed.content, "tool_calls": made}
+        self.outcome.response = self.messages[-1]
+
+    def session(self, tool: Tool) -> ToolSession:
+        """The tool within this conversation."""
+        if tool.name not in self._sessions:
+            self._sessions[tool.name] = tool.begin()
+            if tool.has_state:
+                self._stateful.add(tool.name)
+        return self._sessions[tool.name]
+
+    def tool_result(self, text: str) -> None:
+        """Follow the next call with its result."""
+        call = self.calls.popleft()
+        self.follow([{"role": "tool", "name": call.name, "tool_call_id": self._ids.popleft(), "content": text}])
+
+    def follow(self, messages: Sequence[Message]) -> None:
+        """Append messages of the environment."""
+        self.messages.extend(messages)
+        self.outcome.messages = (*self.outcome.messages, *messages)
+
+    def spent(self, stage: str, seconds: float) -> None:
+        """Note seconds of a stage."""
+        self.outcome.seconds[stage] = self.outcome.seconds.get(stage, 0.0) + seconds
+
+    def add_reward(self, value: float) -> None:
+        """Add to the reward of the turn; to that of its last token where each has one."""
+        reward = self.outcome.reward
+        if isinstance(reward, torch.Tensor):
+            reward = reward.clone()
+            reward[-1] += value
+            self.outcome.reward = reward
+        else:
+            self.outcome.reward = reward + value
+
+    def sample(self, mode: str) -> Sample:
+        """The conversation as reward functions see it."""
+        opening = self.opening
+        following = self.messages[len(opening.messages) :]
+        if mode == "history":
+            prompt: Any = list(opening.messages)
+            completion: Any = following
+        else:
+            prompt = opening.text if opening.tokens is None else opening.tokens.tolist()
+            completion = "".join(str(message.get("content") or "") for message in following)
+        return Sample(self.origin, opening.draw.row, prompt, completion, self._token_ids)
+
+    def state(self) -> dict[str, Any]:
+        """What it needs to go on.
+
+        Raises:
+            EnvError: its tools or its environment cannot be saved.
+        """
+        if self._stateful:
+            raise EnvError(
+                f"{place(self.origin)}: the tool {min(self._stateful)!r} has a process that cannot be saved. Save "
+                "between conversations, or let its prompt be drawn again."
+            )
+        state = {
+            "messages": [dict(message) for message in self.messages],
+            "turns": self.turns,
+            "rounds": self.rounds,
+            "token_ids": list(self._token_ids),
+        }
+        if self.environment is not None:
+            save = getattr(self.environment, "state_dict", None)
+            if save is None and self.turns:
+                raise EnvError(
+                    f"{place(self.origin)}: the environment {type(self.environment).__name__} has no state_dict(), and "
+                    "cannot be saved midway. Give it state_dict() and load_state_dict()."
+                )
+            state["environment"] = None if save is None else save()
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.messages = list(state["messages"])
+        self.turns, self.rounds = state["turns"], state["rounds"]
+        self._token_ids = list(state["token_ids"])
+        if state.get("environment") is not None:
+            self.environment.load_state_dict(state["environment"])
+
+    def close(self) -> None:
+        """End tools and environment."""
+        for session in self._sessions.values():
+            session.close()
+        self._sessions.clear()
+        environment, self.environment = self.environment, None
+        close = getattr(environment, "close", None)
+        if callable(close):
+            close()

@@ -1,0 +1,475 @@
+"""Conversations in slots: openings, tools, environments of the user's own, rewards, their limits and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rollwright.data.llm.turns import FinishReason
+from rollwright.envs.llm.conversations import DatasetConversations
+from rollwright.envs.llm.core import Answer, Outcome
+from rollwright.envs.llm.opening import PromptFormat
+from rollwright.envs.llm.replies import Dialogue
+from rollwright.envs.llm.rewards import Reward
+from rollwright.envs.llm.sources import DatasetSource
+from rollwright.envs.llm.tools import PythonInterpreter, Toolset
+from rollwright.errors import EnvError
+
+ROWS = [{"query": f"prompt {i}", "answer": i} for i in range(20)]
+
+
+def answer(text: str) -> Answer:
+    return Answer({"role": "assistant", "content": text}, text, torch.tensor([1, 2, 3]), FinishReason.STOP)
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    made: list[DatasetConversations] = []
+
+    def conversations(slots: int = 1, repeats: int = 1, **kwargs: Any) -> DatasetConversations:
+        made.append(DatasetConversations(DatasetSource(ROWS, repeats=repeats), slots, **kwargs))
+        return made[-1]
+
+    yield conversations
+    for one in made:
+        one.close()
+
+
+def ask(conversations: DatasetConversations, text: str, slot: int = 0) -> Outcome:
+    conversations.submit({slot: answer(text)})
+    return conversations.outcomes(20.0)[slot]
+
+
+def call(name: str, **arguments: Any) -> str:
+    import json
+
+    return "Let me see. <tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
+
+
+# Openings ---------------------------------------------------------------------------------------
+
+
+def test_openings_in_the_three_modes() -> None:
+    source = DatasetSource([{"query": "hi", "tokens": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1]}])
+    history = DatasetConversations(source, 1, prompts=PromptFormat(system_prompt="Be brief."))
+    assert history.open(0).messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+    ]
+    assert history.template == {}
+    text = DatasetConversations(source, 1, prompts=PromptFormat("text", "query"))
+    assert text.open(0).text == "hi"
+    assert text.template is None
+    tokens = DatasetConversations(source, 1, prompts=PromptFormat("tokens"))
+    assert tokens.open(0).tokens.tolist() == [5, 6]  # type: ignore[union-attr]
+
+
+def test_a_row_with_messages_keeps_its_own_system_prompt() -> None:
+    messages = [{"role": "system", "content": "mine"}, {"role": "user", "content": "hi"}]
+    conversations = DatasetConversations(
+        DatasetSource([{"messages": messages}]), 1, prompts=PromptFormat(system_prompt="yours")
+    )
+    assert conversations.open(0).messages == messages
+
+
+@pytest.mark.parametrize(
+    ("row", "prompts", "message"),
+    [
+        ({"question": "hi"}, PromptFormat(), r"prompt 0 .* no column 'query' or .*\['question'\]. Pass data_key="),
+        ({"query": 3}, PromptFormat(), r"column 'query' is a int, expected a string or a list of messages"),
+        ({"text": [1]}, PromptFormat("text"), r"column 'text' is a list, expected a string"),
+        ({"tokens": "abc"}, PromptFormat("tokens"), r"column 'tokens' is a str, expected token ids"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(row: Any, prompts: PromptFormat, message: str) -> None:
+    conversations = DatasetConversations(DatasetSource([row]), 1, prompts=prompts)
+    with pytest.raises(EnvError, match=message):
+        conversations.open(0)
+
+
+# Rewards ----------------------------------------------------------------------------------------
+
+
+def length(completions: list[Any], answer: list[int], **columns: Any) -> list[float]:
+    assert columns["prompts"][0][0]["content"] == f"prompt {answer[0]}"
+    assert columns["completion_ids"][0] == [1, 2, 3]
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+async def halves(completions: list[Any]) -> list[float]:
+    await asyncio.sleep(0)
+    return [0.5 for _ in completions]
+
+
+def process_id(completions: list[Any]) -> list[float]:
+    return [float(os.getpid()) for _ in completions]
+
+
+def test_weighted_rewards_in_thread_loop_and_process_are_summed(make: Any) -> None:
+    conversations = make(rewards=[length, Reward(halves, weight=2.0), Reward(process_id, weight=1.0, processes=1)])
+    conversations.open(0)
+    outcome = ask(conversations, "four")
+    assert outcome.terminated
+    assert outcome.messages == ()
+    pid = int(outcome.reward - 5.0)
+    assert pid != os.getpid()
+    os.kill(pid, 0)
+    conversations.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert outcome.seconds["reward"] > 0
+
+
+def test_a_reward_of_a_group_is_called_once_with_all_repeats(make: Any) -> None:
+    calls: list[list[str]] = []
+
+    def rank(completions: list[Any], answer: list[int]) -> list[float]:
+        assert len(set(answer)) == 1
+        calls.append([completion[0]["content"] for completion in completions])
+        return [float(i) for i in range(len(completions))]
+
+    conversations = make(slots=3, repeats=3, rewards=[Reward(rank, per="group")])
+    for slot in range(3):
+        conversations.open(slot)
+    for slot in (2, 0):
+        conversations.submit({slot: answer(f"from {slot}")})
+        assert conversations.outcomes(None) == {}
+    assert conversations.waiting == [0, 2]
+    conversations.submit({1: answer("from 1")})
+    assert {slot: outcome.reward for slot, outcome in conversations.outcomes().items()} == {0: 0.0, 1: 1.0, 2: 2.0}
+    assert calls == [["from 0", "from 1", "from 2"]]
+
+
+def test_a_group_goes_on_without_a_conversation_that_was_dropped(make: Any) -> None:
+    sizes = []
+
+    def count(completions: list[Any]) -> list[float]:
+        sizes.append(len(completions))
+        return [1.0] * len(completions)
+
+    conversations = make(slots=3, repeats=3, rewards=[Reward(count, per="group")])
+    for slot in range(3):
+        conversations.open(slot)
+    conversations.submit({0: answer("a"), 1: answer("b")})
+    conversations.open(2)
+    assert set(conversations.outcomes()) == {0, 1}
+    assert sizes == [2]
+
+
+def test_a_group_needs_as_many_slots_as_repeats() -> None:
+    with pytest.raises(ValueError, match=r"batch_size: a reward of whole groups needs 4 .* got 3. Pass batch_size=4"):
+        DatasetConversations(DatasetSource(ROWS, repeats=4), 3, rewards=[Reward(halves, per="group")])
+
+
+def raises(completions: list[Any]) -> list[float]:
+    raise KeyError("gold")
+
+
+def too_few(completions: list[Any]) -> list[float]:
+    return []
+
+
+def nan(completions: list[Any]) -> list[float]:
+    return [float("nan")]
+
+
+def words(completions: list[Any]) -> list[Any]:
+    return ["good"]
+
+
+def forever(completions: list[Any]) -> list[float]:
+    time.sleep(3600)
+    return [0.0]
+
+
+async def never(completions: list[Any]) -> list[float]:
+    await asyncio.Event().wait()
+    return [0.0]
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises, r"'raises' raised .*KeyError.*gold.*Correct the function"),
+        (too_few, r"'too_few' returned 0 numbers for 1 completions. Return a list with one number"),
+        (nan, r"'nan' returned NaN. Return a number, or None"),
+        (words, r"'words' returned 'good', expected a number"),
+        (forever, r"'forever' took longer than 0.3 seconds. Make it faster"),
+    ],
+)
+def test_a_reward_that_fails_is_named_within_its_limit(make: Any, function: Any, message: str, processes: int) -> None:
+    conversations = make(rewards=[Reward(function, processes=processes, timeout_s=0.3)])
+    conversations.open(0)
+    began = time.monotonic()
+    with pytest.raises(EnvError, match=rf"conversation 0 from prompt 0 \(epoch 0, group 0\): .* {message}"):
+        ask(conversations, "a")
+    assert time.monotonic() - began < 15.0
+
+
+def test_a_coroutine_reward_is_cancelled_at_its_limit(make: Any) -> None:
+    conversations = make(rewards=[Reward(never, timeout_s=0.1)])
+    conversations.open(0)
+    with pytest.raises(EnvError, match=r"'never' took longer than 0.1 seconds"):
+        ask(conversations, "a")
+
+
+def test_none_counts_as_nothing_and_other_returns_are_an_error(make: Any) -> None:
+    conversations = make(rewards=[lambda completions: [None], lambda completions: torch.ones(1)])
+    conversations.open(0)
+    assert ask(conversations, "a").reward == 1.0
+    with pytest.raises(TypeError, match="rewards: expected functions"):
+        make(rewards=3)
+    with pytest.raises(ValueError, match="per: expected 'conversation' or 'group'"):
+        Reward(halves, per="turn")  # type: ignore[arg-type]
+
+
+# Tools ------------------------------------------------------------------------------------------
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+async def later(text: str) -> str:
+    """Say it later."""
+    await asyncio.sleep(0)
+    return text
+
+
+def stuck() -> str:
+    """Never return."""
+    time.sleep(3600)
+    return ""
+
+
+def test_results_of_tools_are_messages_and_the_model_goes_on(make: Any) -> None:
+    conversations = make(tools=[add, later])
+    assert [schema["function"]["name"] for schema in conversations.template["tools"]] == ["add", "later"]
+    conversations.open(0)
+    outcome = ask(conversations, call("add", a=1, b=2) + call("later", text="x"))
+    assert not outcome.terminated
+    assert [dict(message) for message in outcome.messages] == [
+        {"role": "tool", "name": "add", "tool_call_id": "call_0_0", "content": "3"},
+        {"role": "tool", "name": "later", "tool_call_id": "call_0_1", "content": "x"},
+    ]
+    assert outcome.response is not None
+    assert outcome.response["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 2}}
+    assert "tool" in outcome.seconds
+    assert ask(conversations, "It is 3.").terminated
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (call("add", a=1), r"missing: \['b'\]"),
+        (call("add", a=1, b=2, c=3), r"unknown: \['c'\]"),
+        (call("sub", a=1), r"no tool 'sub'; there are \['add', 'stuck'\]"),
+        (call("add", a="x", b=1), "TypeError: can only concatenate"),
+        ("<tool_call>{oops</tool_call>", "the call is no JSON"),
+        (call("stuck"), "took longer than 0.2 seconds"),
+    ],
+)
+def test_an_error_of_a_tool_is_a_message_or_is_raised(make: Any, text: str, reason: str) -> None:
+    import re
+
+    from rollwright.envs.llm.tools import FunctionTool
+
+    tools = [add, FunctionTool(stuck, timeout_s=0.2)]
+    conversations = make(tools=Toolset(tools))
+    conversations.open(0)
+    message = ask(conversations, text).messages[0]
+    assert message["role"] == "tool"
+    assert re.search(reason, message["content"])
+    strict = make(tools=Toolset(tools, on_error="raise"))
+    strict.open(0)
+    with pytest.raises(EnvError, match=rf"conversation 0 from prompt 0 .* turn 0: the tool .* failed: .*{reason}"):
+        ask(strict, text)
+
+
+def test_rounds_of_tools_have_a_limit(make: Any) -> None:
+    conversations = make(tools=Toolset([add], max_rounds=2))
+    conversations.open(0)
+    outcomes = [ask(conversations, call("add", a=1, b=2)) for _ in range(3)]
+    assert [outcome.truncated for outcome in outcomes] == [False, False, True]
+
+
+def test_an_interpreter_lasts_for_a_conversation(make: Any) -> None:
+    conversations = make(slots=2, tools=[PythonInterpreter(timeout_s=20.0)])
+    for slot in range(2):
+        conversations.open(slot)
+    assert ask(conversations, call("python", code="import os; x = 7; os.getpid()")).messages[0]["content"]
+    assert ask(conversations, call("python", code="x + 1")).messages[0]["content"] == "8\n"
+    assert "NameError" in ask(conversations, call("python", code="x"), slot=1).messages[0]["content"]
+    pid = int(ask(conversations, call("python", code="os.getpid()")).messages[0]["content"])
+    with pytest.raises(EnvError, match="the tool 'python' has a process that cannot be saved"):
+        conversations.state(0)
+    assert ask(conversations, "done").terminated
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+# Environments of the user's own -----------------------------------------------------------------
+
+
+class Countdown:
+    def __init__(self, row: Any) -> None:
+        self.left = row["answer"] + 2
+
+    def reply(self, messages: list[Any]) -> Any:
+        self.left -= 1
+        return f"{self.left} left after {messages[-1]['content']}", 0.5, self.left == 0
+
+
+class Saved(Countdown):
+    def state_dict(self) -> Any:
+        return {"left": self.left}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.left = state_dict["left"]
+
+
+def test_an_environment_replies_until_it_is_done(make: Any) -> None:
+    conversations = make(slots=2, dialogue=Dialogue(Countdown), rewards=lambda completions: [10.0])
+    for slot in range(2):
+        conversations.open(slot)
+    first = ask(conversations, "a")
+    assert first.messages == ({"role": "user", "content": "1 left after a"},)
+    assert (first.reward, first.terminated) == (0.5, False)
+    assert [ask(conversations, "b", slot=1).terminated for _ in range(3)] == [False, False, True]
+    last = ask(conversations, "c")
+    assert (last.reward, last.terminated, last.messages) == (10.5, True, ())
+
+
+def test_the_last_turn_that_is_allowed_truncates(make: Any) -> None:
+    conversations = make(dialogue=Dialogue(lambda row: Countdown({"answer": 50}), max_turns=2))
+    conversations.open(0)
+    assert not ask(conversations, "a").truncated
+    last = ask(conversations, "b")
+    assert (last.truncated, last.terminated) == (True, False)
+
+
+def test_blocking_environments_do_not_wait_for_each_other(make: Any) -> None:
+    both = threading.Barrier(2, timeout=10.0)
+
+    class Meet:
+        def __init__(self, row: Any) -> None:
+            pass
+
+        def reply(self, messages: Any) -> Any:
+            both.wait()
+            return "", 1.0, True
+
+    conversations = make(slots=2, dialogue=Dialogue(Meet))
+    for slot in range(2):
+        conversations.open(slot)
+    conversations.submit({0: answer("a"), 1: answer("b")})
+    got = dict(conversations.outcomes(20.0))
+    while len(got) < 2:
+        got |= conversations.outcomes(20.0)
+    assert [outcome.reward for outcome in got.values()] == [1.0, 1.0]
+
+
+class Async:
+    def __init__(self, row: Any) -> None:
+        pass
+
+    async def reply(self, messages: Any) -> Any:
+        await asyncio.sleep(0)
+        return {"role": "user", "content": "more"}, torch.tensor([0.0, 0.5, 1.0]), False
+
+
+def test_an_environment_may_be_async_and_reward_each_token(make: Any) -> None:
+    conversations = make(dialogue=Dialogue(Async, max_turns=2), rewards=lambda completions: [2.0])
+    conversations.open(0)
+    assert ask(conversations, "a").reward.tolist() == [0.0, 0.5, 1.0]
+    assert ask(conversations, "b").reward.tolist() == [0.0, 0.5, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("text", r"returned 'text', expected \(messages, reward, done\)"),
+        (("more", None, False), "returned the reward None, expected a number"),
+        (("more", float("nan"), False), "returned the reward NaN"),
+        (("", 0.0, False), "returned no message and done=False"),
+        (([3], 0.0, False), r"returned the messages \[3\]"),
+        (None, "raised ZeroDivisionError: division by zero"),
+        (3600, "took longer than 0.2 seconds. Make it faster"),
+    ],
+)
+def test_a_reply_that_is_wrong_is_named(make: Any, returned: Any, message: str) -> None:
+    class Odd:
+        def __init__(self, row: Any) -> None:
+            pass
+
+        def reply(self, messages: Any) -> Any:
+            if returned == 3600:
+                time.sleep(returned)
+            return 1 / 0 if returned is None else returned
+
+    conversations = make(dialogue=Dialogue(Odd, timeout_s=0.2))
+    conversations.open(0)
+    with pytest.raises(EnvError, match=rf"conversation 0 from prompt 0 .* turn 0: the environment Odd {message}"):
+        ask(conversations, "a")
+
+
+def test_an_environment_that_cannot_be_made_is_named(make: Any) -> None:
+    conversations = make(dialogue=Dialogue(lambda row: row["gold"]))
+    with pytest.raises(EnvError, match=r"prompt 0 .*: the environment raised KeyError when it was made from its row"):
+        conversations.open(0)
+
+
+# Saved, sent, misused ---------------------------------------------------------------------------
+
+
+def test_a_conversation_goes_on_from_its_state(make: Any) -> None:
+    conversations = make(dialogue=Dialogue(Saved), rewards=length_of_all)
+    opening = conversations.open(0)
+    ask(conversations, "a")
+    state = pickle.loads(pickle.dumps(conversations.state(0)))
+    place = conversations.source.state_dict()
+    other = make(dialogue=Dialogue(Saved), rewards=length_of_all)
+    other.source.load_state_dict(place)
+    other.load(0, opening, (), state)
+    assert other.source.draw().origin.index == 1
+    last = ask(other, "b")
+    assert (last.reward, last.terminated) == (4.5, True)
+    careless = make(dialogue=Dialogue(Countdown))
+    careless.open(0)
+    ask(careless, "a")
+    with pytest.raises(EnvError, match=r"the environment Countdown has no state_dict\(\)"):
+        careless.state(0)
+
+
+def length_of_all(completions: list[Any]) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+def test_it_is_sent_to_another_process_before_it_is_used(make: Any) -> None:
+    conversations = make(rewards=[length], tools=[add])
+    again = pickle.loads(pickle.dumps(conversations))
+    assert again.open(0).messages == conversations.open(0).messages
+    again.close()
+    with pytest.raises(EnvError, match="some are in progress and cannot be sent"):
+        pickle.dumps(conversations)
+
+
+def test_answers_where_none_is_due_are_an_error(make: Any) -> None:
+    conversations = make()
+    with pytest.raises(EnvError, match=r"slot 0 has no conversation. Call open\(\)"):
+        conversations.submit({0: answer("a")})
+    conversations.open(0)
+    ask(conversations, "a")
+    with pytest.raises(EnvError, match="slot 0 has an answer"):
+        conversations.submit({0: answer("a")})
+    assert conversations.outcomes(None) == {}
