@@ -13,6 +13,10 @@ from tests.promises import PROMISES
 
 pytest_plugins = ["pytester"]
 
+# Tests run in as many processes as there are cores. With more threads than cores, a softmax of six numbers waits for
+# milliseconds until all threads of its process have had their turn.
+torch.set_num_threads(1)
+
 _MARKERS: dict[Path, list[str]] = {}
 for _name, _promise in PROMISES.items():
     for _file in _promise.files:

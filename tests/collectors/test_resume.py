@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import programs_with_workers
 from tests.patience import patient
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
@@ -135,7 +135,7 @@ CASES = {
     "global streams": (Streams, none, {}),
     "strings": (lambda: CountingEnvWithString(max_steps=7), none, {}),
     "nested": (lambda: NestedCountingEnv(max_steps=7), none, {}),
-    "random at first": (cartpoles, sampling, {"init_random_frames": 270}),
+    "random at first": (cartpoles, sampling, {"init_random_frames": 210}),
     "limited": (cartpole, sampling, {"max_frames_per_traj": 11}),
     "compact": (cartpoles, sampling, {"compact_obs": True}),
     "cut": (cartpoles, sampling, {"set_truncated": True}),
@@ -158,7 +158,7 @@ def make(name, plain):
         if policy is not None:
             for parameter in policy.parameters():
                 nn.init.normal_(parameter, 0, 0.3)
-        frames = {"max_frames_per_traj": -1, **options, "frames_per_batch": 45 * make_env().numel()}
+        frames = {"max_frames_per_traj": -1, **options, "frames_per_batch": 35 * make_env().numel()}
         collector = Collector(make_env, policy, **frames)
     finally:
         path_choice.arrays_of = native
@@ -275,7 +275,8 @@ def resumed(makers: Any, folder: Path) -> dict[str, tuple[Any, Any]]:
                 states[case], expected[case], cases[case] = state, found, (name, later.endswith("plain"))
     torch.save(states, folder / "states.pt")
     torch.save(cases, folder / "cases.pt")
-    subprocess.run([sys.executable, "-c", RESUME, str(folder)], check=True, timeout=patient(110))
+    done = programs_with_workers.run(RESUME, str(folder), timeout=patient(110))
+    assert done.returncode == 0, done.stderr
     found = torch.load(folder / "found.pt", weights_only=True)
     return {case: (expected[case], found[case]) for case in cases}
 

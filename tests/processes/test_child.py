@@ -14,8 +14,9 @@ from tests import programs_with_workers
 from tests.patience import patient
 
 from rollwright._memory.segment import Segment
+from rollwright._processes import child as processes
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.child import Child, _is_stopped, echo
+from rollwright._processes.child import Child, _is_stopped, echo, sleep
 from rollwright._processes.failures import ExceptionInfo
 from rollwright.errors import RemoteTraceback, WorkerError
 
@@ -232,12 +233,19 @@ def test_nothing_is_left_when_the_program_ends(end, status):
         time.sleep(0.01)
 
 
+def stuck(channel):
+    """Be stuck, and end half a second after the parent, which otherwise takes ten."""
+    processes._ALONE_S = 0.5
+    sleep(channel, 60.0)
+
+
 STUCK = """
 import os, signal
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.child import Child, sleep
+from rollwright._processes.child import Child
+from tests.processes.test_child import stuck
 
-child = Child(sleep, 60.0, name="stuck")
+child = Child(stuck, name="stuck")
 child.channel.recv(20.0)
 print(child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
