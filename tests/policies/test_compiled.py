@@ -15,6 +15,10 @@ from rollwright.errors import NotNative
 from rollwright.policies import array_policy, compile_policy
 from rollwright.policies.noise import Noise, noise_stream
 
+MIXTURES = [
+    *((Type.RANDOM, batch) for batch in [(), (3,), (64,), (2, 3)]),
+    *((Type.DETERMINISTIC, batch) for batch in [(), (3,)]),
+]
 IN_NUMPY = [
     "a linear layer",
     "categorical",
@@ -47,7 +51,7 @@ def assert_alike(written, expected):
 
 
 @pytest.mark.parametrize("policy_name", IN_NUMPY)
-@pytest.mark.parametrize("kind", [Type.RANDOM, Type.DETERMINISTIC], ids=str)
+@pytest.mark.parametrize(("kind", "batch"), MIXTURES, ids=str)
 def test_numpy_program_equals_flat_to_rounding(lab, policy_name, batch, kind):
     flat, compiled = both(lab, lab.policies[policy_name](), batch, kind)
     assert compiled.how.startswith("NumPy program")
@@ -161,8 +165,11 @@ def test_a_changed_policy_is_noticed_by_its_program(lab):
 # torch.compile ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy_name", ["categorical", "normal", "independent normal", "recurrent", "two draws"])
-@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+@pytest.mark.parametrize(
+    ("policy_name", "batch"),
+    [("categorical", ()), ("normal", (3,)), ("independent normal", ()), ("recurrent", (3,)), ("two draws", (3,))],
+    ids=str,
+)
 def test_torch_compile_equals_flat(lab, policy_name, batch):
     policy = lab.policies[policy_name]()
     flat = array_policy(copy.deepcopy(policy), exploration_type=Type.RANDOM, batch_shape=batch, available=lab.available)

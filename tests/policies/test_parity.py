@@ -7,10 +7,19 @@ import copy
 import numpy as np
 import pytest
 import torch
+from tensordict.nn import InteractionType as Type
 
 from rollwright.policies import array_policy
 
+MIXTURES = [
+    *((Type.RANDOM, batch) for batch in [(), (3,), (64,), (2, 3)]),
+    *((Type.DETERMINISTIC, batch) for batch in [(), (2, 3)]),
+    (Type.MODE, (3,)),
+    (Type.MEAN, ()),
+]
 
+
+@pytest.mark.parametrize(("kind", "batch"), MIXTURES, ids=str)
 @pytest.mark.filterwarnings("ignore:deterministic_sample wasn't found")
 def test_flat_equals_plain_to_the_bit(lab, policy_name, batch, kind):
     policy = lab.policies[policy_name]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import envpool
@@ -19,6 +20,7 @@ from rollwright.envs.serial import SerialEnv
 SEED = 7
 # For each environment: observation, reward, terminated, truncated and next observation, stacked over time.
 Frames = tuple[np.ndarray, ...]
+OPTIONS: dict[str, dict[str, int]] = {"CartPole-v1": {}, "Pendulum-v1": {"max_episode_steps": 50}}  # ends soon
 NAMES = ("observation", "reward", "terminated", "truncated", "next observation")
 
 
@@ -35,7 +37,7 @@ def stacked(frames: list[tuple]) -> Frames:
 
 def plain_loop(task: str, seed: int, actions: np.ndarray) -> Frames:
     """One environment, as anybody would step it by hand."""
-    env = gymnasium.make(task)
+    env = gymnasium.make(task, **OPTIONS[task])
     frames = []
     obs, _ = env.reset(seed=seed)
     for action in actions:
@@ -74,10 +76,10 @@ def assert_same(got: Frames, expected: Frames) -> None:
         np.testing.assert_array_equal(ours, plain, err_msg=name)
 
 
-@pytest.mark.parametrize(("task", "num_steps"), [("CartPole-v1", 10_000), ("Pendulum-v1", 1_000)])
+@pytest.mark.parametrize(("task", "num_steps"), [("CartPole-v1", 1_000), ("Pendulum-v1", 250)])
 def test_single_environment(task: str, num_steps: int) -> None:
     actions = actions_for(task, num_steps, 1)
-    env = GymEnv(task)
+    env = GymEnv(task, **OPTIONS[task])
     env.set_seed(SEED)
     (got,) = collected(env, task, actions)
     assert_same(got, plain_loop(task, SEED, actions[:, 0]))
@@ -85,39 +87,55 @@ def test_single_environment(task: str, num_steps: int) -> None:
 
 def vector(cls: type, mode: AutoresetMode, **kwargs: Any) -> Callable[[str, int], EnvBase]:
     def make(task: str, num_envs: int) -> EnvBase:
-        return GymWrapper(cls([lambda: gymnasium.make(task)] * num_envs, autoreset_mode=mode, **kwargs))
+        return GymWrapper(
+            cls([lambda: gymnasium.make(task, **OPTIONS[task])] * num_envs, autoreset_mode=mode, **kwargs)
+        )
 
     return make
 
 
 MAKERS: dict[str, Callable[[str, int], EnvBase]] = {
-    "num_envs": lambda task, n: GymEnv(task, num_envs=n),
-    "num_envs, async": lambda task, n: GymEnv(task, num_envs=n, vectorization_mode="async"),
+    "num_envs": lambda task, n: GymEnv(task, num_envs=n, **OPTIONS[task]),
+    "num_envs, async": lambda task, n: GymEnv(task, num_envs=n, vectorization_mode="async", **OPTIONS[task]),
     "sync, same step": vector(SyncVectorEnv, AutoresetMode.SAME_STEP),
     "sync, next step": vector(SyncVectorEnv, AutoresetMode.NEXT_STEP),
     "sync, disabled, no copy": vector(SyncVectorEnv, AutoresetMode.DISABLED, copy=False),
     "async, same step": vector(AsyncVectorEnv, AutoresetMode.SAME_STEP),
     "async, next step": vector(AsyncVectorEnv, AutoresetMode.NEXT_STEP),
     "async, same step, no shared memory": vector(AsyncVectorEnv, AutoresetMode.SAME_STEP, shared_memory=False),
-    "serial": lambda task, n: SerialEnv(n, lambda: GymEnv(task)),
-    "serial of vectors": lambda task, n: SerialEnv(n // 2, lambda: GymEnv(task, num_envs=2)),
+    "serial": lambda task, n: SerialEnv(n, lambda: GymEnv(task, **OPTIONS[task])),
+    "serial of vectors": lambda task, n: SerialEnv(n // 2, lambda: GymEnv(task, num_envs=2, **OPTIONS[task])),
 }
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1"])
-def test_batch_equals_single_loops(maker: str, task: str) -> None:
-    num_envs = 4
-    whole = task == "CartPole-v1" and maker in ("num_envs", "serial")
-    num_steps = 2500 if whole else 850
+@cache
+def single_loops(task: str, num_steps: int, num_envs: int) -> list[Frames]:
     actions = actions_for(task, num_steps, num_envs)
+    return [plain_loop(task, SEED + i, actions[:, i]) for i in range(num_envs)]
+
+
+def assert_batch_equals_single_loops(maker: str, task: str, num_steps: int) -> None:
+    num_envs = 4
     env = MAKERS[maker](task, num_envs)
     assert env.set_seed(SEED) == SEED + num_envs - 1
-    for i, got in enumerate(collected(env, task, actions)):
-        assert_same(got, plain_loop(task, SEED + i, actions[:, i]))
+    seen = collected(env, task, actions_for(task, num_steps, num_envs))
+    for got, expected in zip(seen, single_loops(task, num_steps, num_envs), strict=True):
+        assert_same(got, expected)
 
 
-@pytest.mark.parametrize(("task", "num_steps"), [("CartPole-v1", 2500), ("Pendulum-v1", 850)])
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("task", OPTIONS)
+def test_batch_equals_single_loops(maker: str, task: str) -> None:
+    assert_batch_equals_single_loops(maker, task, 250)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("maker", MAKERS)
+def test_batch_equals_single_loops_for_long(maker: str) -> None:
+    assert_batch_equals_single_loops(maker, "CartPole-v1", 10_000)
+
+
+@pytest.mark.parametrize(("task", "num_steps"), [("CartPole-v1", 500), ("Pendulum-v1", 850)])
 def test_envpool_equals_raw_envpool(task: str, num_steps: int) -> None:
     actions = actions_for(task, num_steps, 4)
     env = EnvPoolEnv(task, 4)
