@@ -3,6 +3,7 @@
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.chat_template import ChatTemplate
 from rollwright.data.llm.history import ChatHistory, History
+from rollwright.data.llm.records import RecordLayout, empty_record, record, records, stack_records
 from rollwright.data.llm.turns import FinishReason, Message, Origin, Turn, turn_seed
 
 __all__ = [
@@ -12,7 +13,12 @@ __all__ = [
     "History",
     "Message",
     "Origin",
+    "RecordLayout",
     "TokenChain",
     "Turn",
+    "empty_record",
+    "record",
+    "records",
+    "stack_records",
     "turn_seed",
 ]

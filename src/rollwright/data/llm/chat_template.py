@@ -101,7 +101,7 @@ class Codec:
 
     def protect_text(self, text: str) -> str:
         """The same of a text of a user or a tool."""
-        return _broken(text, self._control)
+        return str(_broken(text, self._control))
 
     @staticmethod
     def plain(text: str) -> str:

@@ -15,7 +15,7 @@ __all__ = ["ChatHistory", "History", "message_columns"]
 
 _OPTIONAL = ("tool_calls", "tool_call_id", "tool_responses", "name", "reasoning_content")
 _FIELDS = ("role", "content", *_OPTIONAL, "is_complete")
-_Columns = dict[str, list[Any]]
+_Columns = dict[str, list[NonTensorData]]
 _NoCast: Any = TensorClass["nocast"]  # type: ignore[misc]
 
 
@@ -73,7 +73,7 @@ class History(_NoCast):  # type: ignore[misc]
 
     @classmethod
     def of_columns(cls, columns: _Columns, start: int, stop: int) -> History:
-        """The messages ``start`` to ``stop`` of :func:`message_columns`; without a copy of what they hold."""
+        """The messages ``start`` to ``stop`` of :func:`message_columns`; histories may share them."""
         batch = torch.Size((stop - start,))
         source: Any = {
             key: _stack(values[start:stop])
@@ -243,16 +243,12 @@ def message_columns(messages: Iterable[Message]) -> _Columns:
     for key in _FIELDS:
         if key in used:
             default = True if key == "is_complete" else "" if key == "content" else None
-            columns[key] = [default if (value := row.get(key)) is None else value for row in rows]
+            columns[key] = [NonTensorData(default if (value := row.get(key)) is None else value) for row in rows]
     return columns
 
 
-def _stack(cells: list[Any]) -> NonTensorStack:
-    if not cells:
-        return NonTensorStack(batch_size=(0,))
-    # A list would become a stack of its own.
-    items: list[Any] = [cell if type(cell) is str else NonTensorData(cell) for cell in cells]
-    return NonTensorStack.from_list(items)
+def _stack(cells: list[NonTensorData]) -> NonTensorStack:
+    return NonTensorStack(*cells) if cells else NonTensorStack(batch_size=(0,))
 
 
 def _message(history: History) -> dict[str, Any]:
