@@ -3,6 +3,7 @@
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.chat_template import ChatTemplate
 from rollwright.data.llm.history import ChatHistory, History
+from rollwright.data.llm.ragged import as_list, as_nested, flat_records, packed, padded
 from rollwright.data.llm.records import RecordLayout, empty_record, record, records, stack_records
 from rollwright.data.llm.turns import FinishReason, Message, Origin, Turn, turn_seed
 
@@ -16,7 +17,12 @@ __all__ = [
     "RecordLayout",
     "TokenChain",
     "Turn",
+    "as_list",
+    "as_nested",
     "empty_record",
+    "flat_records",
+    "packed",
+    "padded",
     "record",
     "records",
     "stack_records",
