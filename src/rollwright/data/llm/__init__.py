@@ -5,6 +5,7 @@ from rollwright.data.llm.chat_template import ChatTemplate
 from rollwright.data.llm.history import ChatHistory, History
 from rollwright.data.llm.ragged import as_list, as_nested, flat_records, packed, padded
 from rollwright.data.llm.records import RecordLayout, empty_record, record, records, stack_records
+from rollwright.data.llm.sequence import group_advantages, training_sequences
 from rollwright.data.llm.turns import FinishReason, Message, Origin, Turn, turn_seed
 
 __all__ = [
@@ -21,10 +22,12 @@ __all__ = [
     "as_nested",
     "empty_record",
     "flat_records",
+    "group_advantages",
     "packed",
     "padded",
     "record",
     "records",
     "stack_records",
+    "training_sequences",
     "turn_seed",
 ]

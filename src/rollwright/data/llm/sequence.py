@@ -1,0 +1,261 @@
+"""Conversations as training sequences, and advantages within groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+
+from rollwright._keys import NestedKey
+from rollwright.data.llm.ragged import flat_records
+from rollwright.data.llm.records import RecordLayout, record
+from rollwright.data.llm.turns import Turn
+
+__all__ = ["group_advantages", "training_sequences"]
+
+_LAYOUT = RecordLayout(text=False)
+_KEYS = {  # of what a sequence is made: nested, flat
+    "tokens": (("tokens", "full"), "tokens"),
+    "response": (("tokens", "response"), "tokens_response"),
+    "log_probs": (("log_probs", "response"), "log_probs"),
+    "versions": (("tokens", "policy_version"), "tokens_policy_version"),
+}
+
+
+def training_sequences(source: Any) -> list[TensorDict]:
+    """Read conversations as sequences of tokens, in which each sampled token is once.
+
+    Turns of one conversation whose tokens extend each other are one sequence; a new one begins where ``sequence``
+    rises, because the template wrote earlier turns in another way.
+
+    Args:
+        source: records, nested or flat, of whole conversations: a batch, a sample of a buffer, or a list of them; or
+            :class:`Turn` objects. Conversations are told apart by ``("collector", "traj_ids")``, else by group, prompt,
+            epoch and repeat. Padding is left out.
+
+    Returns:
+        A TensorDict of batch size ``[]`` for each sequence, in the order in which the conversations begin:
+
+        - ``tokens``: int64 ``[tokens]``, a view of those of its last turn;
+        - ``assistant_mask``: bool, True on sampled tokens: its sum is the number of tokens that were sampled;
+        - ``log_probs``: float32, 0 on other tokens (where the records have them);
+        - ``policy_version``: int64, -1 on other tokens; of UUIDs a list of strings, empty on other tokens;
+        - ``turn``: int64, which turn sampled a token, -1 on other tokens;
+        - ``advantage``: float32, 0 on other tokens (where the records have it);
+        - ``reward``: float32 ``[1]``, the sum over its turns;
+        - ``sequence``, ``group_id`` and ``("collector", "traj_ids")`` of the records.
+
+    Raises:
+        ValueError: a conversation lacks a turn, or the tokens of a turn do not extend those before it.
+
+    Example:
+        >>> import torch
+        >>> from rollwright.data.llm import FinishReason, Origin, Turn
+        >>> origin, tokens = Origin(index=0, epoch=0, repeat=0, group=0, seed=0), torch.arange(6)
+        >>> message, zero, stop = {"role": "assistant", "content": ""}, torch.zeros(1), FinishReason.STOP
+        >>> turns = [
+        ...     Turn(origin, i, 0, [], message, "", "", tokens[:n], n - 1, zero, "raw", zero, 0, stop)
+        ...     for i, n in enumerate([3, 6])
+        ... ]
+        >>> training_sequences(turns)[0]["assistant_mask"]
+        tensor([False, False,  True, False, False,  True])
+    """
+    conversations: dict[Any, list[TensorDictBase]] = {}
+    for one in _records(source):
+        if _is_turn(one):
+            conversations.setdefault(_conversation(one), []).append(one)
+    found: list[TensorDict] = []
+    for name, turns in conversations.items():
+        turns.sort(key=lambda one: int(one["turn"]))
+        numbers = [int(one["turn"]) for one in turns]
+        if numbers != list(range(len(numbers))):
+            raise ValueError(
+                f"source must hold whole conversations; of {_named(name)} it holds the turns {numbers}; sample whole "
+                "trajectories"
+            )
+        start = 0
+        for stop in range(1, len(turns) + 1):
+            if stop == len(turns) or int(turns[stop]["sequence"]) != int(turns[start]["sequence"]):
+                found.append(_united(turns[start:stop], name))
+                start = stop
+    return found
+
+
+def group_advantages(
+    batch: Any,
+    *,
+    reward_key: NestedKey = ("next", "reward"),
+    group_key: NestedKey = "group_id",
+    advantage_key: NestedKey = "advantage",
+    trajectory_return: Literal["sum", "mean", "max"] | None = None,
+    scale: bool = True,
+) -> Any:
+    """Write the advantage of each record within its group: reward minus mean, over the standard deviation.
+
+    With r the rewards of all records of a group (of each token, where rewards are)::
+
+        advantage = (r - mean(r)) / max(std(r), 1e-6)
+
+    with the standard deviation of a sample (n - 1). Groups must be in the batch whole. It is that of GRPO
+    (arXiv:2402.03300, section 4.1.2), and of TorchRL's ``MCAdvantage``.
+
+    Args:
+        batch: records of whole groups, of any batch size.
+        reward_key: ``[1]`` or ``[response, 1]``.
+        group_key: of the group's id.
+        advantage_key: is written: float32 ``[1, 1]``, or ``[response, 1]`` where rewards are of tokens.
+        trajectory_return: normalise a return of each conversation instead, which all of its turns get: the ``"sum"``,
+            ``"mean"`` or ``"max"`` of its rewards.
+        scale: divide by the standard deviation.
+
+    Returns:
+        The same batch. The advantage is 0 in padding, and in a group of one reward.
+
+    Raises:
+        ValueError: ``trajectory_return`` is none of these.
+    """
+    if trajectory_return not in (None, "sum", "mean", "max"):
+        raise ValueError(f"trajectory_return must be None, 'sum', 'mean' or 'max'; got {trajectory_return!r}")
+    rows = flat_records(batch)
+    taken = [_is_turn(one) for one in rows]
+    rewards = [_column(one[reward_key]) for one in rows]
+    returns = rewards if trajectory_return is None else _returns(rows, rewards, taken, trajectory_return)
+    members: dict[int, list[int]] = {}
+    for place, one in enumerate(rows):
+        if taken[place]:
+            members.setdefault(int(one[group_key]), []).append(place)
+    advantages = [torch.zeros_like(reward) for reward in rewards]
+    for places in members.values():
+        if trajectory_return is None:
+            values = torch.cat([returns[place] for place in places])
+        else:
+            first = {_conversation(rows[place]): place for place in reversed(places)}
+            values = torch.cat([returns[place] for place in first.values()])
+        mean = values.mean()
+        deviation = values.std().clamp_min(1e-6) if scale and values.numel() > 1 else values.new_ones(())
+        for place in places:
+            advantages[place] = ((returns[place] - mean) / deviation).expand_as(rewards[place])
+    _write(batch, rows, advantage_key, advantages)
+    return batch
+
+
+def _records(source: Any) -> list[TensorDictBase]:
+    if isinstance(source, Turn):
+        return [record(source, _LAYOUT)]
+    if isinstance(source, Iterable) and not isinstance(source, TensorDictBase):
+        return [one for part in source for one in _records(part)]
+    return flat_records(source)
+
+
+def _is_turn(one: TensorDictBase) -> bool:
+    """Whether a record is no padding."""
+    mask = one.get(("collector", "mask"), None)
+    return (mask is None or bool(mask)) and len(_read(one, "tokens")) > 0
+
+
+def _conversation(one: TensorDictBase) -> tuple[int, ...]:
+    """What tells conversations apart."""
+    traj_id = one.get(("collector", "traj_ids"), None)
+    if traj_id is not None:
+        return (int(traj_id),)
+    return tuple(int(one[key]) for key in ("group_id", "prompt_index", "epoch", "repeat"))
+
+
+def _named(name: tuple[int, ...]) -> str:
+    if len(name) == 1:
+        return f"conversation {name[0]}"
+    return f"the conversation of group {name[0]}, prompt {name[1]}, epoch {name[2]}, repeat {name[3]}"
+
+
+def _read(one: TensorDictBase, name: str) -> Any:
+    nested, flat = _KEYS[name]
+    key = nested if isinstance(one.get("tokens"), TensorDictBase) else flat
+    value = one.get(key, None)
+    if isinstance(value, NonTensorStack):
+        return value.tolist()
+    return value.data if isinstance(value, NonTensorData) else value
+
+
+def _united(turns: Sequence[TensorDictBase], name: tuple[int, ...]) -> TensorDict:
+    tokens: Tensor = _read(turns[-1], "tokens")
+    size = tokens.shape[0]
+    mask = torch.zeros(size, dtype=torch.bool)
+    number = torch.full((size,), -1)
+    versions: Any = torch.full((size,), -1)
+    log_probs, advantage = torch.zeros(size), torch.zeros(size)
+    before = 0
+    reward = torch.zeros(1)
+    for one in turns:
+        whole, response = _read(one, "tokens"), _read(one, "response")
+        start, stop = len(whole) - len(response), len(whole)
+        if start < before or stop > size or not torch.equal(whole, tokens[:stop]):
+            raise ValueError(
+                f"the tokens of turn {int(one['turn'])} of {_named(name)} must extend those before them, and do not; "
+                "tokens were written over, or 'sequence' was"
+            )
+        before = stop
+        mask[start:stop] = True
+        number[start:stop] = int(one["turn"])
+        reward += one["next", "reward"].sum()
+        if (values := _read(one, "log_probs")) is not None:
+            log_probs[start:stop] = values
+        if (values := one.get("advantage", None)) is not None:
+            advantage[start:stop] = values.flatten()
+        versions = _place(versions, start, stop, _read(one, "versions"))
+    first = turns[0]
+    result = TensorDict({"tokens": tokens, "assistant_mask": mask, "turn": number, "reward": reward})
+    result["policy_version"] = versions if isinstance(versions, Tensor) else NonTensorData(versions)
+    if _read(first, "log_probs") is not None:
+        result["log_probs"] = log_probs
+    if first.get("advantage", None) is not None:
+        result["advantage"] = advantage
+    for key in ("sequence", "group_id", ("collector", "traj_ids")):
+        if (value := first.get(key, None)) is not None:
+            result[key] = value
+    return result
+
+
+def _place(versions: Any, start: int, stop: int, values: Any) -> Any:
+    """Versions of a sequence with those of a turn in their place."""
+    if isinstance(values, Tensor):
+        versions[start:stop] = values
+        return versions
+    texts = [""] * len(versions) if isinstance(versions, Tensor) else versions
+    texts[start:stop] = values
+    return texts
+
+
+def _column(reward: Tensor) -> Tensor:
+    """A reward as float32 ``[tokens or 1, 1]``."""
+    return reward.to(torch.float32).reshape(-1, 1)
+
+
+def _returns(
+    rows: Sequence[TensorDictBase], rewards: Sequence[Tensor], taken: Sequence[bool], how: str
+) -> list[Tensor]:
+    """The return of each record's conversation, ``[1, 1]``."""
+    of: dict[tuple[int, ...], list[Tensor]] = {}
+    for one, reward, is_turn in zip(rows, rewards, taken, strict=True):
+        if is_turn:
+            of.setdefault(_conversation(one), []).append(reward)
+    value = {name: getattr(torch.cat(parts), how)().reshape(1, 1) for name, parts in of.items()}
+    zero = torch.zeros(1, 1)
+    return [value[_conversation(one)] if is_turn else zero for one, is_turn in zip(rows, taken, strict=True)]
+
+
+def _write(batch: Any, rows: Sequence[TensorDictBase], key: NestedKey, values: Sequence[Tensor]) -> None:
+    if _is_lazy(batch):
+        for one, value in zip(rows, values, strict=True):
+            one.set(key, value.clone())
+    else:
+        batch.set(key, torch.stack(list(values)).view(*batch.batch_size, *values[0].shape))
+
+
+def _is_lazy(node: Any) -> bool:
+    """Whether the records of a batch are TensorDicts of their own."""
+    if isinstance(node, LazyStackedTensorDict):
+        return all(map(_is_lazy, node.tensordicts))
+    return all(map(_is_lazy, node)) if isinstance(node, list | tuple) else not node.batch_dims
