@@ -34,8 +34,8 @@ def as_list(batch: Any, key: NestedKey) -> list[Any]:
         >>> as_list(batch, "a")
         [tensor([1, 2]), tensor([3])]
         >>> padded(batch, "a", side="left")
-        tensor([[0, 1, 2],
-                [0, 0, 3]])
+        tensor([[1, 2],
+                [0, 3]])
         >>> packed(batch, "a")
         (tensor([1, 2, 3]), tensor([0, 2, 3], dtype=torch.int32), 2)
     """
