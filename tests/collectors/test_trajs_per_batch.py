@@ -133,9 +133,10 @@ def test_shapes_that_vary(make):
     batch = collector.next()
     assert batch[DONE].sum() == 2
     assert batch.shape == (6,)
-    collector = make(EnvWithDynamicSpec(max_count=3), frames_per_batch=4, trajs_per_batch=2)
-    with pytest.raises(ValueError, match="not of one shape"):
-        collector.next()
+    collector = make(EnvWithDynamicSpec(max_count=3), frames_per_batch=4, trajs_per_batch=2, traj_format="padded")
+    padded = collector.next()
+    assert padded.shape == (2, 3)
+    assert [frame["observation"].shape[1] for frame in padded[1].unbind(0)] == [1, 2, 3]
 
 
 # Counts -------------------------------------------------------------------------------------------------------

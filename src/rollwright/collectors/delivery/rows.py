@@ -8,11 +8,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, leaf_keys, place, unravel
-from rollwright.collectors.rollout.paths.recording import is_dense
-from rollwright.data.layout import MASK, pad_trajectories
+from rollwright.data.layout import MASK, is_dense, pad_trajectories, stack_frames
 
 __all__ = ["HeldBatch", "RowRange", "common_keys", "concatenate", "pad"]
 
@@ -149,9 +148,7 @@ def concatenate(pieces: Sequence[RowRange]) -> TensorDictBase:
 def _join(tds: list[TensorDictBase]) -> TensorDictBase:
     """Rows of any content, one after another."""
     frames = [frame for td in tds for frame in td.unbind(0)]
-    joined = LazyStackedTensorDict.maybe_dense_stack(frames, 0)
-    joined.names = ["time"]
-    return cast(TensorDictBase, joined)
+    return stack_frames(frames, 0)
 
 
 def pad(trajectories: Sequence[Sequence[RowRange]]) -> TensorDictBase:

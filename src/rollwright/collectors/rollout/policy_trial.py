@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from torch import nn
 from rollwright._keys import NestedKey
 from rollwright.collectors.rollout.devices import Devices
 from rollwright.collectors.rollout.paths import stages
+from rollwright.collectors.rollout.paths.outputs import changed_keys, entries_before, entry_keys
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.collectors.rollout.policy_copies import modules_in
+from rollwright.data.layout import blank_frame
 from rollwright.envs.base import EnvBase
 from rollwright.modules import RandomPolicy
 from rollwright.modules.signature import Call
@@ -57,7 +59,7 @@ class Trial:
             yield own, stages.build_act(own, self._move, stages.action_check(env), fresh_outputs=True, stale=stale)
 
     def outputs(self, current: TensorDictBase) -> TensorDictBase | None:
-        """What the policy writes: its entries, all zero; objects are those that it wrote.
+        """What the policy writes: its entries, all zero, or empty; see :func:`~rollwright.data.layout.blank_frame`.
 
         Args:
             current: real observations, ``[*env]``.
@@ -69,15 +71,11 @@ class Trial:
             return None
         with self._acting() as (_, act):
             given = current.clone()
-            before = dict(stages.entries(given))
+            before = entries_before(given)
             acted = act(given)
-        actions = set(self._env.action_keys)
-        written = [
-            key
-            for key, value in stages.entries(acted)
-            if key not in (IDS, VERSION) and (key in actions or before.get(key) is not value)
-        ]
-        return cast(TensorDictBase, acted.select(*written).apply(torch.zeros_like))
+        changed, actions = set(changed_keys(acted, before)), set(self._env.action_keys)
+        written = [key for key in entry_keys(acted) if key not in (IDS, VERSION) and (key in actions or key in changed)]
+        return blank_frame([acted.select(*written)])
 
     def failure(self, current: TensorDictBase) -> tuple[Any, Exception | None]:
         """The copy that was called, and what it raised."""

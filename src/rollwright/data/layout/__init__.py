@@ -39,6 +39,7 @@ from rollwright.data.layout.boundaries import (
     end_of_trajectory,
     mark_truncated,
 )
+from rollwright.data.layout.frames import blank_frame, is_dense, stack_frames
 from rollwright.data.layout.nested import NestedTrajectories
 from rollwright.data.layout.runs import Runs, last_steps, trajectory_runs
 from rollwright.data.layout.splitting import join_trajectories, pad_trajectories, split_trajectories
@@ -59,15 +60,18 @@ __all__ = [
     "TRAJ_IDS",
     "TRUNCATED",
     "Trajectories",
+    "blank_frame",
     "complete_done",
     "deciding_groups",
     "done_groups",
     "end_of_trajectory",
+    "is_dense",
     "join_trajectories",
     "last_steps",
     "mark_truncated",
     "pad_trajectories",
     "split_trajectories",
+    "stack_frames",
     "trajectories",
     "trajectory_runs",
 ]

@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from rollwright.data.layout.frames import blank_frame
+
 __all__ = ["NestedTrajectories"]
 
 _FORMS = ("as_list", "as_padded_tensor", "as_nested_tensor")
@@ -86,7 +88,7 @@ class NestedTrajectories(LazyStackedTensorDict):
         """All entries, padded at the end: ``[num_trajectories, longest]``, in memory of its own.
 
         Args:
-            padding: the value; objects repeat the last one of their row.
+            padding: the value; see :func:`~rollwright.data.layout.blank_frame` of text and objects.
             mask_key: where to put the mask, bool of that shape, True on real frames; None: nowhere.
 
         Raises:
@@ -96,8 +98,7 @@ class NestedTrajectories(LazyStackedTensorDict):
         longest = int(lengths.max())
         rows = []
         for row in self.tensordicts:
-            last = row[-1:].clone()
-            blank = cast(TensorDictBase, last.apply(lambda value: torch.full_like(value, padding)))
+            blank = blank_frame([row[-1]], padding=padding, traj_id=padding).unsqueeze(0)
             missing = longest - row.batch_size[0]
             rows.append(torch.cat(cast(Any, [row, *[blank] * missing])) if missing else row.clone())
         padded = cast(TensorDictBase, LazyStackedTensorDict.maybe_dense_stack(cast(Any, rows), 0))

@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple, key_str, unravel, without
+from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys, unravel, without
 from rollwright.data.layout.boundaries import MASK
+from rollwright.data.layout.frames import blank_frame, is_dense, stack_frames
 from rollwright.data.layout.nested import NestedTrajectories
 from rollwright.data.layout.runs import check_rows, find_mask, mask_of, place_of, trajectory_runs
 from rollwright.data.layout.views import Trajectories
@@ -42,12 +43,13 @@ def split_trajectories(
     Returns:
         ``[num_trajectories, longest]``, zero-padded, with ``(prefix, "mask")`` bool of the same
         shape (``"mask"`` at the root without a prefix) that is True on real frames; or, with
-        ``as_nested=True``, ``[num_trajectories, -1]``. Trajectories are in order of environments,
-        then of time. Frames that an interrupted rollout did not take (id -1) are left out.
+        ``as_nested=True``, ``[num_trajectories, -1]``. In padding, text is ``""`` and ragged tensors are empty;
+        where shapes vary from frame to frame, the result is a lazy stack along time. Trajectories are in
+        order of environments, then of time. Frames that an interrupted rollout did not take (id -1) are left out.
 
     Raises:
         KeyError: when there are neither ids nor ``done`` flags to split on.
-        ValueError: when there is no time dimension, or shapes vary from frame to frame and ``as_nested`` is not set.
+        ValueError: when there is no time dimension, or an entry is not in every frame and ``as_nested`` is not set.
 
     Example:
         >>> from tensordict import TensorDict
@@ -153,7 +155,7 @@ def _concatenate(rows: list[TensorDictBase]) -> TensorDictBase:
 def pad_trajectories(
     frames: TensorDictBase, starts: torch.Tensor, lengths: torch.Tensor, mask_key: NestedKey
 ) -> TensorDictBase:
-    """Rows ``frames[start : start + length]``, zero-padded to the longest, with a mask.
+    """Rows ``frames[start : start + length]``, padded to the longest, with a mask.
 
     Args:
         frames: ``[N]``.
@@ -162,31 +164,37 @@ def pad_trajectories(
         mask_key: where to put the mask, bool ``[n, longest]``.
 
     Returns:
-        ``[n, longest]``, in memory of its own.
+        ``[n, longest]``, in memory of its own; lazily stacked along time where shapes vary from frame to frame. Padding
+        holds nothing: see :func:`~rollwright.data.layout.blank_frame`.
 
     Raises:
-        ValueError: an entry is not in every frame, or its shape varies from frame to frame.
+        ValueError: an entry is not in every frame.
     """
-    if isinstance(frames, LazyStackedTensorDict):
-        steps = frames.unbind(0)
-        frames = LazyStackedTensorDict.maybe_dense_stack(steps, 0)
-        if isinstance(frames, LazyStackedTensorDict):
-            raise ValueError(
-                f"Cannot pad trajectories: {key_str(_varying(steps))} is not in every frame, or not of one shape. "
-                "Call split_trajectories(batch, as_nested=True), on a batch collected without split_trajs."
-            )
     time = torch.arange(int(lengths.max()) if len(lengths) else 0, device=lengths.device)
     mask = time < lengths.unsqueeze(-1)
-    padded = frames[starts.unsqueeze(-1) + torch.minimum(time, lengths.unsqueeze(-1) - 1)]
-    if any(isinstance(value, LazyStackedTensorDict) for value in padded.values(True)):
-        padded = padded.clone()  # a lazy stack is indexed by reference, so padding and real frames would be one
-    padded[~mask] = padded[~mask].apply(torch.zeros_like)  # objects repeat the last real one
+    if len(lengths) and not is_dense(frames):
+        padded = _stacked_and_padded(list(frames.unbind(0)), starts.tolist(), lengths.tolist())
+    else:
+        padded = frames[starts.unsqueeze(-1) + torch.minimum(time, lengths.unsqueeze(-1) - 1)]
+        padded[~mask] = padded[~mask].apply(torch.zeros_like)
+        padded.names = [None, "time"]
     padded.set(mask_key, mask)
-    padded.names = [*[None] * (padded.ndim - 1), "time"]
     return padded
 
 
-def _varying(steps: Iterable[TensorDictBase]) -> set[NestedKey]:
-    """Keys that some frames lack, or whose shape differs between frames."""
-    shapes = [{unravel(key): getattr(step.get(key), "shape", None) for key in step.keys(True, True)} for step in steps]
-    return {key for shape in shapes for key in shape if any(other.get(key, ()) != shape[key] for other in shapes)}
+def _stacked_and_padded(frames: list[TensorDictBase], starts: list[int], lengths: list[int]) -> TensorDictBase:
+    """The rows of :func:`pad_trajectories`, where frames hold more than tensors, or differ in shape."""
+    first, *others = [set(leaf_keys(frame)) for frame in frames]
+    if lacking := first.union(*others) - first.intersection(*others):
+        raise ValueError(
+            f"Cannot pad trajectories: {key_str(lacking)} is not in every frame. Call split_trajectories(batch, "
+            "as_nested=True), on a batch collected without split_trajs."
+        )
+    blank = blank_frame(frames, traj_id=0)
+    columns = []
+    for t in range(max(lengths)):
+        rows = [
+            (frames[start + t] if t < length else blank).clone() for start, length in zip(starts, lengths, strict=True)
+        ]
+        columns.append(stack_frames(rows, 0, None))
+    return stack_frames(columns, 1)

@@ -14,6 +14,7 @@ from rollwright._keys import NestedKey, as_tuple, place
 from rollwright._memory import in_numpy
 from rollwright.collectors.core import Actor
 from rollwright.collectors.rollout.paths import stages
+from rollwright.collectors.rollout.paths.outputs import entries_or_rows
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.envs.arrays import Entry, Values
 from rollwright.errors import NotNative
@@ -137,7 +138,7 @@ class TensorDictActor(Actor):
         current = self._act(TensorDict(nested, batch_size=self._batch, device=self._device))
         return {
             key: as_array(value)
-            for key, value in stages.entries(current)
+            for key, value in entries_or_rows(current)
             if given.get(key) is not value and key not in (IDS, VERSION)
         }
 
@@ -152,5 +153,5 @@ def full(value: Any, entry: Entry) -> NDArray[Any]:
 
 
 def as_array(value: Any) -> Any:
-    """The array over a tensor's memory; what NumPy does not know stays as it is."""
+    """The array over a tensor's memory; what NumPy does not know, and a list of ragged rows, stay as they are."""
     return value.detach().numpy() if type(value) is torch.Tensor and in_numpy(value.dtype) else value

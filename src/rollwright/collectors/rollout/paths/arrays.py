@@ -8,13 +8,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys
 from rollwright.collectors.core import Actor, Path, UnfitOutputs
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import CastActor, as_array
 from rollwright.collectors.rollout.paths.layout import BatchLayout, Form, below_next, difference, lay_out, unfit
+from rollwright.collectors.rollout.paths.outputs import entries_or_rows, write_outputs
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.recording import BatchMemory
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
@@ -157,7 +158,7 @@ class ArrayPath(Path):
         """See :meth:`Path.conform`."""
         if outputs is self._like:
             return
-        written = {} if outputs is None else {key: as_array(value) for key, value in stages.entries(outputs.cpu())}
+        written = {} if outputs is None else {key: as_array(value) for key, value in entries_or_rows(outputs.cpu())}
         if against := unfit(written, self._roots):
             raise UnfitOutputs(against)
         forms = {key: (value.shape, value.dtype) for key, value in written.items()}
@@ -286,15 +287,21 @@ class ArrayPath(Path):
             block = cast(BatchMemory, self._block)
             self._fill(block, slice(t))
             frames = block.frames(t)
-        current = cast(TensorDictBase, self.current).update(self._written(outputs))
+        current = cast(TensorDictBase, self.current)
+        current = write_outputs(current, self._written(outputs), {}, fresh=True)
         if self._tracks_version:
             current.set(VERSION, torch.full(self._batch, self._acted))
         self._leave(frames, current, self._keeper, reason)
 
-    def _written(self, outputs: Values) -> TensorDict:
-        written = TensorDict({}, batch_size=self._batch)
+    def _written(self, outputs: Values) -> TensorDictBase:
+        written: TensorDictBase = TensorDict({}, batch_size=self._batch)
+        ragged = {key: value for key, value in outputs.items() if isinstance(value, list)}
+        if ragged:
+            rows = [TensorDict({key: value[i] for key, value in ragged.items()}) for i in range(*self._batch)]
+            written = LazyStackedTensorDict(*rows, stack_dim=0)
         for key, value in outputs.items():
-            written.set(key, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+            if key not in ragged:
+                written.set(key, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
         return written
 
     # The memory of a batch ------------------------------------------------------------------------------

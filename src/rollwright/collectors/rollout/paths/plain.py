@@ -73,6 +73,7 @@ class PlainPath(Path):
             use_blocks=True if options.return_same_td else options.use_buffers,
             reuse=options.return_same_td,
             pool=parts.memory,
+            ragged=stages.ragged_keys(env),
         )
 
     def take_over(self, frames: list[TensorDictBase], current: TensorDictBase, keeper: BoundaryKeeper | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -12,9 +12,10 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, is_private, key_str, place, unravel
 from rollwright._memory import MemoryPool
+from rollwright.data.layout import blank_frame, is_dense, stack_frames
 from rollwright.errors import RollwrightError
 
-__all__ = ["BatchMemory", "FrameField", "FrameList", "Recorder", "is_dense"]
+__all__ = ["BatchMemory", "FrameField", "FrameList", "Recorder"]
 
 
 class RaggedError(RollwrightError):
@@ -101,7 +102,7 @@ class BatchMemory:
         Raises:
             RaggedError: the frame has other keys, shapes or dtypes than the first, or not ``num_entries`` leaves.
         """
-        if sum(1 for _ in frame.keys(True, True)) != num_entries:
+        if isinstance(frame, LazyStackedTensorDict) or sum(1 for _ in frame.keys(True, True)) != num_entries:
             raise RaggedError
         for key, memory in self.memory.items():
             value = frame.get(key, None)
@@ -142,11 +143,25 @@ class BatchMemory:
 
 
 class FrameList:
-    """Frames of any shape and content, stacked at the end: densely where that is possible."""
+    """Frames of any shape and content, stacked at the end: densely where that is possible.
 
-    def __init__(self, dropped: set[NestedKey], steps: int, device: torch.device | None) -> None:
+    Args:
+        dropped: entries to leave out.
+        steps: T.
+        device: where frames are moved; None: they are copied where they are.
+        ragged: entries whose first dimension has any size.
+    """
+
+    def __init__(
+        self,
+        dropped: set[NestedKey],
+        steps: int,
+        device: torch.device | None,
+        ragged: Collection[NestedKey] = (),
+    ) -> None:
         self._dropped = dropped
         self._device = device
+        self._ragged = ragged
         self.steps = steps
         self._frames: list[TensorDictBase] = []
 
@@ -166,15 +181,12 @@ class FrameList:
         self._frames.extend(frames)
 
     def finish(self, steps: int) -> TensorDictBase:
-        """The batch; times that were not taken repeat zeros with the trajectory id -1."""
+        """The batch; times that were not taken hold nothing, see :func:`~rollwright.data.layout.blank_frame`."""
         frames = self._frames
         if steps < self.steps:
-            blank = cast(TensorDictBase, frames[-1].apply(torch.zeros_like))
-            blank.set(("collector", "traj_ids"), torch.full_like(blank.get(("collector", "traj_ids")), -1))
+            blank = blank_frame(frames, ragged=self._ragged)
             frames = frames + [blank] * (self.steps - steps)
-        batch = LazyStackedTensorDict.maybe_dense_stack(frames, frames[0].ndim)
-        batch.names = [*[None] * (batch.ndim - 1), "time"]
-        return cast(TensorDictBase, batch)
+        return stack_frames(frames, frames[0].ndim)
 
 
 class Recorder:
@@ -188,6 +200,7 @@ class Recorder:
             never allocates.
         reuse: write every batch into the same memory.
         pool: gives memory for blocks.
+        ragged: entries whose first dimension has any size.
     """
 
     def __init__(
@@ -199,9 +212,11 @@ class Recorder:
         use_blocks: bool | None,
         reuse: bool,
         pool: MemoryPool,
+        ragged: Collection[NestedKey] = (),
     ) -> None:
         self.steps = steps
         self._device = device
+        self._ragged = ragged
         self._dropped = dropped
         self._use_blocks = use_blocks
         self._reuse = reuse
@@ -222,7 +237,7 @@ class Recorder:
         except RaggedError as error:
             if self._use_blocks:
                 raise self._refusal(frame) from error
-            self._target = ragged = FrameList(self._dropped, self.steps, self._device)
+            self._target = ragged = FrameList(self._dropped, self.steps, self._device, self._ragged)
             ragged.extend(target.frames(t))
             ragged.write(t, frame)
 
@@ -237,7 +252,7 @@ class Recorder:
             return  # nothing is written yet: the next frame settles the layout
         if self._use_blocks:
             raise self._refusal(varied)
-        self._target = ragged = FrameList(self._dropped, self.steps, self._device)
+        self._target = ragged = FrameList(self._dropped, self.steps, self._device, self._ragged)
         ragged.extend(frames)
 
     def finish(self, steps: int) -> TensorDictBase:
@@ -251,7 +266,7 @@ class Recorder:
         if self._use_blocks is False or not is_dense(frame):
             if self._reuse:
                 raise self._refusal(frame)
-            return FrameList(self._dropped, self.steps, self._device)
+            return FrameList(self._dropped, self.steps, self._device, self._ragged)
         keys = [unravel(key) for key in frame.keys(True, True)]
         self._num_entries = len(keys)
         kept = {key: frame.get(key) for key in keys if key not in self._dropped and not is_private(key)}
@@ -266,11 +281,3 @@ class Recorder:
             f"use_buffers=True (and return_same_td) needs frames that all have the same keys, shapes and dtypes, and "
             f"only tensors. A frame held {key_str(frame.keys(True, True))}. Leave use_buffers out."
         )
-
-
-def is_dense(frame: TensorDictBase) -> bool:
-    """Whether all entries are tensors in plain TensorDicts."""
-    values: Any = frame.values(True)
-    return not isinstance(frame, LazyStackedTensorDict) and all(
-        isinstance(value, torch.Tensor) or type(value) is TensorDict for value in values
-    )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.collectors.profiling import named_range
+from rollwright.collectors.rollout.paths.outputs import entries_before, has_entry, remove_entry, write_outputs
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.specs import MultiOneHot, NonTensor, OneHot
 from rollwright.envs.base import EnvBase
@@ -23,10 +24,10 @@ __all__ = [
     "action_check",
     "build_act",
     "build_step",
-    "entries",
     "finite_check",
     "mover",
     "next_keys",
+    "ragged_keys",
     "tag_act",
     "tag_step",
 ]
@@ -71,9 +72,9 @@ def build_act(
 
     def act(current: TensorDictBase) -> TensorDictBase:
         for key in stale:
-            current.pop(key, None)
+            remove_entry(current, key)
         seen = move(current)
-        before = None if seen is current and fresh_outputs else dict(entries(seen))
+        before = None if seen is current and fresh_outputs else entries_before(seen)
         chosen = policy(seen)
         chosen = seen if chosen is None else chosen
         if not is_tensor_collection(chosen):
@@ -82,10 +83,8 @@ def build_act(
                 "into the TensorDict and return that, or wrap the function in a TensorDictModule."
             )
         if chosen is not current or not fresh_outputs:
-            old = before if before is not None else dict(entries(current))
-            for key, value in list(entries(chosen)):
-                if old.get(key) is not value or not isinstance(value, torch.Tensor):  # stacks are written into
-                    current.set(key, value if fresh_outputs else value.clone())
+            known = before if before is not None else entries_before(current)
+            current = write_outputs(current, chosen, known, fresh=fresh_outputs)
         states = current.get("next", None)
         if states is not None:  # they are the next step's root, and a policy may write them into one buffer
             current.set("next", states.clone())
@@ -95,20 +94,10 @@ def build_act(
     return act
 
 
-def entries(td: TensorDictBase, place: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, Any]]:
-    """The leaves of a TensorDict; objects and ragged stacks count as leaves."""
-    for key, value in td.items():
-        if type(value) is TensorDict:
-            yield from entries(value, (*place, key))
-        else:
-            yield unravel((*place, key)), value
-
-
 def stale_actions(env: EnvBase, policy: Any) -> list[NestedKey]:
     """Actions of the last step that neither the environment nor the policy reads in the next one."""
     read = {*env.observation_keys, *env.state_keys, *map(unravel, getattr(policy, "in_keys", ()))}
-    specs = env.full_action_spec
-    return [key for key in env.action_keys if key not in read and -1 not in specs[key].shape]
+    return [key for key in env.action_keys if key not in read]
 
 
 def build_step(env: EnvBase, move: Stage, *, reset_when_done: bool, current_has_no_device: bool) -> Step:
@@ -133,19 +122,26 @@ def build_step(env: EnvBase, move: Stage, *, reset_when_done: bool, current_has_
 
 
 def action_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
-    """Tests that every action is there and has the shape of its spec; ragged actions are the environment's to test."""
-    ndim = env.ndim
-    actions = [(key, spec) for key in env.action_keys if -1 not in (spec := env.full_action_spec[key]).shape]
+    """Tests that every action is there and has the shape of its spec; ragged ones are the environment's to test."""
+    ndim, specs = env.ndim, env.full_action_spec
+    free = {key for key in env.action_keys if isinstance(specs[key], NonTensor) or -1 in specs[key].shape}
+    actions = [(key, specs[key]) for key in env.action_keys if key not in free]
 
     def check(current: TensorDictBase) -> None:
+        for key in free:
+            if not has_entry(current, key):
+                raise _unwritten(env, current, key)
         for key, spec in actions:
-            value: Any = current.get(key, None)
-            if value is None:
-                raise PolicyKeyError(
-                    f"policy: it wrote no {key!r}, which {env} needs. Entries after the call: "
-                    f"{key_str(current.keys(True, True))}. Add {key!r} to its out_keys."
-                )
             expected = current.batch_size + spec.shape[ndim:]
+            try:
+                value: Any = current.get(key, None)
+            except RuntimeError as error:  # of a lazy stack
+                raise PolicyError(
+                    f"policy: it wrote {key!r} with a shape that differs between environments; {env} expects "
+                    f"{list(expected)}, as in {spec}. Write one shape, or let the spec have -1 where sizes vary."
+                ) from error
+            if value is None:
+                raise _unwritten(env, current, key)
             if isinstance(value, torch.Tensor) and value.numel() != expected.numel():
                 one_hot = isinstance(spec, OneHot | MultiOneHot)
                 hint = " The spec is one-hot: did the policy write an index?" if one_hot else ""
@@ -155,6 +151,13 @@ def action_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
                 )
 
     return check
+
+
+def _unwritten(env: EnvBase, current: TensorDictBase, key: NestedKey) -> PolicyKeyError:
+    return PolicyKeyError(
+        f"policy: it wrote no {key!r}, which {env} needs. Entries after the call: "
+        f"{key_str(current.keys(True, True))}. Add {key!r} to its out_keys."
+    )
 
 
 def finite_check(env: EnvBase) -> Callable[[TensorDictBase, Iterable[NestedKey]], None]:
@@ -201,6 +204,17 @@ def tag_step(step: Step) -> Step:
         return frame, following
 
     return tagged
+
+
+def ragged_keys(env: EnvBase) -> set[NestedKey]:
+    """Entries of a frame whose first dimension below the batch has any size (-1) in the specs."""
+    ragged: set[NestedKey] = set()
+    for name in ("observation", "state", "action", "reward", "done"):
+        spec = env.full_spec(name)
+        for key in spec.keys(True, True):
+            if spec[key].shape[env.ndim :][:1] == (-1,):
+                ragged |= {unravel(key), unravel(("next", *as_tuple(key)))}
+    return ragged
 
 
 def next_keys(env: EnvBase) -> list[NestedKey]:

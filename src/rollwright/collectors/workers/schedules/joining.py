@@ -10,12 +10,11 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, place
-from rollwright.collectors.rollout.paths.recording import is_dense
 from rollwright.collectors.workers.memory.blocks import Join
 from rollwright.collectors.workers.memory.store import Block
 from rollwright.collectors.workers.messages import Collected
 from rollwright.data.compact import is_table, join_tables
-from rollwright.data.layout import MASK, TRAJ_IDS
+from rollwright.data.layout import MASK, TRAJ_IDS, is_dense
 
 __all__ = ["Result", "are_alike", "batch_of", "joined", "mark_taken", "restored"]
 

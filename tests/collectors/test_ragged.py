@@ -1,0 +1,191 @@
+"""Text, ragged tensors and tensorclass entries, written by environment and policy, in batches of a collector."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict
+from tests.collectors.dialogs import Answers, Dialog, Words, frames_of
+
+from rollwright.collectors import Interruptor
+from rollwright.envs import GymEnv, SerialEnv
+from rollwright.errors import PolicyError, PolicyKeyError
+from rollwright.testing.mocking_classes import CountingEnv, Str2StrEnv
+
+IDS = ("collector", "traj_ids")
+FORMS = ["in place", "rows", "new"]
+
+
+def check(batch, *, messages=False):
+    """Every frame is whole, and follows the one before."""
+    for row in batch.reshape(-1, batch.shape[-1]).unbind(0) if batch.ndim > 1 else [batch]:
+        frames = frames_of(row)
+        for frame in frames:
+            assert frame["answer"] == frame["text"].upper()
+            assert frame["answer_tokens"] == frame["tokens"] * 2
+            assert frame["policy"]["log_probs"] == [-float(token) for token in frame["tokens"] * 2]
+            assert len(frame["prompt"]["mask"]) == len(frame["tokens"])
+            if messages:
+                for place in (frame, frame["next"]):
+                    assert place["message"] == ("Words", place["text"], "user", len(place["text"]))
+                assert frame["reply"] == ("Words", frame["answer"], "assistant", len(frame["answer"]))
+        for one, other in itertools.pairwise(frames):
+            if not one["next"]["done"][0]:
+                assert other["text"] == one["next"]["text"]
+                assert other["collector"]["traj_ids"] == one["collector"]["traj_ids"]
+            else:
+                assert other["text"].endswith("t0")
+
+
+@pytest.mark.parametrize("messages", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [(), (1,), (3,), (2, 2)])
+def test_a_policy_may_write_ragged_entries_in_any_form(make, size, form, messages):
+    env = Dialog(size, messages=messages)
+    collector = make(env, Answers(form, messages), frames_per_batch=7 * env.numel(), total_frames=14 * env.numel())
+    for batch in collector:
+        assert isinstance(batch, LazyStackedTensorDict)
+        assert (batch.shape, batch.stack_dim) == ((*size, 7), len(size))
+        check(batch, messages=messages)
+    if messages:
+        assert isinstance(batch["message"], Words)
+        assert isinstance(batch["next", "message"][..., 0], Words)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("option", ["policy_device", "storing_device", "version", "lists", "no ids", "no resets"])
+def test_ragged_entries_beside_options(make, form, option):
+    options = {
+        "policy_device": {"policy_device": "cpu"},
+        "storing_device": {"storing_device": "cpu"},
+        "version": {"track_policy_version": True},
+        "lists": {"use_buffers": False},
+        "no ids": {"track_traj_ids": False},
+        "no resets": {"reset_when_done": False},
+    }[option]
+    env = Dialog((2,), turns=99 if option == "no resets" else 2)
+    batch = make(env, Answers(form), frames_per_batch=10, **options).next()
+    for frame in frames_of(batch):
+        assert frame["answer_tokens"] == frame["tokens"] * 2
+
+
+class Ragged:
+    """Acts in a batch of ordinary environments, and writes as many numbers as it has done steps, and more by row."""
+
+    def __init__(self, actions, *, lazily_from=0):
+        self.actions, self.calls, self.lazily_from = actions, 0, lazily_from
+
+    def __call__(self, td):
+        td = td.set("action", self.actions(td))
+        self.calls += 1
+        if self.calls <= self.lazily_from:
+            return td.set("thoughts", torch.zeros(*td.shape, 2))
+        rows = [
+            TensorDict({"action": row["action"], "thoughts": torch.ones(self.calls + i)}) for i, row in enumerate(td)
+        ]
+        return LazyStackedTensorDict(*rows, stack_dim=0)
+
+
+def ones(td):
+    return torch.ones(*td.shape, 1, dtype=torch.int32)
+
+
+def left(td):
+    return torch.zeros(td.shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("kind", ["plain", "arrays"])
+def test_ragged_outputs_in_an_environment_of_one_shape(make, kind, late):
+    if kind == "plain":
+        env, actions = CountingEnv(batch_size=[2], max_steps=99), ones
+    else:
+        env = SerialEnv(2, lambda: GymEnv("CartPole-v1", categorical_action_encoding=True))
+        actions = left
+    policy = Ragged(actions, lazily_from=late)
+    batch = make(env, policy, frames_per_batch=8).next()
+    sizes = [[frame["thoughts"].shape[0] for frame in row.unbind(0)] for row in batch.unbind(0)]
+    expected = [[2] * late + [t + i for t in range(1, 5)][late:] for i in range(2)]
+    assert sizes == expected
+    assert torch.equal(batch["observation"][:, 1:], batch["next", "observation"][:, :-1])
+
+
+def test_text_goes_to_and_fro(make):
+    policy = lambda td: td.set("action", td["observation"][::-1])  # noqa: E731
+    batch = make(Str2StrEnv(), policy, frames_per_batch=5).next()
+    assert list(batch["action"]) == [text[::-1] for text in batch["observation"]]
+    assert list(batch["observation"])[1:] == list(batch["next", "observation"])[:-1]
+
+
+def test_an_action_that_is_missing_is_named_though_the_last_one_is_there(make):
+    class Once(Answers):
+        def __call__(self, td):
+            if "t0" in td[0]["text"]:
+                return super().__call__(td)
+            return td
+
+    collector = make(Dialog((2,), turns=3), Once("rows"), frames_per_batch=8)
+    with pytest.raises(PolicyKeyError, match="it wrote no 'answer"):
+        collector.next()
+
+
+def test_an_action_of_varying_shape_is_named_where_its_spec_has_one_shape(make):
+    def policy(td):
+        rows = [TensorDict({"action": torch.ones(1 + i, dtype=torch.int32)}) for i in range(2)]
+        return LazyStackedTensorDict(*rows, stack_dim=0)
+
+    collector = make(CountingEnv(batch_size=[2]), policy, frames_per_batch=8)
+    with pytest.raises(PolicyError, match=r"'action' with a shape that differs.*\[2, 1\].*-1"):
+        collector.next()
+
+
+# Frames that were not taken, and padding ------------------------------------------------------------------------
+
+
+class Stopped(Interruptor):
+    """Lets every rollout take as many steps as ``steps``."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps, self.asked = steps, 0
+
+    def collection_stopped(self):
+        self.asked += 1
+        return self.asked % self.steps == 0
+
+
+@pytest.mark.parametrize("size", [(), (2,)])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_frames_that_were_not_taken_hold_nothing(make, size, steps):
+    env = Dialog(size, turns=9, messages=True)
+    batch = make(env, Answers(messages=True), frames_per_batch=5 * env.numel(), interruptor=Stopped(steps)).next()
+    assert batch.shape == (*size, 5)
+    taken = batch[..., :steps]
+    check(taken, messages=True)
+    assert int(taken[IDS].min()) >= 0
+    for frame in frames_of(batch[..., steps:]):
+        assert (frame["text"], frame["answer"], frame["next"]["text"]) == ("", "", "")
+        assert frame["tokens"] == frame["answer_tokens"] == frame["next"]["tokens"] == frame["prompt"]["mask"] == []
+        assert frame["message"] == frame["reply"] == ("Words", "", "", 0)
+        assert frame["collector"]["traj_ids"] == -1
+        assert frame["next"]["reward"] == [0.0]
+
+
+@pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
+@pytest.mark.parametrize("way", ["split_trajs", "trajs_per_batch"])
+def test_padding_holds_nothing(make, way):
+    options = {"split_trajs": True} if way == "split_trajs" else {"trajs_per_batch": 4, "traj_format": "padded"}
+    env = Dialog((2,), messages=True)  # episodes of two and of three steps
+    collector = make(env, Answers(messages=True), frames_per_batch=12, **options)
+    batch = collector.next()
+    lengths = batch["collector", "mask"].sum(-1).tolist()
+    assert sorted(lengths) == sorted({"split_trajs": [2, 2, 2, 3, 3], "trajs_per_batch": [2, 2, 2, 3]}[way])
+    for row, length in zip(batch.unbind(0), lengths, strict=True):
+        check(row[:length], messages=True)
+        assert len({int(frame[IDS]) for frame in row[:length].unbind(0)}) == 1
+        for frame in frames_of(row[length:]) if length < 3 else []:
+            assert (frame["text"], frame["answer"], frame["next"]["text"]) == ("", "", "")
+            assert frame["tokens"] == frame["answer_tokens"] == frame["next"]["tokens"] == []
+            assert frame["message"] == ("Words", "", "", 0)
