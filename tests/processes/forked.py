@@ -1,8 +1,9 @@
-"""Runs a function in a forked child, as programs do that fork by themselves."""
+"""Runs a function in a forked child, as programs do that fork by themselves; and a server of multiprocessing's."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -11,9 +12,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-__all__ = ["forked", "resting_fork"]
+__all__ = ["SERVED", "forked", "resting_fork"]
 
 T = TypeVar("T")
+SERVED = multiprocessing.get_context("forkserver")  # what processes begin with is imported once
+SERVED.set_forkserver_preload(["hypothesis", "pytest", "rollwright._preload"])
 LIMIT_S = 60  # after it, the child is ended by SIGALRM
 
 

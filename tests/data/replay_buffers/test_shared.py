@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import signal
 import threading
@@ -13,6 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tests.collectors.workers.processes import shm_entries, wait_until
+from tests.processes.forked import SERVED
 
 from rollwright.data import (
     LazyMemmapStorage,
@@ -24,8 +24,6 @@ from rollwright.data import (
     TensorDictReplayBuffer,
 )
 
-SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["torch", "tensordict", "rollwright.data"])
 WIDTH = 500
 DEADLINE_S = 100
 
@@ -56,7 +54,7 @@ def shared_buffer(size: int = 300, storage=LazyTensorStorage, **options) -> Repl
 
 
 def start(target, *args):
-    process = SPAWN.Process(target=target, args=args, daemon=True)
+    process = SERVED.Process(target=target, args=args, daemon=True)
     process.start()
     return process
 
@@ -190,7 +188,7 @@ def test_writers_killed_at_any_moment():
     buffer = shared_buffer(200)
     survivor = start(extend_many, buffer, 0, 200)
     for round_ in range(5):
-        ready = SPAWN.Event()
+        ready = SERVED.Event()
         victim = start(extend_until_killed, buffer, 1 + round_, ready)
         assert ready.wait(DEADLINE_S)
         assert len(buffer)
@@ -214,7 +212,7 @@ def hold_a_reading_lock(buffer: ReplayBuffer, ready) -> None:
 def test_a_sampler_that_is_killed_stops_nobody():
     buffer = shared_buffer()
     buffer.extend(frames(0, 10, 0))
-    ready = SPAWN.Event()
+    ready = SERVED.Event()
     victim = start(hold_a_reading_lock, buffer, ready)
     assert ready.wait(DEADLINE_S)
     os.kill(victim.pid, signal.SIGKILL)
@@ -239,7 +237,7 @@ def sample_many(buffer: ReplayBuffer, batches: int, results) -> None:
 def test_slices_of_interleaved_writers_in_other_processes():
     buffer = shared_buffer(400, sampler=SliceSampler(slice_len=8))
     buffer.extend(frames(8, 20, 0))
-    results = SPAWN.SimpleQueue()
+    results = SERVED.SimpleQueue()
     writers = [start(extend_many, buffer, worker, 60) for worker in range(2)]
     reader = start(sample_many, buffer, 100, results)
     for _ in range(50):

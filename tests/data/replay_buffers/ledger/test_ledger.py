@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.processes.forked import forked
+from tests.processes.forked import SERVED, forked
 
 from rollwright._memory.segment import Segment
 from rollwright._processes import file_locks
@@ -25,7 +25,7 @@ from rollwright.data.replay_buffers.ledger.locks import RowLock
 
 LIMIT = 60.0
 
-SPAWN = multiprocessing.get_context("spawn")
+FORK = multiprocessing.get_context("fork")  # its processes are children of this one
 
 
 def shared_ledger(capacity: int = 100) -> tuple[Ledger, Segment, Segment]:
@@ -124,10 +124,11 @@ def reserve_and_wait(rows: Segment, lock: Segment, ready, n: int) -> None:
     signal.pause()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_killed_writers_reservation_becomes_a_gap_and_stops_nobody():
     ledger, rows, lock = shared_ledger()
-    ready = SPAWN.Event()
-    writer = SPAWN.Process(target=reserve_and_wait, args=(rows, lock, ready, 10))
+    ready = FORK.Event()
+    writer = FORK.Process(target=reserve_and_wait, args=(rows, lock, ready, 10))
     writer.start()
     assert ready.wait(60)
     mine = ledger.reserve(5)
@@ -152,8 +153,8 @@ def hold(rows: Segment, lock: Segment, ready, how: str) -> None:
 @pytest.mark.parametrize("how", ["reading", "writing"])
 def test_the_lock_dies_with_its_holder(how):
     ledger, rows, lock = shared_ledger()
-    ready = SPAWN.Event()
-    holder = SPAWN.Process(target=hold, args=(rows, lock, ready, how))
+    ready = SERVED.Event()
+    holder = SERVED.Process(target=hold, args=(rows, lock, ready, how))
     holder.start()
     assert ready.wait(60)
     ledger.lock._timeout_s = 0.05
@@ -253,7 +254,7 @@ def publish_many(rows: Segment, lock: Segment, count: int) -> None:
 
 def test_reservations_of_processes_do_not_overlap():
     ledger, rows, lock = shared_ledger(capacity=1000)
-    workers = [SPAWN.Process(target=publish_many, args=(rows, lock, 200)) for _ in range(2)]
+    workers = [SERVED.Process(target=publish_many, args=(rows, lock, 200)) for _ in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
