@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.programs import Programs
 from tests.promises import PROMISES
 
 HERE = Path(__file__).parent
@@ -23,17 +24,18 @@ def test_the_tests_of_a_promise_exist(name: str) -> None:
     assert [file for file in files if not (HERE / file).is_file()] == []
 
 
-def test_the_tests_of_a_promise_are_marked(pytester: pytest.Pytester) -> None:
+def test_the_tests_of_a_promise_are_marked(pytester: pytest.Pytester, programs: Programs) -> None:
     """As ``pytest -m p9`` finds them: a file of the table is marked, and no other."""
     conftest = (HERE / "conftest.py").read_text()
     folder = pytester.mkdir("tests")
-    for name in ("promises.py", "patience.py"):
+    for name in ("promises.py", "patience.py", "programs.py"):
         (folder / name).write_text((HERE / name).read_text())
     (folder / "conftest.py").write_text(conftest)
     for file in ("processes/test_pool.py", "processes/test_other.py"):
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text("def test_it(): pass\n")
     pytester.makeini("[pytest]\npythonpath = .\naddopts = --import-mode=importlib\ntimeout = 60\n")
-    found = pytester.runpytest_subprocess("-m", "p9", "--collect-only", "-q", "-p", "no:cacheprovider")
-    assert "tests/processes/test_pool.py::test_it" in found.stdout.str()
-    assert "test_other" not in found.stdout.str()
+    options = ("-m", "p9", "--collect-only", "-q", "-p", "no:cacheprovider")
+    found = programs.run("-m", "pytest", *options, cwd=pytester.path)
+    assert "tests/processes/test_pool.py::test_it" in found.stdout, found.stdout + found.stderr
+    assert "test_other" not in found.stdout
