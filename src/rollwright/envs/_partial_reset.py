@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 
 from rollwright._keys import without
 from rollwright.errors import EnvError
@@ -13,7 +13,7 @@ from rollwright.errors import EnvError
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = ["Masks", "mask_like", "merge_reset", "reset_masks"]
+__all__ = ["Masks", "mask_like", "merge_reset", "replace_entries", "reset_masks"]
 
 Masks = dict[tuple[str, ...], torch.Tensor]
 
@@ -69,8 +69,20 @@ def merge_reset(env: EnvBase, old: TensorDictBase, fresh: TensorDictBase, masks:
     out = without(old, "next", *env.reset_keys)
     fresh = fresh.exclude(*env.reset_keys)
     if masks is None or all(bool(mask.all()) for mask in masks.values()):
-        return out.update(fresh)
+        return replace_entries(out, fresh)
     return _merge(out, fresh, masks, (), old.ndim)
+
+
+def replace_entries(old: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+    """``old`` updated with ``fresh``; tensor classes, whose shapes may be others, are replaced and not merged."""
+    if isinstance(fresh, LazyStackedTensorDict):
+        classes = [key for key, value in fresh.tensordicts[0].items() if _is_class(value)]
+        old = without(old, *classes) if classes else old
+    return old.update(fresh)
+
+
+def _is_class(value: Any) -> bool:
+    return is_tensorclass(value) and not is_non_tensor(value)
 
 
 def _merge(
@@ -86,7 +98,7 @@ def _merge(
         if kept is not None:
             if isinstance(new, torch.Tensor):
                 new = _where(mask_like(masks, place, new, batch_ndim), new, kept, str(key))
-            elif is_non_tensor(new):
+            elif is_non_tensor(new) or _is_class(new):
                 new = _choose(_mask_at(masks, place, new.batch_size, batch_ndim), new, kept)
             else:
                 new = _merge(kept, cast(TensorDictBase, new), masks, (*place, str(key)), batch_ndim)

@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._keys import key_str, leaf_keys, without
 from rollwright.data.layout import deciding_groups, end_of_trajectory
 from rollwright.envs._checks import check_alive, complete_reset, complete_step, missing_actions
-from rollwright.envs._partial_reset import merge_reset, reset_masks
+from rollwright.envs._partial_reset import merge_reset, replace_entries, reset_masks
 from rollwright.envs._rollout import rollout
 from rollwright.envs._specs import EnvSpecs
 from rollwright.envs.utils import check_env_specs
@@ -333,7 +333,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         """The root of the next step: ``"next"`` without rewards, over what the root holds besides."""
         outcome = tensordict.get("next")
         root = without(tensordict, "next", *self.reward_keys)
-        return root.update(without(outcome, *self.reward_keys))
+        return replace_entries(root, without(outcome, *self.reward_keys))
 
     # The object itself ------------------------------------------------------------------------
 

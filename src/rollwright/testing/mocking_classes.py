@@ -26,6 +26,7 @@ They are small but real: wrong actions raise, partial resets reset only the mark
 ``EnvThatErrorsAfter10Iters``       raises in its eleventh step
 ``Str2StrEnv``                      strings for observations and actions
 ``FastImageEnv``                    one image for ever
+``DummyStrDataLoader``              random strings as prompts; ``DummyTensorDataLoader``: random tokens
 ``ActionObsMergeLinear``            a linear layer on action and observation
 ==================================  =================================================================
 """
@@ -38,6 +39,7 @@ from rollwright.testing._counting_envs import (
     CountingEnvWithString,
     IncrementingEnv,
 )
+from rollwright.testing._dataloaders import DummyStrDataLoader, DummyTensorDataLoader
 from rollwright.testing._locked_envs import (
     MockBatchedLockedEnv,
     MockBatchedUnLockedEnv,
@@ -83,6 +85,8 @@ __all__ = [
     "DiscreteActionConvPolicy",
     "DiscreteActionVecMockEnv",
     "DiscreteActionVecPolicy",
+    "DummyStrDataLoader",
+    "DummyTensorDataLoader",
     "EnvThatDoesNothing",
     "EnvThatErrorsAfter10Iters",
     "EnvWithDynamicSpec",

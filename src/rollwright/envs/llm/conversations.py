@@ -96,6 +96,7 @@ class DatasetConversations(Conversations):
         self.source, self.num_slots = source, num_slots
         self.prompts = PromptFormat() if prompts is None else prompts
         self.dialogue = Dialogue() if dialogue is None else dialogue
+        self.history = self.dialogue.history  # for the tokens of a conversation
         self.tools: Toolset | None = as_toolset(tools)
         self.rewards: tuple[Reward, ...] = as_rewards(rewards)
         self._check_groups()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -54,15 +54,18 @@ class Dialogue:
         max_turns: answers that a conversation may have, those that call tools among them; the last one truncates it.
             None: no limit.
         timeout_s: seconds that a reply may take.
+        history: what to do with the tokens of earlier turns where the chat template writes them in another way when
+            more messages follow: ``"keep"`` them, or ``"rewrite"``: begin a new sequence.
 
     Raises:
-        ValueError: ``max_turns`` or ``timeout_s`` is out of range.
+        ValueError: an argument is out of range.
         TypeError: ``environment`` cannot be called.
     """
 
     environment: Callable[[Mapping[str, Any]], Any] | None = None
     max_turns: int | None = None
     timeout_s: float = 60.0
+    history: Literal["keep", "rewrite"] = "keep"
 
     def __post_init__(self) -> None:
         if self.environment is not None and not callable(self.environment):
@@ -74,6 +77,8 @@ class Dialogue:
             raise ValueError(f"max_turns: expected at least 1, or None for no limit, got {self.max_turns}.")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s: expected more than 0, got {self.timeout_s}.")
+        if self.history not in ("keep", "rewrite"):
+            raise ValueError(f"history: expected 'keep' or 'rewrite', got {self.history!r}.")
 
 
 @dataclass(frozen=True, slots=True)

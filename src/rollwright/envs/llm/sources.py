@@ -96,6 +96,11 @@ class DatasetSource(PromptSource):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
 
+    @property
+    def seed(self) -> int:
+        """Of order and origins."""
+        return self._seed
+
     def draw(self) -> Draw:
         """See :meth:`PromptSource.draw`."""
         with self._lock:

@@ -48,6 +48,11 @@ class Talk:
         self._stateful: set[str] = set()
 
     @property
+    def begun(self) -> bool:
+        """Whether the model has answered."""
+        return self.turns > 0
+
+    @property
     def origin(self) -> Origin:
         """Where it comes from."""
         return self.opening.draw.origin
@@ -146,7 +151,9 @@ class Talk:
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Go on from a saved state; an empty one is that of a conversation without answers."""
+        if not state:
+            return
         self.messages = list(state["messages"])
         self.turns, self.rounds = state["turns"], state["rounds"]
         self._token_ids = list(state["token_ids"])

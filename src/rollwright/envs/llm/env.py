@@ -1,0 +1,361 @@
+"""ConversationEnv: conversations as an environment on TensorDicts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_non_tensor
+
+from rollwright.data.llm.chain import TokenChain
+from rollwright.data.llm.history import ChatHistory, History
+from rollwright.data.llm.turns import FinishReason, Message, Origin, turn_seed
+from rollwright.data.specs import Composite, NonTensor, Unbounded
+from rollwright.envs.base import EnvBase
+from rollwright.envs.llm.conversations import DatasetConversations
+from rollwright.envs.llm.core import Answer, Opening, Outcome
+from rollwright.errors import EnvError
+
+if TYPE_CHECKING:
+    from rollwright._keys import NestedKey
+
+__all__ = ["ConversationEnv"]
+
+_NUMBERS = ("seed", "group_id", "repeat", "prompt_index", "epoch", "turn", "sequence")
+
+
+class ConversationEnv(EnvBase):
+    """Conversations as an environment of batch size ``[slots]``, one row for each; base of ``LLMEnv`` and ``ChatEnv``.
+
+    A reset writes prompts, and a step reads answers and writes the next prompts. A prompt that was not answered stays
+    through a reset, so that none is skipped. All conversations take their turns together; a collector with an engine
+    for its policy uses :attr:`conversations` instead, where they do not wait for each other.
+
+    Besides prompts, the root and ``"next"`` hold int64 ``[slots]``: ``seed`` (of the turn's generator), ``group_id``,
+    ``repeat``, ``prompt_index``, ``epoch``, ``turn`` and ``sequence``. Below ``"next"``, the prompt of a conversation
+    that is over is empty.
+
+    Args:
+        conversations: in slots.
+        tokenizer: of the policy's model; None: prompts are texts or tokens alone, as the data has them.
+        nested: keys are ``("tokens", "prompt")``, ``("text", "prompt")``; False: ``tokens``, ``text``.
+        end_token_ids: tokens that end an answer, beside the tokenizer's.
+        columns: specs of columns of the dataset that are observations, too.
+        device: of the tensors.
+
+    Attributes:
+        conversations: the same without TensorDicts, for collectors.
+        tokenizer: as given.
+
+    Raises:
+        ValueError: messages are prompts, and there is no tokenizer.
+    """
+
+    returns_copies = True
+
+    def __init__(
+        self,
+        conversations: DatasetConversations,
+        tokenizer: Any = None,
+        *,
+        nested: bool,
+        end_token_ids: Collection[int] = (),
+        columns: Composite | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(device=device, batch_size=[conversations.num_slots])
+        self.conversations, self.tokenizer, self.nested = conversations, tokenizer, nested
+        mode = self._mode = conversations.prompts.mode
+        self._has_tokens = tokenizer is not None or mode == "tokens"
+        self._has_text = tokenizer is not None or mode != "tokens"
+        self._columns = columns
+        self._end_token_ids = tuple(end_token_ids)
+        self._rows: list[_Row | None] = [None] * conversations.num_slots
+        self._blank: TokenChain | None = None
+        self._set_specs()
+
+    def _set_specs(self) -> None:
+        size = self.batch_size
+        text = NonTensor(size, example_data="", batched=True)
+        tokens = Unbounded((*size, -1), dtype=torch.int64)
+        observed: dict[str, Any] = {name: Unbounded(size, dtype=torch.int64) for name in _NUMBERS}
+        if self.nested:
+            parts: dict[str, Any] = {}
+            if self._has_text:
+                parts["text"] = text
+            if self._has_tokens:
+                parts["tokens"] = tokens
+            observed |= {name: Composite(prompt=part, shape=size) for name, part in parts.items()}
+            actions: dict[str, Any] = {
+                name: Composite(response=part.clone(), shape=size) for name, part in parts.items()
+            }
+            if self._mode == "history":
+                fields = {name: NonTensor((*size, -1), example_data="") for name in ("role", "content", "is_complete")}
+                prompt = Composite(fields, shape=(*size, -1))
+                observed["history"] = Composite(prompt=prompt, shape=size)
+        else:
+            if self._has_text:
+                observed["text"] = text
+            if self._has_tokens:
+                observed |= {"tokens": tokens, "attention_mask": tokens.clone()}
+            actions = {}
+            if self._has_text:
+                actions["text_response"] = text.clone()
+            if self._has_tokens:
+                actions["tokens_response"] = tokens.clone()
+        if self._columns is not None:
+            for key in self._columns.keys(True, True):
+                observed[str(key)] = self._columns[key].clone().expand(*size, *self._columns[key].shape)
+        chosen = ("tokens" if self._has_tokens else "text") + ("" if self.nested else "_response")
+        self.observation_spec = Composite(observed, shape=size)
+        self.action_spec = Composite({chosen: actions[chosen]}, shape=size)
+        self.reward_spec = Unbounded((*size, 1))
+        self.full_done_spec = self.full_done_spec
+        self.add_truncated_keys()
+
+    # Resets -----------------------------------------------------------------------------------------
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        marks = None if tensordict is None else tensordict.get("_reset", None)
+        for slot in range(self.conversations.num_slots):
+            if marks is None or bool(marks[slot].any()) or self._rows[slot] is None:
+                self._open(slot)
+        return self._stacked([self._observed(cast(_Row, row)) for row in self._rows])
+
+    def _open(self, slot: int) -> None:
+        row = self._rows[slot]
+        if row is not None and not row.turn:
+            return
+        try:
+            opening = self.conversations.open(slot)
+        except StopIteration:
+            raise EnvError(
+                "dataset: all its epochs are over, and there is no prompt for the next conversation. Pass more data, "
+                "or epochs=None to read it again and again."
+            ) from None
+        self._rows[slot] = _Row(opening, self._chain(opening))
+
+    def _chain(self, opening: Opening) -> TokenChain | None:
+        if not self._has_tokens:
+            return None
+        if self._blank is None:
+            conversations = self.conversations
+            self._blank = TokenChain(
+                self.tokenizer,
+                conversations.template,
+                history=conversations.history,
+                end_token_ids=self._end_token_ids,
+            )
+        chain = self._blank.new()
+        if opening.tokens is not None:
+            chain.open(opening.tokens)
+        else:
+            chain.open(opening.messages if opening.text is None else opening.text)
+        return chain
+
+    def _observed(self, row: _Row) -> dict[str, Any]:
+        """The entries of a row: of its next prompt, or of none where the conversation is over."""
+        origin, chain = row.opening.draw.origin, row.chain
+        seed = turn_seed(origin, row.turn)
+        numbers = [seed, origin.group, origin.repeat, origin.index, origin.epoch, row.turn]
+        numbers.append(0 if chain is None else chain.sequence)
+        entries: dict[str, Any] = dict(zip(_NUMBERS, torch.tensor(numbers).unbind(), strict=True))
+        if chain is not None:
+            tokens = chain.tokens[:0] if row.over else chain.tokens
+            if self.nested:
+                entries["tokens"] = _td({"prompt": tokens})
+            else:
+                entries["tokens"], entries["attention_mask"] = tokens, torch.ones_like(tokens)
+        if self._has_text:
+            text = NonTensorData("" if row.over else row.text)
+            entries["text"] = _td({"prompt": text}) if self.nested else text
+        if self.nested and self._mode == "history":
+            entries["history"] = ChatHistory(prompt=History.from_chats(row.messages), batch_size=())
+        if self._columns is not None:
+            for key in self._columns.keys(True, True):
+                entries[str(key)] = self._columns[key].encode(self._column(row, str(key)))
+        return entries
+
+    @staticmethod
+    def _column(row: _Row, key: str) -> Any:
+        values = row.opening.draw.row
+        if key not in values:
+            raise EnvError(
+                f"primers: the row has no column {key!r}; it has {sorted(map(str, values))}. Correct the key."
+            )
+        return values[key]
+
+    def _stacked(self, rows: list[dict[str, Any]]) -> TensorDictBase:
+        stacked: TensorDictBase = LazyStackedTensorDict(*map(_td, rows), stack_dim=0)
+        return stacked if self.device is None else stacked.to(self.device)
+
+    # Steps ------------------------------------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        answers = {slot: self._answer(slot, row) for slot, row in enumerate(tensordict.unbind(0))}
+        self.conversations.submit(answers)
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(answers):
+            came = self.conversations.outcomes(None)
+            if not came:
+                waiting = sorted(answers.keys() - outcomes.keys())
+                raise EnvError(
+                    f"conversations: the rewards in slots {waiting} wait for others of their groups, and all slots "
+                    "step together. Use LLMCollector with an engine for its policy, or Reward(..., per='conversation')."
+                )
+            outcomes |= came
+        return self._stacked([self._follow(slot, answers[slot], outcomes[slot]) for slot in range(len(answers))])
+
+    def _answer(self, slot: int, td: TensorDictBase) -> Answer:
+        row = self._rows[slot]
+        if row is None or row.over:
+            raise EnvError(
+                f"slot {slot}: there is no prompt to answer: the conversation is over, or was not begun. Call reset() "
+                "for it first, or step_and_maybe_reset()."
+            )
+        tokens, text = self._response(td, "tokens"), self._response(td, "text")
+        if row.chain is not None:
+            if tokens is None:
+                tokens = torch.tensor(self.tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+            tokens = tokens.to("cpu", torch.int64)
+            if text is None or text == "":
+                text = row.chain.decode(tokens)
+        reason = td.get("finish_reason", None)
+        reason = FinishReason(str(_data(reason))) if reason is not None else FinishReason.STOP
+        message: Message = {"role": "assistant", "content": text}
+        return Answer(message, text, torch.zeros(0, dtype=torch.int64) if tokens is None else tokens, reason)
+
+    def _response(self, td: TensorDictBase, kind: str) -> Any:
+        key: NestedKey = (kind, "response") if self.nested else f"{kind}_response"
+        return _data(td.get(key, None))
+
+    def _follow(self, slot: int, answer: Answer, outcome: Outcome) -> dict[str, Any]:
+        row = cast(_Row, self._rows[slot])
+        message = answer.message if outcome.response is None else outcome.response
+        row.follow(answer, message, outcome)
+        if isinstance(outcome.reward, torch.Tensor):
+            raise EnvError(
+                f"reward: that of slot {slot} has one number for each token, which only LLMCollector with an engine "
+                "for its policy records. Return one number, for example their sum."
+            )
+        entries = self._observed(row)
+        entries["reward"] = torch.tensor([float(outcome.reward)])
+        flags = (outcome.terminated, outcome.truncated, outcome.terminated or outcome.truncated)
+        for name, flag in zip(("terminated", "truncated", "done"), flags, strict=True):
+            entries[name] = torch.tensor([flag])
+        return entries
+
+    # The object itself ------------------------------------------------------------------------------
+
+    @property
+    def origins(self) -> list[Origin | None]:
+        """Where the conversations of the slots come from; None: none was begun."""
+        return [None if row is None else row.opening.draw.origin for row in self._rows]
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Write short random answers, for tests of the environment."""
+        if tensordict is None:
+            tensordict = TensorDict({}, self.batch_size)
+        most = 1000 if self.tokenizer is None else len(self.tokenizer)
+        kind = "tokens" if self._has_tokens else "text"
+        values: list[Any] = [
+            torch.randint(most, (int(torch.randint(1, 5, ())),)) if self._has_tokens else "answer" for _ in self._rows
+        ]
+        if self._has_tokens:
+            stack = LazyStackedTensorDict(*[TensorDict({"value": value}) for value in values], stack_dim=0)
+        else:
+            stack = LazyStackedTensorDict(*[TensorDict({"value": NonTensorData(value)}) for value in values])
+        key: Any = (kind, "response") if self.nested else f"{kind}_response"
+        rows = []
+        for row, value in zip(tensordict.unbind(0), stack.unbind(0), strict=True):
+            row = row.copy()
+            row.set(key, value.get("value"))
+            rows.append(row)
+        return LazyStackedTensorDict(*rows, stack_dim=0)
+
+    def _set_seed(self, seed: int | None) -> int | None:
+        if seed is None:
+            return None
+        self.conversations.source.set_seed(seed)
+        self._rows = [None] * len(self._rows)
+        return seed
+
+    def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
+        return self._set_seed(seed)
+
+    def get_extra_state(self) -> Any:
+        """Part of ``state_dict()``: the place in the data, which follows what was delivered."""
+        return {"source": self.conversations.source.state_dict()}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Go on from a place in the data; conversations in progress are dropped."""
+        self.conversations.source.load_state_dict(state["source"])
+        self._rows = [None] * len(self._rows)
+
+    def delivered(self, tensordict: TensorDictBase) -> None:
+        """Note that conversations have reached the consumer; a collector does that.
+
+        Args:
+            tensordict: records; those that end a conversation count.
+        """
+        seed = getattr(self.conversations.source, "seed", 0)
+        for row in tensordict.reshape(-1).unbind(0):
+            if bool(row.get(("next", "done")).any()):
+                index, epoch, repeat, group = (
+                    int(row.get(key)) for key in ("prompt_index", "epoch", "repeat", "group_id")
+                )
+                self.conversations.source.delivered(Origin(index, epoch, repeat, group, seed))
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """See :meth:`EnvBase.close`; ends processes and threads of tools and rewards."""
+        super().close(raise_if_closed=raise_if_closed)
+        self.conversations.close()
+        self._rows = [None] * len(self._rows)
+
+    def _reopen(self) -> None:
+        self.is_closed = False
+
+
+class _Row:
+    """The conversation of a row.
+
+    Attributes:
+        opening: how it began.
+        chain: its tokens; None: it has none.
+        messages: so far.
+        turn: number of the next one.
+        over: whether it has ended.
+    """
+
+    def __init__(self, opening: Opening, chain: TokenChain | None) -> None:
+        self.opening, self.chain = opening, chain
+        self.messages: list[Message] = list(opening.messages)
+        self.turn = 0
+        self.over = False
+        self._text = opening.text or ""
+
+    @property
+    def text(self) -> str:
+        """Of the next prompt."""
+        return self._text if self.chain is None else self.chain.text
+
+    def follow(self, answer: Answer, message: Message, outcome: Outcome) -> None:
+        """Take an answer and what follows it."""
+        self.turn += 1
+        self.over = outcome.terminated or outcome.truncated
+        self.messages += [message, *outcome.messages]
+        if self.chain is None:
+            self._text += answer.text + "".join(str(each.get("content") or "") for each in outcome.messages)
+            return
+        self.chain.answer(answer.tokens, answer.finish_reason, message)
+        if not self.over:
+            self.chain.follow(outcome.messages)
+
+
+def _data(value: Any) -> Any:
+    return value.data if is_non_tensor(value) else value
+
+
+def _td(entries: Any) -> TensorDict:
+    return TensorDict._new_unsafe(entries, batch_size=torch.Size([]))
