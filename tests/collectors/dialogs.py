@@ -47,23 +47,24 @@ class Dialog(EnvBase):
         turns: row ``r`` has an episode of ``turns + r`` steps.
         messages: whether an entry ``message`` is a tensorclass.
         first_row: number of the first row.
+        dense: tokens are always three, and rows are stacked densely.
     """
 
-    def __init__(self, batch_size=(), turns=2, messages=False, first_row=0):
+    def __init__(self, batch_size=(), turns=2, messages=False, first_row=0, dense=False):
         super().__init__(batch_size=batch_size)
-        self.turns, self.messages, self.first_row = turns, messages, first_row
+        self.turns, self.messages, self.first_row, self.dense = turns, messages, first_row, dense
         self.turn = [0] * self.numel()
         self.episode = [-1] * self.numel()
         batch = self.batch_size
         self.observation_spec = Composite(
             text=NonTensor(batch, example_data=""),
-            tokens=Unbounded((*batch, -1), dtype=torch.int64),
-            prompt=Composite(mask=Unbounded((*batch, -1), dtype=torch.bool), shape=batch),
+            tokens=Unbounded((*batch, 3 if dense else -1), dtype=torch.int64),
+            prompt=Composite(mask=Unbounded((*batch, 3 if dense else -1), dtype=torch.bool), shape=batch),
             shape=batch,
         )
         self.action_spec = Composite(
             answer=NonTensor(batch, example_data=""),
-            answer_tokens=Unbounded((*batch, -1), dtype=torch.int64),
+            answer_tokens=Unbounded((*batch, 6 if dense else -1), dtype=torch.int64),
             shape=batch,
         )
         self.reward_spec = Unbounded((*batch, 1))
@@ -75,13 +76,18 @@ class Dialog(EnvBase):
     def _row(self, r):
         number = self.first_row + r
         text = f"e{self.episode[r]} r{number} t{self.turn[r]}"
-        length = self.turn[r] + 1 + number
+        length = 3 if self.dense else self.turn[r] + 1 + number
         row = TensorDict({"tokens": torch.arange(length) + 100 * self.episode[r]})
         row.set("text", text)
         row.set("prompt", TensorDict({"mask": torch.arange(length) % 2 == 0}))
         if self.messages:
             row.set("message", Words.of(text, "user"))
         return row
+
+    def _stacked(self, rows):
+        if self.dense and self.batch_size:
+            return torch.stack(rows).reshape(self.batch_size)
+        return nested(rows, self.batch_size)
 
     def _reset(self, tensordict=None, **kwargs):
         masks = [True] * self.numel()
@@ -90,7 +96,7 @@ class Dialog(EnvBase):
         for r, marked in enumerate(masks):
             if marked:
                 self.turn[r], self.episode[r] = 0, self.episode[r] + 1
-        return nested([self._row(r) for r in range(self.numel())], self.batch_size)
+        return self._stacked([self._row(r) for r in range(self.numel())])
 
     def _step(self, tensordict):
         rows = []
@@ -106,7 +112,7 @@ class Dialog(EnvBase):
             outcome.set("reward", torch.tensor([float(self.turn[r])]))
             outcome.set("done", torch.tensor([done]))
             rows.append(outcome)
-        return nested(rows, self.batch_size)
+        return self._stacked(rows)
 
 
 class Answers:

@@ -17,6 +17,7 @@ from rollwright._keys import key_str
 from rollwright.collectors.arguments import checked_state
 from rollwright.collectors.delivery.base import RolloutDelivery
 from rollwright.collectors.rollout.devices import module_device
+from rollwright.collectors.rollout.policy_copies import is_never_copied, never_copied_in
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import RolloutState, placed, td_from, td_state
 from rollwright.envs.checkpoint import load_env, save_env
@@ -49,8 +50,8 @@ class SavedState:
         trajectories, objects = (None, []) if checkpoint.unsaved else _trajectories(rollout.state())
         held, unheld = self._delivery.save_held()
         state: OrderedDict[str, Any] = OrderedDict()
-        if isinstance(rollout.policy, nn.Module):
-            state["policy_state_dict"] = rollout.policy.state_dict()
+        if isinstance(rollout.policy, nn.Module) and not is_never_copied(rollout.policy):
+            state["policy_state_dict"] = _own_state(rollout.policy)
         state["env_state_dict"] = rollout.env.state_dict()
         state.update(frames=rollout.frames, iter=self._delivery.batches, policy_version=rollout.acting.version)
         state["traj_pool"] = rollout.ids.state_dict()
@@ -76,7 +77,8 @@ class SavedState:
         ids_are_free = not rollout.stepped or self._is_at(state)
         rollout.forget_trajectories()
         if "policy_state_dict" in state and isinstance(rollout.policy, nn.Module):
-            rollout.policy.load_state_dict(state["policy_state_dict"], **kwargs)
+            kept = rollout.policy.state_dict() if never_copied_in(rollout.policy) else {}
+            rollout.policy.load_state_dict({**kept, **state["policy_state_dict"]}, **kwargs)
         rollout.env.load_state_dict(state["env_state_dict"], **kwargs)
         rollout.frames = int(state.get("frames", 0))
         self._delivery.batches = int(state.get("iter", 0))
@@ -179,6 +181,14 @@ def _as_arrays(state: Any) -> Any:
 # What a policy keeps to itself ------------------------------------------------------------------------------
 
 
+def _own_state(policy: nn.Module) -> dict[str, Any]:
+    """The state of a policy, less that of the engines in it."""
+    state: dict[str, Any] = policy.state_dict()
+    engines = {id(part) for part in never_copied_in(policy)}
+    inside = tuple(f"{path}." for path, module in policy.named_modules() if id(module) in engines)
+    return {key: value for key, value in state.items() if not key.startswith(inside)} if inside else state
+
+
 def _kept_by_policy(policy: Any) -> list[str]:
     """What a policy has beside its ``state_dict()`` that its actions may depend on, one line."""
     if isinstance(policy, nn.Module):
@@ -187,7 +197,9 @@ def _kept_by_policy(policy: Any) -> list[str]:
     else:
         owner = getattr(policy, "__self__", policy)  # of a bound method
         stateless = isinstance(owner, (RandomPolicy, FunctionType, BuiltinFunctionType))
-        names = [] if stateless else list(getattr(owner, "__dict__", ()))
+        stateless = stateless or is_never_copied(owner)
+        kept = {} if stateless else getattr(owner, "__dict__", {})
+        names = [name for name, value in kept.items() if not is_never_copied(value)]
         held, remedy = "and is no nn.Module", "Make it an nn.Module if they change"
     if not names:
         return []
@@ -195,7 +207,10 @@ def _kept_by_policy(policy: Any) -> list[str]:
 
 
 def _generators(policy: nn.Module) -> Iterator[str]:
+    engines = {id(part) for part in never_copied_in(policy)}
     for path, part in policy.named_modules():
+        if id(part) in engines:
+            continue
         if type(part).get_extra_state is nn.Module.get_extra_state:
             for name, value in vars(part).items():
                 if isinstance(value, GENERATORS):

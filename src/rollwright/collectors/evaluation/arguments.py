@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from rollwright.collectors.rollout.policy_copies import copied_policy
+from rollwright.collectors.rollout.policy_copies import copied_policy, never_copied_in
 from rollwright.weight_update.forms import State, flat_state
 
 __all__ = ["EVALUATOR_OPTIONS", "check_arguments", "check_options", "copy_of", "own_policy", "weights_of"]
@@ -83,6 +83,11 @@ def own_policy(policy: Any, factory: Any, backend: str) -> tuple[Any, nn.Module 
         return None, policy, None
     if policy is None:
         return None, None, None
+    if backend == "process" and (found := never_copied_in(policy)):
+        raise TypeError(
+            f"policy: it holds {type(found[0]).__name__}, which is never copied, and so cannot be sent to another "
+            "process. Pass policy_factory=, a function that makes it there, or backend='thread'."
+        )
     copied = copied_policy(policy)
     if copied.shares_modules:
         if backend == "process":

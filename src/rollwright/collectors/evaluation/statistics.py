@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from rollwright.collectors.rollout.policy_copies import is_never_copied, never_copied_in
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.batched.async_processes import ProcessSlots
@@ -144,7 +145,9 @@ class FrozenBuffers:
     """
 
     def __init__(self, policy: Any) -> None:
-        self._modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
+        kept = isinstance(policy, nn.Module) and not is_never_copied(policy)
+        engines = {id(part) for part in never_copied_in(policy)} if kept else set()
+        self._modules = [module for module in policy.modules() if id(module) not in engines] if kept else []
         self.hold()
 
     def hold(self) -> None:

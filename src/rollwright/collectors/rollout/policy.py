@@ -14,7 +14,7 @@ from torch import nn
 
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.devices import module_device
-from rollwright.collectors.rollout.policy_copies import copied_policy
+from rollwright.collectors.rollout.policy_copies import copied_policy, never_copied_in
 from rollwright.data.specs.shapes import as_device
 from rollwright.envs.base import EnvBase
 from rollwright.modules import RandomPolicy
@@ -102,6 +102,8 @@ class ActingPolicy:
 def _placed(policy: Any, device: torch.device | None) -> tuple[Any, nn.Module | None]:
     """The policy on ``device``, and the original if that took a copy."""
     if device is None or not isinstance(policy, nn.Module) or module_device(policy) in (None, device):
+        return policy, None
+    if never_copied_in(policy):  # an engine is where it is, and takes tokens from anywhere
         return policy, None
     with torch.no_grad():
         return copy.deepcopy(policy).to(device), policy

@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["PolicyCopy", "copied_policy", "modules_in"]
+__all__ = ["PolicyCopy", "copied_policy", "is_never_copied", "modules_in", "never_copied_in"]
 
 _DEPTH = 4  # containers, objects and functions around a module
+_OF_MODULES = vars(nn.Module()).keys()
 
 
 class PolicyCopy(NamedTuple):
     """A policy that acts in place of another one.
 
     Attributes:
-        policy: the copy; the policy itself where it is a function.
+        policy: the copy; the policy itself where it is a function, or never copied.
         source: whose weights are published: the modules that were copied; None: there are none.
         target: those of the copy that take them.
         shares_modules: whether modules act that could not be copied, hence with weights that others may write.
@@ -32,8 +33,39 @@ class PolicyCopy(NamedTuple):
     shares_modules: bool
 
 
+def is_never_copied(thing: Any) -> bool:
+    """Whether an object is to act itself wherever it is used, and never a copy of it.
+
+    Its class says so: ``never_copied = True``. Such is an engine of a language model, which takes new weights by itself
+    between two tokens. It is neither copied for a thread, nor sent to a process, nor part of a saved state.
+    """
+    return getattr(type(thing), "never_copied", False) is True
+
+
+def never_copied_in(policy: Any) -> list[Any]:
+    """The objects that a policy is, or holds, and that are never copied, each once."""
+    return list(_never_copied_in(policy, _DEPTH, set()))
+
+
+def _never_copied_in(thing: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if is_never_copied(thing):
+        yield thing
+    elif isinstance(thing, nn.Module):
+        for module in thing.modules():
+            inside = [] if module is thing else [module]
+            others = [value for name, value in vars(module).items() if name not in _OF_MODULES]
+            for part in (*inside, *others):
+                yield from _never_copied_in(part, depth - 1 if depth else 0, seen)
+    elif depth:
+        for part in _parts(thing):
+            yield from _never_copied_in(part, depth - 1, seen)
+
+
 def copied_policy(policy: Any) -> PolicyCopy:
-    """Copy a policy, with the modules in it.
+    """Copy a policy, with the modules in it, but for what is never copied.
 
     Args:
         policy: a module, a function, a bound method, a partial, or any callable object.
@@ -41,10 +73,12 @@ def copied_policy(policy: Any) -> PolicyCopy:
     Raises:
         TypeError: it cannot be copied.
     """
+    if is_never_copied(policy):
+        return PolicyCopy(policy, None, None, False)
     found = modules_in(policy)
     if isinstance(policy, FunctionType):
         return PolicyCopy(policy, None, None, bool(found))
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(part): part for part in never_copied_in(policy)}
     try:
         with torch.no_grad():
             copied = copy.deepcopy(policy, memo)
@@ -73,6 +107,8 @@ def _modules_in(thing: Any, depth: int, seen: set[int]) -> Iterator[nn.Module]:
     if id(thing) in seen:
         return
     seen.add(id(thing))
+    if is_never_copied(thing):
+        return
     if isinstance(thing, nn.Module):
         if thing.state_dict():
             yield thing

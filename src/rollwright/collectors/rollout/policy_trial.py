@@ -19,7 +19,7 @@ from rollwright.collectors.rollout.devices import Devices
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.outputs import changed_keys, entries_before, entry_keys
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
-from rollwright.collectors.rollout.policy_copies import modules_in
+from rollwright.collectors.rollout.policy_copies import is_never_copied, modules_in, never_copied_in
 from rollwright.data.layout import blank_frame
 from rollwright.envs.base import EnvBase
 from rollwright.modules import RandomPolicy
@@ -33,8 +33,8 @@ class Trial:
 
     A module is copied for that, but for its parameters, so that its buffers, counters and generators stay as they are,
     and modules that take shape at their first call take it later. A function, a bound method or another object is
-    called itself: the buffers of the modules in it are put back afterwards, and what else it changes stays changed.
-    torch's, NumPy's and Python's global generators are put back.
+    called itself, and so is what is never copied: the buffers of the modules in it are put back afterwards, and what
+    else it changes stays changed. torch's, NumPy's and Python's global generators are put back.
 
     Args:
         call: the policy, on TensorDicts.
@@ -102,9 +102,10 @@ def action_forms(env: EnvBase, outputs: TensorDictBase | None) -> dict[NestedKey
 
 def _copied(call: Any) -> tuple[Any, list[Any]]:
     """A module with the same parameters and everything else of its own; and what it calls that was not copied."""
-    if not isinstance(call, nn.Module):
+    if not isinstance(call, nn.Module) or is_never_copied(call):
         return call, [call]
     memo: dict[int, Any] = {id(own): own for own in call.parameters() if not nn.parameter.is_lazy(own)}
+    memo |= {id(part): part for part in never_copied_in(call)}
     around = [module for module in call.modules() if type(vars(module).get("module")) in (FunctionType, MethodType)]
     functions = [vars(module)["module"] for module in around]
     shared = [getattr(function, "__self__", function) for function in functions]

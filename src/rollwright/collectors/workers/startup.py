@@ -14,6 +14,7 @@ from rollwright._memory import Segment
 from rollwright._processes.pickling import dumps
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.counts import FrameCounts
+from rollwright.collectors.rollout.policy_copies import never_copied_in
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.local import connect
 from rollwright.collectors.workers.memory.store import BlockStore
@@ -114,6 +115,11 @@ class Workers:
 
 
 def _pickled(policy: Any, start_method: str | None) -> bytes:
+    if found := never_copied_in(policy):
+        raise TypeError(
+            f"policy: it holds {type(found[0]).__name__}, which is never copied, and so cannot be sent to a worker "
+            "process. Pass policy_factory=, a function that makes it there."
+        )
     try:  # what was forked has every module
         return bytes(cloudpickle.dumps(policy, 5)) if start_method == "fork" else dumps(policy)
     except (TypeError, ValueError, AttributeError, RuntimeError, pickle.PicklingError) as error:

@@ -76,7 +76,8 @@ def stack_frames(frames: Sequence[TensorDictBase], dim: int, name: str | None = 
     if lazy and (stacked is None or stacked.stack_dim == dim or _varies(stacked)):
         # not rows of stacks, each ragged in itself; named at once, for names that are set later read every entry
         return LazyStackedTensorDict(*frames, stack_dim=dim, stack_dim_name=name)
-    stacked.names = [name if at == dim else None for at in range(stacked.ndim)]
+    names = list(frames[0].names)
+    stacked.names = [*names[:dim], name, *names[dim:]]
     return cast(TensorDictBase, stacked)
 
 

@@ -103,7 +103,10 @@ class Engine(ABC):
         sampling: how tokens are sampled.
         max_length: tokens that prompt and response have room for; None: no limit.
         vocab_size: token ids are less.
+        never_copied: collectors use the object itself: they neither copy it, send it to a process, nor save its state.
     """
+
+    never_copied = True
 
     tokenizer: Any
     sampling: Sampling

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, place
 from rollwright.collectors.workers.memory.blocks import Join
 from rollwright.collectors.workers.memory.store import Block
 from rollwright.collectors.workers.messages import Collected
 from rollwright.data.compact import is_table, join_tables
-from rollwright.data.layout import MASK, TRAJ_IDS, is_dense
+from rollwright.data.layout import MASK, TRAJ_IDS, is_dense, stack_frames
 
 __all__ = ["Result", "are_alike", "batch_of", "joined", "mark_taken", "restored"]
 
@@ -131,21 +131,19 @@ def _joined_extras(results: Sequence[Result], join: Join) -> dict[NestedKey, Any
 
 def _stacked(batches: Sequence[TensorDictBase], join: Join) -> TensorDictBase:
     """Join by copying; lazily where shapes differ."""
+    if join == "stack":
+        return stack_frames(list(batches), 0, None)
     ndim = batches[0].ndim
     stacked: Any
-    if join == "stack":
-        stacked = LazyStackedTensorDict.maybe_dense_stack(list(batches), 0)
-    else:
-        dim = 0 if join == "first" else ndim - 1
-        try:
-            stacked = torch.cat(cast(Any, list(batches)), dim)
-        except (RuntimeError, KeyError) as error:
-            raise ValueError(
-                f"cat_results={0 if join == 'first' else -1}: rollouts of the workers have entries that cannot be "
-                f"concatenated: {error}. Pass cat_results='stack', the default."
-            ) from error
-        ndim -= 1
-    stacked.names = [*[None] * ndim, "time"]
+    dim = 0 if join == "first" else ndim - 1
+    try:
+        stacked = torch.cat(cast(Any, list(batches)), dim)
+    except (RuntimeError, KeyError) as error:
+        raise ValueError(
+            f"cat_results={0 if join == 'first' else -1}: rollouts of the workers have entries that cannot be "
+            f"concatenated: {error}. Pass cat_results='stack', the default."
+        ) from error
+    stacked.names = [*[None] * (ndim - 1), "time"]
     return cast(TensorDictBase, stacked)
 
 
