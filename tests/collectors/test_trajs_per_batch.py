@@ -179,7 +179,7 @@ def test_what_is_held_does_not_keep_all_that_was_collected(make):
     collector = make(env, None, frames_per_batch=500, trajs_per_batch=25, traj_format="cat")
     whole = make(ENVS["mocks"](), None, frames_per_batch=30).next()
     frame = sum(value[0, 0].nbytes for value in whole.values(True, True))
-    for _ in range(400):
+    for _ in range(200):
         collector.next()
     held = collector._delivery.assembler
     assert held.frames_held < 3000

@@ -166,10 +166,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bits_are_those_of_one_group(collect: Make, name: str) -> None:
+def groups_in_turn() -> list[Any]:
+    """Each case with two groups or with three; with the other number, too, where tests may be slow."""
+    return [
+        pytest.param(name, groups, id=f"{name}-{groups}", marks=[] if number % 2 == groups % 2 else [pytest.mark.slow])
+        for number, name in enumerate(CASES)
+        for groups in (2, 3)
+    ]
+
+
+@pytest.mark.parametrize(("name", "number"), groups_in_turn())
+def test_bits_are_those_of_one_group(collect: Make, name: str, number: int) -> None:
     runs = []
-    for groups in (1, 2, 3):
+    for groups in (1, number):
         options = dict(CASES[name])
         policy = options.pop("policy", deterministic)()
         collector = collect(groups, policy=policy, **options)

@@ -422,7 +422,7 @@ def used(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_neither_descriptors_nor_threads_nor_mappings_nor_names_are_left(kind):
     counts, names = [], processes.shm_entries()
-    for _ in range(5):
+    for _ in range(4):
         used(kind)
         gc.collect()
         counts.append((processes.num_fds(), threading.active_count(), processes.num_shared_mappings()))

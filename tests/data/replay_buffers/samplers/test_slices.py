@@ -89,7 +89,7 @@ def longest(storage):
 # No boundary is crossed ---------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     kind=st.sampled_from(["rows", "list", "file"]),
