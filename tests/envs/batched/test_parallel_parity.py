@@ -191,28 +191,27 @@ class Stepper:
         }
 
 
-def run(cls: type, name: str, groups: int = 1, *, ahead: bool = False, halves: bool = False) -> list[dict[Any, Any]]:
-    env = ARRAYS[name](cls)
+def run(env: EnvBase, groups: int = 1, *, ahead: bool = False, halves: bool = False) -> list[dict[Any, Any]]:
     arrays = array_form(env)
     arrays.resets_ahead = ahead
     env.set_seed(3)
     stepper = Stepper(env, arrays, groups)
     stepper.reset()
-    seen = stepper.run(25, halves=halves)
-    env.close()
-    return seen
+    return stepper.run(25, halves=halves)
 
 
 @pytest.mark.parametrize("name", ARRAYS)
 def test_arrays_are_those_of_serial_env(name: str) -> None:
-    expected = run(SerialEnv, name)
+    expected = run(ARRAYS[name](SerialEnv))
+    env = ARRAYS[name](ParallelEnv)
     assert sum(int(step["done"].sum()) for step in expected[::2]) > 10
     for kwargs in ({}, {"ahead": True}, {"groups": 2, "halves": True}):
-        for one, other in zip(expected, run(ParallelEnv, name, **kwargs), strict=True):
+        for one, other in zip(expected, run(env, **kwargs), strict=True):
             assert one.keys() == other.keys()
             for key, value in one.items():
                 assert value.dtype == other[key].dtype, key
                 assert np.array_equal(value, other[key]), key
+    env.close()
 
 
 @pytest.fixture
