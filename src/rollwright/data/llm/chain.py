@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from rollwright.data.llm.chat_template import ChatTemplate, Codec
+from rollwright.data.llm.chat_template import ChatTemplate
+from rollwright.data.llm.codec import Codec
+from rollwright.data.llm.skeleton import Between, Shape
 from rollwright.data.llm.turns import FinishReason, Message
 
 __all__ = ["TokenChain"]
@@ -87,6 +89,7 @@ class TokenChain:
         self._size = 0
         self._num_prompt = 0
         self._protected: list[Message] = []  # what is rendered
+        self._shapes: list[Shape | None] = []
         self._rendered = ""  # the last prompt as the template wrote it
         self._answered = False
         self._answer_text = ""
@@ -245,25 +248,44 @@ class TokenChain:
 
     def _extend(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
         """Append what the template writes from the end of the answer on."""
-        answer = self._protected[-1]
-        following = template.codec.protect(messages)
+        place = len(self._protected) - 1
         parsed = self.messages[-1]
+        following = template.codec.protect(messages)
         self.messages.extend(messages)
-        whole = [*self._protected, *following]
-        self._protected = whole
+        self._protected.extend(following)
+        self._shapes.extend(map(template.skeletons.shape, self._protected[len(self._shapes) :]))
+        known = template.skeletons.between(self._shapes, self._protected, place)
+        if known is None:
+            between = self._rendered_between(template, place, parsed)
+        elif known.unchanged or self.rewritten or self._history == "keep":
+            between = known.text
+            self.rewritten |= not known.unchanged
+            if not self.rewritten:
+                self._rendered += self._protected[place]["content"] + between
+        else:
+            between = None
+        if between is None:
+            self._rewrite(template, template.render(self._protected))
+        else:
+            self._append_between(template, between)
+
+    def _rendered_between(self, template: ChatTemplate, place: int, parsed: Message) -> str | None:
+        """The same, rendered; None: a new sequence begins."""
+        whole = self._protected
         if not self.rewritten:
-            expected = self._rendered + answer["content"]
+            expected = self._rendered + whole[place]["content"]
             rendered = self._try(template, whole)
             if rendered is not None and rendered.startswith(expected):
                 self._rendered = rendered
-                self._append_between(template, rendered[len(expected) :])
-                return
+                between = Between(rendered[len(expected) :], True)
+                template.skeletons.learn(self._shapes, whole, place, between)
+                return between.text
             if rendered is not None and self._history == "rewrite":
-                self._rewrite(template, rendered)
-                return
+                return None
             self.rewritten = True
-        place = len(whole) - len(following) - 1
-        self._append_between(template, _between(template, whole, place, parsed))
+        between = Between(_between(template, whole, place, parsed), False)
+        template.skeletons.learn(self._shapes, whole, place, between)
+        return between.text
 
     @staticmethod
     def _try(template: ChatTemplate, messages: Sequence[Message]) -> str | None:
