@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+from tensordict import NonTensorData, TensorDict
 
 from rollwright.collectors import Collector
 from rollwright.data.datasets import (
@@ -169,23 +169,11 @@ def test_batches_of_another_layout_are_refused(tmp_path):
     assert_same(load_dataset(tmp_path / "out"), first)
 
 
-def test_ragged_frames_are_refused(tmp_path):
-    shapes = LazyStackedTensorDict(*[TensorDict({"x": torch.zeros(n)}) for n in (1, 2)])
-    keys = LazyStackedTensorDict(*[TensorDict({name: torch.zeros(1), "y": torch.zeros(1)}) for name in "ab"])
-    for i, frames in enumerate((shapes, keys)):
-        with DatasetWriter(tmp_path / str(i), steps=10) as target, pytest.raises(ValueError, match="one layout"):
-            target.write(frames)
-        assert not (tmp_path / str(i)).exists()
-
-
-def test_objects_are_refused_or_left_out_as_asked(tmp_path):
+def test_objects_are_kept_or_left_out_as_asked(tmp_path):
     frames = batch((), 3).set("word", NonTensorData("hello", batch_size=[3]))
-    with (
-        DatasetWriter(tmp_path / "none", steps=3) as target,
-        pytest.raises(TypeError, match=r"objects in 'word'.*batch.exclude\('word'\), or pass leave_out_objects=True"),
-    ):
+    with DatasetWriter(tmp_path / "kept", steps=3) as target:
         target.write(frames)
-    assert not (tmp_path / "none").exists()
+    assert list(load_dataset(tmp_path / "kept")["word"]) == ["hello"] * 3
     with DatasetWriter(tmp_path / "out", steps=3, leave_out_objects=True) as target:
         target.write(frames)
     assert target.left_out == ["word"]

@@ -4,7 +4,8 @@
 
     runs/cartpole/
       dataset.json      what the frames are, where they come from, how many are complete
-      frames/           the memory-mapped TensorDict
+      frames/           the memory-mapped TensorDict, or
+      rows/             frames with text, objects and ragged entries, each encoded by itself
 
 The TensorDict has the layout of a collector's batch, ``[*env, T]``: every environment's frames lie in
 order of time, so that trajectories are contiguous. ``dataset.json`` is replaced after each batch; frames

@@ -12,13 +12,15 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import key_str, leaves, unravel
+from rollwright.data.datasets.ragged_rows import read_frames
 from rollwright.data.loading import load_mapped, named, pickles_in
 from rollwright.errors import DamagedFileError
 
 __all__ = ["check_target", "describe_dataset", "load_dataset", "remove_dataset", "write_description"]
 
 FORMAT, VERSION, DESCRIPTION = "rollwright.dataset", 1, "dataset.json"
-FRAMES, COMPACT = "frames", "frames-compact"  # the folders that a dataset's frames may lie in
+RAGGED_VERSION = 2  # of datasets of ragged frames, which earlier versions of rollwright do not read
+FRAMES, COMPACT, ROWS = "frames", "frames-compact", "rows"  # the folders that a dataset's frames may lie in
 
 
 def describe_dataset(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -40,10 +42,10 @@ def describe_dataset(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise DamagedFileError(f"{file} is no readable JSON: {error}. Restore it from a copy.") from error
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise ValueError(f"{file} describes no rollwright dataset: its 'format' is not {FORMAT!r}.")
-    if description.get("version") != VERSION:
+    if description.get("version") not in (VERSION, RAGGED_VERSION):
         raise ValueError(
-            f"{file} has format version {description.get('version')}; this rollwright reads {VERSION}. Use the "
-            "rollwright that wrote it, or a later one."
+            f"{file} has format version {description.get('version')}; this rollwright reads {VERSION} and "
+            f"{RAGGED_VERSION}. Use the rollwright that wrote it, or a later one."
         )
     wrong = _wrong_in(description)
     if wrong:
@@ -59,8 +61,8 @@ def _wrong_in(description: dict[str, Any]) -> str:
         return f"'steps' is {steps!r} of 'allocated_steps' {allocated!r}"
     if not (_are_sizes(sizes) and sizes and sizes[-1] == steps):
         return f"'batch_size' is {sizes!r}, with {steps} steps"
-    if description.get("data") not in (FRAMES, COMPACT):
-        return f"'data' is {description.get('data')!r}, expected {FRAMES!r} or {COMPACT!r}"
+    if description.get("data") not in (FRAMES, COMPACT, ROWS):
+        return f"'data' is {description.get('data')!r}, expected {FRAMES!r}, {COMPACT!r} or {ROWS!r}"
     if not isinstance(entries, list):
         return f"'entries' is {entries!r}"
     for entry in entries:
@@ -102,28 +104,55 @@ def write_description(path: Path, description: dict[str, Any]) -> None:
     os.replace(draft, path / DESCRIPTION)
 
 
-def load_dataset(path: str | os.PathLike[str]) -> TensorDictBase:
-    """The complete frames of a dataset, memory-mapped: nothing is read until it is used.
+def load_dataset(path: str | os.PathLike[str], *, start: int = 0, stop: int | None = None) -> TensorDictBase:
+    """The complete frames of a dataset.
 
-    A dataset holds tensors only. Nothing in its folder is run, whoever put it there.
+    Of frames of one layout they are memory-mapped: nothing is read until it is used, and changes in place reach the
+    disk; ``clone()`` first where that is not meant. Frames with text, objects or ragged entries are read and copied;
+    pass ``start`` and ``stop`` where they are more than memory holds.
+
+    Nothing in the folder is run, whoever put it there.
 
     Args:
         path: folder written by :class:`DatasetWriter` or ``rollwright collect``.
+        start: the first step to read, of each environment.
+        stop: the step behind the last; None: all.
 
     Returns:
-        ``[*env, T]``, the last dimension named ``"time"``. Changes in place reach the disk; ``clone()``
-        first where that is not meant.
+        ``[*env, T]``, the last dimension named ``"time"``; a ``LazyStackedTensorDict`` of ragged frames.
 
     Raises:
         FileNotFoundError: there is no dataset at ``path``.
         DamagedFileError: a file is missing, cut short, or holds something else than described.
-        ValueError: the dataset holds no complete batch.
+        ValueError: the dataset holds no complete batch, or no such steps.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> from rollwright.data.datasets import DatasetWriter
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> with DatasetWriter(folder.name, steps=3) as writer:
+        ...     turns = [TensorDict({"text": "a" * n, "tokens": torch.arange(n)}) for n in range(3)]
+        ...     writer.write(lazy_stack(turns))
+        >>> list(load_dataset(folder.name, start=1)["text"])
+        ['a', 'aa']
+        >>> folder.cleanup()
     """
     description = describe_dataset(path)
     steps = description["steps"]
     if not steps:
         raise ValueError(f"{path}: the collection ended before its first batch was complete. There are no frames.")
+    stop = steps if stop is None else stop
+    if not 0 <= start < stop <= steps:
+        raise ValueError(f"start, stop: expected some of the {steps} steps of {path}, got {start} to {stop}.")
     folder = Path(path) / description["data"]
+    if description["data"] == ROWS:
+        return read_frames(folder, description["batch_size"][:-1], start, stop)
+    frames = _load_frames(folder, description)
+    return frames if start == 0 and stop == frames.batch_size[-1] else frames[..., start:stop]
+
+
+def _load_frames(folder: Path, description: dict[str, Any]) -> TensorDictBase:
     for entry in description["entries"]:  # tensordict would fill in zeros for a file that is missing
         if entry["file"] is not None:  # else an entry of no bytes
             _check_file(folder / entry["file"], entry["bytes"], folder)
@@ -138,7 +167,7 @@ def load_dataset(path: str | os.PathLike[str]) -> TensorDictBase:
     except Exception as error:
         raise DamagedFileError(f"The dataset is damaged: {folder}: {error}. Restore it from a copy.") from error
     _check_entries(frames, description, folder)
-    return frames if frames.batch_size[-1] == steps else frames[..., :steps]
+    return frames
 
 
 def _check_file(file: Path, num_bytes: int, folder: Path) -> None:
@@ -177,7 +206,7 @@ def remove_dataset(path: str | os.PathLike[str]) -> None:
         FileNotFoundError, ValueError: ``path`` holds no dataset.
     """
     describe_dataset(path)
-    for name in (FRAMES, COMPACT):
+    for name in (FRAMES, COMPACT, ROWS):
         if (Path(path) / name).exists():
             shutil.rmtree(Path(path) / name)
     (Path(path) / DESCRIPTION).unlink()

@@ -15,20 +15,24 @@ from typing import Any, BinaryIO, Self
 import gymnasium
 import tensordict
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 import rollwright
-from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys, unravel
+from rollwright._keys import NestedKey, as_tuple, leaves, unravel
 from rollwright.data.datasets.description import (
     COMPACT,
     DESCRIPTION,
     FRAMES,
+    RAGGED_VERSION,
+    ROWS,
     check_target,
     remove_dataset,
     write_description,
 )
 from rollwright.data.datasets.episodes import EpisodeScan, FrameColumns, Totals
-from rollwright.data.loading import named
+from rollwright.data.datasets.files import copy_bytes as _copy
+from rollwright.data.datasets.files import write_all as _write_all
+from rollwright.data.datasets.ragged_rows import FrameRows
 
 __all__ = ["DatasetWriter"]
 
@@ -37,7 +41,10 @@ _LAYOUT = (
     "trajectories are told apart by collector.traj_ids and end where next.done is true. Only the first 'steps' "
     "steps are data. Read it with rollwright.data.datasets.load_dataset."
 )
-_COPY_BYTES = 1 << 23
+_RAGGED_LAYOUT = (
+    "Frames in the folder 'data', each encoded by itself, step by step; trajectories are told apart by "
+    "collector.traj_ids and end where next.done is true. Read it with rollwright.data.datasets.load_dataset."
+)
 
 Leaves = dict[NestedKey, torch.Tensor]
 Layout = dict[NestedKey, tuple[torch.Size, torch.dtype]]
@@ -46,13 +53,17 @@ Layout = dict[NestedKey, tuple[torch.Size, torch.dtype]]
 class DatasetWriter:
     """Writes a collector's batches to disk as one long batch. Memory use does not grow with the frames.
 
+    Frames of one layout are written to a memory-mapped TensorDict. Where the first batch has text, objects, or entries
+    whose shapes or keys differ between frames, all frames are written as
+    :class:`~rollwright.data.RaggedStorage` keeps them, with a checksum each.
+
     Args:
         path: folder to write to, made where needed.
         steps: the most steps that each environment will take; disk space is taken as it is used.
         source: what the frames come from, for the description; anything that JSON knows.
         overwrite: replace a dataset at ``path``, with the first batch. Other files are never deleted.
         leave_out_objects: do not store text and other objects that are no tensors, and note their names in the
-            description. Without it, they are an error.
+            description.
 
     Attributes:
         steps: steps of each environment that are written.
@@ -101,6 +112,7 @@ class DatasetWriter:
         self._layout: Layout = {}
         self._env_shape = torch.Size(())
         self._files: dict[NestedKey, BinaryIO] = {}
+        self._rows: FrameRows | None = None  # of frames of which each has a layout of its own
         self._names: dict[NestedKey, str] = {}
         self._scan, self._totals = EpisodeScan(), Totals()
         self._closed = False
@@ -130,7 +142,7 @@ class DatasetWriter:
 
         Raises:
             ValueError: the batch has another layout, or more steps than are left.
-            TypeError: an entry is no tensor, and ``leave_out_objects`` is not set.
+            TypeError: an entry is an object of a kind that cannot be kept; it is named.
             OSError: the disk is full or failing; what was written before stays.
         """
         steps = batch.batch_size[-1] if steps is None else steps
@@ -142,12 +154,11 @@ class DatasetWriter:
                 "writer with a larger steps=."
             )
         batch = batch[..., :steps]
-        leaves = self._leaves(batch)
-        if not self._files:
-            self._allocate(batch, leaves)
-        self._check(batch, leaves)
-        for key, value in leaves.items():
-            self._write_rows(key, value)
+        batch, leaves = self._parts(batch)
+        if self._rows is not None or (leaves is None and not self._files):
+            self._write_ragged(batch)
+        else:
+            self._write_dense(batch, leaves)
         self._count(batch)
         self.steps += steps
         self._describe(complete=False)
@@ -166,6 +177,9 @@ class DatasetWriter:
         for file in self._files.values():
             os.fsync(file.fileno())
             file.close()
+        if self._rows is not None:
+            self._rows.close()
+            self._allocated_steps = self.steps
         if not self.steps:
             if not self._replaces:
                 remove_dataset(self.path)
@@ -186,44 +200,65 @@ class DatasetWriter:
 
     # Frames -----------------------------------------------------------------------------------
 
-    def _leaves(self, batch: TensorDictBase) -> Leaves:
-        """The tensors of a batch."""
-        leaves: Leaves = {}
-        objects: list[NestedKey] = []
+    def _parts(self, batch: TensorDictBase) -> tuple[TensorDictBase, Leaves | None]:
+        """A batch less what is left out, and its tensors; None: its frames are ragged, or hold objects."""
         try:
-            for key, value in batch.items(True, True, is_leaf=is_leaf_nontensor):
-                if isinstance(value, torch.Tensor):
-                    leaves[key] = value
-                else:
-                    objects.append(unravel(key))
-        except RuntimeError as error:
-            raise _ragged() from error
-        if objects and not self._leaves_out_objects:
-            raise TypeError(
-                f"batch: a dataset keeps tensors only, got text or other objects in {key_str(objects)}. Leave them "
-                f"out: batch.exclude({', '.join(map(repr, objects))}), or pass leave_out_objects=True to the writer."
-            )
-        self.left_out += [key for key in objects if key not in self.left_out]
-        if isinstance(batch, LazyStackedTensorDict) and any(
-            set(leaf_keys(frame)) != set(leaf_keys(batch)) for frame in batch.unbind(-1)
-        ):
-            raise _ragged()
-        return leaves
+            keys = [leaves(part) for part in _unstacked(batch)]
+        except RuntimeError:  # parts of it are ragged
+            keys = [leaves(frame) for frame in batch.reshape(-1).unbind(0)]
+        objects = list({key: None for found in keys for key in found if not isinstance(found[key], torch.Tensor)})
+        if objects and self._leaves_out_objects:
+            self.left_out += [unravel(key) for key in objects if unravel(key) not in self.left_out]
+            batch = batch.exclude(*objects)
+            keys, objects = [{key: found[key] for key in found if key not in objects} for found in keys], []
+        if objects or any(found.keys() != keys[0].keys() for found in keys):
+            return batch, None
+        try:
+            return batch, {key: batch.get(key) for key in keys[0]}
+        except RuntimeError:  # of different shapes
+            return batch, None
 
-    def _allocate(self, batch: TensorDictBase, leaves: Leaves) -> None:
-        """Make the files, which the system gives space as they are written."""
-        if self._replaces:  # only now that there is something to replace it with
+    def _write_ragged(self, batch: TensorDictBase) -> None:
+        """Write frames of which each has a layout of its own."""
+        if self._rows is None:
+            self._replace()
+            self._env_shape, self._data = batch.batch_size[:-1], ROWS
+            self._rows = FrameRows(self.path / ROWS)
+        self._check_env(batch)
+        self._rows.write(batch)
+
+    def _write_dense(self, batch: TensorDictBase, found: Leaves | None) -> None:
+        """Write frames of one layout."""
+        if found is None:
+            raise ValueError(
+                "batch: its frames differ in keys or shapes, or hold text or other objects, and those of the first "
+                "batch did not. A dataset has one layout, or each frame its own: write such a batch first, or to a "
+                "dataset of its own; let the environment pad such entries, or leave them out."
+            )
+        if not self._files:
+            self._allocate(batch, found)
+        self._check(batch, found)
+        for key, value in found.items():
+            self._write_rows(key, value)
+
+    def _replace(self) -> None:
+        """Remove what was there, only now that there is something to replace it with."""
+        if self._replaces:
             remove_dataset(self.path)
             self._replaces = False
+
+    def _allocate(self, batch: TensorDictBase, found: Leaves) -> None:
+        """Make the files, which the system gives space as they are written."""
+        self._replace()
         self._env_shape = batch.batch_size[:-1]
-        self._layout = _layout_of(batch, leaves)
-        num_bytes = sum(map(self._frame_bytes, leaves)) * self._env_shape.numel() * self._allocated_steps
+        self._layout = _layout_of(batch, found)
+        num_bytes = sum(map(self._frame_bytes, found)) * self._env_shape.numel() * self._allocated_steps
         free = shutil.disk_usage(self.path).free
         if num_bytes > free:
             warnings.warn(
                 f"The dataset will take {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free at {self.path}. "
                 "Ask for fewer frames, or write elsewhere.",
-                stacklevel=3,
+                stacklevel=4,
             )
         self._names = self._make_files(self._data, self._allocated_steps)
         self._files = {
@@ -248,13 +283,16 @@ class DatasetWriter:
         files = {key: mapped.get(key).filename for key in self._layout if self._frame_bytes(key)}
         return {key: Path(os.path.relpath(file, self.path / folder)).as_posix() for key, file in files.items()}
 
-    def _check(self, batch: TensorDictBase, leaves: Leaves) -> None:
+    def _check_env(self, batch: TensorDictBase) -> None:
         if batch.batch_size[:-1] != self._env_shape:
             raise ValueError(
                 f"batch: expected environments {list(self._env_shape)}, as in the first batch, got "
                 f"{list(batch.batch_size[:-1])}. Write it to a dataset of its own."
             )
-        layout = _layout_of(batch, leaves)
+
+    def _check(self, batch: TensorDictBase, found: Leaves) -> None:
+        self._check_env(batch)
+        layout = _layout_of(batch, found)
         for key in {**self._layout, **layout}:
             expected, got = self._layout.get(key), layout.get(key)
             if expected != got:
@@ -304,7 +342,7 @@ class DatasetWriter:
     def _count(self, batch: TensorDictBase) -> None:
         try:
             frames = FrameColumns.of(batch)
-        except KeyError:  # no flags: the dataset counts no episodes
+        except (KeyError, RuntimeError):  # no flags, or ragged ones: the dataset counts no episodes
             return
         self._totals.add(self._scan.update(frames), has_rewards=frames.has_rewards)
 
@@ -327,7 +365,8 @@ class DatasetWriter:
             "requested_steps": self._requested_steps,
             "allocated_steps": self._allocated_steps,
             "data": self._data,
-            "layout": _LAYOUT,
+            "layout": _LAYOUT if self._rows is None else _RAGGED_LAYOUT,
+            **({} if self._rows is None else {"version": RAGGED_VERSION, "bytes": self._rows.num_bytes}),
             "entries": entries,
             "left_out": [list(as_tuple(key)) for key in self.left_out],
             "episodes": self.episodes,
@@ -349,37 +388,16 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _layout_of(batch: TensorDictBase, leaves: Leaves) -> Layout:
-    return {key: (value.shape[batch.ndim :], value.dtype) for key, value in leaves.items()}
+def _layout_of(batch: TensorDictBase, found: Leaves) -> Layout:
+    return {key: (value.shape[batch.ndim :], value.dtype) for key, value in found.items()}
 
 
-def _ragged() -> ValueError:
-    return ValueError(
-        "batch: its frames differ in keys or shapes, and a dataset needs one layout. Let the environment pad such "
-        "entries, or leave them out."
-    )
+def _unstacked(batch: TensorDictBase) -> list[TensorDictBase]:
+    """The TensorDicts that a lazy stack, perhaps one of lazy stacks, is made of."""
+    if not isinstance(batch, LazyStackedTensorDict):
+        return [batch]
+    return [part for stacked in batch.tensordicts for part in _unstacked(stacked)]
 
 
 def _brief(layout: tuple[torch.Size, torch.dtype] | None) -> str:
     return "absent" if layout is None else f"{str(layout[1]).removeprefix('torch.')} {list(layout[0])}"
-
-
-def _write_all(file: BinaryIO, offset: int, data: memoryview) -> None:
-    size = len(data)
-    file.seek(offset)
-    try:
-        while len(data):
-            data = data[file.write(data) :]  # an unbuffered file may take less than it is given
-    except OSError as error:
-        raise named(error, Path(file.name), f"{size} bytes") from error
-
-
-def _copy(source: BinaryIO, target: BinaryIO, num_bytes: int, interrupted: Callable[[], bool]) -> None:
-    while num_bytes:
-        if interrupted():
-            raise InterruptedError("the copy was interrupted")
-        data = source.read(min(num_bytes, _COPY_BYTES))
-        if not data:
-            raise OSError("a file ended before its complete frames did")
-        target.write(data)
-        num_bytes -= len(data)
