@@ -101,14 +101,14 @@ def test_giving_back_space_can_be_interrupted_or_fail(tmp_path, monkeypatch):
         target = DatasetWriter(tmp_path / name, steps=100)
         target.write(batch((2,), 5))
         if name == "failed":
-            monkeypatch.setattr(writer, "_copy", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+            monkeypatch.setattr(writer, "copy_bytes", lambda *_: (_ for _ in ()).throw(OSError("no space")))
         target.close(interrupted)
         assert_same(load_dataset(tmp_path / name), batch((2,), 5))
         assert not (tmp_path / name / "frames-compact").exists()
 
 
 def test_failed_write_leaves_what_was_complete(tmp_path, monkeypatch):
-    write_all = writer._write_all
+    write_all = writer.write_all
     target = DatasetWriter(tmp_path / "out", steps=20)
     target.write(batch((2,), 5))
 
@@ -117,7 +117,7 @@ def test_failed_write_leaves_what_was_complete(tmp_path, monkeypatch):
             raise OSError("no space")
         write_all(file, offset, data)
 
-    monkeypatch.setattr(writer, "_write_all", fail)
+    monkeypatch.setattr(writer, "write_all", fail)
     with pytest.raises(OSError, match="no space"):
         target.write(batch((2,), 5, seed=1))
     monkeypatch.undo()

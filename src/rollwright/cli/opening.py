@@ -16,7 +16,7 @@ from rollwright.data.datasets import describe_dataset, load_dataset
 from rollwright.data.datasets.description import COMPACT, DESCRIPTION, FRAMES
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.loading import load_mapped, load_saved
-from rollwright.data.replay_buffers import LazyMemmapStorage
+from rollwright.data.replay_buffers import LazyMemmapStorage, RaggedStorage
 from rollwright.data.replay_buffers.checkpoint import LIST_FILE, STATE_FILE
 from rollwright.data.replay_buffers.storages.memory import ROWS_FILE
 
@@ -116,9 +116,10 @@ def _rows_of(path: Path) -> Found:
 
 def _items_of(path: Path, allow_pickle: bool) -> Found:
     state = load_saved(path / LIST_FILE, allow_pickle=allow_pickle, remedy=_REMEDY)
-    items = state["elements"] or []
+    saved = state["elements"] or []
     written = state["high"] - state["lost"] + state.get("skipped", 0)
     counts = {"room_for": state["max_size"], "written": written, "lost": state["lost"]}
+    items = RaggedStorage.elements_of_state(state) if isinstance(saved, dict) else saved
     if not items:
         return Found(None, buffer=counts)
     if not all(isinstance(item, TensorDictBase) for item in items):

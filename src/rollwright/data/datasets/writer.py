@@ -30,8 +30,7 @@ from rollwright.data.datasets.description import (
     write_description,
 )
 from rollwright.data.datasets.episodes import EpisodeScan, FrameColumns, Totals
-from rollwright.data.datasets.files import copy_bytes as _copy
-from rollwright.data.datasets.files import write_all as _write_all
+from rollwright.data.datasets.files import copy_bytes, write_all
 from rollwright.data.datasets.ragged_rows import FrameRows
 
 __all__ = ["DatasetWriter"]
@@ -232,8 +231,7 @@ class DatasetWriter:
         if found is None:
             raise ValueError(
                 "batch: its frames differ in keys or shapes, or hold text or other objects, and those of the first "
-                "batch did not. A dataset has one layout, or each frame its own: write such a batch first, or to a "
-                "dataset of its own; let the environment pad such entries, or leave them out."
+                "batch did not. Write it to a dataset of its own, pad such entries, or leave them out."
             )
         if not self._files:
             self._allocate(batch, found)
@@ -316,7 +314,7 @@ class DatasetWriter:
             return
         rows = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).reshape(num_rows, -1).numpy()
         for row, data in enumerate(rows):
-            _write_all(self._files[key], (row * self._allocated_steps + self.steps) * size, memoryview(data))
+            write_all(self._files[key], (row * self._allocated_steps + self.steps) * size, memoryview(data))
 
     def _compact(self, interrupted: Callable[[], bool]) -> None:
         """Copy the complete steps into files of their size; the old ones hold until that is done."""
@@ -327,7 +325,7 @@ class DatasetWriter:
                 with open(old, "rb") as source, open(new, "r+b") as target:
                     for row in range(self._env_shape.numel()):
                         source.seek(row * self._allocated_steps * size)
-                        _copy(source, target, self.steps * size, interrupted)
+                        copy_bytes(source, target, self.steps * size, interrupted)
                     target.flush()
                     os.fsync(target.fileno())
         except OSError:  # interrupted, or no space for a copy

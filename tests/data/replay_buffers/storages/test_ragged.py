@@ -17,6 +17,7 @@ from tests.data.replay_buffers.storages.ragged_records import check_whole, recor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollwright._memory import Segment
+from rollwright.cli import main
 from rollwright.collectors import Collector
 from rollwright.data import (
     LazyStackStorage,
@@ -421,3 +422,30 @@ def test_its_segments_have_no_name():
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "rollwright" in line]
     assert mapped
     assert all("memfd:" in line and "(deleted)" in line for line in mapped)
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("--check",)])
+@pytest.mark.parametrize("kind", [*KINDS, "empty", "mixed"])
+def test_inspect_describes_a_folder_of_it(kind, options, tmp_path, capsys):
+    buffer = make(kind, 30)
+    if kind == "mixed":
+        buffer.add(TensorDict({"text": "alone"}))
+    if kind != "empty":
+        buffer.extend(records(0, 0, 20))
+    buffer.dumps(tmp_path / "saved")
+    lacks_flags = kind == "mixed" and "--check" in options  # which not every element has
+    assert main(["inspect", str(tmp_path / "saved"), *options]) == int(lacks_flags)
+    shown = capsys.readouterr().out
+    assert kind == "empty" or lacks_flags or "text" in shown
+    assert kind in ("empty", "mixed") or "tokens" in shown
+
+
+def test_inspect_notices_damage(tmp_path, capsys):
+    buffer = make("private", 30)
+    buffer.extend(records(0, 0, 10))
+    buffer.dumps(tmp_path / "saved")
+    state = torch.load(tmp_path / "saved" / "elements.pt", weights_only=True)
+    state["elements"]["rows"][100] ^= 1
+    torch.save(state, tmp_path / "saved" / "elements.pt")
+    assert main(["inspect", str(tmp_path / "saved")]) == 1
+    assert "checksum" in capsys.readouterr().err

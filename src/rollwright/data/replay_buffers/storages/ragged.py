@@ -225,17 +225,14 @@ class RaggedStorage(Storage):
             self.ledger.restore(state_dict)
 
     @staticmethod
-    def elements_of_state(state_dict: Mapping[str, Any]) -> Any:
-        """The elements of a state, in order, less those that were lost, as a batch ``[N]``; None: there are none.
+    def elements_of_state(state_dict: Mapping[str, Any]) -> list[Any]:
+        """The elements of a state, in order, less those that were lost.
 
         Raises:
             DamagedFileError: they are damaged.
         """
-        if state_dict.get("elements") is None:
-            return None
-        decoder = Decoder()
-        found = [decoder.decode(bytearray(row)) for row in PackedRows.of(state_dict["elements"]) if len(row)]
-        return _together(found) if found else None
+        packed, decoder = state_dict.get("elements"), Decoder()
+        return [] if packed is None else [decoder.decode(bytearray(row)) for row in PackedRows.of(packed) if len(row)]
 
     def _takes(self, elements: Any) -> bool:
         return True
