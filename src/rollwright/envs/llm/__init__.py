@@ -1,1 +1,53 @@
 """Environments of conversations with language models."""
+
+from rollwright.envs.llm.chat import ChatEnv, DatasetChatEnv
+from rollwright.envs.llm.conversations import DatasetConversations
+from rollwright.envs.llm.core import Answer, Conversations, Draw, Opening, Outcome, PromptSource
+from rollwright.envs.llm.env import ConversationEnv
+from rollwright.envs.llm.envs import LLMEnv
+from rollwright.envs.llm.opening import PromptFormat
+from rollwright.envs.llm.replies import Dialogue, Environment
+from rollwright.envs.llm.rewards import Reward
+from rollwright.envs.llm.sources import DatasetSource
+from rollwright.envs.llm.tools import (
+    FunctionTool,
+    JSONToolParser,
+    PythonInterpreter,
+    TemplateToolParser,
+    Tool,
+    ToolParser,
+    Toolset,
+    XMLToolParser,
+)
+from rollwright.envs.llm.transforms import AddThinkingPrompt, KLRewardTransform, PolicyVersion, RetrieveLogProb
+
+__all__ = [
+    "AddThinkingPrompt",
+    "Answer",
+    "ChatEnv",
+    "ConversationEnv",
+    "Conversations",
+    "DatasetChatEnv",
+    "DatasetConversations",
+    "DatasetSource",
+    "Dialogue",
+    "Draw",
+    "Environment",
+    "FunctionTool",
+    "JSONToolParser",
+    "KLRewardTransform",
+    "LLMEnv",
+    "Opening",
+    "Outcome",
+    "PolicyVersion",
+    "PromptFormat",
+    "PromptSource",
+    "PythonInterpreter",
+    "RetrieveLogProb",
+    "Reward",
+    "TemplateToolParser",
+    "Tool",
+    "ToolParser",
+    "Toolset",
+    "XMLToolParser",
+]

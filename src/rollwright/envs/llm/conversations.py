@@ -362,6 +362,23 @@ class DatasetConversations(Conversations):
                 (self._tool_ended if step.kind == "tool" else self._replied)(step.slot, step.talk, end)
         return took
 
+    def resume(self, slot: int, messages: Sequence[Message]) -> None:
+        """Go on with a conversation whose last outcome ended it, by messages that follow its last answer.
+
+        Raises:
+            EnvError: it has not ended, or its reward was one of a whole group.
+        """
+        talk = self._talks.get(slot)
+        if talk is None or talk.busy or not talk.over:
+            raise EnvError(f"slot {slot} has no conversation that has ended. Resume it after its last outcome.")
+        if any(reward.per == "group" for reward in self.rewards):
+            raise EnvError(
+                f"{place(talk.origin)}: its group has its rewards and cannot go on. Use "
+                "Reward(..., per='conversation')."
+            )
+        talk.over = False
+        talk.follow(messages)
+
     @property
     def waiting(self) -> list[int]:
         """Slots whose conversation has ended and waits for the rest of its group."""

@@ -10,6 +10,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.history import ChatHistory, History
+from rollwright.data.llm.records import RecordLayout
 from rollwright.data.llm.turns import FinishReason, Message, Origin, turn_seed
 from rollwright.data.specs import Composite, NonTensor, Unbounded
 from rollwright.envs.base import EnvBase
@@ -47,6 +48,7 @@ class ConversationEnv(EnvBase):
     Attributes:
         conversations: the same without TensorDicts, for collectors.
         tokenizer: as given.
+        layout: of the records that a collector makes.
 
     Raises:
         ValueError: messages are prompts, and there is no tokenizer.
@@ -70,6 +72,7 @@ class ConversationEnv(EnvBase):
         self._has_tokens = tokenizer is not None or mode == "tokens"
         self._has_text = tokenizer is not None or mode != "tokens"
         self._columns = columns
+        self.layout = RecordLayout(nested=nested, history=nested and mode == "history", text=self._has_text)
         self._end_token_ids = tuple(end_token_ids)
         self._rows: list[_Row | None] = [None] * conversations.num_slots
         self._blank: TokenChain | None = None
@@ -246,6 +249,32 @@ class ConversationEnv(EnvBase):
             entries[name] = torch.tensor([flag])
         return entries
 
+    def resume(self, slot: int, messages: list[Message]) -> TensorDictBase:
+        """Go on with a conversation that has ended in the last step, by messages that follow its last answer.
+
+        Args:
+            slot: of the conversation.
+            messages: the model reads them, and answers again.
+
+        Returns:
+            What takes the place of the row below ``"next"``, without the reward.
+
+        Raises:
+            EnvError: it has not ended, or its reward was one of a whole group.
+        """
+        row = self._rows[slot]
+        if row is None or not row.over:
+            raise EnvError(f"slot {slot}: its conversation has not ended. Resume one that has.")
+        self.conversations.resume(slot, messages)
+        row.resume(messages)
+        entries = self._observed(row) | {name: torch.tensor([False]) for name in ("terminated", "truncated", "done")}
+        return _td(entries) if self.device is None else _td(entries).to(self.device)
+
+    def resumed(self, slot: int) -> int:
+        """How often the conversation of a slot was resumed."""
+        row = self._rows[slot]
+        return 0 if row is None else row.resumed
+
     # The object itself ------------------------------------------------------------------------------
 
     @property
@@ -326,12 +355,13 @@ class _Row:
         messages: so far.
         turn: number of the next one.
         over: whether it has ended.
+        resumed: how often it went on after its end.
     """
 
     def __init__(self, opening: Opening, chain: TokenChain | None) -> None:
         self.opening, self.chain = opening, chain
         self.messages: list[Message] = list(opening.messages)
-        self.turn = 0
+        self.turn = self.resumed = 0
         self.over = False
         self._text = opening.text or ""
 
@@ -351,6 +381,16 @@ class _Row:
         self.chain.answer(answer.tokens, answer.finish_reason, message)
         if not self.over:
             self.chain.follow(outcome.messages)
+
+    def resume(self, messages: list[Message]) -> None:
+        """Go on after the end."""
+        self.over = False
+        self.resumed += 1
+        self.messages += messages
+        if self.chain is None:
+            self._text += "".join(str(each.get("content") or "") for each in messages)
+        else:
+            self.chain.follow(messages)
 
 
 def _data(value: Any) -> Any:

@@ -1,0 +1,57 @@
+"""Transforms on turns: what a transform does where conversations are collected without TensorDicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+
+from rollwright.data.llm.turns import Turn
+from rollwright.envs.llm.transforms.policy_version import PolicyVersion
+from rollwright.envs.transforms import Compose, RewardSum, StepCounter, Transform
+from rollwright.errors import NotNative
+
+__all__ = ["TurnHook", "turn_hooks"]
+
+TurnHook = Callable[[Turn, dict[str, Any]], None]
+
+
+def turn_hooks(transform: Transform) -> list[TurnHook]:
+    """Functions that do on a :class:`Turn` what a transform does on TensorDicts.
+
+    Each is called with a complete turn and a dictionary of its conversation, empty at its first turn, which belongs to
+    the state of the conversation. It writes ``turn.extras``, at the root and below ``"next"``.
+
+    Raises:
+        NotNative: the transform has no such form.
+    """
+    if isinstance(transform, Compose):
+        return [hook for part in cast("Iterable[Transform]", transform) for hook in turn_hooks(part)]
+    if type(transform) is PolicyVersion:
+        return []  # the engine stamps turns and tokens itself
+    if type(transform) is StepCounter and transform.max_steps is None:
+        return [_counting(transform.step_count_key)]
+    if type(transform) is RewardSum and list(transform.in_keys) in ([], ["reward"]):
+        return [_summing(str(transform.out_keys[0]) if transform.out_keys else "episode_reward")]
+    raise NotNative(f"{type(transform).__name__} works on TensorDicts")
+
+
+def _counting(key: str) -> TurnHook:
+    def count(turn: Turn, memory: dict[str, Any]) -> None:
+        before = memory.get(key, 0)
+        memory[key] = before + 1
+        extras: dict[Any, Any] = turn.extras
+        extras[key], extras["next", key] = torch.tensor([before]), torch.tensor([before + 1])
+
+    return count
+
+
+def _summing(key: str) -> TurnHook:
+    def add(turn: Turn, memory: dict[str, Any]) -> None:
+        before = memory.get(key, torch.zeros(1))
+        memory[key] = before + turn.reward
+        extras: dict[Any, Any] = turn.extras
+        extras[key], extras["next", key] = before, memory[key]
+
+    return add
