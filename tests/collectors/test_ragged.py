@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 from tests.collectors.dialogs import Answers, Dialog, Words, frames_of
+from torch import nn
 
 from rollwright.collectors import Interruptor
-from rollwright.envs import GymEnv, SerialEnv
+from rollwright.data import ListStorage, ReplayBuffer
+from rollwright.envs import AsyncEnvPool, GymEnv, ParallelEnv, SerialEnv, step_mdp
 from rollwright.errors import PolicyError, PolicyKeyError
 from rollwright.testing.mocking_classes import CountingEnv, Str2StrEnv
 
@@ -69,6 +73,128 @@ def test_ragged_entries_beside_options(make, form, option):
     batch = make(env, Answers(form), frames_per_batch=10, **options).next()
     for frame in frames_of(batch):
         assert frame["answer_tokens"] == frame["tokens"] * 2
+
+
+@pytest.mark.parametrize("form", ["in place", "new"])
+@pytest.mark.parametrize("size", [(), (3,), (2, 2)])
+def test_text_and_tensorclass_entries_of_one_shape(make, size, form):
+    """Dense batches of them are TensorDicts, and rows are reset one by one."""
+    env = Dialog(size, messages=True, dense=True)
+    collector = make(env, Answers(form, messages=True), frames_per_batch=7 * env.numel(), total_frames=14 * env.numel())
+    for batch in collector:
+        assert type(batch) is TensorDict
+        assert isinstance(batch["message"], Words)
+        assert isinstance(batch["reply"], Words)
+        check(batch, messages=True)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_tensorclass_entries_pass_from_step_to_step(dense):
+    env = Dialog((2,), messages=True, dense=dense)
+    act = Answers(messages=True)
+    stepped = env.step(act(env.reset()))
+    for root in (env.step_mdp(stepped), step_mdp(stepped)):
+        assert isinstance(root["message"], Words)
+        assert isinstance(root["reply"], Words)
+        assert list(root["message"].content) == list(stepped["next", "message"].content) == ["e0 r0 t1", "e0 r1 t1"]
+    _, after = env.step_and_maybe_reset(act(env.step_mdp(stepped)))
+    assert isinstance(after["message"], Words)
+    assert list(after["message"].content) == ["e1 r0 t0", "e0 r1 t2"]
+    assert after["message"].letters.tolist() == [8, 8]
+
+
+def first_rows():
+    return [partial(Dialog, (2,), messages=True, first_row=first) for first in (0, 2)]
+
+
+POOLS = {
+    "serial": lambda: SerialEnv(2, first_rows()),
+    "parallel": lambda: ParallelEnv(2, first_rows()),
+    "threads": lambda: AsyncEnvPool(first_rows()),
+    "threads, lazy": lambda: AsyncEnvPool(first_rows(), stack="lazy"),
+    "processes": lambda: AsyncEnvPool(first_rows(), backend="multiprocessing"),
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_pools_of_batched_environments(make, pool):
+    env = POOLS[pool]()
+    assert env.batch_size == (2, 2)
+    collector = make(env, Answers("new", messages=True), frames_per_batch=28, total_frames=56)
+    for batch in collector:
+        assert batch.shape == (2, 2, 7)
+        check(batch, messages=True)
+        assert sorted({int(text.split()[1][1:]) for row in batch["text"] for env in row for text in env}) == [
+            0,
+            1,
+            2,
+            3,
+        ]
+
+
+@pytest.mark.parametrize("stack", ["dense", "maybe_dense", "lazy"])
+@pytest.mark.parametrize("backend", ["threading", "multiprocessing"])
+def test_asynchronous_pools_of_batched_environments_of_tensors(make, backend, stack):
+    one = partial(CountingEnv, batch_size=[2], max_steps=2)
+    env = AsyncEnvPool([one, one], backend=backend, stack=stack)
+    batch = make(env, lambda td: td.set("action", ones(td)), frames_per_batch=28).next()
+    assert type(batch) is TensorDict
+    assert batch.shape == (2, 2, 7)
+    assert batch["observation"].squeeze(-1).tolist() == [[[0, 1, 2, 0, 1, 2, 0]] * 2] * 2
+    assert len(batch[IDS].unique()) == 12
+
+
+def test_whole_trajectories_of_ragged_records(make):
+    env = Dialog((2,), messages=True)
+    collector = make(
+        env, Answers("new", True), frames_per_batch=10, total_frames=80, trajs_per_batch=3, traj_format="cat"
+    )
+    batches = list(collector)
+    assert len(batches) > 5
+    for batch in batches:
+        assert int(batch["next", "done"].sum()) == 3
+        check(batch, messages=True)
+        assert isinstance(batch["message"], Words)
+
+
+def test_a_flat_batch_and_a_flat_buffer_of_ragged_records(make):
+    def collect(**options):
+        env = Dialog((2,), messages=True)
+        return make(env, Answers("new", True), frames_per_batch=10, total_frames=10, **options)
+
+    whole = frames_of(collect().next())
+    assert frames_of(collect(postproc=lambda batch: batch.reshape(-1)).next()) == whole
+    assert frames_of(collect(postproc=lambda batch: batch.flatten()).next()) == whole
+    for options in ({}, {"extend_buffer": False}):
+        buffer = ReplayBuffer(storage=ListStorage(100))
+        list(collect(replay_buffer=buffer, **options))
+        kept = frames_of(buffer[:])
+        assert sorted(map(str, kept)) == sorted(map(str, whole))
+    buffer = ReplayBuffer(storage=ListStorage(100))
+    list(collect(replay_buffer=buffer, trajs_per_batch=1))
+    assert {frame["text"] for frame in frames_of(buffer[:])} < {frame["text"] for frame in whole}
+
+
+@pytest.mark.parametrize("options", [{}, {"trajs_per_batch": 2, "traj_format": "cat"}], ids=["rollouts", "held"])
+@pytest.mark.parametrize("messages", [False, True])
+def test_ragged_records_in_a_saved_state(make, options, messages):
+    class Policy(nn.Module):  # which has no state
+        forward = Answers("new", messages).__call__
+
+    def build():
+        return make(Dialog((2,), messages=messages), Policy(), frames_per_batch=10, total_frames=200, **options)
+
+    collector = build()
+    collector.next()
+    file = io.BytesIO()
+    state = collector.state_dict()
+    assert state["unsaved"] == []
+    torch.save(state, file)
+    file.seek(0)
+    expected = [frames_of(collector.next()) for _ in range(3)]
+    other = build()
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert [frames_of(other.next()) for _ in range(3)] == expected
 
 
 class Ragged:

@@ -402,11 +402,11 @@ class Collector(BaseCollector):
         ``torch.load(..., weights_only=True)`` reads it. Saving changes nothing in the run.
 
         Returns:
-            ``policy_state_dict`` (where the policy is a module; without what is never copied, such as an engine) and ``env_state_dict``, both of them live and no
-            copies, as everywhere in torch; ``frames``, ``iter``, ``policy_version``, ``traj_pool`` (the next
-            trajectory id) and ``episodes`` (statistics); ``env_checkpoint`` (all that the environment is, its
-            random generators included) and ``trajectories`` (what the next step is taken from; None where the
-            environment cannot be saved);
+            ``policy_state_dict`` (where the policy is a module; less what is never copied, such as an engine) and
+            ``env_state_dict``, both of them live and no copies, as everywhere in torch; ``frames``, ``iter``,
+            ``policy_version``, ``traj_pool`` (the next trajectory id) and ``episodes`` (statistics);
+            ``env_checkpoint`` (all that the environment is, its random generators included) and ``trajectories``
+            (what the next step is taken from; None where the environment cannot be saved);
             ``held`` (frames of whole trajectories that are not delivered yet; a replay buffer has a state of its own);
             ``streams`` (the global generators of torch, NumPy and Python); ``unsaved``: a line for each thing that
             could not be saved.

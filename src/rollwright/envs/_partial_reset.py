@@ -100,10 +100,18 @@ def _merge(
                 new = _where(mask_like(masks, place, new, batch_ndim), new, kept, str(key))
             elif is_non_tensor(new) or _is_class(new):
                 new = _choose(_mask_at(masks, place, new.batch_size, batch_ndim), new, kept)
+            elif is_tensorclass(new):
+                new = _merge_class(kept, new, masks, (*place, str(key)), batch_ndim)
             else:
                 new = _merge(kept, cast(TensorDictBase, new), masks, (*place, str(key)), batch_ndim)
         old.set(key, new)
     return old
+
+
+def _merge_class(old: Any, fresh: Any, masks: Masks, place: tuple[str, ...], batch_ndim: int) -> Any:
+    """:func:`_merge` of tensorclass entries: of the TensorDicts in them, which hold text as stacks."""
+    inside = old._tensordict if is_tensorclass(old) else old
+    return type(fresh)._from_tensordict(_merge(inside.copy(), fresh._tensordict, masks, place, batch_ndim))
 
 
 def _shapes_differ(old: TensorDictBase, fresh: TensorDictBase) -> bool:
