@@ -1,1 +1,25 @@
-"""Language models as policies."""
+"""Language models as policies.
+
+Nothing here imports transformers or vLLM before a model is built by name or generates.
+"""
+
+from rollwright.modules.llm.distribution import TokenDistribution
+from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
+from rollwright.modules.llm.sampling import token_log_probs
+from rollwright.modules.llm.transformers_engine import TransformersEngine
+from rollwright.modules.llm.transformers_wrapper import TransformersWrapper
+from rollwright.modules.llm.vllm_wrapper import vLLMWrapper
+from rollwright.modules.llm.wrapper import Keys
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "Keys",
+    "Request",
+    "Sampling",
+    "TokenDistribution",
+    "TransformersEngine",
+    "TransformersWrapper",
+    "token_log_probs",
+    "vLLMWrapper",
+]

@@ -104,6 +104,7 @@ class Engine(ABC):
         max_length: tokens that prompt and response have room for; None: no limit.
         vocab_size: token ids are less.
         never_copied: collectors use the object itself: they neither copy it, send it to a process, nor save its state.
+        end_ids: tokens that end a response.
     """
 
     never_copied = True
@@ -112,6 +113,7 @@ class Engine(ABC):
     sampling: Sampling
     max_length: int | None
     vocab_size: int
+    end_ids: tuple[int, ...]
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:

@@ -59,7 +59,8 @@ class TransformersEngine(Engine):
     Example:
         >>> import torch, transformers
         >>> config = transformers.LlamaConfig(
-        ...     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        ...     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...     eos_token_id=None,
         ... )
         >>> engine = TransformersEngine(transformers.LlamaForCausalLM(config), sampling=Sampling(max_new_tokens=4))
         >>> engine.submit([Request(key, torch.tensor([5, 6]), seed=key) for key in range(2)])
@@ -85,7 +86,7 @@ class TransformersEngine(Engine):
         self.tokenizer = tokenizer
         self.sampling = sampling or Sampling()
         self.max_length, self.vocab_size = self._lm.max_length, self._lm.vocab_size
-        self.end_ids: tuple[int, ...] = tuple(sorted({*self._lm.end_ids, *self.sampling.stop_token_ids}))
+        self.end_ids = tuple(sorted({*self._lm.end_ids, *self.sampling.stop_token_ids}))
         is_end = np.zeros(max(self._lm.num_logits, self.vocab_size), np.bool_)
         if outside := [token for token in self.end_ids if not 0 <= token < len(is_end)]:
             raise ValueError(

@@ -1,0 +1,132 @@
+"""Sampling: known numbers, frequencies, and equal tokens on arrays and on tensors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rollwright.modules.llm.engine import Sampling
+from rollwright.modules.llm.sampling import (
+    Sampler,
+    child_seed,
+    draw_by_arrays,
+    draw_by_tensors,
+    restrict,
+    sampling_of,
+    token_log_probs,
+    uniforms,
+)
+
+pytestmark = pytest.mark.llm
+MASK = 2**64 - 1
+
+
+def _mixed(bits: int) -> int:
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & MASK
+    return bits ^ (bits >> 31)
+
+
+def test_uniforms_are_splitmix64_of_seed_and_place() -> None:
+    assert _mixed(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # the first output of SplitMix64 for seed 0
+    numbers = uniforms(np.array([3, 2**63 - 1], np.uint64), np.array([0, 7]), 5)
+    for place in range(5):
+        for half in range(2):
+            for column, (seed, first) in enumerate([(3, 0), (2**63 - 1, 7)]):
+                count = 2 * (first + place) + 1 + half
+                bits = _mixed((_mixed(seed) + 0x9E3779B97F4A7C15 * count) & MASK)
+                assert numbers[place, half, column] == ((bits >> 13) + 0.5) * 2.0**-51
+    assert (numbers < 1).all()
+
+
+def test_seeds_of_samples_differ() -> None:
+    assert child_seed(5, 0) == 5
+    assert len({child_seed(seed, place) for seed in range(20) for place in range(20)}) == 400
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=2.0, top_k=3), Sampling(top_p=0.7)])
+@pytest.mark.parametrize("draw", [draw_by_arrays, draw_by_tensors])
+def test_frequencies_are_those_of_the_distribution(sampling: Sampling, draw: object) -> None:
+    logits = torch.tensor([2.0, -1.0, 0.0, 1.0, -math.inf, 1.5, 0.3]).expand(40_000, 7).contiguous()
+    kept = restrict(logits, sampling)
+    numbers = uniforms(np.arange(40_000, dtype=np.uint64), np.zeros(40_000, np.int64), 1)[0]
+    given = numbers if draw is draw_by_arrays else torch.from_numpy(numbers)
+    drawn = draw(logits, kept, given, False)  # type: ignore[operator]
+    expected = kept[0].softmax(-1).numpy()
+    found = np.bincount(drawn.tokens, minlength=7) / 40_000
+    assert np.abs(found - expected).max() < 0.01
+    assert found[expected == 0].sum() == 0
+    assert np.allclose(np.exp(drawn.log_probs), expected[drawn.tokens], atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [2, 5, 64, 1000])
+@pytest.mark.parametrize("raw", [False, True])
+def test_arrays_and_tensors_draw_the_same(vocab: int, raw: bool) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = 3 * torch.randn(256, vocab, generator=generator)
+    for sampling in (Sampling(), Sampling(temperature=0.5, top_k=4, top_p=0.9), None):
+        kept = logits if sampling is None else restrict(logits, sampling)
+        numbers = uniforms(np.arange(256, dtype=np.uint64), np.full(256, 3), 1)[0]
+        one = draw_by_arrays(logits, kept, None if sampling is None else numbers, raw)
+        two = draw_by_tensors(logits, kept, None if sampling is None else torch.from_numpy(numbers), raw)
+        assert (one.tokens == two.tokens).all()
+        assert np.allclose(one.log_probs, two.log_probs, atol=1e-5)
+        assert torch.equal(one.ids, two.ids)
+
+
+def test_a_row_draws_the_same_alone_as_among_others() -> None:
+    logits = torch.randn(32, 300, generator=torch.Generator().manual_seed(0))
+    sampler, seeds = Sampler(Sampling()), np.arange(32, dtype=np.uint64)
+    together = sampler(logits, sampler.place(uniforms(seeds, np.zeros(32, np.int64), 1))[0])
+    for row in range(32):
+        numbers = uniforms(seeds[row : row + 1], np.zeros(1, np.int64), 1)
+        alone = sampler(logits[row : row + 1], sampler.place(numbers)[0])
+        assert alone.tokens[0] == together.tokens[row]
+        assert alone.log_probs[0] == together.log_probs[row]
+
+
+def test_top_k_and_top_p_keep_the_smallest_sets() -> None:
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+    assert restrict(logits, Sampling(top_k=2)).isfinite().tolist() == [[False, True, False, True]]
+    assert restrict(logits, Sampling(top_p=0.65)).isfinite().tolist() == [[False, True, False, True]]
+    assert restrict(logits, Sampling(top_p=0.75)).isfinite().tolist() == [[False, True, True, True]]
+    assert restrict(logits, Sampling(top_p=1e-6)).isfinite().sum() == 1
+    assert restrict(logits, Sampling()) is logits
+
+
+@pytest.mark.parametrize("mode", ["sampled", "raw"])
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.8}])
+def test_log_probs_of_given_tokens_are_those_of_the_draw(mode: str, options: dict[str, float]) -> None:
+    sampling = Sampling(log_prob_mode=mode, **options)  # type: ignore[arg-type]
+    logits = torch.randn(16, 50, generator=torch.Generator().manual_seed(1))
+    sampler = Sampler(sampling)
+    drawn = sampler(logits, uniforms(np.arange(16, dtype=np.uint64), np.zeros(16, np.int64), 1)[0])
+    found = token_log_probs(logits, torch.from_numpy(drawn.tokens), sampling)
+    assert torch.allclose(found, torch.from_numpy(drawn.log_probs), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature: expected 0 or more"),
+        ({"top_k": -1}, "top_k: expected 0 or more"),
+        ({"top_p": 0.0}, "top_p: expected more than 0"),
+        ({"log_prob_mode": "both"}, "log_prob_mode: expected 'sampled' or 'raw', got 'both'"),
+    ],
+)
+def test_wrong_values_are_errors(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)  # type: ignore[arg-type]
+
+
+def test_generate_kwargs_have_the_names_of_the_field() -> None:
+    found = sampling_of({"max_tokens": 3, "do_sample": False, "top_k": -1}, log_prob_mode="raw")
+    assert found == Sampling(max_new_tokens=3, temperature=0.0, log_prob_mode="raw")
+    with pytest.raises(ValueError, match="'num_beams' are not supported"):
+        sampling_of({"num_beams": 2}, log_prob_mode="raw")
+    with pytest.raises(ValueError, match="max_tokens beside max_new_tokens"):
+        sampling_of({"max_tokens": 2, "max_new_tokens": 2}, log_prob_mode="raw")

@@ -1,0 +1,267 @@
+"""The engine of transformers: log-probabilities, equal tokens in any batch, and the methods of an engine."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from tests.llm_models import MODELS, model, tokenizer
+
+from rollwright.data.llm.turns import FinishReason
+from rollwright.modules.llm.engine import Completion, Request, Sampling
+from rollwright.modules.llm.sampling import token_log_probs
+from rollwright.modules.llm.transformers_engine import TransformersEngine
+
+pytestmark = pytest.mark.llm
+STOP = tuple(range(20))  # of 512 tokens: responses end at unequal lengths
+
+
+def _prompts(number: int, seed: int = 0, longest: int = 30) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (number,), generator=generator).tolist()
+    return [torch.randint(0, 400, (length,), generator=generator) for length in lengths]
+
+
+def _lively(kind: str) -> Any:
+    """A model whose logits differ by more than those of small random weights."""
+    lm = model(kind)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6)
+    return lm
+
+
+def _all(engine: TransformersEngine) -> dict[Any, Completion]:
+    done: dict[Any, Completion] = {}
+    while engine.in_progress:
+        done.update((completion.key, completion) for completion in engine.results())
+    done.update((completion.key, completion) for completion in engine.results(0))
+    return done
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("mode", ["sampled", "raw"])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.5}, {}, {"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.0}]
+)
+def test_log_probs_equal_a_forward_pass(kind: str, mode: str, options: dict[str, Any]) -> None:
+    lm, plain = _lively(kind), tokenizer("plain")  # its padding token is its end token
+    sampling = Sampling(max_new_tokens=8, log_prob_mode=mode, stop_token_ids=STOP, **options)
+    engine = TransformersEngine(lm, tokenizer=plain, sampling=sampling)
+    prompts = _prompts(8)
+    prompts[3] = torch.tensor([plain.pad_token_id, plain.pad_token_id, 7])  # looks like padding, and is none
+    done = {c.key: c for c in engine.generate([Request(key, p, seed=key) for key, p in enumerate(prompts)])}
+    ended = 0
+    for key, prompt in enumerate(prompts):
+        tokens = done[key].tokens
+        with torch.no_grad():
+            logits = lm(torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1]
+        expected = token_log_probs(logits, tokens, sampling)
+        assert (done[key].log_probs - expected).abs().max() < 1e-4
+        ended += done[key].finish_reason is FinishReason.STOP
+        assert (int(tokens[-1]) in engine.end_ids) is (done[key].finish_reason is FinishReason.STOP)
+        assert not set(tokens[:-1].tolist()) & set(engine.end_ids)
+    assert ended or options.get("temperature") == 0.0
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_same_seed_gives_the_same_tokens_in_any_batch_and_order(kind: str) -> None:
+    lm, prompts = _lively(kind), _prompts(32)
+    found = []
+    for size, order in ((1, 1), (8, 1), (32, -1)):
+        engine = TransformersEngine(lm, sampling=Sampling(max_new_tokens=16, stop_token_ids=STOP), max_batch_size=size)
+        engine.submit([Request(key, prompt, seed=7 * key) for key, prompt in enumerate(prompts)][::order])
+        done = _all(engine)
+        found.append([done[key].tokens.tolist() for key in range(32)])
+    assert all(tokens == found[0] for tokens in found)
+    assert len({len(tokens) for tokens in found[0]}) > 5
+
+
+def test_equal_prompts_share_a_pass_and_differ_by_seed() -> None:
+    lm, widths = model(), []
+    lm.register_forward_pre_hook(lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape), with_kwargs=True)
+    engine = TransformersEngine(lm, sampling=Sampling(max_new_tokens=4))
+    prompt = torch.arange(9)
+    done = engine.generate([Request(key, prompt.clone(), seed=key % 4) for key in range(8)])
+    assert widths[0] == (1, 9)
+    assert [shape[0] for shape in widths[1:]] == [8] * 3
+    tokens = [completion.tokens.tolist() for completion in done]
+    assert tokens[:4] == tokens[4:]
+    assert len(set(map(tuple, tokens))) == 4
+
+
+def test_short_answers_come_before_long_ones_and_others_join_in_flight() -> None:
+    engine = TransformersEngine(model(), sampling=Sampling(max_new_tokens=40))
+    prompts = _prompts(3)
+    engine.submit([Request("long", prompts[0], 0), Request("short", prompts[1], 0, max_new_tokens=3)])
+    assert [c.key for c in engine.results()] == ["short"]
+    engine.submit([Request("late", prompts[2], 0, max_new_tokens=2)])
+    late = engine.results()
+    assert [c.key for c in late] == ["late"]
+    assert engine.in_progress == 1
+    alone = TransformersEngine(model(), sampling=Sampling(max_new_tokens=40))
+    alone.submit([Request("long", prompts[0], 0), Request("late", prompts[2], 0, max_new_tokens=2)])
+    expected = _all(alone)
+    assert late[0].tokens.tolist() == expected["late"].tokens.tolist()
+    assert engine.results()[0].tokens.tolist() == expected["long"].tokens.tolist()
+
+
+def test_timeout_zero_generates_nothing_and_step_does() -> None:
+    engine = TransformersEngine(model(), sampling=Sampling(max_new_tokens=3))
+    engine.submit([Request(0, torch.arange(5), 0)])
+    assert engine.results(0) == []
+    engine.step(2)
+    assert engine.results(0) == []
+    engine.step()
+    assert [len(c.tokens) for c in engine.results(0)] == [3]
+    assert engine.results() == []  # nothing is in progress
+    engine.submit([Request(0, torch.arange(5), 0)])
+    assert engine.results(1e-9) == []
+
+
+def test_a_response_never_exceeds_the_positions_beside_longer_ones() -> None:
+    lm = model("gpt2", n_positions=32)
+    engine = TransformersEngine(lm, sampling=Sampling(max_new_tokens=31))
+    done = engine.generate([Request(n, torch.arange(n), seed=n) for n in (1, 31, 20, 5, 6, 7, 8)])
+    assert [len(c.tokens) for c in done] == [31, 1, 12, 27, 26, 25, 24]
+    assert {c.finish_reason for c in done} == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (Request("a", torch.arange(0), 0), ValueError, "prompt of request 'a': it is empty"),
+        (Request("a", torch.zeros(512, dtype=torch.int64), 0), ValueError, "has 512 tokens, and the model has 512 pos"),
+        (Request("a", torch.tensor([5, 512]), 0), ValueError, r"token ids \[512\] are outside the vocabulary of 512"),
+        (Request("a", torch.tensor([5, -1]), 0), ValueError, r"token ids \[-1\] are outside"),
+        (Request("a", torch.tensor([0.5]), 0), TypeError, "expected an int64 tensor"),
+        (Request("a", [5], 0), TypeError, "got list"),  # type: ignore[arg-type]
+        (Request("a", torch.tensor([5]), 0, max_new_tokens=9), ValueError, "max_new_tokens of request 'a': expected 1"),
+        (Request("there", torch.tensor([5]), 0), ValueError, "key of request 'there'"),
+    ],
+)
+def test_wrong_requests_are_refused_whole(request_: Request, error: type[Exception], message: str) -> None:
+    engine = TransformersEngine(model(), sampling=Sampling(max_new_tokens=8))
+    engine.submit([Request("there", torch.tensor([5]), 0)])
+    with pytest.raises(error, match=message):
+        engine.submit([Request("good", torch.tensor([5]), 0), request_])
+    assert list(_all(engine)) == ["there"]
+
+
+def test_each_token_has_the_version_that_sampled_it() -> None:
+    lm, other = model(seed=0), model(seed=1)
+    engine = TransformersEngine(lm, sampling=Sampling(max_new_tokens=6), version=3)
+    engine.submit([Request(0, torch.arange(5), 0)])
+    engine.step(2)
+    engine.update_weights(other)
+    engine.step(1)
+    engine.update_weights(other.state_dict(), version=9)
+    (done,) = engine.results()
+    assert done.versions.tolist() == [3, 3, 4, 9, 9, 9]  # type: ignore[union-attr]
+    assert all(torch.equal(a, b) for a, b in zip(lm.parameters(), other.parameters(), strict=True))
+    engine.update_weights(lm)  # its own module: the version alone
+    assert engine.version == 10
+    engine.version = "one"
+    assert engine.generate([Request(0, torch.arange(5), 0)])[0].versions == ["one"] * 6
+    with pytest.raises(ValueError, match="names differ"):
+        engine.update_weights({"weight": torch.zeros(1)})
+    assert engine.version == "one"
+
+
+def test_cancel_gives_the_tokens_so_far() -> None:
+    engine = TransformersEngine(model(), sampling=Sampling(max_new_tokens=6), max_batch_size=2)
+    engine.submit([Request(key, torch.arange(5), key) for key in range(3)])
+    engine.step(2)
+    engine.cancel([0, 2, "unknown"])
+    done = {c.key: c for c in engine.results(0)}
+    assert {key: (c.finish_reason, len(c.tokens)) for key, c in done.items()} == {
+        0: (FinishReason.CANCELLED, 2),
+        2: (FinishReason.CANCELLED, 0),
+    }
+    whole = TransformersEngine(model(), sampling=Sampling(max_new_tokens=6))
+    assert engine.results()[0].tokens.tolist() == whole.generate([Request(1, torch.arange(5), 1)])[0].tokens.tolist()
+
+
+def test_pause_and_resume_from_another_thread() -> None:
+    engine = TransformersEngine(model(), sampling=Sampling(max_new_tokens=4))
+    engine.pause()
+    engine.submit([Request(0, torch.arange(5), 0)])
+    engine.step(10)
+    assert engine.results(0.01) == []
+    thread = threading.Timer(0.05, engine.resume)
+    thread.start()
+    assert len(engine.results()) == 1
+    thread.join()
+
+
+def test_close_cancels_and_refuses() -> None:
+    engine = TransformersEngine(model())
+    engine.submit([Request(0, torch.arange(5), 0)])
+    engine.close()
+    engine.close()
+    assert [c.finish_reason for c in engine.results()] == [FinishReason.CANCELLED]
+    with pytest.raises(RuntimeError, match="it is closed"):
+        engine.submit([Request(0, torch.arange(5), 0)])
+
+
+def test_what_the_model_raises_ends_its_rows_only() -> None:
+    lm, fail = model(), []
+
+    def hook(*_: Any) -> None:
+        if fail:
+            raise ArithmeticError(fail.pop())
+
+    lm.register_forward_pre_hook(hook)
+    engine = TransformersEngine(lm, sampling=Sampling(max_new_tokens=4))
+    engine.submit([Request(0, torch.arange(5), 0)])
+    engine.step()
+    fail.append("broken")
+    (done,) = engine.results()
+    assert done.finish_reason is FinishReason.ERROR
+    assert str(done.error) == "broken"
+    assert len(engine.generate([Request(0, torch.arange(5), 0)])[0].tokens) == 4
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    lm = model()
+    with torch.no_grad():
+        lm.lm_head.weight.fill_(float("nan"))
+    (done,) = TransformersEngine(lm, sampling=Sampling(max_new_tokens=2)).generate([Request("x", torch.arange(5), 0)])
+    assert done.finish_reason is FinishReason.ERROR
+    assert "request 'x': the model's logits are not finite" in str(done.error)
+
+
+def test_an_engine_is_never_copied() -> None:
+    engine = TransformersEngine(model())
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="Pass policy_factory"):
+            attempt(engine)  # type: ignore[operator]
+
+
+def test_wrong_models_are_refused() -> None:
+    with pytest.raises(TypeError, match="expected a causal language model of transformers, got Linear"):
+        TransformersEngine(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="max_batch_size: expected at least 1"):
+        TransformersEngine(model(), max_batch_size=0)
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        TransformersEngine(model(), sampling=Sampling(stop_token_ids=(999,)))
+
+
+def test_long_generation_joined_by_many_keeps_rows_apart() -> None:
+    lm, prompts = model(), _prompts(25, longest=12)
+    how = Sampling(max_new_tokens=80)
+    limits = [80, *([7, 3, 5] * 8)]
+    engine = TransformersEngine(lm, sampling=how, max_batch_size=3)
+    requests = [Request(key, p, key, max_new_tokens=limits[key]) for key, p in enumerate(prompts)]
+    engine.submit(requests)
+    done = _all(engine)
+    alone = TransformersEngine(lm, sampling=how, max_batch_size=1)
+    for request in requests:
+        (expected,) = alone.generate([request])
+        assert done[request.key].tokens.tolist() == expected.tokens.tolist()
+        assert torch.allclose(done[request.key].log_probs, expected.log_probs, atol=1e-5)
