@@ -359,8 +359,9 @@ def test_threads_are_shared_out(make, kind, tmp_path):
 
 def test_threads_of_this_process(make):
     before = torch.get_num_threads()
+    torch.set_num_threads(3)
     collector = make("sync", makers(), gain(), frames_per_batch=20)
-    assert torch.get_num_threads() == before  # nobody asked for another number
+    assert torch.get_num_threads() == 3  # nobody asked for another number
     collector.shutdown()
     collector = make("sync", makers(), gain(), frames_per_batch=20, num_threads=1)
     assert torch.get_num_threads() == 1
