@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -71,10 +71,35 @@ def test_an_answer_cut_by_its_length_is_closed_as_the_template_would(kind: str) 
     assert backend.decode(prompt) == backend.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
 
 
+def test_an_answer_that_is_cut_behind_what_looks_like_its_end_is_closed() -> None:
+    backend = tokenizer("made-up")  # its answers end with "]", which is no control token
+    for reason, expected in ((FinishReason.LENGTH, "[5]]<over>(2)"), (FinishReason.STOP, "[5]<over>(2)")):
+        chain = TokenChain(backend, {})
+        chain.open([USER])
+        chain.answer(torch.cat([_tokens(backend, "5"), _tokens(backend, "]")]), reason)
+        prompt = chain.follow([USER])
+        assert expected in backend.decode(prompt)
+        assert chain.text == backend.decode(prompt)
+
+
+def test_prompts_without_a_template_are_texts_or_tokens_as_they_are() -> None:
+    backend = tokenizer("plain")
+    chain = TokenChain(backend)
+    prompt = chain.open("One two<|endoftext|>")
+    assert prompt.tolist() == backend("One two<|endoftext|>").input_ids
+    assert chain.open(prompt.clone()).tolist() == prompt.tolist()
+    assert chain.text == "One two<|endoftext|>"
+    answer = _tokens(backend, "three<|endoftext|>")
+    assert chain.decode(answer) == "three"
+    chain.answer(answer)
+    chain.follow("four")
+    assert chain.text == backend.decode(chain.tokens) == "One two<|endoftext|>three<|endoftext|>four"
+
+
 def _random_answers(backend: Any, count: int) -> list[torch.Tensor]:
     """Answers of random weights: each token is sampled from the model, each answer ends within 12 tokens."""
     torch.manual_seed(0)
-    network = model("qwen3", len(backend))
+    network = model("qwen3", len(backend), hidden_size=16, num_hidden_layers=1)
     with torch.no_grad():
         tokens = torch.randint(0, len(backend), (count, 1))
         for _ in range(12):
@@ -87,6 +112,15 @@ def _random_answers(backend: Any, count: int) -> list[torch.Tensor]:
     return answers
 
 
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
 def test_thousand_boundaries_extend_the_tokens_where_tokenising_again_would_not() -> None:
     backend = tokenizer("qwen")
     answers = _random_answers(backend, 1000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -92,7 +93,7 @@ class TokenChain:
         self._shapes: list[Shape | None] = []
         self._rendered = ""  # the last prompt as the template wrote it
         self._answered = False
-        self._answer_text = ""
+        self._cut = False  # the answer has no end
         self.messages: list[Message] = []
         self.text = ""
         self.sequence = 0
@@ -100,10 +101,8 @@ class TokenChain:
 
     def new(self) -> TokenChain:
         """A chain with the same tokenizer, template and options, without tokens."""
-        template = self._template
-        chain = TokenChain(self._tokenizer, template, history=self._history, end_token_ids=self._end)
-        if template is None:
-            chain._codec = self._codec
+        chain = copy.copy(self)
+        chain._clear()
         return chain
 
     @property
@@ -132,7 +131,7 @@ class TokenChain:
         self._clear()
         if isinstance(prompt, torch.Tensor):
             self._append(prompt)
-            self.text = self.decode(prompt)
+            self.text = self._written(prompt)
         elif isinstance(prompt, str):
             self._append(self._codec_for("a text").encode_text(prompt))
             self.text = prompt
@@ -172,10 +171,10 @@ class TokenChain:
             raise RuntimeError("answer() must follow open() or follow(); got an answer without a prompt")
         self._append(tokens)
         self._answered = True
-        self._answer_text = self.decode(tokens)
-        self.text += self._codec.decode(tokens.tolist()) if self._codec is not None else ""
+        self._cut = finish_reason not in (FinishReason.STOP, FinishReason.TOOL)
+        self.text += self._written(tokens)
         if self._template is not None:
-            raw = {"role": "assistant", "content": self._answer_text}
+            raw = {"role": "assistant", "content": self.decode(tokens)}
             self.messages.append(raw if message is None else message)
             self._protected.extend(self._template.codec.protect([raw]))
         return self.tokens
@@ -198,7 +197,7 @@ class TokenChain:
             raise RuntimeError("follow() must come after answer(); got no answer since the last prompt")
         if isinstance(messages, torch.Tensor):
             self._append(messages)
-            self.text += self.decode(messages)
+            self.text += self._written(messages)
         elif isinstance(messages, str) or self._template is None:
             codec = self._codec_for("a text")
             text = messages if isinstance(messages, str) else codec.protect_text(_joined(messages))
@@ -226,7 +225,7 @@ class TokenChain:
             "protected": [dict(message) for message in self._protected],
             "rendered": self._rendered,
             "answered": self._answered,
-            "answer_text": self._answer_text,
+            "cut": self._cut,
             "text": self.text,
             "sequence": self.sequence,
             "rewritten": self.rewritten,
@@ -241,7 +240,7 @@ class TokenChain:
         self._protected = list(state_dict["protected"])
         self._rendered = state_dict["rendered"]
         self._answered = bool(state_dict["answered"])
-        self._answer_text = state_dict["answer_text"]
+        self._cut = bool(state_dict["cut"])
         self.text = state_dict["text"]
         self.sequence = int(state_dict["sequence"])
         self.rewritten = bool(state_dict["rewritten"])
@@ -296,7 +295,9 @@ class TokenChain:
 
     def _append_between(self, template: ChatTemplate, between: str) -> None:
         tokens = template.codec.encode(between)
-        if tokens and tokens[0] == int(self._buffer[self._size - 1]):  # the model wrote the end itself
+        last = int(self._buffer[self._size - 1])
+        ended = not self._cut or last in self._end or template.codec.is_control(last)
+        if ended and tokens and tokens[0] == last:  # the model wrote the end itself
             end = template.codec.decode(tokens[:1])
             if between.startswith(end):
                 tokens, between = tokens[1:], between[len(end) :]
@@ -310,6 +311,9 @@ class TokenChain:
         self._rendered = rendered
         self.text = Codec.plain(rendered)
         self.sequence += 1
+
+    def _written(self, tokens: torch.Tensor) -> str:
+        return self._codec.decode(tokens.tolist()) if self._codec is not None else ""
 
     def _begin_plain(self, messages: Sequence[Message]) -> None:
         codec = self._codec_for("a text")

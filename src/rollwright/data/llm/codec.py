@@ -32,6 +32,7 @@ class Codec:
         self._control = _any_of({*special, *written})
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
         self._ids = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+        self._added = frozenset(self._ids.values())
         local = self._backend is not None and _encodes_pieces_alone(tokenizer, self._backend)
         self._pieces = _any_of(self._ids, group=True) if local else None
 
@@ -61,6 +62,10 @@ class Codec:
             elif piece:
                 tokens.extend(self._cached(piece))
         return tokens
+
+    def is_control(self, token: int) -> bool:
+        """Whether a token is special, or was added to the vocabulary."""
+        return token in self._added
 
     def encode_text(self, text: str) -> list[int]:
         """Tokens of a text as it is, with what the tokenizer puts in front of a text."""
