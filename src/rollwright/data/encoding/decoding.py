@@ -210,17 +210,12 @@ class _Plan:
         if len(names) != len(nodes) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{len(nodes)} parts with the names {names!r}")
         parts = [(name, self._node(node, (*path, name), depth + 1)) for name, node in zip(names, nodes, strict=True)]
-        if not ndim:
 
-            def build_one(memory: Any, first: int, numbers: Numbers) -> Any:
-                return TensorDict._new_unsafe(
-                    {name: build(memory, first, numbers) for name, build in parts}, batch_size=_ROOT
-                )
-
-            return build_one
-
-        def build(memory: Any, first: int, numbers: Numbers) -> Any:
-            return TensorDict({name: part(memory, first, numbers) for name, part in parts}, numbers[sizes])
+        def build(memory: Any, first: int, numbers: Numbers) -> Any:  # of what was a TensorDict, and needs no tests
+            return TensorDict._new_unsafe(
+                {name: part(memory, first, numbers) for name, part in parts},
+                batch_size=torch.Size(numbers[sizes]) if ndim else _ROOT,
+            )
 
         return build
 
@@ -306,7 +301,7 @@ def _stacked(values: Any, shape: Numbers) -> Any:
         raise DecodingError(f"expected {shape[0]} objects")
     if not values:
         return NonTensorData(None, batch_size=torch.Size(shape))
-    return NonTensorStack(*[_stacked(value, shape[1:]) for value in values], stack_dim=0)
+    return NonTensorStack._new_lazy_unsafe(*[_stacked(value, shape[1:]) for value in values], stack_dim=0)
 
 
 def _instance(path: str, at: int, build: Build) -> Build:

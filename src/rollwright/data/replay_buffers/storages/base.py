@@ -111,7 +111,10 @@ class Storage(ABC):
 
     def share(self) -> None:
         """Move to memory that processes share."""
-        raise TypeError(f"shared: {type(self).__name__} holds objects of this process. Pass a LazyTensorStorage.")
+        raise TypeError(
+            f"shared: {type(self).__name__} holds objects of this process. Pass a LazyTensorStorage, or a "
+            "RaggedStorage for text and ragged tensors."
+        )
 
     @property
     def shared(self) -> bool:
@@ -366,8 +369,8 @@ def no_objects(name: str, keys: Sequence[NestedKey], storage: str) -> str:
     """The message for entries that a storage of tensors cannot keep."""
     quoted = ", ".join(repr(key) for key in keys)
     return (
-        f"{name}: {storage} keeps tensors only, got text or other objects in {key_str(keys)}. Use a ListStorage, which "
-        f"keeps them, or leave them out: data.exclude({quoted}); in a collector "
+        f"{name}: {storage} keeps tensors only, got text or other objects in {key_str(keys)}. Use a "
+        f"RaggedStorage or a ListStorage, which keep them, or leave them out: data.exclude({quoted}); in a collector "
         f"postproc=lambda data: data.exclude({quoted}), or an environment without them "
         "(gymnasium.wrappers.FilterObservation)."
     )
