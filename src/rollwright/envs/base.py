@@ -88,6 +88,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     Attributes:
         batch_locked: False for an environment whose batch size is that of the data it is given.
+        ends_with_step: names of entries at the root that are not carried on to the next step, not even in part.
 
     Example:
         >>> from rollwright.data import Categorical, Composite, Unbounded
@@ -111,6 +112,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     batch_locked: bool = True
     remedy_when_closed: str = "Make a new environment"  # for messages
+    ends_with_step: tuple[str, ...] = ()
     returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
 
     def __init__(
@@ -332,7 +334,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     def _step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The root of the next step: ``"next"`` without rewards, over what the root holds besides."""
         outcome = tensordict.get("next")
-        root = without(tensordict, "next", *self.reward_keys)
+        root = without(tensordict, "next", *self.reward_keys, *self.ends_with_step)
         return replace_entries(root, without(outcome, *self.reward_keys))
 
     # The object itself ------------------------------------------------------------------------

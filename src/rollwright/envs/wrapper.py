@@ -52,6 +52,11 @@ class WrapperEnv(EnvBase):
         return getattr(base_env, name)
 
     @property
+    def ends_with_step(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See :attr:`EnvBase.ends_with_step`."""
+        return self.base_env.ends_with_step
+
+    @property
     def batch_size(self) -> torch.Size:
         """Shape of the batch of environments."""
         return self.base_env.batch_size

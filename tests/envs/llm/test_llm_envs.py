@@ -141,6 +141,19 @@ def test_the_next_prompt_extends_the_tokens_before_it() -> None:
     assert checked > 5
 
 
+@pytest.mark.parametrize("wrap", [False, True])
+def test_an_answer_is_not_carried_on_to_the_next_step(wrap: bool) -> None:
+    env = TransformedEnv(chat(), StepCounter()) if wrap else chat()
+    stepped, td = env.step_and_maybe_reset(responded(env.reset(), [5], [6]))
+    assert stepped[1]["tokens", "response"].tolist() == [6]
+    assert all(list(row["tokens"].keys()) == ["prompt"] for row in td.unbind(0))
+    flat = LLMEnv.from_dataloader(ROWS, batch_size=1)
+    td = flat.reset()
+    td["text_response"] = ["a"]
+    assert td.get("text_response", None) is not None
+    assert flat.step_and_maybe_reset(td)[1].get("text_response", None) is None
+
+
 def test_a_prompt_that_was_not_answered_stays_through_resets() -> None:
     env = chat()
     first = env.reset()["prompt_index"].tolist()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from rollwright.data.llm.turns import FinishReason, Message, Origin
@@ -14,33 +12,12 @@ from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome, Pr
 from rollwright.envs.llm.jobs import Finished, Jobs, Lane, ThreadLane
 from rollwright.envs.llm.opening import PromptFormat
 from rollwright.envs.llm.replies import Dialogue, as_reply
-from rollwright.envs.llm.rewards import Reward, Sample, as_rewards, place
-from rollwright.envs.llm.talk import Talk
-from rollwright.envs.llm.tools.toolset import Toolset, as_text, as_toolset
+from rollwright.envs.llm.rewards import Reward, as_rewards, place
+from rollwright.envs.llm.talk import Step, Talk
+from rollwright.envs.llm.tools.toolset import Toolset, as_text, as_toolset, call_of
 from rollwright.errors import EnvError
 
 __all__ = ["DatasetConversations"]
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    """What a job is for.
-
-    Attributes:
-        kind: ``"tool"``, ``"reply"`` or ``"reward"``.
-        slot: of the conversation.
-        talk: the conversation; None: a group of them.
-        number: of the reward function.
-        members: slots and conversations that it is called for.
-        samples: the same as it sees them.
-    """
-
-    kind: str
-    slot: int
-    talk: Talk | None
-    number: int = 0
-    members: Sequence[tuple[int, Talk]] = ()
-    samples: Sequence[Sample] = ()
 
 
 class DatasetConversations(Conversations):
@@ -167,7 +144,7 @@ class DatasetConversations(Conversations):
         self._ready.pop(slot, None)
         if talk is None:
             return
-        self._jobs.forget(lambda key: isinstance(key, _Step) and key.talk is talk)
+        self._jobs.forget(lambda key: isinstance(key, Step) and key.talk is talk)
         talk.close()
         if talk.over:
             return
@@ -206,7 +183,7 @@ class DatasetConversations(Conversations):
         messages = [dict(message) for message in talk.messages]
         limit_s = self.dialogue.timeout_s
         self._jobs.start(
-            _Step("reply", slot, talk), self._for_replies, talk.environment.reply, (messages,), limit_s=limit_s
+            Step("reply", slot, talk), self._for_replies, talk.environment.reply, (messages,), limit_s=limit_s
         )
 
     # Tools ------------------------------------------------------------------------------------------
@@ -220,9 +197,9 @@ class DatasetConversations(Conversations):
                 tool = toolset.tools[call.name]
                 function = talk.session(tool).function
                 self._jobs.start(
-                    _Step("tool", slot, talk),
+                    Step("tool", slot, talk),
                     self._for_replies,
-                    _named_call(function),
+                    call_of(function),
                     (dict(call.arguments),),
                     limit_s=tool.timeout_s,
                 )
@@ -314,11 +291,11 @@ class DatasetConversations(Conversations):
         reward = self.rewards[number]
         samples = [talk.sample(self.prompts.mode) for _, talk in members]
         slot, talk = members[0]
-        step = _Step("reward", slot, talk if reward.per == "conversation" else None, number, members, samples)
+        step = Step("reward", slot, talk if reward.per == "conversation" else None, number, members, samples)
         arguments = (reward.arguments(samples),)
         self._jobs.start(step, self._lanes[number], reward.call(), arguments, limit_s=reward.timeout_s)
 
-    def _rewarded(self, step: _Step, end: Finished) -> None:
+    def _rewarded(self, step: Step, end: Finished) -> None:
         reward = self.rewards[step.number]
         if end.error is not None:
             raise reward.raised(step.samples, end.error) from end.error
@@ -355,7 +332,7 @@ class DatasetConversations(Conversations):
         took = bool(self._ends)
         while self._ends:
             end = self._ends.popleft()  # one that is an error leaves the others for the next call
-            step = cast(_Step, end.key)
+            step = cast(Step, end.key)
             if step.kind == "reward":
                 self._rewarded(step, end)
             elif step.talk is not None and self._talks.get(step.slot) is step.talk:
@@ -411,18 +388,3 @@ class DatasetConversations(Conversations):
         self._ends.clear()
         for lane in (*self._lanes, self._for_rewards, self._for_replies):
             lane.close()
-
-
-def _named_call(function: Any) -> Any:
-    """``function``, called with a mapping of its arguments."""
-    if inspect.iscoroutinefunction(function):
-
-        async def acall(arguments: dict[str, Any]) -> Any:
-            return await function(**arguments)
-
-        return acall
-
-    def call(arguments: dict[str, Any]) -> Any:
-        return function(**arguments)
-
-    return call

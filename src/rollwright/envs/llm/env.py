@@ -16,6 +16,7 @@ from rollwright.data.specs import Composite, NonTensor, Unbounded
 from rollwright.envs.base import EnvBase
 from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.core import Answer, Opening, Outcome
+from rollwright.envs.llm.slot_row import SlotRow
 from rollwright.errors import EnvError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ConversationEnv"]
 
 _NUMBERS = ("seed", "group_id", "repeat", "prompt_index", "epoch", "turn", "sequence")
+_FLAT = ("text_response", "tokens_response", "log_probs", "assistant_mask", "tokens_policy_version", "attention_mask")
 
 
 class ConversationEnv(EnvBase):
@@ -74,7 +76,9 @@ class ConversationEnv(EnvBase):
         self._columns = columns
         self.layout = RecordLayout(nested=nested, history=nested and mode == "history", text=self._has_text)
         self._end_token_ids = tuple(end_token_ids)
-        self._rows: list[_Row | None] = [None] * conversations.num_slots
+        # A model that finds an answer beside a prompt would take that for the last one.
+        self.ends_with_step = ("history", "text", "tokens", "log_probs", "masks") if nested else _FLAT
+        self._rows: list[SlotRow | None] = [None] * conversations.num_slots
         self._blank: TokenChain | None = None
         self._set_specs()
 
@@ -124,7 +128,7 @@ class ConversationEnv(EnvBase):
         for slot in range(self.conversations.num_slots):
             if marks is None or bool(marks[slot].any()) or self._rows[slot] is None:
                 self._open(slot)
-        return self._stacked([self._observed(cast(_Row, row)) for row in self._rows])
+        return self._stacked([self._observed(cast(SlotRow, row)) for row in self._rows])
 
     def _open(self, slot: int) -> None:
         row = self._rows[slot]
@@ -137,7 +141,7 @@ class ConversationEnv(EnvBase):
                 "dataset: all its epochs are over, and there is no prompt for the next conversation. Pass more data, "
                 "or epochs=None to read it again and again."
             ) from None
-        self._rows[slot] = _Row(opening, self._chain(opening))
+        self._rows[slot] = SlotRow(opening, self._chain(opening))
 
     def _chain(self, opening: Opening) -> TokenChain | None:
         if not self._has_tokens:
@@ -157,7 +161,7 @@ class ConversationEnv(EnvBase):
             chain.open(opening.messages if opening.text is None else opening.text)
         return chain
 
-    def _observed(self, row: _Row) -> dict[str, Any]:
+    def _observed(self, row: SlotRow) -> dict[str, Any]:
         """The entries of a row: of its next prompt, or of none where the conversation is over."""
         origin, chain = row.opening.draw.origin, row.chain
         seed = turn_seed(origin, row.turn)
@@ -181,7 +185,7 @@ class ConversationEnv(EnvBase):
         return entries
 
     @staticmethod
-    def _column(row: _Row, key: str) -> Any:
+    def _column(row: SlotRow, key: str) -> Any:
         values = row.opening.draw.row
         if key not in values:
             raise EnvError(
@@ -234,7 +238,7 @@ class ConversationEnv(EnvBase):
         return _data(td.get(key, None))
 
     def _follow(self, slot: int, answer: Answer, outcome: Outcome) -> dict[str, Any]:
-        row = cast(_Row, self._rows[slot])
+        row = cast(SlotRow, self._rows[slot])
         message = answer.message if outcome.response is None else outcome.response
         row.follow(answer, message, outcome)
         if isinstance(outcome.reward, torch.Tensor):
@@ -344,53 +348,6 @@ class ConversationEnv(EnvBase):
 
     def _reopen(self) -> None:
         self.is_closed = False
-
-
-class _Row:
-    """The conversation of a row.
-
-    Attributes:
-        opening: how it began.
-        chain: its tokens; None: it has none.
-        messages: so far.
-        turn: number of the next one.
-        over: whether it has ended.
-        resumed: how often it went on after its end.
-    """
-
-    def __init__(self, opening: Opening, chain: TokenChain | None) -> None:
-        self.opening, self.chain = opening, chain
-        self.messages: list[Message] = list(opening.messages)
-        self.turn = self.resumed = 0
-        self.over = False
-        self._text = opening.text or ""
-
-    @property
-    def text(self) -> str:
-        """Of the next prompt."""
-        return self._text if self.chain is None else self.chain.text
-
-    def follow(self, answer: Answer, message: Message, outcome: Outcome) -> None:
-        """Take an answer and what follows it."""
-        self.turn += 1
-        self.over = outcome.terminated or outcome.truncated
-        self.messages += [message, *outcome.messages]
-        if self.chain is None:
-            self._text += answer.text + "".join(str(each.get("content") or "") for each in outcome.messages)
-            return
-        self.chain.answer(answer.tokens, answer.finish_reason, message)
-        if not self.over:
-            self.chain.follow(outcome.messages)
-
-    def resume(self, messages: list[Message]) -> None:
-        """Go on after the end."""
-        self.over = False
-        self.resumed += 1
-        self.messages += messages
-        if self.chain is None:
-            self._text += "".join(str(each.get("content") or "") for each in messages)
-        else:
-            self.chain.follow(messages)
 
 
 def _data(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from rollwright.envs.llm.rewards import Sample, place
 from rollwright.envs.llm.tools.core import ParsedAnswer, Tool, ToolCall, ToolSession
 from rollwright.errors import EnvError
 
-__all__ = ["Talk"]
+__all__ = ["Step", "Talk"]
 
 
 class Talk:
@@ -169,3 +170,24 @@ class Talk:
         close = getattr(environment, "close", None)
         if callable(close):
             close()
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """What a job is for.
+
+    Attributes:
+        kind: ``"tool"``, ``"reply"`` or ``"reward"``.
+        slot: of the conversation.
+        talk: the conversation; None: a group of them.
+        number: of the reward function.
+        members: slots and conversations that it is called for.
+        samples: the same as it sees them.
+    """
+
+    kind: str
+    slot: int
+    talk: Talk | None
+    number: int = 0
+    members: Sequence[tuple[int, Talk]] = ()
+    samples: Sequence[Sample] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from rollwright.envs.llm.tools.core import Tool, ToolCall, ToolParser
 from rollwright.envs.llm.tools.functions import FunctionTool
 from rollwright.envs.llm.tools.parsers import parser_of
 
-__all__ = ["Toolset", "as_toolset"]
+__all__ = ["Toolset", "as_text", "as_toolset", "call_of"]
 
 
 class Toolset:
@@ -105,3 +106,18 @@ def as_text(result: Any) -> str:
         return json.dumps(result)
     except (TypeError, ValueError):
         return str(result)
+
+
+def call_of(function: Any) -> Any:
+    """``function``, called with a mapping of its arguments."""
+    if inspect.iscoroutinefunction(function):
+
+        async def acall(arguments: dict[str, Any]) -> Any:
+            return await function(**arguments)
+
+        return acall
+
+    def call(arguments: dict[str, Any]) -> Any:
+        return function(**arguments)
+
+    return call
