@@ -13,7 +13,8 @@ from tests.collectors.dialogs import Answers, Dialog, Words, frames_of
 from torch import nn
 
 from rollwright.collectors import Interruptor
-from rollwright.data import ListStorage, ReplayBuffer
+from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, MultiStep, ReplayBuffer
+from rollwright.data.layout import split_trajectories
 from rollwright.envs import AsyncEnvPool, GymEnv, ParallelEnv, SerialEnv, step_mdp
 from rollwright.errors import PolicyError, PolicyKeyError
 from rollwright.testing.mocking_classes import CountingEnv, Str2StrEnv
@@ -189,11 +190,14 @@ def test_ragged_records_in_a_saved_state(make, options, messages):
     file = io.BytesIO()
     state = collector.state_dict()
     assert state["unsaved"] == []
+    parts = [state["trajectories"]["carrier"], *(state["held"]["open"] if state["held"] else ())]
+    assert {"pickled" in part for part in parts} == {messages}  # text and ragged tensors are no objects
     torch.save(state, file)
     file.seek(0)
     expected = [frames_of(collector.next()) for _ in range(3)]
+    state = torch.load(file, weights_only=True)
     other = build()
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(state)
     assert [frames_of(other.next()) for _ in range(3)] == expected
 
 
@@ -267,6 +271,20 @@ def test_an_action_of_varying_shape_is_named_where_its_spec_has_one_shape(make):
         collector.next()
 
 
+def test_a_state_may_be_loaded_where_it_was_saved(make):
+    collector = make(Dialog((2,)), Answers("new"), frames_per_batch=10, total_frames=200)
+    collector.next()
+    with pytest.warns(UserWarning, match="policy"):
+        state = collector.state_dict()
+    ids = collector.next()[IDS]
+    collector.load_state_dict(state)
+    assert frames_of(collector.next())[0]["text"].endswith("t1")
+    other = make(Dialog((2,)), Answers("new"), frames_per_batch=10, total_frames=200)
+    other.load_state_dict(state)
+    other.load_state_dict(state)  # nothing has happened since: ids are free
+    assert torch.equal(other.next()[IDS], ids)
+
+
 # Frames that were not taken, and padding ------------------------------------------------------------------------
 
 
@@ -315,3 +333,40 @@ def test_padding_holds_nothing(make, way):
             assert (frame["text"], frame["answer"], frame["next"]["text"]) == ("", "", "")
             assert frame["tokens"] == frame["answer_tokens"] == frame["next"]["tokens"] == []
             assert frame["message"] == ("Words", "", "", 0)
+
+
+def test_padding_of_nested_trajectories_holds_no_text(make):
+    env = Dialog((2,), messages=True, dense=True)
+    batch = make(env, Answers("new", True), frames_per_batch=8).next()
+    nested = split_trajectories(batch, as_nested=True)
+    padded = nested.to_padded_tensor(mask_key="mask")
+    assert padded["mask"].sum(-1).tolist() == [2, 2, 3, 1]
+    for frame, real in zip(frames_of(padded), padded["mask"].flatten().tolist(), strict=True):
+        assert (frame["text"] != "") == (frame["message"][1] != "") == real
+
+
+def test_returns_over_several_steps_of_ragged_records(make):
+    env = Dialog((2,), turns=3, messages=True)
+    collector = make(env, Answers("new", True), frames_per_batch=8, postproc=MultiStep(gamma=0.5, n_steps=2))
+    batch = collector.next()
+    frames = frames_of(batch[0])  # an episode of three steps, and the first of the next one
+    assert [frame["text"] for frame in frames] == ["e0 r0 t0", "e0 r0 t1", "e0 r0 t2", "e1 r0 t0"]
+    assert [frame["next"]["text"] for frame in frames] == ["e0 r0 t2", "e0 r0 t3", "e0 r0 t3", "e1 r0 t1"]
+    assert [frame["next"]["reward"] for frame in frames] == [[2.0], [3.5], [3.0], [1.0]]
+    assert [len(frame["next"]["tokens"]) for frame in frames] == [3, 4, 4, 2]
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+def test_what_a_storage_of_tensors_cannot_hold_is_named(make, storage):
+    dense = make(Dialog((2,), messages=True, dense=True), Answers("new", True), frames_per_batch=8).next().reshape(-1)
+    ragged = make(Dialog((2,)), Answers("new"), frames_per_batch=8).next().reshape(-1)
+    for batch, names in ((dense, ["'text'", "('next', 'message')", "'answer'"]), (ragged, ["'text'", "'answer'"])):
+        for call in ("extend", "add"):
+            buffer = ReplayBuffer(storage=storage(100))
+            with pytest.raises(TypeError, match="tensors only") as error:
+                getattr(buffer, call)(batch if call == "extend" else batch[0])
+            assert all(name in str(error.value) for name in names), str(error.value)
+            assert len(buffer) == 0
+    without_text = ragged.exclude("text", "answer", ("next", "text"))
+    with pytest.raises(ValueError, match=r"'tokens'.*ListStorage"):
+        ReplayBuffer(storage=storage(100)).extend(without_text)

@@ -131,6 +131,8 @@ def _trajectories(now: RolloutState) -> tuple[dict[str, Any] | None, list[str]]:
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.device == other.device and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)

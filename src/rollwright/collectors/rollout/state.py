@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from rollwright.envs.checkpoint.snapshot import dump, load
 
 __all__ = ["RolloutState", "placed", "td_from", "td_state"]
+
+
+_STACKS = (LazyStackedTensorDict, NonTensorStack)
+_DATA = (str, int, float, bool, bytes)
 
 
 class RolloutState(NamedTuple):
@@ -38,7 +43,11 @@ def placed(state: Any, device: torch.device | None = None) -> Any:
 
 
 def td_state(current: TensorDictBase | None) -> dict[str, Any] | None:
-    """A TensorDict as ``torch.load(..., weights_only=True)`` reads it; its tensors are copied."""
+    """A TensorDict as ``torch.load(..., weights_only=True)`` reads it; its tensors are copied.
+
+    Tensors, text, numbers, lists of them and lazy stacks are saved as what they are, and loading them runs no code;
+    with any other object, and with tensorclass entries, all is a pickle.
+    """
     if current is None:
         return None
     if _is_plain(current):
@@ -47,13 +56,26 @@ def td_state(current: TensorDictBase | None) -> dict[str, Any] | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a tensor, or a TensorDict of nothing else; stacks of many shapes and objects are not."""
+    """Whether it is a tensor, plain data, or a TensorDict or a lazy stack of nothing else."""
     if type(value) is TensorDict:
         return all(_is_plain(entry) for entry in value.values())
-    return type(value) is torch.Tensor
+    if type(value) in _STACKS:
+        return all(_is_plain(row) for row in value.tensordicts)
+    return type(value) is torch.Tensor or (type(value) is NonTensorData and _is_data(value.data))
+
+
+def _is_data(value: Any) -> bool:
+    if type(value) is dict:
+        return all(type(key) is str and _is_data(one) for key, one in value.items())
+    return all(map(_is_data, value)) if type(value) in (list, tuple) else value is None or type(value) in _DATA
 
 
 def _node_state(td: Any) -> dict[str, Any]:
+    if type(td) is NonTensorData:
+        return {"batch_size": list(td.batch_size), "object": copy.deepcopy(td.data)}
+    if type(td) in _STACKS:
+        rows = [_node_state(row) for row in td.tensordicts]
+        return {"stack_dim": td.stack_dim, "rows": rows, "text": type(td) is NonTensorStack}
     entries = {key: value.clone() if _is_leaf(value) else _node_state(value) for key, value in td.items()}
     on_cpu = [key for key, value in td.items() if _is_leaf(value) and value.device.type == "cpu"]
     return {"batch_size": list(td.batch_size), "entries": entries, "on_cpu": on_cpu}
@@ -70,10 +92,16 @@ def td_from(saved: Mapping[str, Any] | None) -> TensorDictBase | None:
     if "pickled" in saved:
         current: TensorDictBase = load(saved["pickled"].cpu().numpy().tobytes(), {})
         return current
-    return _node(saved)
+    found: TensorDictBase = _node(saved)
+    return found
 
 
-def _node(saved: Mapping[str, Any]) -> TensorDict:
+def _node(saved: Mapping[str, Any]) -> Any:
+    if "object" in saved:
+        return NonTensorData(copy.deepcopy(saved["object"]), batch_size=saved["batch_size"])
+    if "rows" in saved:
+        kind = NonTensorStack if saved["text"] else LazyStackedTensorDict
+        return kind(*map(_node, saved["rows"]), stack_dim=saved["stack_dim"])
     entries: dict[str, Any] = {}
     for key, value in saved["entries"].items():
         entries[key] = value.clone() if _is_leaf(value) else _node(value)

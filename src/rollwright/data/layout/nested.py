@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rollwright.data.layout.frames import blank_frame
+from rollwright.data.layout.frames import blank_frame, stack_frames
 
 __all__ = ["NestedTrajectories"]
 
@@ -98,7 +98,7 @@ class NestedTrajectories(LazyStackedTensorDict):
         longest = int(lengths.max())
         rows = []
         for row in self.tensordicts:
-            blank = blank_frame([row[-1]], padding=padding, traj_id=padding).unsqueeze(0)
+            blank = stack_frames([blank_frame([row[-1]], padding=padding, traj_id=padding)], 0, row.names[0])
             missing = longest - row.batch_size[0]
             rows.append(torch.cat(cast(Any, [row, *[blank] * missing])) if missing else row.clone())
         padded = cast(TensorDictBase, LazyStackedTensorDict.maybe_dense_stack(cast(Any, rows), 0))
