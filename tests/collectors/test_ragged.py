@@ -360,13 +360,13 @@ def test_returns_over_several_steps_of_ragged_records(make):
 def test_what_a_storage_of_tensors_cannot_hold_is_named(make, storage):
     dense = make(Dialog((2,), messages=True, dense=True), Answers("new", True), frames_per_batch=8).next().reshape(-1)
     ragged = make(Dialog((2,)), Answers("new"), frames_per_batch=8).next().reshape(-1)
-    for batch, names in ((dense, ["'text'", "('next', 'message')", "'answer'"]), (ragged, ["'text'", "'answer'"])):
-        for call in ("extend", "add"):
-            buffer = ReplayBuffer(storage=storage(100))
-            with pytest.raises(TypeError, match="tensors only") as error:
-                getattr(buffer, call)(batch if call == "extend" else batch[0])
-            assert all(name in str(error.value) for name in names), str(error.value)
-            assert len(buffer) == 0
-    without_text = ragged.exclude("text", "answer", ("next", "text"))
-    with pytest.raises(ValueError, match=r"'tokens'.*ListStorage"):
-        ReplayBuffer(storage=storage(100)).extend(without_text)
+    names = ["'text'", "'answer'", "'message'", "('next', 'message')"]
+    for call, data in (("extend", dense), ("add", dense[0])):
+        buffer = ReplayBuffer(storage=storage(100))
+        with pytest.raises(TypeError, match="tensors only") as error:
+            getattr(buffer, call)(data)
+        assert all(name in str(error.value) for name in names), str(error.value)
+        assert len(buffer) == 0
+    for data in (ragged, ragged.exclude("text", "answer", ("next", "text"))):
+        with pytest.raises(ValueError, match=r"'tokens'.*ListStorage"):
+            ReplayBuffer(storage=storage(100)).extend(data)

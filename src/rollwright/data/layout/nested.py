@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rollwright.data.layout.frames import blank_frame, stack_frames
+from rollwright.data.layout.frames import blank_frame, is_dense, stack_frames
 
 __all__ = ["NestedTrajectories"]
 
@@ -96,11 +96,19 @@ class NestedTrajectories(LazyStackedTensorDict):
         """
         lengths = torch.tensor([row.batch_size[0] for row in self.tensordicts])
         longest = int(lengths.max())
-        rows = []
+        rows: list[TensorDictBase] = []
         for row in self.tensordicts:
-            blank = stack_frames([blank_frame([row[-1]], padding=padding, traj_id=padding)], 0, row.names[0])
             missing = longest - row.batch_size[0]
-            rows.append(torch.cat(cast(Any, [row, *[blank] * missing])) if missing else row.clone())
+            if not missing:
+                rows.append(row.clone())
+                continue
+            blank = blank_frame([row[-1]], padding=padding, traj_id=padding)
+            if is_dense(row):
+                rest = blank.unsqueeze(0).expand(missing)
+                rest.names = row.names
+                rows.append(cast(TensorDictBase, torch.cat(cast(Any, [row, rest]))))
+            else:
+                rows.append(stack_frames([*row.unbind(0), *[blank] * missing], 0, row.names[0]))
         padded = cast(TensorDictBase, LazyStackedTensorDict.maybe_dense_stack(cast(Any, rows), 0))
         padded.names = [None, "time"]
         if mask_key is not None:
