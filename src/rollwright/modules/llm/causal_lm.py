@@ -72,10 +72,10 @@ class CausalLM:
             positions: int64 ``[n, length]``.
             cache: of what came before.
         """
-        logits: torch.Tensor = self._call(
-            ids, mask, positions, past_key_values=cache, use_cache=True, **self._last_only
-        )
-        return logits[:, -1]
+        # A tenth cheaper than no_grad() for small models. What the model keeps of it, the cache, is never trained on.
+        with torch.inference_mode():
+            logits = self._call(ids, mask, positions, past_key_values=cache, use_cache=True, **self._last_only)
+            return logits[:, -1]
 
     def logits(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         """Logits after each token, ``[n, length, vocab]``, with gradients where they are enabled."""
