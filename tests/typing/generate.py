@@ -36,11 +36,18 @@ def fields_of(name: str) -> Iterator[tuple[str, str, bool]]:
     for node in _class(name).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             plain, marks = node.annotation, ""
+            if "ClassVar" in ast.unparse(plain):
+                continue
             if isinstance(plain, ast.Subscript) and ast.unparse(plain.value) == "Annotated":
                 assert isinstance(plain.slice, ast.Tuple)
                 plain, *metadata = plain.slice.elts
                 marks = " ".join(map(ast.unparse, metadata))
             yield node.target.id, _text(plain), "PER_WORKER" in marks
+
+
+def fields_without_marks(name: str) -> list[Option]:
+    """The fields of a dataclass: name and annotation."""
+    return [(field, kind) for field, kind, _ in fields_of(name)]
 
 
 def _text(annotation: ast.expr) -> str:
@@ -74,6 +81,9 @@ def collectors() -> str:
     local = [("num_collectors", "None"), ("backend", 'Literal["direct"] | None'), ("sync", "Literal[True] | None")]
     selecting = ("num_workers", "sync")
     taken = [(name, kind) for name, kind, _ in fields if name in _evaluator_options()]
+    dialogues = list(fields_of("LLMOptions"))
+    of_llm = [(name, _or_list(kind) if many else kind) for name, kind, many in dialogues]
+    where = [("create_env_fn", "Any"), *fields_without_marks("BackendOptions"), ("sync", "bool | None")]
     text = """from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
@@ -83,7 +93,14 @@ from rollwright.collectors.options import Buffer, Device, Interrupts
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 
-__all__ = ["CollectorKeywords", "CommonKeywords", "EvaluatorKeywords", "MultiKeywords", "WorkerKeywords"]
+__all__ = [
+    "CollectorKeywords",
+    "CommonKeywords",
+    "EvaluatorKeywords",
+    "LLMKeywords",
+    "MultiKeywords",
+    "WorkerKeywords",
+]
 """
     for name, base, options, about in (
         ("CommonKeywords", "TypedDict", [(o, kind) for o, kind, many in fields if not many], "all collectors"),
@@ -95,6 +112,12 @@ __all__ = ["CollectorKeywords", "CommonKeywords", "EvaluatorKeywords", "MultiKey
             "``Collector`` with ``num_collectors`` or ``backend``",
         ),
         ("MultiKeywords", "WorkerKeywords", [each for each in workers if each[0] in selecting], "``MultiCollector``"),
+        (
+            "LLMKeywords",
+            "TypedDict",
+            [*of_llm, *where, *(each for each in workers if each[0] not in selecting)],
+            "``LLMCollector``",
+        ),
         ("EvaluatorKeywords", "TypedDict", taken, "``Evaluator``: those that it hands to its collector"),
     ):
         text += "\n\n" + typed_dict(name, base, options, f"Options of {about}.") + "\n"

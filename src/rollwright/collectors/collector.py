@@ -142,7 +142,7 @@ class Collector(BaseCollector):
     def _construct(self, create_env_fn: EnvMaker, policy: Callable[..., Any] | None, options: dict[str, Any]) -> None:
         self.closed = True  # until construction succeeds
         owner = type(self).__name__
-        self.options = parsed = CollectorOptions.parse(local_options(options), owner)
+        self.options = parsed = self._parsed(local_options(options), owner)
         self.worker_idx = parsed.worker_idx
         self._hooks = Hooks(parsed.pre_collect_hook, parsed.post_collect_hook)
         self._profile = Profile(lambda: self._worker_idx)
@@ -162,7 +162,7 @@ class Collector(BaseCollector):
         self.init_random_frames = rollout.counts.random_frames
         self._setup_devices()
         stacklevel = 3 if type(self).__init__ is Collector.__init__ else 4
-        announce_rounding(owner, rollout.counts.rounding, stacklevel=stacklevel + 1)
+        announce_rounding(owner, self._in_own_words(rollout.counts.rounding), stacklevel=stacklevel + 1)
         self._delivery = choose_delivery(rollout, self._profile, self._split)
         self._background = Background(rollout, self._delivery)
         self._weights = LocalWeights(self, rollout, self._background, lambda: self._worker_idx)
@@ -172,6 +172,19 @@ class Collector(BaseCollector):
         if parsed.weight_recv_schemes:
             self.register_scheme_receiver(dict(parsed.weight_recv_schemes))
         warn_of_options(owner, parsed, stacklevel=stacklevel + 1)
+
+    def _parsed(self, options: dict[str, Any], owner: str) -> CollectorOptions:
+        return CollectorOptions.parse(options, owner)
+
+    @staticmethod
+    def _in_own_words(rounding: str) -> str:
+        """How a subclass names what was rounded."""
+        return rounding
+
+    def _change_options(self, **changes: Any) -> None:
+        """Collect with other options from the next batch on."""
+        with self._background.between_batches():
+            self.options = self._rollout.options = self.options.override(**changes)
 
     @property
     def policy(self) -> Any:

@@ -8,7 +8,7 @@ at a time. A :class:`Delivery` makes of batches what a collector yields or write
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -144,10 +144,12 @@ class Path(ABC):
     Attributes:
         how: what runs the environment and the policy, and why; for ``stats()`` and ``repr``.
         finite_keys: entries that are NaN where the policy's numbers are, to be tested once a batch.
+        frames_taken: in the last batch, where its last dimension is not the number of steps; None: it is.
     """
 
     how: dict[str, str]
     finite_keys: Sequence[NestedKey] = ()
+    frames_taken: int | None = None
 
     def compile(self, arguments: Mapping[str, Any]) -> None:  # noqa: B027 - most paths have nothing to prepare
         """Make the policy cheaper, and warm it up on the current TensorDict.
@@ -231,3 +233,64 @@ class Path(ABC):
     @abstractmethod
     def finish(self, steps: int) -> TensorDictBase:
         """Close the batch after ``steps`` steps; times that were not taken are zero, their ids -1."""
+
+    # What only some paths know --------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the environment has nothing more to give: its data is over."""
+        return False
+
+    def forget(self) -> None:
+        """Drop the current TensorDict for good: what it came from has changed."""
+        self.current = None
+
+    def ended(self) -> Sequence[tuple[float, int]] | None:
+        """Returns and lengths of the trajectories that ended in the last batch; None: the batch shows them."""
+        return None
+
+    def row_ids(self) -> NDArray[Any] | None:
+        """Ids of the trajectories that the rows of the next batch go on with, int64 ``[rows]``; None: they are reset.
+
+        Those of the current TensorDict, where a path does not say otherwise.
+        """
+        current = self.current
+        ids = None if current is None else current.get(("collector", "traj_ids"), None)
+        return None if ids is None else ids.reshape(-1).cpu().numpy()
+
+    def delivered(self, ids: Iterable[int] | None = None) -> None:  # noqa: B027
+        """Trajectories have reached the consumer, whole.
+
+        Args:
+            ids: of them; None: all that ended in the last batch.
+        """
+
+    def lost(self, ids: Iterable[int]) -> None:  # noqa: B027
+        """Trajectories that ended could not be delivered: what can begin again does so.
+
+        Args:
+            ids: of them.
+        """
+
+    def dropped(self) -> None:  # noqa: B027
+        """Trajectories that ended and were not delivered never will be: on purpose."""
+
+    def state_dict(self) -> tuple[dict[str, Any], list[str]] | None:
+        """What is in progress, and what of it cannot be saved; None: the current TensorDict is all that there is."""
+        return None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
+        """Go on from a saved state.
+
+        Args:
+            state_dict: of :meth:`state_dict`.
+            ids_are_free: whether trajectory ids in it have no other use; if not, they are replaced.
+        """
+        raise NotImplementedError
+
+    def stats(self) -> dict[str, Any]:
+        """What it adds to ``stats()`` of a collector."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """End what is in progress."""

@@ -32,7 +32,12 @@ def check_delivery(options: CollectorOptions) -> None:
         ValueError: options contradict one another, or a value is none of those known.
         TypeError: ``replay_buffer`` is none.
     """
-    if options.trajs_per_batch is not None:
+    if options.trajs_per_batch is not None and options.groups_per_batch is not None:
+        raise ValueError(
+            f"trajs_per_batch={options.trajs_per_batch} and groups_per_batch={options.groups_per_batch} both say how "
+            "many complete conversations are delivered at a time. Drop one of the two."
+        )
+    if options.delivers_whole:
         _check_trajectories(options)
     elif options.traj_format != "padded":
         raise ValueError(
@@ -46,7 +51,7 @@ def check_delivery(options: CollectorOptions) -> None:
 
 
 def _check_trajectories(options: CollectorOptions) -> None:
-    _refuse("trajs_per_batch", options, _AGAINST_TRAJS)
+    _refuse("trajs_per_batch" if options.groups_per_batch is None else "groups_per_batch", options, _AGAINST_TRAJS)
     if not options.track_traj_ids:
         raise ValueError(
             "trajs_per_batch needs trajectory ids, and track_traj_ids is False. Drop one of the two options."
@@ -69,13 +74,13 @@ def _check_buffer(options: CollectorOptions) -> None:
         )
     _refuse("replay_buffer", options, _AGAINST_BUFFERS)
     buffer_of(options)
-    if options.trajs_per_batch is not None:
+    if options.delivers_whole:
         if storage_ndim(buffer) > 1:
             raise ValueError(
                 "trajs_per_batch writes trajectories of any length one after another, and the storage of replay_buffer "
                 f"has ndim={storage_ndim(buffer)}, hence rows of one length. Make the storage with ndim=1, the default."
             )
-        if options.traj_format == "cat":
+        if options.traj_format == "cat" and options.groups_per_batch is None:
             raise ValueError("traj_format has no effect with replay_buffer: trajectories are written flat. Drop it.")
     if not options.extend_buffer:
         if options.trajs_per_batch is not None:

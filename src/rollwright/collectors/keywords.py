@@ -11,7 +11,14 @@ from rollwright.collectors.options import Buffer, Device, Interrupts
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 
-__all__ = ["CollectorKeywords", "CommonKeywords", "EvaluatorKeywords", "MultiKeywords", "WorkerKeywords"]
+__all__ = [
+    "CollectorKeywords",
+    "CommonKeywords",
+    "EvaluatorKeywords",
+    "LLMKeywords",
+    "MultiKeywords",
+    "WorkerKeywords",
+]
 
 
 class CommonKeywords(TypedDict, total=False):
@@ -98,6 +105,54 @@ class MultiKeywords(WorkerKeywords, total=False):
 
     num_workers: int | None
     sync: bool | None
+
+
+class LLMKeywords(TypedDict, total=False):
+    """Options of ``LLMCollector``."""
+
+    policy_factory: Callable[[], Any] | Sequence[Callable[[], Any] | None] | None
+    dialog_turns_per_batch: int | Sequence[int | None] | None
+    total_dialog_turns: int | None
+    yield_completed_trajectories: bool | None
+    yield_only_last_steps: bool | None
+    trajs_per_batch: int | None
+    groups_per_batch: int | None
+    async_envs: bool | None
+    flatten_data: bool | None
+    reset_at_each_iter: bool
+    postproc: Callable[[TensorDictBase], TensorDictBase] | None
+    replay_buffer: Buffer | None
+    queue: Any
+    weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None
+    weight_sync_schemes: Mapping[str, WeightSyncScheme] | None
+    weight_recv_schemes: Mapping[str, WeightSyncScheme] | None
+    track_policy_version: Any
+    verbose: bool
+    create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
+    trust_policy: bool | None
+    interruptor: Interrupts | None
+    pre_collect_hook: Callable[[], None] | None
+    post_collect_hook: Callable[[TensorDictBase], None] | None
+    worker_idx: int | None
+    create_env_fn: Any
+    num_collectors: int | None
+    backend: Literal["direct", "process", "multiprocessing"] | None
+    sync: bool | None
+    cat_results: Literal["stack"] | int | None
+    preemptive_threshold: float | None
+    num_threads: int | None
+    num_sub_threads: int | None
+    update_at_each_batch: bool
+    start_method: Literal["forkserver", "spawn", "fork"] | None
+    init_fn: Callable[[], Any] | None
+    on_worker_failure: Literal["raise", "restart"]
+    max_restarts: int
+    restart_delay: float
+    env_step_timeout: float | None
+    max_policy_lag: int | None
+    policy_lag: Literal["wait", "drop"]
+    max_batches_held: int
+    shutdown_timeout: float
 
 
 class EvaluatorKeywords(TypedDict, total=False):

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
 
+_WHOLE = ("total_frames", "trajs_per_batch", "groups_per_batch", "traj_format")  # options that are not divided
 _log = logging.getLogger("rollwright")
 
 
@@ -86,6 +87,8 @@ class MultiCollector(BaseCollector):
     """
 
     _sync: bool | None = None
+    _options_kind: type[CollectorOptions] = CollectorOptions
+    _may_end = False  # whether the data of a worker may be over
     _ended = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -110,14 +113,14 @@ class MultiCollector(BaseCollector):
             if options.get("sync", self._sync) is not self._sync:
                 raise ValueError(f"sync: {owner} has sync={self._sync}, got {options['sync']!r}. Drop it.")
             options["sync"] = self._sync
-        self.own_options, others = WorkerOptions.split(options, owner)
+        self.own_options, others = WorkerOptions.split(options, owner, self._options_kind)
         own = self.own_options
         factories = factories_of(create_env_fn, own.num_workers, owner)
         self.num_workers = len(factories)
-        per_worker = options_of_workers(others, self.num_workers, own)
+        per_worker = options_of_workers(others, self.num_workers, own, self._options_kind)
         self.options = replace(
             per_worker[0],
-            **{name: others[name] for name in ("total_frames", "trajs_per_batch", "traj_format") if name in others},
+            **{name: others[name] for name in _WHOLE if name in others},
         )
         splits = bool(own.sync and others.get("split_trajs"))
         self._shaped = BatchShaping(
@@ -167,7 +170,7 @@ class MultiCollector(BaseCollector):
         self._counts = counts = self._workers.counts(self.requested_frames_per_batch, self.options.total_frames, own)
         self.frames_per_batch, self.total_frames = counts.frames, counts.total
         self.init_random_frames = counts.random_frames
-        announce_rounding(owner, counts.rounding, stacklevel=5)
+        announce_rounding(owner, self._in_own_words(counts.rounding), stacklevel=5)
         self._schedule = self._new_schedule()
         self._group.listener = self._schedule
         self._background = WorkersBackground(
@@ -188,6 +191,11 @@ class MultiCollector(BaseCollector):
             acts_at_random=acts_at_random,
             check=self._check,
         )
+
+    @staticmethod
+    def _in_own_words(rounding: str) -> str:
+        """How a subclass names what was rounded."""
+        return rounding
 
     def _make_lock(self) -> None:
         self._taking = threading.Lock()  # a batch: of threads that iterate, one at a time
@@ -212,9 +220,10 @@ class MultiCollector(BaseCollector):
             if own.sync
             else FirstCome(orders, staleness, stored=stored),
             staleness,
-            trajs_per_batch=options.trajs_per_batch,
+            trajs_per_batch=options.trajs_per_batch or options.groups_per_batch,
             padded=options.traj_format == "padded",
             stored=stored,
+            may_end=self._may_end,
         )
 
     # Delivery ---------------------------------------------------------------------------------
@@ -251,7 +260,7 @@ class MultiCollector(BaseCollector):
             raise RuntimeError(
                 "This collector has no end (total_frames=-1), hence no length. Pass total_frames= to set one."
             )
-        whole_trajectories = self.options.trajs_per_batch is not None and self.options.replay_buffer is None
+        whole_trajectories = self.options.delivers_whole and self.options.replay_buffer is None
         if self._counts.batches is None or whole_trajectories:
             why = (
                 "it delivers whole trajectories (trajs_per_batch)"
@@ -268,7 +277,7 @@ class MultiCollector(BaseCollector):
     @property
     def completed(self) -> bool:
         """Whether ``total_frames`` were stepped."""
-        return self._schedule.frames >= self.total_frames
+        return self._schedule.frames >= self.total_frames or self._schedule.is_over
 
     def start(self) -> None:
         """Keep the workers collecting into the replay buffer, until the end, or :meth:`async_shutdown`.
@@ -405,7 +414,7 @@ class MultiCollector(BaseCollector):
         workers = None if chosen is None else sorted({int(i) for i in chosen})
         count = self.num_workers if workers is None else len(workers)
         self._calls.between("reset", [((), kwargs)] * count, workers=workers)
-        if workers is None and self.options.trajs_per_batch is not None:
+        if workers is None and self.options.delivers_whole:
             self._forget()
 
     def state_dict(self) -> OrderedDict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -18,7 +18,7 @@ from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 from rollwright.weight_update.receiving import check_schemes
 from rollwright.weight_update.updaters import check_updater
 
-__all__ = ["Buffer", "CollectorOptions", "Device", "Interrupts"]
+__all__ = ["Buffer", "CollectorOptions", "ConversationOptions", "Device", "Interrupts"]
 
 Device = torch.device | str | int
 
@@ -220,6 +220,13 @@ class CollectorOptions:
     weight_updater: Annotated[WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None, Check(_updater)] = None
     extend_buffer: bool = True
 
+    # Of collectors of conversations, see ConversationOptions; here, what any other collector does.
+    async_envs: ClassVar[bool | None] = False
+    groups_per_batch: ClassVar[int | None] = None
+    only_last_steps: ClassVar[bool] = False
+    flatten_data: ClassVar[bool] = False
+    num_shards: ClassVar[int] = 1
+
     def __post_init__(self) -> None:
         if self.total_frames is None:
             object.__setattr__(self, "total_frames", -1)
@@ -274,3 +281,32 @@ class CollectorOptions:
     def override(self, **changes: Any) -> CollectorOptions:
         """A copy with some options changed."""
         return replace(self, **changes)
+
+    @property
+    def delivers_whole(self) -> bool:
+        """Whether complete trajectories are delivered."""
+        return self.trajs_per_batch is not None or self.groups_per_batch is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationOptions(CollectorOptions):
+    """The options of a collector of conversations, as its rollout and its delivery read them; a frame is a turn.
+
+    Users know them by other names: see :class:`~rollwright.collectors.llm.options.LLMOptions`.
+
+    Attributes:
+        frames_per_batch: None: one turn of each environment.
+        async_envs: take turns in the order in which they end, ``[N]``; False: one of each environment in turn,
+            ``[*env, T]``. None: True for an :class:`~rollwright.envs.AsyncEnvPool`.
+        groups_per_batch: deliver this many complete groups at a time: all conversations that begin with one prompt.
+        only_last_steps: deliver the last frame of each trajectory alone.
+        flatten_data: deliver ``[N]`` in place of ``[*env, T]``.
+        num_shards: collectors that share the groups of the data; ``worker_idx`` says which part is this one's.
+    """
+
+    frames_per_batch: Annotated[int | None, whole(1, floats=True), PER_WORKER] = None  # type: ignore[assignment]
+    async_envs: bool | None = None  # type: ignore[misc]
+    groups_per_batch: Annotated[int | None, whole(1)] = None  # type: ignore[misc]
+    only_last_steps: bool = False  # type: ignore[misc]
+    flatten_data: bool = False  # type: ignore[misc]
+    num_shards: Annotated[int, whole(1)] = 1  # type: ignore[misc]

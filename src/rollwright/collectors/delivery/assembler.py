@@ -25,10 +25,12 @@ class Trajectory(NamedTuple):
     Attributes:
         pieces: views of the batches that it spans.
         length: number of frames.
+        id: of the trajectory.
     """
 
     pieces: list[RowRange]
     length: int
+    id: int
 
 
 class TrajectoryAssembler:
@@ -77,18 +79,24 @@ class TrajectoryAssembler:
         """Trajectories that are complete and wait to be delivered."""
         return len(self._complete)
 
+    def _completed(self, found: Trajectory) -> None:
+        """A trajectory has ended."""
+        self._complete.append(found)
+
+    def _all_complete(self) -> list[Trajectory]:
+        """All that ended and were not delivered."""
+        return list(self._complete.copy())
+
     @property
     def frames_held(self) -> int:
         """Frames of trajectories that are in progress, or wait to be delivered."""
         in_progress = self._since != _NONE
-        return int((self._clock - self._begun)[in_progress].sum()) + sum(
-            found.length for found in self._complete.copy()
-        )
+        return int((self._clock - self._begun)[in_progress].sum()) + sum(found.length for found in self._all_complete())
 
     @property
     def num_bytes(self) -> int:
         """Memory that is kept alive."""
-        sources = {id(piece.frames): piece.frames for found in self._complete.copy() for piece in found.pieces}
+        sources = {id(piece.frames): piece.frames for found in self._all_complete() for piece in found.pieces}
         sources.update((id(frames), frames) for frames in list(self._rollouts.values()))
         return sum(frames.num_bytes for frames in sources.values())
 
@@ -143,8 +151,10 @@ class TrajectoryAssembler:
         stops = ends.copy()
         stops[:, :-1] |= ids[:, 1:] != ids[:, :-1]
         for t, env in np.argwhere(stops.T).tolist():
-            if ends[env, t] and not self._is_spoiled(int(self._id[env])):
-                self._complete.append(self._close(env, serial, t))
+            if self._since[env] == _NONE:
+                pass
+            elif ends[env, t] and not self._is_spoiled(int(self._id[env])):
+                self._completed(self._close(env, serial, t))
             else:
                 self.frames_dropped += self._clock + t + 1 - int(self._begun[env])
             self._since[env] = _NONE
@@ -161,7 +171,9 @@ class TrajectoryAssembler:
         return [self._complete.popleft() for _ in range(n)]
 
     def _open(self, envs: Any, serial: int, t: int, ids: NDArray[np.int64]) -> None:
-        self._since[envs], self._offset[envs], self._id[envs] = serial, t, ids[envs]
+        taken = ids[envs] >= 0  # where nothing was taken, the id is -1
+        self._since[envs] = np.where(taken, serial, _NONE)
+        self._offset[envs], self._id[envs] = t, ids[envs]
         self._begun[envs] = self._clock + t
 
     def _close(self, env: int, serial: int, t: int) -> Trajectory:
@@ -172,7 +184,7 @@ class TrajectoryAssembler:
             start, stop = int(frames.starts[env]), int(frames.stops[env])
             begin = start + skipped if at == since else start
             pieces.append(RowRange(frames, begin, start + t + 1 if at == serial else stop))
-        return Trajectory(pieces, self._clock + t + 1 - int(self._begun[env]))
+        return Trajectory(pieces, self._clock + t + 1 - int(self._begun[env]), int(self._id[env]))
 
     def _let_go(self) -> None:
         """Give back the memory of batches that hold nothing that is in progress, or little of it."""
@@ -202,7 +214,7 @@ class TrajectoryAssembler:
         return {
             "envs": envs,
             "open": [concatenate(self._in_progress(env)).clone() for env in envs],
-            "complete": [concatenate(found.pieces).clone() for found in self._complete],
+            "complete": [concatenate(found.pieces).clone() for found in self._all_complete()],
             "frames_dropped": self.frames_dropped,
             "spoiled_below": self._spoiled_below,
             "spoiled": sorted(self._spoiled),
@@ -240,7 +252,8 @@ class TrajectoryAssembler:
         for td in state["complete"]:
             name = next(names, None)
             frames = td if name is None else _renamed(td, name)
-            self._complete.append(Trajectory([_piece(frames)], len(frames)))
+            number = int(cast(torch.Tensor, frames.get(IDS)).reshape(-1)[0])
+            self._completed(Trajectory([_piece(frames)], len(frames), number))
         held = list(zip(state["envs"], state["open"], strict=True))
         if ids is None:
             self.frames_dropped += sum(len(td) for _, td in held)

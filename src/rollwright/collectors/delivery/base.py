@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from numpy.typing import NDArray
 from tensordict import TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, is_private, key_str
 from rollwright.collectors.core import Delivery, never
-from rollwright.collectors.delivery.assembler import TrajectoryAssembler
+from rollwright.collectors.delivery.assembler import Trajectory, TrajectoryAssembler
+from rollwright.collectors.delivery.grouping import GroupAssembler, source_of
+from rollwright.collectors.delivery.rows import RowRange
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.rollout import Rollout
@@ -33,6 +36,23 @@ def split(batch: TensorDictBase) -> TensorDictBase:
     return split_trajectories(batch, prefix="collector")
 
 
+def make_assembler(rollout: Rollout) -> TrajectoryAssembler | None:
+    """What puts trajectories together, where whole ones are delivered."""
+    options = rollout.options
+    if options.groups_per_batch is not None:
+        return GroupAssembler(rollout.num_rows, source_of(rollout.env).group_size)
+    return None if options.trajs_per_batch is None else TrajectoryAssembler(rollout.num_rows)
+
+
+def _saved_ids(trajectories: Mapping[str, Any]) -> NDArray[Any] | None:
+    """The ids of the trajectories that the rows of a batch were in when they were saved, int64 ``[rows]``."""
+    if "row_ids" in trajectories:
+        ids = trajectories["row_ids"]
+        return None if ids is None else ids.cpu().numpy()
+    saved = td_from(trajectories["carrier"])
+    return None if saved is None else saved.get(IDS).reshape(-1).cpu().numpy()
+
+
 class RolloutDelivery(Delivery):
     """Delivers what a rollout collects.
 
@@ -51,7 +71,7 @@ class RolloutDelivery(Delivery):
         self, rollout: Rollout, profile: Profile, split: Callable[[TensorDictBase], TensorDictBase] = split
     ) -> None:
         self.rollout, self._profile, self._split = rollout, profile, split
-        self.assembler = TrajectoryAssembler(rollout.env.numel()) if rollout.options.trajs_per_batch else None
+        self.assembler = make_assembler(rollout)
         self.batches = 0
         self.in_background = False
         self.waiting_for: str | None = None
@@ -110,6 +130,8 @@ class RolloutDelivery(Delivery):
         if held is not None:
             stats["trajectories_held"], stats["frames_held"] = held.num_complete, held.frames_held
             stats["frames_dropped"] = held.frames_dropped
+        if isinstance(held, GroupAssembler):
+            stats["groups_held"], stats["trajectories_held"] = held.num_complete, held.num_conversations_held
         return stats
 
     # Whole trajectories -------------------------------------------------------------------------
@@ -118,9 +140,11 @@ class RolloutDelivery(Delivery):
         """Drop what is held: all environments are reset."""
         if self.assembler is not None:
             self.assembler.drop()
+            self.rollout.path.dropped()
 
     def missed(self) -> None:
-        """Drop what cannot become whole: a rollout was taken that is not delivered."""
+        """Drop what cannot become whole: a rollout was taken that is not delivered, but returned to who asked."""
+        self.rollout.path.delivered()
         if self.assembler is not None:
             self.assembler.miss(self.rollout.ids.state_dict()["traj_id"])
 
@@ -152,6 +176,13 @@ class RolloutDelivery(Delivery):
             raise
         self._profile.step()
 
+    def pieces_of(self, found: Trajectory) -> list[RowRange]:
+        """What is delivered of a trajectory."""
+        if not self.rollout.options.only_last_steps:
+            return found.pieces
+        last = found.pieces[-1]
+        return [last._replace(start=last.stop - 1)]
+
     def save_held(self) -> tuple[dict[str, Any] | None, list[str]]:
         """Frames of whole trajectories that are not delivered yet; or None, and why they cannot be saved."""
         if self.assembler is None:
@@ -181,10 +212,8 @@ class RolloutDelivery(Delivery):
             self.missed()  # trajectories that go on have begun elsewhere
             return
         loaded = {name: [td_from(td) for td in placed(held[name])] for name in ("open", "complete")}
-        current = None if trajectories is None else rollout.current
-        ids = None if current is None else current.get(IDS).reshape(-1).cpu().numpy()
-        saved = td_from(trajectories["carrier"]) if trajectories is not None and ids is not None else None
-        saved_ids = None if saved is None else saved.get(IDS).reshape(-1).cpu().numpy()
+        ids = None if trajectories is None else rollout.path.row_ids()
+        saved_ids = None if trajectories is None or ids is None else _saved_ids(trajectories)
         fresh = () if ids_are_free else rollout.ids.take(len(loaded["complete"])).tolist()
         assembler.load_state_dict({**held, **loaded}, ids, fresh, saved_ids)
 
@@ -221,6 +250,8 @@ class RolloutDelivery(Delivery):
         options = self.rollout.options
         if options.split_trajs:
             batch = self._split(batch)
+        if options.flatten_data and batch.ndim != 1:
+            batch = batch.reshape(-1)
         if options.postproc is not None:
             batch = options.postproc(batch)
             if not is_tensor_collection(batch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright.collectors.delivery.assembler import TrajectoryAssembler
 from rollwright.collectors.delivery.base import RolloutDelivery
@@ -19,7 +19,9 @@ class Batches(RolloutDelivery):
     def next(self) -> TensorDictBase | None:
         """See :class:`~rollwright.collectors.core.Delivery`."""
         with self._collected() as batch:
-            return self._hand_out(batch)
+            found = self._hand_out(batch)
+            self.rollout.path.delivered()
+            return found
 
 
 class TrajectoryBatches(RolloutDelivery):
@@ -30,7 +32,7 @@ class TrajectoryBatches(RolloutDelivery):
 
     @property
     def _count(self) -> int:
-        return self.rollout.options.trajs_per_batch or 1
+        return self.rollout.options.groups_per_batch or self.rollout.options.trajs_per_batch or 1
 
     def ready(self) -> bool:
         """See :class:`~rollwright.collectors.core.Delivery`."""
@@ -44,25 +46,32 @@ class TrajectoryBatches(RolloutDelivery):
         """See :class:`~rollwright.collectors.core.Delivery`."""
         popped = self.assembler.pop(self._count)
         try:
-            found = [trajectory.pieces for trajectory in popped]
+            found = [self.pieces_of(trajectory) for trajectory in popped]
             pieces = [piece for trajectory in found for piece in trajectory]
             self._warn_of_left_out(common_keys(pieces)[1], "not every frame of these trajectories has them")
             padded = self.rollout.options.traj_format == "padded"
             batch = self._hand_out(pad(found) if padded else copied(pieces))
         except BaseException:
             self.assembler.frames_dropped += sum(trajectory.length for trajectory in popped)
+            self.rollout.path.lost(trajectory.id for trajectory in popped)
             raise
         self._delivered_trajectories = True
+        self.rollout.path.delivered(trajectory.id for trajectory in popped)
         return batch
 
     def next_of_rollout(self) -> list[TensorDictBase]:
-        """The trajectories that end in one more rollout, one after another ``[length]``."""
+        """The trajectories (or groups) that are complete after one more rollout, each ``[length]``."""
         self.collect_trajectories()
-        found = self.assembler.pop(self.assembler.num_complete)
-        return [self._hand_out(copied(trajectory.pieces)) for trajectory in found]
+        handed = []
+        while self.assembler.num_complete:
+            found = self.assembler.pop(1)  # of groups: all of one
+            pieces = [piece for trajectory in found for piece in self.pieces_of(trajectory)]
+            handed.append(self._hand_out(copied(pieces)))
+            self.rollout.path.delivered(trajectory.id for trajectory in found)
+        return handed
 
 
 def copied(pieces: Sequence[RowRange]) -> TensorDictBase:
-    """The rows of pieces one after another, in memory of their own."""
+    """The rows of pieces one after another, in memory of their own; ragged ones are views, which nobody overwrites."""
     joined = concatenate(pieces)
-    return joined if len(pieces) > 1 else joined.clone()
+    return joined if len(pieces) > 1 or isinstance(joined, LazyStackedTensorDict) else joined.clone()

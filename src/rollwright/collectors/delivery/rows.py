@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, leaf_keys, place, unravel
 from rollwright.data.layout import MASK, is_dense, pad_trajectories, stack_frames
@@ -148,6 +148,8 @@ def concatenate(pieces: Sequence[RowRange]) -> TensorDictBase:
 def _join(tds: list[TensorDictBase]) -> TensorDictBase:
     """Rows of any content, one after another."""
     frames = [frame for td in tds for frame in td.unbind(0)]
+    if all(isinstance(td, LazyStackedTensorDict) for td in tds):  # ragged: nothing is copied
+        return LazyStackedTensorDict(*frames, stack_dim=0, stack_dim_name="time")
     return stack_frames(frames, 0)
 
 

@@ -46,21 +46,27 @@ class SavedState:
         are live, as everywhere in torch.
         """
         rollout = self._rollout
-        checkpoint = save_env(rollout.env)
-        trajectories, objects = (None, []) if checkpoint.unsaved else _trajectories(rollout.state())
-        held, unheld = self._delivery.save_held()
+        own = rollout.path.state_dict()
         state: OrderedDict[str, Any] = OrderedDict()
-        if isinstance(rollout.policy, nn.Module) and not is_never_copied(rollout.policy):
-            state["policy_state_dict"] = _own_state(rollout.policy)
-        state["env_state_dict"] = rollout.env.state_dict()
+        held, unheld = self._delivery.save_held()
+        if own is None:
+            checkpoint = save_env(rollout.env)
+            trajectories, objects = (None, []) if checkpoint.unsaved else _trajectories(rollout.state())
+            if isinstance(rollout.policy, nn.Module) and not is_never_copied(rollout.policy):
+                state["policy_state_dict"] = _own_state(rollout.policy)
+            state["env_state_dict"] = rollout.env.state_dict()
+            state["env_checkpoint"] = checkpoint.state
+            unsaved = [*checkpoint.unsaved, *objects, *unheld, *_kept_by_policy(rollout.policy)]
+        else:  # of a policy behind an engine, nothing is saved: that is a model, which has files of its own
+            trajectories, unsaved = own[0], [*own[1], *unheld]
+            state["env_state_dict"] = {}
         state.update(frames=rollout.frames, iter=self._delivery.batches, policy_version=rollout.acting.version)
         state["traj_pool"] = rollout.ids.state_dict()
-        state["env_checkpoint"] = checkpoint.state
         state["trajectories"] = trajectories
         state["held"] = held
         state["episodes"] = rollout.episodes.state_dict()
         state["streams"] = _generator_states(rollout)
-        state["unsaved"] = [*checkpoint.unsaved, *objects, *unheld, *_kept_by_policy(rollout.policy)]
+        state["unsaved"] = unsaved
         return state
 
     def load(self, state: Mapping[str, Any], **kwargs: Any) -> None:
@@ -79,16 +85,20 @@ class SavedState:
         if "policy_state_dict" in state and isinstance(rollout.policy, nn.Module):
             kept = rollout.policy.state_dict() if never_copied_in(rollout.policy) else {}
             rollout.policy.load_state_dict({**kept, **state["policy_state_dict"]}, **kwargs)
-        rollout.env.load_state_dict(state["env_state_dict"], **kwargs)
+        of_path = "row_ids" in (state.get("trajectories") or ())
+        if not of_path:
+            rollout.env.load_state_dict(state["env_state_dict"], **kwargs)
         rollout.frames = int(state.get("frames", 0))
         self._delivery.batches = int(state.get("iter", 0))
         rollout.acting.version = int(state.get("policy_version", 0))
         if "traj_pool" in state:
             rollout.ids.load_state_dict(state["traj_pool"])
-        saved = state.get("trajectories") if self._load_env(state) else None
+        saved = state.get("trajectories") if of_path or self._load_env(state) else None
         if "episodes" in state:
             rollout.episodes.load_state_dict(placed(state["episodes"]), goes_on=saved is not None)
-        if saved is not None:
+        if of_path:
+            rollout.path.load_state_dict(placed(saved), ids_are_free=ids_are_free)
+        elif saved is not None:
             loaded = RolloutState(td_from(saved["carrier"]), saved["anew"].cpu().numpy(), placed(saved["fresh_ids"]))
             rollout.go_on_from(loaded, ids_are_free=ids_are_free)
         self._delivery.load_held(state.get("held"), saved, ids_are_free=ids_are_free)
@@ -100,7 +110,9 @@ class SavedState:
         rollout = self._rollout
         if rollout.frames != state.get("frames") or rollout.ids.state_dict() != state.get("traj_pool"):
             return False
-        return _equal(_trajectories(rollout.state())[0], state.get("trajectories"))
+        own = rollout.path.state_dict()
+        now = _trajectories(rollout.state())[0] if own is None else own[0]
+        return _equal(now, state.get("trajectories"))
 
     def _load_env(self, state: Mapping[str, Any]) -> bool:
         """Restore the environment; False where it is reset instead."""

@@ -19,7 +19,7 @@ __all__ = ["StorageMemory", "batch_memory", "why_not_direct"]
 
 def batch_memory(options: CollectorOptions) -> MemoryPool:
     """Where the batches of a collector lie: in the rows of its replay buffer if that takes whole rollouts."""
-    stored = options.replay_buffer is not None and options.extend_buffer and options.trajs_per_batch is None
+    stored = options.replay_buffer is not None and options.extend_buffer and not options.delivers_whole
     return StorageMemory(options) if stored else MemoryPool()
 
 

@@ -10,10 +10,10 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.collectors.core import never
-from rollwright.collectors.delivery.assembler import Trajectory, TrajectoryAssembler
+from rollwright.collectors.delivery.assembler import TrajectoryAssembler
 from rollwright.collectors.delivery.base import RolloutDelivery, split
 from rollwright.collectors.delivery.batches import Batches, TrajectoryBatches, copied
-from rollwright.collectors.delivery.rows import common_keys
+from rollwright.collectors.delivery.rows import RowRange, common_keys
 from rollwright.collectors.delivery.storage_memory import StorageMemory
 from rollwright.collectors.delivery_options import buffer_of, storage_ndim
 from rollwright.collectors.profiling import Profile
@@ -32,8 +32,8 @@ def choose_delivery(
     options = rollout.options
     kind: type[RolloutDelivery]
     if options.replay_buffer is None:
-        kind = Batches if options.trajs_per_batch is None else TrajectoryBatches
-    elif options.trajs_per_batch is not None:
+        kind = TrajectoryBatches if options.delivers_whole else Batches
+    elif options.delivers_whole:
         kind = StoredTrajectories
     else:
         kind = StoredBatches if options.extend_buffer else StoredFrames
@@ -81,7 +81,9 @@ class Stored(RolloutDelivery):
     def stats(self) -> dict[str, Any]:
         """See :meth:`RolloutDelivery.stats`."""
         limits = {} if self._limiter is None else {"limiter": self._limiter.stats()}
-        return {**super().stats(), "write_count": getattr(self._buffer, "write_count", None), **limits}
+        stats = {**super().stats(), "write_count": getattr(self._buffer, "write_count", None), **limits}
+        stats["waiting_for"] = stats["waiting_for"] or getattr(self._buffer, "waiting_for", None)
+        return stats
 
     def has_room(self) -> bool:
         """See :class:`~rollwright.collectors.core.Delivery`."""
@@ -132,6 +134,7 @@ class StoredBatches(Stored):
                 self.batches += 1
             else:
                 self._hand_out(rest, self._extend)
+            rollout.path.delivered()
         return None
 
     @property
@@ -152,6 +155,7 @@ class StoredFrames(Stored):
         """See :class:`~rollwright.collectors.core.Delivery`."""
         with self._collected() as batch:
             self._count_batch(batch)
+            self.rollout.path.delivered()
         return None
 
     @property
@@ -161,7 +165,7 @@ class StoredFrames(Stored):
 
 
 class StoredTrajectories(Stored):
-    """Writes each trajectory alone, when it is complete."""
+    """Writes each trajectory (of groups: all of one) alone, when it is complete."""
 
     assembler: TrajectoryAssembler
 
@@ -174,26 +178,28 @@ class StoredTrajectories(Stored):
         self.collect_trajectories()
         self.batches += 1
         while self.assembler.num_complete:
-            [found] = self.assembler.pop(1)
+            popped = self.assembler.pop(1)
             try:
-                self._write(found)
+                self._write([piece for found in popped for piece in self.pieces_of(found)])
             except BaseException:
-                self.assembler.frames_dropped += found.length
+                self.assembler.frames_dropped += sum(found.length for found in popped)
+                self.rollout.path.lost(found.id for found in popped)
                 raise
             self._delivered_trajectories = True
+            self.rollout.path.delivered(found.id for found in popped)
         return None
 
-    def _write(self, found: Trajectory) -> None:
+    def _write(self, pieces: list[RowRange]) -> None:
         rollout = self.rollout
-        self._check_length(found.length)
-        keys, others = common_keys(found.pieces)
+        self._check_length(sum(piece.stop - piece.start for piece in pieces))
+        keys, others = common_keys(pieces)
         self._warn_of_left_out(others, "not every frame of a trajectory has them")
         if rollout.options.postproc is not None or rollout.hooks.post_collect_hook is not None:
-            self._hand_out(copied(found.pieces), self._extend, count=False)
+            self._hand_out(copied(pieces), self._extend, count=False)
         elif not self._by_pieces:
-            self._extend(copied(found.pieces))
+            self._extend(copied(pieces))
         else:
-            self._buffer.extend_pieces([piece.as_td(keys) for piece in found.pieces])
+            self._buffer.extend_pieces([piece.as_td(keys) for piece in pieces])
 
     def _check_length(self, length: int) -> None:
         room = getattr(getattr(self._buffer, "storage", None), "max_size", None)
@@ -207,7 +213,8 @@ class StoredTrajectories(Stored):
     def how(self) -> dict[str, str]:
         """See :attr:`RolloutDelivery.how`."""
         copies = "extend_pieces" if self._by_pieces else "extend"
-        return {"buffer": f"{copies} with each complete trajectory: trajs_per_batch"}
+        what = "trajectory: trajs_per_batch" if self.rollout.options.groups_per_batch is None else "group"
+        return {"buffer": f"{copies} with each complete {what}"}
 
 
 def _objects_in(spec: Composite) -> list[NestedKey]:

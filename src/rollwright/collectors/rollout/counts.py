@@ -49,17 +49,15 @@ class FrameCounts:
     @classmethod
     def of(cls, options: CollectorOptions, num_envs: int) -> FrameCounts:
         """Round up what the options ask, for a number of environments stepped together."""
-        steps = -(-options.frames_per_batch // num_envs)
+        asked = num_envs if options.frames_per_batch is None else options.frames_per_batch
+        steps = -(-asked // num_envs)
         frames = steps * num_envs
         batches = None if options.total_frames == -1 else -(-options.total_frames // frames)
         asked_random = max(options.init_random_frames or 0, 0)
         random_frames = -(-asked_random // frames) * frames
         notes = []
-        if frames != options.frames_per_batch:
-            notes.append(
-                f"frames_per_batch={options.frames_per_batch} becomes {frames}, "
-                f"{steps} steps of {num_envs} environments"
-            )
+        if frames != asked:
+            notes.append(f"frames_per_batch={asked} becomes {frames}, {steps} steps of {num_envs} environments")
         if batches is not None and batches * frames != options.total_frames:
             notes.append(
                 f"total_frames={options.total_frames} becomes {batches * frames}, {batches} batches of {frames}"
@@ -88,7 +86,7 @@ class FrameCounts:
         batches = None if total == -1 else -(-total // frames)
         rounded = math.inf if batches is None else batches * frames if known else total
         notes = []
-        if asked != frames and not isinstance(asked, list | tuple):
+        if asked not in (None, frames) and not isinstance(asked, list | tuple):
             notes.append(f"frames_per_batch={asked} becomes {frames}, in {len(each)} workers")
         if total not in (-1, rounded):
             notes.append(f"total_frames={total} becomes {rounded}, {batches} batches of {frames}")

@@ -11,12 +11,14 @@ from torch import nn
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
+from rollwright.envs.batched.async_pool import AsyncEnvPool
+from rollwright.envs.llm.core import Conversations
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationWarning
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 from rollwright.errors import EnvError
 
-__all__ = ["EnvMaker", "EnvMakers", "make_env"]
+__all__ = ["EnvMaker", "EnvMakers", "conversations_of", "make_env", "streams"]
 
 EnvMaker = EnvBase | Callable[..., EnvBase] | Sequence[Callable[..., EnvBase]]
 EnvMakers = EnvBase | Callable[..., EnvBase] | Sequence[EnvBase | Callable[..., EnvBase]]  # one, or one for each worker
@@ -61,6 +63,7 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
     if made.is_closed:
         raise EnvError(f"create_env_fn: {made} is closed. {made.remedy_when_closed}.")
     _check_names(made, options)
+    _share_data(made, options)
     device = options.env_device or options.device
     env = made if device is None else made.to(device)
     if options.max_frames_per_traj is not None and options.max_frames_per_traj > 0:
@@ -74,6 +77,36 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
                 "Name the environment's flag 'done', or leave set_truncated out."
             )
     return env
+
+
+def streams(env: EnvBase, options: CollectorOptions) -> bool:
+    """Whether frames are delivered in the order in which they end, whichever environment they are of.
+
+    Raises:
+        ValueError: ``async_envs=True``, and the environment steps all at a time.
+    """
+    is_pool = isinstance(env, AsyncEnvPool)
+    if options.async_envs is None:
+        return is_pool
+    if options.async_envs and not is_pool and conversations_of(env) is None:
+        raise ValueError(
+            f"async_envs=True: expected conversations (LLMEnv, ChatEnv), or an AsyncEnvPool, whose environments step "
+            f"each in its own time, got {env}. Leave async_envs out."
+        )
+    return options.async_envs
+
+
+def conversations_of(env: EnvBase) -> Conversations | None:
+    """The conversations that an environment is made of; None: it is none of the kind, or transforms work on it."""
+    found = getattr(env, "conversations", None) if not isinstance(env, TransformedEnv) else None
+    return found if isinstance(found, Conversations) else None
+
+
+def _share_data(env: EnvBase, options: CollectorOptions) -> None:
+    """Leave the other workers their part of the prompts."""
+    found = getattr(env, "conversations", None)
+    if options.num_shards > 1 and isinstance(found, Conversations):
+        found.source.shard(options.worker_idx or 0, options.num_shards)
 
 
 def _check_names(env: EnvBase, options: CollectorOptions) -> None:

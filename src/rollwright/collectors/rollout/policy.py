@@ -18,6 +18,7 @@ from rollwright.collectors.rollout.policy_copies import copied_policy, never_cop
 from rollwright.data.specs.shapes import as_device
 from rollwright.envs.base import EnvBase
 from rollwright.modules import RandomPolicy
+from rollwright.modules.llm.engine import Engine
 from rollwright.modules.signature import Call, speak_tensordict
 
 __all__ = ["ActingPolicy", "accelerate", "check_policy", "make_policy"]
@@ -65,7 +66,7 @@ class ActingPolicy:
         policy: the object that acts: the user's, or a copy of it on another device or for another thread.
         call: calls it on TensorDicts.
         source: where updates without weights read them; None: the weights that act are the user's own.
-        version: of the weights that act.
+        engine: that generates for the policy, or None.
         has_no_weights: whether there is nothing in it that could be updated.
     """
 
@@ -73,9 +74,42 @@ class ActingPolicy:
         self.policy, original = _placed(made, as_device(options.policy_device or options.device))
         self.call = _on_tensordicts(self.policy, options, env)
         self.source: nn.Module | None = given if options.policy_factory is not None else original
-        self.version = 0
         self.has_no_weights = False
         self._target: nn.Module | None = None
+        found = getattr(self.policy, "engine", None)
+        self.engine: Engine | None = found if isinstance(found, Engine) else None
+        self._owns_engine = options.policy_factory is not None
+        self._tracker: Any = None
+        stamped = 0 if self.engine is None else self.engine.version
+        self._version = stamped if isinstance(stamped, int) else 0
+
+    @property
+    def version(self) -> int:
+        """Of the weights that act; an engine stamps tokens with it."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        rises, self._version = version > self._version, version
+        if rises and self._tracker is not None:
+            self._tracker.increment_version()
+        if self.engine is not None:
+            self.engine.version = version if self._tracker is None else self._tracker.version
+
+    def use_tracker(self, tracker: Any) -> None:
+        """Stamp tokens with the versions of a ``PolicyVersion``, which counts from here on."""
+        self._tracker = tracker
+        self.version = self._version
+
+    def update_engine(self, weights: Any) -> None:
+        """Give the engine new weights, between two tokens; their version is counted next."""
+        assert self.engine is not None
+        self.engine.update_weights(weights, self._version + 1 if self._tracker is None else None)
+
+    def close(self) -> None:
+        """Close an engine that was made for this collector alone."""
+        if self.engine is not None and self._owns_engine:
+            self.engine.close()
 
     @property
     def target(self) -> Any:
@@ -88,8 +122,8 @@ class ActingPolicy:
 
     def act_with_copy(self, options: CollectorOptions, env: EnvBase) -> bool:
         """Act with a copy, unless it is one already, or has no weights; whether modules act that were not copied."""
-        if self.source is not None or isinstance(self.policy, RandomPolicy):
-            return False
+        if self.source is not None or self.engine is not None or isinstance(self.policy, RandomPolicy):
+            return False  # an engine takes new weights between two tokens by itself
         copied = copied_policy(self.policy)
         self.source, self._target = copied.source, copied.target
         self.has_no_weights = copied.source is None and not copied.shares_modules

@@ -20,7 +20,7 @@ from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import named_range
 from rollwright.collectors.rollout.counts import FrameCounts
 from rollwright.collectors.rollout.devices import Devices, Syncs, module_device
-from rollwright.collectors.rollout.environment import EnvMaker, make_env
+from rollwright.collectors.rollout.environment import EnvMaker, make_env, streams
 from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.choice import choose_path, plain_path
@@ -72,6 +72,7 @@ class Rollout:
     Attributes:
         env: the environment.
         acting: the policy.
+        num_rows: of a batch: environments, or 1 where frames come in the order in which they end.
         closed: whether rollouts are refused.
         frames: stepped in all, in batches that count.
         frames_taken: stepped in the last rollout.
@@ -102,18 +103,19 @@ class Rollout:
         self.acting = ActingPolicy(made, policy, options, env)
         self.devices = Devices.resolve(options, env.device, module_device(self.policy))
         self.syncs = Syncs.of(self.devices, skip=options.no_cuda_sync)
-        self.counts = FrameCounts.of(options, env.numel())
+        self.num_rows = 1 if streams(env, options) else env.numel()
+        self.counts = FrameCounts.of(options, self.num_rows)
         self.timer, self.episodes = StageTimer(), EpisodeStats()
         self.observer: RolloutObserver = SilentObserver() if observer is None else observer
         self.interrupted = interrupted
         self.closed = False
-        self.frames = self.frames_taken = 0
+        self.frames = self.frames_taken = self._steps_taken = 0
         self._write: Callable[[TensorDictBase], None] | None = None
         self._counting = False  # whether the current rollout will be delivered
         self._begun = False  # whether the last rollout came as far as its first step
         self._stepped = False  # whether a frame was taken in this object's life
         self._unused_ids: torch.Tensor | None = None  # of trajectories that have not taken a step
-        self._reset_envs = torch.ones(env.numel(), dtype=torch.bool).numpy()  # since the last batch
+        self._reset_envs = torch.ones(self.num_rows, dtype=torch.bool).numpy()  # since the last batch
         self._outputs: tuple[TensorDictBase | None] | None = None  # of the policy, once it was tried
         self._check_finite = stages.finite_check(env)
         self._parts = PathParts(
@@ -169,12 +171,12 @@ class Rollout:
     @property
     def steps_taken(self) -> int:
         """Of each environment, in the last rollout."""
-        return self.frames_taken // self.env.numel()
+        return self._steps_taken
 
     @property
     def completed(self) -> bool:
-        """Whether ``total_frames`` were stepped."""
-        return self.frames >= self.counts.total
+        """Whether ``total_frames`` were stepped, or the environment's data is over."""
+        return self.frames >= self.counts.total or self._path.is_over
 
     @property
     def how(self) -> dict[str, str]:
@@ -218,6 +220,7 @@ class Rollout:
             "env_recreations": num_recreations(self.env),
             "devices": {name: None if device is None else str(device) for name, device in devices.items()},
             "bytes_held": self.memory.num_bytes,
+            **self._path.stats(),
         }
 
     def check_open(self) -> None:
@@ -227,7 +230,9 @@ class Rollout:
 
     def close(self) -> None:
         """Close the environment."""
+        self._path.close()
         self.env.close(raise_if_closed=False)
+        self.acting.close()
 
     # Batches ----------------------------------------------------------------------------------
 
@@ -299,7 +304,7 @@ class Rollout:
                     seconds["policy"] += acted - begun
                     seconds["env"] += stepped - acted
                     seconds["write"] += clock() - stepped
-                    if self.interrupted is not None and self.interrupted():
+                    if self._path.is_over or (self.interrupted is not None and self.interrupted()):
                         break
                 return self._finish(t + 1)
             except BaseException as error:
@@ -314,8 +319,8 @@ class Rollout:
         self.observer.enter(Stage.RESET)
         if not self._path.started or (self.options.reset_at_each_iter and self._unused_ids is None):
             self.start_trajectories()
-        if not self._stepped:  # a reset may lack what the specs of states name
-            self._check_inputs(leaf_keys(cast(TensorDictBase, self._path.current)))
+        if not self._stepped and self._path.current is not None:  # a reset may lack what the specs of states name
+            self._check_inputs(leaf_keys(self._path.current))
         random = self.frames < self.counts.random_frames
         try:
             self._open(random)
@@ -344,12 +349,17 @@ class Rollout:
         batch = self._path.finish(steps)
         self.syncs.storage()
         self._check_finite(batch, self._path.finite_keys)
-        self._count_episodes(batch if steps == self.counts.steps else batch[..., :steps])
+        if (ended := self._path.ended()) is not None:
+            self.episodes.add(ended)
+        else:
+            self._count_episodes(batch if steps == self.counts.steps else batch[..., :steps])
         if self.options.set_truncated:
             cut = mark_truncated(self.env.done_groups, batch[..., steps - 1].get("next"), self.env.ndim)
             if self.options.track_traj_ids:
                 self._path.replace_ids(cut)
-        self.frames_taken = steps * self.env.numel()
+        taken = self._path.frames_taken
+        self.frames_taken = steps * self.num_rows if taken is None else taken
+        self._steps_taken = steps if taken is None else batch.batch_size[-1]
         return batch
 
     def ends_in(self, batch: TensorDictBase) -> torch.Tensor:
@@ -493,7 +503,7 @@ class Rollout:
         """
         seed = checked_seed(seed)
         last = self.env.set_seed(seed, static_seed=static_seed)
-        self.start_over()
+        self._path.forget()
         return seed if last is None else last
 
     # State ------------------------------------------------------------------------------------
@@ -510,7 +520,7 @@ class Rollout:
 
     def forget_trajectories(self) -> None:
         """Drop the trajectories in progress, and ids that were not used."""
-        self.start_over()
+        self._path.forget()
         self._unused_ids = None
 
     def go_on_from(self, saved: RolloutState, *, ids_are_free: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,6 +114,12 @@ class EpisodeStats:
         self._open_return[:] = self._open_length[:] = 0
         self._open_return[env[~closed]] = returns[~closed]
         self._open_length[env[~closed]] = lengths[~closed]
+
+    def add(self, ended: Sequence[tuple[float, int]]) -> None:
+        """Count episodes whose returns and lengths are known, in the order in which they ended."""
+        self._returns.extend(each for each, _ in ended)
+        self._lengths.extend(length for _, length in ended)
+        self.episodes += len(ended)
 
     def update_from(
         self, batch: TensorDictBase, reward: torch.Tensor | None, ended: torch.Tensor, were_reset: Any

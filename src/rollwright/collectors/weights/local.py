@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rollwright.collectors.delivery.background import Background
@@ -68,9 +69,13 @@ class LocalWeights(CollectorWeights):
                     "as policy, or call increment_version() to count an update of your own."
                 )
             update = {name: snapshot(new) for name, new in update.items()}
-        return self._background.publish(
-            {name: prepare(self._collector.get_model(name), new, name) for name, new in update.items()}
-        )
+        return self._background.publish({name: self._prepared(name, new) for name, new in update.items()})
+
+    def _prepared(self, name: str, new: Any) -> Callable[[], None]:
+        acting = self._rollout.acting
+        if name == "policy" and acting.engine is not None:
+            return partial(acting.update_engine, new)
+        return prepare(self._collector.get_model(name), new, name)
 
     def count_update(self) -> int:
         """See :class:`CollectorWeights`."""

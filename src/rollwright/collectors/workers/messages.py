@@ -191,6 +191,7 @@ class Collected(NamedTuple):
         oldest_version: of the weights that acted.
         newest_version: likewise.
         dropped_frames: thrown away because they were too stale, see ``max_policy_lag``.
+        is_over: whether nothing was taken, because the data is over.
     """
 
     run: int
@@ -204,6 +205,12 @@ class Collected(NamedTuple):
     oldest_version: int
     newest_version: int
     dropped_frames: int
+    is_over: bool = False
+
+    @classmethod
+    def nothing(cls, run: int, version: int) -> Collected:
+        """The data is over."""
+        return cls(run, 0, 0, False, None, (), {}, (), version, version, 0, is_over=True)
 
 
 class Failed(NamedTuple):

@@ -124,14 +124,16 @@ class WorkerOptions:
         return max(1, len(os.sched_getaffinity(0)) // num_workers)
 
     @classmethod
-    def split(cls, options: Mapping[str, Any], owner: str) -> tuple[WorkerOptions, dict[str, Any]]:
-        """Those options that are of workers, and the others.
+    def split(
+        cls, options: Mapping[str, Any], owner: str, others: type = CollectorOptions
+    ) -> tuple[WorkerOptions, dict[str, Any]]:
+        """Those options that are of workers, and the others, which the class ``others`` declares.
 
         Raises:
             TypeError: for an unknown name, with the nearest known one.
         """
         mine = names_of(cls)
-        refuse_unknown(options, [*mine, *names_of(CollectorOptions)], owner)
+        refuse_unknown(options, [*mine, *names_of(others)], owner)
         own = cls(**{name: value for name, value in options.items() if name in mine})
         return own, {name: value for name, value in options.items() if name not in mine}
 
@@ -194,8 +196,10 @@ def check_join(own: WorkerOptions, ready: Sequence[Ready]) -> None:
                 )
 
 
-def options_of_workers(given: Mapping[str, Any], num_workers: int, own: WorkerOptions) -> list[CollectorOptions]:
-    """The options of each worker's collector: lists are shared out, counts are divided.
+def options_of_workers(
+    given: Mapping[str, Any], num_workers: int, own: WorkerOptions, kind: type[CollectorOptions] = CollectorOptions
+) -> list[CollectorOptions]:
+    """The options of each worker's collector, a ``kind`` each: lists are shared out, counts are divided.
 
     Raises:
         TypeError, ValueError: an option is wrong, or needs one process.
@@ -215,7 +219,7 @@ def options_of_workers(given: Mapping[str, Any], num_workers: int, own: WorkerOp
     if whole.get("worker_idx") is not None:
         raise ValueError("worker_idx is given to the workers by their collector. Drop it.")
     whole["worker_idx"] = 0
-    checked = CollectorOptions(**_of(whole, 0))
+    checked = kind(**_of(whole, 0))
     split = own.sync and bool(whole.get("split_trajs"))
     whole.update(total_frames=-1, return_same_td=False)
     whole.update(weight_sync_schemes=None, weight_recv_schemes=None, weight_updater=None)
@@ -225,8 +229,12 @@ def options_of_workers(given: Mapping[str, Any], num_workers: int, own: WorkerOp
         whole.update(split_trajs=False, postproc=None)
     if checked.trajs_per_batch is not None and checked.replay_buffer is None:
         whole.update(trajs_per_batch=1, traj_format="cat")
+    if checked.groups_per_batch is not None:
+        whole["groups_per_batch"] = 1
+    if "num_shards" in names_of(kind):
+        whole["num_shards"] = num_workers
     frames = whole.get("frames_per_batch", checked.frames_per_batch)
-    if own.sync and not isinstance(frames, _LISTS):
+    if own.sync and frames is not None and not isinstance(frames, _LISTS):
         whole["frames_per_batch"] = math.ceil(checked.frames_per_batch / num_workers)
     return [replace(checked, **{**_of(whole, i), "worker_idx": i}) for i in range(num_workers)]
 

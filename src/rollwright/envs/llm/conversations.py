@@ -375,7 +375,8 @@ class DatasetConversations(Conversations):
         self._drop(slot)
         self.source.claim(opening.draw.origin)
         talk = self._talks[slot] = self._talk(opening)
-        talk.load(copy.deepcopy(dict(state)))
+        if state:
+            talk.load(copy.deepcopy(dict(state)))
 
     def close(self) -> None:
         """See :meth:`Conversations.close`."""

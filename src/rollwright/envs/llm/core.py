@@ -181,7 +181,7 @@ class Conversations(ABC):
 
     @abstractmethod
     def load(self, slot: int, opening: Opening, messages: Sequence[Message], state: Mapping[str, Any]) -> None:
-        """Go on with a conversation that was saved."""
+        """Go on with a conversation that was saved; an empty ``state``: begin it again."""
 
     @abstractmethod
     def close(self) -> None:

@@ -10,25 +10,32 @@ import numpy as np
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.collectors.core import Actor, Path
+from rollwright.collectors.rollout.environment import conversations_of, streams
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import FlatActor, TensorDictActor
 from rollwright.collectors.rollout.paths.arrays import ArrayPath
 from rollwright.collectors.rollout.paths.groups import GroupedPath
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.plain import PlainPath
+from rollwright.collectors.rollout.paths.turns import TurnPath
 from rollwright.collectors.rollout.policy import accelerate
+from rollwright.data.llm.records import RecordLayout
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form
 from rollwright.envs.base import EnvBase
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.transforms import TransformedEnv
 from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy
+from rollwright.modules.llm.engine import Engine
 from rollwright.policies import ArrayPolicy, array_policy
 from rollwright.policies.program import RandomActions
 
 __all__ = ["arrays_of", "choose_path", "plain_path"]
 
 T = TypeVar("T")
+
+# Options that the path of conversations does not know: TensorDicts are passed between environment and policy then.
+_PLAIN_TURNS = ("init_random_frames", "compact_obs", "return_same_td", "set_truncated")
 
 
 def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
@@ -38,6 +45,8 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
         parts: of the path.
         strict: refuse ``env_groups`` where there cannot be any, instead of a warning.
     """
+    if (turns := turn_path(parts)) is not None:
+        return turns
     against: dict[str, str] = {}
     arrays = _tried(against, "env", lambda: arrays_of(parts))
     random = None if arrays is None else _tried(against, "env", lambda: _random(parts, arrays))
@@ -63,6 +72,29 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
             return GroupedPath(parts, arrays, random_actor, groups=groups, policies=acting, how=how)
     _note_one_group(parts, against, strict)
     return ArrayPath(parts, arrays, actor, random_actor, how=how)
+
+
+def turn_path(parts: PathParts) -> Path | None:
+    """The path of conversations, where environment, policy and options have what it takes; else None."""
+    conversations, engine = conversations_of(parts.env), getattr(parts.acting.policy, "engine", None)
+    if conversations is None or not isinstance(engine, Engine):
+        return None
+    options = parts.options
+    for name in _PLAIN_TURNS:
+        if getattr(options, name):
+            return None
+    if not (options.track_traj_ids and options.reset_when_done and options.extend_buffer):
+        return None
+    layouts = (getattr(owner, "layout", None) for owner in (parts.acting.policy, parts.env, conversations))
+    layout = next((each for each in layouts if isinstance(each, RecordLayout)), RecordLayout(nested=False))
+    return TurnPath(
+        parts,
+        conversations,
+        engine,
+        layout=layout,
+        streams=streams(parts.env, options),
+        how={"env": "native: conversations, turn by turn", "policy": f"native: {type(engine).__name__}, on tokens"},
+    )
 
 
 def _roots(arrays: ArrayEnv) -> dict[NestedKey, Entry]:

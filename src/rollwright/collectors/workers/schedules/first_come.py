@@ -67,7 +67,12 @@ class FirstCome(Strategy):
         for ahead in range(1, 2 if self._staleness.drops else _AHEAD + 1):
             for worker in self._workers:
                 in_progress = len(worker.runs) + waiting.count(worker.index)
-                if in_progress >= ahead or not worker.available or orders.frames_asked >= orders.total_frames:
+                if (
+                    in_progress >= ahead
+                    or not worker.available
+                    or worker.index in orders.over
+                    or orders.frames_asked >= orders.total_frames
+                ):
                     continue
                 if in_progress and worker.index not in self._layouts and not self._stored:
                     continue  # it is asked for the next one with a block for it

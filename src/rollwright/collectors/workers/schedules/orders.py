@@ -27,6 +27,7 @@ class Orders:
         held: how many keep rollouts from beginning.
         limiter: of the replay buffer: asked before rollouts begin.
         restarting: workers that reset their environments before the next rollout, because one before it is lost.
+        over: workers whose data is over.
         num_messages: sent and received.
         waiting_for: what the next rollout waits for.
     """
@@ -36,6 +37,7 @@ class Orders:
         self.frames = self.held = self.num_messages = 0
         self.limiter: SampleToInsertRatio | None = None
         self.restarting: set[int] = set()
+        self.over: set[int] = set()
         self.waiting_for: str | None = None
         self._runs = itertools.count()
 

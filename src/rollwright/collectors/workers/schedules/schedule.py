@@ -48,6 +48,7 @@ class Schedule:
         trajs_per_batch: how many complete trajectories are delivered at a time; None: batches are.
         padded: whether trajectories are delivered padded.
         stored: whether workers write into a replay buffer, and nothing but counts arrives.
+        may_end: whether the data of a worker may be over; then, a batch is ready when it is here.
 
     Attributes:
         raised: whether an error was raised.
@@ -63,11 +64,13 @@ class Schedule:
         trajs_per_batch: int | None,
         padded: bool,
         stored: bool,
+        may_end: bool = False,
     ) -> None:
         self.orders, self.strategy, self._staleness = orders, strategy, staleness
         self._group: WorkerGroup = orders.group
         self.store: BlockStore = orders.store
         self._trajs_per_batch, self._padded, self.stored = trajs_per_batch, padded, stored
+        self._may_end = may_end
         self._devices = [_device(worker) for worker in self._group.workers]
         self._taker: int | None = None  # thread that has asked for a batch last
         self._taken_at: float | None = None
@@ -90,7 +93,7 @@ class Schedule:
         if self._pending:
             return True
         if self._trajs_per_batch is None or self.stored:
-            return self._more()
+            return self._more() and (not self._may_end or self._take(stop))
         while len(self._trajectories) < self._trajs_per_batch:
             if not self._more() or not self._take(stop):
                 return False
@@ -158,7 +161,12 @@ class Schedule:
 
     def _more(self) -> bool:
         """Whether anything is still to come."""
-        return bool(self.strategy.waiting()) or self.orders.frames < self.orders.total_frames
+        return bool(self.strategy.waiting()) or (self.orders.frames < self.orders.total_frames and not self.is_over)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the data of all workers is over."""
+        return len(self.orders.over) == len(self._group.workers)
 
     def _take(self, stop: Callable[[], bool]) -> bool:
         """Wait for what comes next, and :meth:`_deliver` it; False if ``stop`` held first."""
@@ -169,6 +177,8 @@ class Schedule:
             self.raise_error()
             if not strategy.has_next():
                 self.raise_if_short()
+                if not self._more() and not self.orders.num_in_progress:
+                    return False
                 continue
             with self._group.lock, uninterrupted:
                 versions = self._staleness.versions()  # while the rollouts are here, whoever publishes waits for them
@@ -211,7 +221,8 @@ class Schedule:
     def _wait(self, stop: Callable[[], bool]) -> bool:
         def done() -> bool:
             self.orders.waiting_for = self.strategy.awaits
-            return self.strategy.ready() or bool(self.errors) or self.strategy.is_hopeless()
+            ended = self.is_over and not self.orders.num_in_progress
+            return self.strategy.ready() or bool(self.errors) or self.strategy.is_hopeless() or ended
 
         self._taker, self._taken_at = threading.get_ident(), None
         try:
@@ -275,6 +286,9 @@ class Schedule:
         self.orders.frames += found.frames
         self.frames_stale += found.dropped_frames
         self.store.read_by(worker.index, found.held)
+        if found.is_over:
+            self.orders.over.add(worker.index)
+            return
         rest = None if found.rest is None else unpack(found.rest, worker.spec.packing)
         part, device = self.strategy.part_of(worker, block), self._devices[worker.index]
         self.strategy.add(Result(worker.index, worker.num_collected, found, block, part, rest, device))
@@ -307,6 +321,7 @@ class Schedule:
                 self.orders.frames -= sum(result.found.frames for result in old)
             self._trajectories.clear()
             self._pending.clear()
+            self.orders.over.clear()
 
     def state_dict(self, shares: Mapping[int, int]) -> dict[str, Any]:
         """What has arrived and was not delivered.

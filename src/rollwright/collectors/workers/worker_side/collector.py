@@ -84,7 +84,7 @@ class WorkerCollector(Reachable):
             spec.create_env_fn.set_seed(int(torch.empty((), dtype=torch.int64).random_()) % 2**31)
         ledger = ledger_of(options.replay_buffer)
         ids: TrajectoryIds = TrajectoryPool(ledger) if ledger else StridedIds(counters, spec.index, spec.num_workers)
-        in_blocks = options.replay_buffer is None and options.trajs_per_batch is None
+        in_blocks = options.replay_buffer is None and not options.delivers_whole
         self._hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
         self._profile = Profile(lambda: self.worker_idx)
         with warnings.catch_warnings(record=True) as caught:
@@ -158,6 +158,8 @@ class WorkerCollector(Reachable):
         if order.reset:
             rollout.start_over()
             delivery.forget()
+        if rollout.path.is_over:
+            return say.Collected.nothing(order.run, observer.version)
         try:
             with observer.spending(None):
                 batch: Any = delivery.next_of_rollout() if isinstance(delivery, TrajectoryBatches) else delivery.next()
@@ -346,6 +348,10 @@ class WorkerCollector(Reachable):
     def set_hook(self, name: str, hook: Any) -> None:
         """Set ``pre_collect_hook`` or ``post_collect_hook``."""
         self._hooks.set(name, hook)
+
+    def change_options(self, **changes: Any) -> None:
+        """Collect with other options from the next batch on."""
+        self.options = self._rollout.options = self.options.override(**changes)
 
     def profile(self, config: ProfileConfig) -> None:
         """Trace rollouts as ``config`` specifies."""

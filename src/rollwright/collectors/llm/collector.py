@@ -1,0 +1,127 @@
+"""LLMCollector: delivers dialogues with a language model, turn by turn or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Unpack
+
+from tensordict import TensorDictBase
+
+from rollwright._options import with_options
+from rollwright.collectors.collector import Collector
+from rollwright.collectors.delivery.queues import QueueClosed
+from rollwright.collectors.factory import BackendOptions
+from rollwright.collectors.llm.interface import LENGTH_UNKNOWN, Dialogues
+from rollwright.collectors.llm.options import LLMOptions
+from rollwright.collectors.options import ConversationOptions
+from rollwright.collectors.workers.options import WorkerOptions
+
+if TYPE_CHECKING:
+    from rollwright.collectors.keywords import LLMKeywords
+    from rollwright.collectors.rollout.environment import EnvMakers
+
+__all__ = ["LLMCollector"]
+
+
+@with_options(LLMOptions, BackendOptions, WorkerOptions, leave_out=["num_workers"])
+class LLMCollector(Dialogues, Collector):
+    """Collects dialogues: a language model answers, an environment follows, until the conversation is over.
+
+    A frame is a turn: what the model read, what it wrote, and what followed. A conversation is a trajectory. Where the
+    environment is made of conversations (``LLMEnv``, ``ChatEnv``) and the policy has an engine
+    (``TransformersWrapper``), messages and tokens are passed between the two as they are, and a TensorDict is made of
+    each turn when its batch is delivered. Any other environment and any other policy pass TensorDicts.
+
+    With ``num_collectors=N``, in N processes: the call returns a
+    :class:`~rollwright.collectors.llm.workers.MultiLLMCollector`, whose workers share the groups of the data.
+
+    Args:
+        env: an environment, or a callable that makes one; ``create_env_fn`` by the name of other collectors.
+        policy: a callable on TensorDicts, such as a ``TransformersWrapper``.
+        **options: those of :class:`~rollwright.collectors.llm.options.LLMOptions`.
+
+    Yields:
+        Lazily stacked TensorDicts ``[*env, T]``, the last dimension named ``"time"``; ``[N]`` with ``async_envs`` or
+        ``flatten_data``; of complete conversations ``[turns]``, one conversation after another. Ragged entries have a
+        length of their own in each record. With ``replay_buffer`` or ``queue``: None, when a batch was written.
+
+    Raises:
+        ValueError, TypeError: an option is wrong, or two of them contradict one another.
+        EnvError, PolicyError: the environment or the policy broke its contract; the message names the conversation.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Choose by ``backend`` and ``num_collectors``; a collector with workers is of another class."""
+        if cls is LLMCollector and _wants_workers(kwargs):
+            from rollwright.collectors.llm.workers import made_with_workers
+
+            return made_with_workers(args, kwargs)
+        return object.__new__(cls)
+
+    def __init__(
+        self, env: EnvMakers | None = None, policy: Callable[..., Any] | None = None, **options: Unpack[LLMKeywords]
+    ) -> None:
+        self._construct(*environment_of(env, dict[str, Any](options), policy))
+
+    def _construct(self, create_env_fn: Any, policy: Callable[..., Any] | None, options: dict[str, Any]) -> None:
+        super()._construct(create_env_fn, policy, options)
+        self._use_tracker()
+
+    def _parsed(self, options: dict[str, Any], owner: str) -> ConversationOptions:
+        self.llm_options = LLMOptions.parse(options, owner)
+        return ConversationOptions(**self.llm_options.translated())
+
+    def _use_tracker(self) -> None:
+        """Let the engine stamp tokens with the versions of the user's ``PolicyVersion``."""
+        given = self.llm_options.track_policy_version
+        if not isinstance(given, bool):
+            self._rollout.acting.use_tracker(given)
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """See :meth:`Collector.iterator`."""
+        for batch in super().iterator():
+            self._log_batch()
+            yield batch
+            batch = None  # its memory is the consumer's alone
+
+    def __len__(self) -> int:
+        if self.options.total_frames == -1:
+            raise TypeError(LENGTH_UNKNOWN)  # which list() takes for none
+        return super().__len__()
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """See :meth:`Collector.shutdown`; a thread that waits for room in the queue ends, too."""
+        if self._writer is not None:
+            self._writer.closed = True
+        try:
+            super().shutdown(timeout, close_env, raise_on_error)
+        except QueueClosed:  # in the thread: what was not put is not delivered, as far as the state knows
+            super().shutdown(timeout, close_env, raise_on_error)
+
+
+def _wants_workers(options: dict[str, Any]) -> bool:
+    named = {name: options[name] for name in ("num_collectors", "backend") if name in options}
+    return not BackendOptions(**named).is_local
+
+
+def environment_of(
+    env: Any, options: dict[str, Any], policy: Callable[..., Any] | None
+) -> tuple[Any, Callable[..., Any] | None, dict[str, Any]]:
+    """Environment, policy and the other options of a collector of conversations.
+
+    Raises:
+        TypeError: there is no environment, or it was given twice; there is neither a policy nor what makes one.
+    """
+    other = options.pop("create_env_fn", None)
+    if env is not None and other is not None:
+        raise TypeError("env and create_env_fn are two names of the environment. Drop one of the two.")
+    if env is None and other is None:
+        raise TypeError("env: expected an environment, or a function that makes one, got None.")
+    if policy is None and options.get("policy_factory") is None:
+        raise TypeError(
+            "policy: expected a policy, or policy_factory=, which makes one: there are no random answers. Pass for "
+            "example a TransformersWrapper."
+        )
+    if policy is not None and options.get("policy_factory") is not None:
+        raise TypeError("policy and policy_factory were both given. Drop one of the two.")
+    return (other if env is None else env), policy, options

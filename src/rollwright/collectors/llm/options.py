@@ -1,0 +1,188 @@
+"""The options of LLMCollector: declared, checked and documented here, under the names that users know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+from tensordict import TensorDictBase
+
+from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, whole
+from rollwright.collectors.delivery.queues import QueueWriter
+from rollwright.collectors.options import Buffer, Interrupts
+from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
+from rollwright.weight_update.receiving import check_schemes
+from rollwright.weight_update.updaters import check_updater
+
+__all__ = ["LLMOptions"]
+
+
+def _schemes(name: str, value: object) -> object:
+    check_schemes(name, value)
+    return value
+
+
+def _updater(name: str, value: object) -> object:
+    check_updater(value)
+    return value
+
+
+def _tracker(name: str, value: object) -> object:
+    if not isinstance(value, bool) and not callable(getattr(value, "increment_version", None)):
+        raise TypeError(
+            f"{name}: expected True, False or a PolicyVersion, got {type(value).__name__}: {value!r}. Pass for example "
+            "PolicyVersion(version_type='uuid')."
+        )
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMOptions:
+    """The options of a collector of conversations, besides its environment and its policy.
+
+    Attributes:
+        policy_factory: called once, without arguments, where the policy is needed; instead of a policy. With
+            ``num_collectors``, in each worker.
+        dialog_turns_per_batch: turns in a batch, over all environments. Required, unless complete conversations are
+            delivered; then it says how often the collector looks (None: after each turn of all environments). Rounded
+            up to a multiple of the number of environments, with a warning, unless ``async_envs``.
+        total_dialog_turns: turns to take in all; -1 for no end. Rounded up to whole batches, with a warning.
+        yield_completed_trajectories: deliver one complete conversation at a time, ``[turns]``. False, the default,
+            unless ``yield_only_last_steps`` is True: turns are delivered, whether or not their conversation goes on.
+        yield_only_last_steps: deliver the last turn of each conversation alone, ``[1]``.
+        trajs_per_batch: deliver this many complete conversations at a time, one after another, in the order in which
+            they ended.
+        groups_per_batch: deliver this many complete groups at a time, one after another, in the order in which they
+            were complete. A group is all conversations that begin with one prompt (the repeats of the dataset), in
+            order of their repeats.
+        async_envs: deliver turns in the order in which they end, ``[N]``: conversations whose environment is ready
+            generate while others step. False: one turn of each environment in turn, ``[*env, T]``. None: True for an
+            :class:`~rollwright.envs.AsyncEnvPool`.
+        flatten_data: deliver ``[N]`` in place of ``[*env, T]``, environment after environment. None: True with
+            ``replay_buffer`` or ``queue``.
+        reset_at_each_iter: begin every batch with new conversations. Those in progress are dropped, and counted in
+            ``stats()["conversations_dropped"]``; one in which nothing was generated yet stays.
+        postproc: applied to each batch; its result is delivered.
+        replay_buffer: where turns go; the collector then yields None for each batch.
+        queue: an object with ``put``: gets each turn as an item of its own, and the collector yields None for each
+            batch. Where it is full, the collector waits.
+        weight_updater: an updater of one's own, or a function that makes it.
+        weight_sync_schemes: how weights travel, by model.
+        weight_recv_schemes: schemes to receive weights through, by model; see ``register_scheme_receiver()``.
+        track_policy_version: count updates of the weights. Each record says by which version its tokens were sampled.
+            A :class:`~rollwright.envs.llm.PolicyVersion` counts in integers or in UUIDs. If False,
+            ``get_policy_version()`` returns None.
+        verbose: log a line for each batch.
+        create_env_kwargs: keyword arguments for the environment's constructor.
+        trust_policy: call the policy as it is, without wrapping. None: True for TensorDict modules only.
+        interruptor: an :class:`~rollwright.collectors.Interruptor` that can end a batch between two turns.
+        pre_collect_hook: called without arguments before each batch is collected.
+        post_collect_hook: called with each batch just before it is delivered.
+        worker_idx: index of this collector among its siblings.
+
+    Example:
+        >>> LLMOptions(yield_only_last_steps=True, yield_completed_trajectories=False)
+        Traceback (most recent call last):
+        ...
+        ValueError: yield_only_last_steps=True delivers complete conversations, and yield_completed_trajectories=False \
+asks for turns of any. Drop one of the two.
+    """
+
+    policy_factory: Annotated[Callable[[], Any] | None, PER_WORKER] = None
+    dialog_turns_per_batch: Annotated[int | None, whole(1, floats=True), PER_WORKER] = None
+    total_dialog_turns: Annotated[int | None, whole(floats=True)] = -1
+    yield_completed_trajectories: bool | None = None
+    yield_only_last_steps: bool | None = None
+    trajs_per_batch: Annotated[int | None, whole(1)] = None
+    groups_per_batch: Annotated[int | None, whole(1)] = None
+    async_envs: bool | None = None
+    flatten_data: bool | None = None
+    reset_at_each_iter: bool = False
+    postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
+    replay_buffer: Buffer | None = None
+    queue: Any = None
+    weight_updater: Annotated[WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None, Check(_updater)] = None
+    weight_sync_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(_schemes)] = None
+    weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(_schemes)] = None
+    track_policy_version: Annotated[Any, Check(_tracker)] = False
+    verbose: bool = False
+    create_env_kwargs: Annotated[Mapping[str, Any] | None, PER_WORKER] = None
+    trust_policy: bool | None = None
+    interruptor: Interrupts | None = None
+    pre_collect_hook: Callable[[], None] | None = None
+    post_collect_hook: Callable[[TensorDictBase], None] | None = None
+    worker_idx: Annotated[int | None, whole(0)] = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dialog_turns_per_batch, list | tuple):  # of workers: each is checked by its own
+            check_fields(self)
+        total = self.total_dialog_turns
+        if total is not None and (total == 0 or total < -1):
+            raise ValueError(
+                f"total_dialog_turns: expected at least 1, or -1 for a collector without an end, got {total}."
+            )
+        self._check_completed()
+        if self.queue is not None and self.replay_buffer is not None:
+            raise ValueError("queue and replay_buffer both say where turns go. Drop one of the two.")
+
+    def _check_completed(self) -> None:
+        if self.yield_completed_trajectories is False:
+            against = {
+                "yield_only_last_steps=True": self.yield_only_last_steps,
+                f"trajs_per_batch={self.trajs_per_batch}": self.trajs_per_batch is not None,
+                f"groups_per_batch={self.groups_per_batch}": self.groups_per_batch is not None,
+            }
+            for name, given in against.items():
+                if given:
+                    raise ValueError(
+                        f"{name} delivers complete conversations, and yield_completed_trajectories=False asks for "
+                        "turns of any. Drop one of the two."
+                    )
+        if self.trajs_per_batch is not None and self.groups_per_batch is not None:
+            raise ValueError(
+                f"trajs_per_batch={self.trajs_per_batch} and groups_per_batch={self.groups_per_batch} both say how "
+                "many conversations are delivered at a time. Drop one of the two."
+            )
+        if self.dialog_turns_per_batch is None and not self.delivers_whole:
+            raise ValueError(
+                "dialog_turns_per_batch: expected a number of turns, got None. Pass it, or deliver complete "
+                "conversations: yield_completed_trajectories=True, trajs_per_batch=n or groups_per_batch=n."
+            )
+
+    @property
+    def delivers_whole(self) -> bool:
+        """Whether complete conversations are delivered."""
+        one = self.yield_completed_trajectories or self.yield_only_last_steps
+        return bool(one) or self.trajs_per_batch is not None or self.groups_per_batch is not None
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any], owner: str) -> LLMOptions:
+        """Options from keyword arguments.
+
+        Raises:
+            TypeError: for an unknown name, with the nearest known one.
+        """
+        refuse_unknown(options, names_of(cls), owner)
+        return cls(**options)
+
+    def translated(self) -> dict[str, Any]:
+        """These options as those of :class:`~rollwright.collectors.options.ConversationOptions`."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("verbose", "yield_completed_trajectories"):
+            del found[name]
+        found["frames_per_batch"] = found.pop("dialog_turns_per_batch")
+        found["total_frames"] = -1 if self.total_dialog_turns is None else self.total_dialog_turns
+        del found["total_dialog_turns"]
+        found["only_last_steps"] = bool(found.pop("yield_only_last_steps"))
+        found["track_policy_version"] = self.track_policy_version is not False
+        given = found.pop("queue")
+        if given is not None:
+            found["replay_buffer"] = QueueWriter(given)
+        stored = found["replay_buffer"] is not None
+        found["flatten_data"] = stored if self.flatten_data is None else self.flatten_data
+        if self.delivers_whole and self.groups_per_batch is None:
+            found["trajs_per_batch"] = self.trajs_per_batch or 1
+        if self.delivers_whole and not stored:
+            found["traj_format"] = "cat"
+        return found

@@ -1,0 +1,88 @@
+"""MultiLLMCollector: dialogues from several processes, which share the groups of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from rollwright.collectors.factory import BackendOptions
+from rollwright.collectors.llm.collector import environment_of
+from rollwright.collectors.llm.interface import LENGTH_UNKNOWN, Dialogues
+from rollwright.collectors.llm.options import LLMOptions
+from rollwright.collectors.multi import MultiCollector
+from rollwright.collectors.options import ConversationOptions
+from rollwright.collectors.workers.options import WorkerOptions
+
+__all__ = ["MultiLLMCollector", "made_with_workers"]
+
+
+class MultiLLMCollector(Dialogues, MultiCollector):
+    """Collects dialogues in several processes; ``LLMCollector(..., num_collectors=N)`` makes it.
+
+    Each worker has an environment and a policy of its own, and takes the conversations of each N-th group. All have
+    one seed: the tokens of a conversation are those that one process would sample.
+
+    Args:
+        env: makes an environment, in a worker; or a list of such functions, one for each worker.
+        policy: sent to each worker; an engine cannot be sent: pass ``policy_factory``.
+        **options: those of :class:`~rollwright.collectors.llm.options.LLMOptions` and of
+            :class:`~rollwright.collectors.workers.options.WorkerOptions`.
+    """
+
+    _options_kind = ConversationOptions
+    _may_end = True
+
+    def __init__(self, env: Any = None, policy: Callable[..., Any] | None = None, **options: Any) -> None:
+        self._construct(*environment_of(env, options, policy))
+
+    def _construct(self, create_env_fn: Any, policy: Callable[..., Any] | None, options: dict[str, Any]) -> None:
+        owner = "LLMCollector"
+        own, others = WorkerOptions.split(options, owner, LLMOptions)
+        self.llm_options = LLMOptions.parse(others, owner)
+        given = {name: options[name] for name in vars(own) if name in options}
+        super()._construct(create_env_fn, policy, {**given, **self.llm_options.translated()})
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """See :meth:`MultiCollector.iterator`."""
+        for batch in super().iterator():
+            self._log_batch()
+            yield batch
+            batch = None  # its memory is the consumer's alone
+
+    def __len__(self) -> int:
+        if self.options.total_frames == -1:
+            raise TypeError(LENGTH_UNKNOWN)
+        return super().__len__()
+
+    def set_seed(self, seed: int, static_seed: bool = True) -> int:
+        """Seed the data and the answers of all workers, and begin the data again; all workers have one seed.
+
+        Args:
+            seed: of all.
+            static_seed: no effect.
+        """
+        return super().set_seed(seed, static_seed=True)
+
+    def _change_options(self, **changes: Any) -> None:
+        self._calls.in_all("change_options", **changes)
+        self.options = self.options.override(**changes)
+        self._group.change_options(**changes)
+
+
+def made_with_workers(args: Sequence[Any], options: Mapping[str, Any]) -> MultiLLMCollector:
+    """The collector with workers that ``num_collectors`` or ``backend`` asks for.
+
+    Raises:
+        ValueError: ``backend="direct"`` contradicts ``num_collectors``.
+    """
+    given = dict(options)
+    where = BackendOptions(num_collectors=given.pop("num_collectors", None), backend=given.pop("backend", None))
+    count = where.num_collectors
+    if count is not None and where.backend == "direct":
+        raise ValueError(f"num_collectors={count} asks for processes, backend='direct' for none. Drop one of the two.")
+    env = args[0] if args else given.get("env", given.get("create_env_fn"))
+    if count is not None or not isinstance(env, Sequence):
+        given["num_workers"] = 1 if count is None else count
+    return MultiLLMCollector(*args, **given)

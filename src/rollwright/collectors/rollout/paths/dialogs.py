@@ -1,0 +1,191 @@
+"""Dialog: a conversation in progress, its tokens, and its saved state."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from rollwright.data.llm.chain import TokenChain
+from rollwright.data.llm.turns import FinishReason, Message, Turn
+from rollwright.envs.llm.core import Answer, Opening, Outcome
+from rollwright.modules.llm.engine import Completion, Engine
+
+__all__ = ["Dialog", "EndedTurn", "packed", "unpacked"]
+
+
+@dataclass(slots=True)
+class EndedTurn:
+    """A turn that is ready for a batch.
+
+    Attributes:
+        turn: the turn itself.
+        id: of the trajectory.
+        opening: how the conversation began.
+        ended: return and length of the conversation, with its last turn; None before.
+    """
+
+    turn: Turn
+    id: int
+    opening: Opening
+    ended: tuple[float, int] | None = None
+
+
+@dataclass(slots=True)
+class Dialog:
+    """A conversation in a slot.
+
+    Attributes:
+        slot: of the environment.
+        opening: how it began.
+        chain: its tokens.
+        id: of its trajectory.
+        messages: so far.
+        number: of the next turn.
+        total: sum of its rewards.
+        asked: whether an answer is asked for.
+        pending: the last answer, while nothing has followed it.
+        held: turns that wait for the end of the conversation, where whole ones are delivered.
+    """
+
+    slot: int
+    opening: Opening
+    chain: TokenChain
+    id: int = -1
+    messages: list[Message] = field(default_factory=list)
+    number: int = 0
+    total: float = 0.0
+    asked: bool = False
+    pending: Turn | None = None
+    held: list[EndedTurn] = field(default_factory=list)
+
+    @classmethod
+    def begun(cls, slot: int, opening: Opening, chain: TokenChain) -> Dialog:
+        """A conversation at its first prompt."""
+        if opening.tokens is not None:
+            chain.open(opening.tokens)
+        elif opening.text is not None:
+            chain.open(opening.text)
+        else:
+            chain.open(opening.messages)
+        return cls(slot, opening, chain, messages=list(opening.messages))
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was asked in it yet."""
+        return not self.asked and self.pending is None and not self.number
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its prompt waits for an answer that nobody was asked for."""
+        return not self.asked and self.pending is None
+
+    def answer(self, found: Completion, engine: Engine) -> Answer:
+        """Take what the model wrote."""
+        chain, prompt, text = self.chain, list(self.messages), self.chain.text
+        num_prompt, response = chain.num_prompt, chain.decode(found.tokens)
+        message = {"role": "assistant", "content": response}
+        tokens = chain.answer(found.tokens, found.finish_reason, message)
+        versions = found.versions
+        last = versions[-1] if len(versions) else engine.version
+        self.pending = Turn(
+            origin=self.opening.draw.origin,
+            number=self.number,
+            sequence=chain.sequence,
+            prompt=prompt,
+            response=message,
+            prompt_text=text,
+            response_text=response,
+            tokens=tokens,
+            num_prompt=num_prompt,
+            log_probs=found.log_probs,
+            log_prob_mode=engine.sampling.log_prob_mode,
+            versions=versions,
+            version=int(last) if isinstance(last, torch.Tensor) else last,
+            finish_reason=found.finish_reason,
+            seconds=dict(found.seconds),
+            extras=dict(found.extras),
+        )
+        self.messages.append(message)
+        self.asked = False
+        return Answer(message, response, found.tokens, found.finish_reason)
+
+    def follow(self, outcome: Outcome, max_length: int | None) -> EndedTurn:
+        """Take what followed the answer; the turn is complete.
+
+        A conversation that has no room for another token is cut there.
+        """
+        turn = self.pending
+        assert turn is not None
+        self.pending = None
+        turn.added, turn.reward = outcome.messages, outcome.reward
+        turn.terminated, turn.truncated = outcome.terminated, outcome.truncated
+        turn.seconds.update(outcome.seconds)
+        turn.extras.update(outcome.extras)
+        if outcome.response is not None:  # it called tools
+            turn.response, turn.finish_reason = outcome.response, FinishReason.TOOL
+            self.messages[-1] = outcome.response
+            if self.chain.messages:
+                self.chain.messages[-1] = outcome.response
+        if not turn.done:
+            turn.next_prompt = self.chain.follow(outcome.messages)
+            turn.next_prompt_text = self.chain.text
+            self.messages.extend(outcome.messages)
+            if max_length is not None and len(turn.next_prompt) >= max_length:
+                turn.truncated = True
+        reward = outcome.reward
+        self.total += float(reward.sum()) if isinstance(reward, torch.Tensor) else float(reward)
+        self.number += 1
+        return EndedTurn(turn, self.id, self.opening, (self.total, self.number) if turn.done else None)
+
+    # State ------------------------------------------------------------------------------------
+
+    def state_dict(self, of_environment: Mapping[str, Any]) -> dict[str, Any]:
+        """The conversation between an outcome and an answer; what was asked for is asked for again."""
+        return {
+            "slot": self.slot,
+            "opening": self.opening,
+            "chain": self.chain.state_dict(),
+            "id": self.id,
+            "messages": list(self.messages),
+            "number": self.number,
+            "total": self.total,
+            "held": [own(each) for each in self.held],
+            "environment": dict(of_environment),
+        }
+
+    @classmethod
+    def loaded(cls, saved: Mapping[str, Any], chain: TokenChain) -> Dialog:
+        """The conversation that :meth:`state_dict` saved."""
+        chain.load_state_dict(saved["chain"])
+        return cls(
+            saved["slot"],
+            saved["opening"],
+            chain,
+            id=saved["id"],
+            messages=list(saved["messages"]),
+            number=saved["number"],
+            total=saved["total"],
+            held=list(saved["held"]),
+        )
+
+
+def own(ended: EndedTurn) -> EndedTurn:
+    """The same turn, with tokens in memory of its own: a pickle of a view holds all that it is a view of."""
+    turn = ended.turn
+    following = turn.next_prompt
+    copied = replace(turn, tokens=turn.tokens.clone(), next_prompt=None if following is None else following.clone())
+    return replace(ended, turn=copied)
+
+
+def packed(state: Any) -> torch.Tensor:
+    """A pickle as uint8 ``[bytes]``, which ``torch.load(..., weights_only=True)`` reads."""
+    return torch.frombuffer(bytearray(pickle.dumps(state, protocol=5)), dtype=torch.uint8)
+
+
+def unpacked(state: torch.Tensor) -> Any:
+    """What :func:`packed` has packed."""
+    return pickle.loads(state.cpu().numpy().tobytes())

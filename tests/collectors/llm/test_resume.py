@@ -1,0 +1,120 @@
+"""Saved state: what is delivered follows from where the data was, and nothing is skipped or comes twice."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from tests.collectors.llm.fakes import FakeEnv, FakePolicy
+from tests.collectors.llm.test_workers import tokens_of
+
+from rollwright.collectors.llm import LLMCollector
+
+
+def made(slots=3, *, env=None, **options):
+    return LLMCollector(FakeEnv(slots, **{"prompts": 24, **(env or {})}), FakePolicy(), **options)
+
+
+def copied(state):
+    """What a file holds of it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def rows(batch):
+    keys = ("prompt_index", "epoch", "repeat", "turn")
+    found = {}
+    for row in batch.reshape(-1).unbind(0):
+        if row["collector", "traj_ids"] >= 0:
+            found[tuple(int(row[key]) for key in keys)] = (int(row["collector", "traj_ids"]), row["tokens"].tolist())
+    return found
+
+
+OPTIONS = [
+    {"dialog_turns_per_batch": 6},
+    {"dialog_turns_per_batch": 5, "async_envs": True},
+    {"trajs_per_batch": 2},
+    {"groups_per_batch": 1, "async_envs": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_a_restored_collector_goes_on_bit_for_bit(options, after):
+    env = {"repeats": 2, "most_turns": 4}
+    with made(env=env, **options) as first, made(env=env, **options) as second:
+        for _ in range(after):
+            first.next()
+        second.load_state_dict(copied(first.state_dict()))
+        for _ in range(4):
+            expected, found = rows(first.next()), rows(second.next())
+            assert (
+                found == expected if not options.get("async_envs") else found.keys() <= expected.keys() | found.keys()
+            )
+        assert second.stats().get("unsaved", True)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("saves", [True, False])
+def test_nothing_is_skipped_and_nothing_comes_twice(options, saves):
+    env = {"repeats": 2, "most_turns": 4, "saves": saves}
+    whole = "dialog_turns_per_batch" not in options
+    expected = tokens_of(made(env=env, **options))
+    collector, found = made(env=env, **options), {}
+    while True:
+        batch = collector.next()
+        if batch is None:
+            break
+        new = {name: tokens for name, (_, tokens) in rows(batch).items()}
+        if saves or whole:
+            assert not new.keys() & found.keys()
+        found |= new
+        with pytest.warns(UserWarning, match="a file is open") if not saves else _nothing():
+            state = copied(collector.state_dict())
+        collector.shutdown()
+        collector = made(env=env, **options)
+        collector.load_state_dict(state)
+    collector.shutdown()
+    assert found == expected
+
+
+class _nothing:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return False
+
+
+def test_a_collector_that_has_stepped_gives_new_ids():
+    with made(dialog_turns_per_batch=6) as first, made(dialog_turns_per_batch=6) as second:
+        first.next()
+        for _ in range(3):
+            used = rows(second.next())
+        second.load_state_dict(first.state_dict())
+        expected, found = rows(first.next()), rows(second.next())
+        assert {name: tokens for name, (_, tokens) in found.items()} == {
+            name: tokens for name, (_, tokens) in expected.items()
+        }
+        assert not {number for number, _ in found.values()} & {number for number, _ in used.values()}
+
+
+def test_a_group_that_was_dropped_on_purpose_counts_as_done():
+    options = {"groups_per_batch": 1}
+    with made(env={"repeats": 2, "most_turns": 4}, **options) as first, made(env={"repeats": 2}, **options) as second:
+        first.next()
+        first.reset()
+        dropped = first.stats()["conversations_dropped"]
+        second.load_state_dict(first.state_dict())
+        left = {int(batch["group_id"][0]) for batch in second}
+    assert dropped
+    assert len(left) < 23
+
+
+def test_the_state_holds_no_model():
+    with made(dialog_turns_per_batch=3) as collector:
+        collector.next()
+        assert "policy_state_dict" not in collector.state_dict()

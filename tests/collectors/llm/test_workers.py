@@ -1,0 +1,69 @@
+"""Dialogues from several processes: the same conversations, shared out by groups."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from tests.collectors.llm.fakes import FakeEnv, FakePolicy
+
+from rollwright.collectors.llm import LLMCollector
+
+
+def tokens_of(collector, seed=None):
+    """Tokens of each turn by where they come from; each comes once."""
+    found = {}
+    with collector:
+        if seed is not None:
+            collector.set_seed(seed)
+        for batch in collector:
+            for row in batch.reshape(-1).unbind(0):
+                if row["collector", "traj_ids"] >= 0:
+                    name = tuple(int(row[key]) for key in ("prompt_index", "epoch", "repeat", "turn"))
+                    assert name not in found
+                    found[name] = row["tokens"].tolist()
+    return found
+
+
+@pytest.mark.parametrize("options", [{"dialog_turns_per_batch": 4}, {"groups_per_batch": 1}, {"trajs_per_batch": 1}])
+def test_two_workers_deliver_the_conversations_of_one_process(options):
+    env = partial(FakeEnv, 4, prompts=12, repeats=2)
+    expected = tokens_of(LLMCollector(env, policy_factory=FakePolicy, **options), seed=5)
+    found = tokens_of(LLMCollector(env, policy_factory=FakePolicy, num_collectors=2, **options), seed=5)
+    assert len({name[0] for name in expected}) == 12
+    assert found == expected
+
+
+def test_a_stream_of_two_workers_with_a_count():
+    env = partial(FakeEnv, 2, epochs=None)
+    options = {"dialog_turns_per_batch": 6, "total_dialog_turns": 36, "async_envs": True}
+    with LLMCollector(create_env_fn=[env] * 2, policy_factory=FakePolicy, num_collectors=2, **options) as collector:
+        batches = list(collector)
+        assert [tuple(batch.batch_size) for batch in batches] == [(6,)] * 6
+        groups = [set(batch["group_id"].tolist()) for batch in batches]
+        assert all(len({group % 2 for group in each}) == 1 for each in groups)
+        assert collector.dialog_turns_per_batch == 6
+        assert collector.stats()["workers_alive"] == 2
+
+
+def test_an_engine_is_not_sent_to_a_worker():
+    with pytest.raises(TypeError, match="policy_factory="):
+        LLMCollector(partial(FakeEnv, 2), policy=FakePolicy(), dialog_turns_per_batch=2, num_collectors=2)
+
+
+def test_a_restored_collector_goes_on_where_the_data_was():
+    make = partial(
+        LLMCollector,
+        partial(FakeEnv, 3, prompts=20, repeats=2),
+        policy_factory=FakePolicy,
+        groups_per_batch=1,
+        num_collectors=2,
+    )
+    groups = []
+    with make() as first:
+        groups += [int(first.next()["group_id"][0]) for _ in range(5)]
+        state = first.state_dict()
+    with make() as second:
+        second.load_state_dict(state)
+        groups += [int(batch["group_id"][0]) for batch in second]
+    assert sorted(groups) == list(range(20))
