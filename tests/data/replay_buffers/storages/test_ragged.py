@@ -7,6 +7,7 @@ import errno
 import gc
 import multiprocessing
 import os
+import signal
 import tracemalloc
 from pathlib import Path
 
@@ -33,6 +34,10 @@ from rollwright.data import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
+from rollwright.data.encoding import Encoded
+from rollwright.data.replay_buffers.ledger import Ledger
+from rollwright.data.replay_buffers.ledger.reservations import Reservations
+from rollwright.data.replay_buffers.storages.encoded_rows import SharedRows
 from rollwright.errors import DamagedFileError
 from rollwright.testing.mocking_classes import CountingEnv
 
@@ -323,6 +328,79 @@ def test_what_another_process_writes_is_read_here():
     assert sorted(check_whole(buffer[:])) == [(0, n) for n in range(20)] + [(1, n) for n in range(200)]
     buffer.extend(records(0, 20, 10))
     assert len(check_whole(buffer[:])) == 230
+
+
+@pytest.mark.parametrize("sampler", ["random", "slices"])
+def test_processes_write_while_this_one_samples(sampler):
+    """In a ring so small that most rows are overwritten while they are read."""
+    buffer = make("shared", 40, chunk_bytes=1 << 13, sampler=SAMPLERS[sampler]())
+    buffer.extend(records(0, 0, 20))
+    writers = [FORK.Process(target=extend_in_child, args=(buffer, 1000 * n, 400)) for n in range(2)]
+    for writer in writers:
+        writer.start()
+    num_sampled = 0
+    while any(writer.is_alive() for writer in writers):
+        try:
+            num_sampled += len(check_whole(buffer.sample()))
+        except RuntimeError as error:  # the rows around what one writer writes are all reserved by the other
+            assert "is empty" in str(error)  # noqa: PT017
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    assert num_sampled
+    assert buffer.write_count == 820
+    check_whole(buffer[:])
+
+
+def killed_at(buffer: ReplayBuffer, moment: str) -> None:
+    torch.set_num_threads(1)
+
+    def kill(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "places are found":
+        Reservations.add = kill
+    elif moment == "rows are reserved":
+        SharedRows.note = kill
+    elif moment == "places are noted":
+        Encoded.write = kill
+    elif moment == "an element is half written":
+        write = Encoded.write
+        Encoded.write = lambda one, memory: (write(one, memory), memory.__setitem__(slice(40, 60), bytes(20)), kill())
+    elif moment == "all is written":
+        Ledger.publish = kill
+    else:  # another element is put in place of one
+        SharedRows._write = kill
+        buffer[3] = record(2, 0)
+    buffer.extend(records(2, 0, 9))
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "places are found",
+        "rows are reserved",
+        "places are noted",
+        "an element is half written",
+        "all is written",
+        "one is replaced",
+    ],
+)
+def test_a_writer_killed_at_each_moment_leaves_the_rest_as_it_was(moment):
+    buffer = make("shared", 30, chunk_bytes=1 << 13)
+    for start in range(0, 100, 10):
+        buffer.extend(records(0, start, 10))
+    victim = FORK.Process(target=killed_at, args=(buffer, moment))
+    victim.start()
+    victim.join(60)
+    assert victim.exitcode == -signal.SIGKILL
+    found = sorted(check_whole(buffer[:]))
+    assert found == [(0, n) for n in range(70 if moment in ("places are found", "one is replaced") else 79, 100)]
+    assert buffer.write_count == 100
+    for start in range(0, 60, 10):
+        buffer.extend(records(3, start, 10))
+        assert set(check_whole(buffer.sample(20))) <= set(check_whole(buffer[:]))
+    assert sorted(check_whole(buffer[:])) == [(3, n) for n in range(30, 60)]
 
 
 def test_a_buffer_in_use_is_shared_with_what_it_holds():
