@@ -252,6 +252,8 @@ class Path(ABC):
     def row_ids(self) -> NDArray[Any] | None:
         """Ids of the trajectories that the rows of the next batch go on with, int64 ``[rows]``; None: they are reset.
 
+        -1: the row begins with another trajectory.
+
         Those of the current TensorDict, where a path does not say otherwise.
         """
         current = self.current

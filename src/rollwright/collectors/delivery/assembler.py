@@ -258,6 +258,8 @@ class TrajectoryAssembler:
         if ids is None:
             self.frames_dropped += sum(len(td) for _, td in held)
             return
+        self.frames_dropped += sum(len(td) for env, td in held if ids[env] < 0)  # which begin again
+        held = [(env, td) for env, td in held if ids[env] >= 0]
         longest = max((len(td) for _, td in held), default=0)
         self._clock = longest
         for env, td in held:  # each in a batch of its own length; the others have no row of it

@@ -404,13 +404,15 @@ class TurnPath(Path):
         """See :meth:`Path.row_ids`."""
         if not self._started:
             return None
-        if not self._streams:
-            ids = [
-                row[0].id if row else -1 if dialog is None else dialog.id
-                for row, dialog in zip(self._rows, self._dialogs, strict=True)
-            ]
-            return np.asarray(ids, np.int64)
-        return np.asarray([self._rows[0][0].id if self._rows[0] else -1], np.int64)
+        if self._streams:
+            return np.asarray([self._rows[0][0].id if self._rows[0] else -1], np.int64)
+        return np.asarray([self._row_id(slot) for slot in range(len(self._dialogs))], np.int64)
+
+    def _row_id(self, slot: int) -> int:
+        row, dialog = self._rows[slot], self._dialogs[slot]
+        if row:
+            return row[0].id
+        return -1 if dialog is None or dialog.is_untouched else dialog.id
 
     def delivered(self, ids: Iterable[int] | None = None) -> None:
         """See :meth:`Path.delivered`."""
