@@ -12,11 +12,16 @@ import time
 import numpy as np
 import pytest
 import torch
-from tests.data.replay_buffers.storages.ragged_records import check_whole, records
+from tests.data.replay_buffers.storages.ragged_records import check_whole, record, records
 
 from rollwright._memory import Segment
 from rollwright.data import RaggedStorage, ReplayBuffer
+from rollwright.data.encoding import Encoded
+from rollwright.data.replay_buffers.ledger import Ledger
+from rollwright.data.replay_buffers.ledger.reservations import Reservations
+from rollwright.data.replay_buffers.storages.encoded_rows import SharedRows
 
+FORK = multiprocessing.get_context("fork")
 SPAWN = multiprocessing.get_context("forkserver")
 SPAWN.set_forkserver_preload(["torch", "tensordict", "rollwright.data"])
 DEADLINE_S = 60
@@ -123,3 +128,57 @@ def test_fifty_kills(size, chunk_bytes, capsys):
     tally = run(50, size, chunk_bytes, 0.05, seed=50 + size)
     with capsys.disabled():
         print("\n" + ", ".join(f"{name} {value:,}" for name, value in tally.items()))
+
+
+# At each step of a write ----------------------------------------------------------------------------
+
+
+def killed_at(buffer: ReplayBuffer, moment: str) -> None:
+    torch.set_num_threads(1)
+
+    def kill(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "places are found":
+        Reservations.add = kill
+    elif moment == "rows are reserved":
+        SharedRows.note = kill
+    elif moment == "places are noted":
+        Encoded.write = kill
+    elif moment == "an element is half written":
+        write = Encoded.write
+        Encoded.write = lambda one, memory: (write(one, memory), memory.__setitem__(slice(40, 60), bytes(20)), kill())
+    elif moment == "all is written":
+        Ledger.publish = kill
+    else:  # another element is put in place of one
+        SharedRows._write = kill
+        buffer[3] = record(2, 0)
+    buffer.extend(records(2, 0, 9))
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "places are found",
+        "rows are reserved",
+        "places are noted",
+        "an element is half written",
+        "all is written",
+        "one is replaced",
+    ],
+)
+def test_a_writer_killed_at_each_moment_leaves_the_rest_as_it_was(moment):
+    buffer = ReplayBuffer(storage=RaggedStorage(30, chunk_bytes=1 << 13), shared=True, batch_size=8)
+    for start in range(0, 100, 10):
+        buffer.extend(records(0, start, 10))
+    victim = FORK.Process(target=killed_at, args=(buffer, moment))
+    victim.start()
+    victim.join(60)
+    assert victim.exitcode == -signal.SIGKILL
+    found = sorted(check_whole(buffer[:]))
+    assert found == [(0, n) for n in range(70 if moment in ("places are found", "one is replaced") else 79, 100)]
+    assert buffer.write_count == 100
+    for start in range(0, 60, 10):
+        buffer.extend(records(3, start, 10))
+        assert set(check_whole(buffer.sample(20))) <= set(check_whole(buffer[:]))
+    assert sorted(check_whole(buffer[:])) == [(3, n) for n in range(30, 60)]
