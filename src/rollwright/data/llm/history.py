@@ -25,7 +25,7 @@ class History(_NoCast):  # type: ignore[misc]
     Attributes:
         role: who speaks: ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``.
         content: what is said: a string, or parts as a list of dictionaries.
-        is_complete: False for an answer that was cut by its length.
+        is_complete: False for an answer that was cut by its length; None: all messages are complete.
         tool_calls: of an assistant's message: a list of dictionaries; None where there are none.
         tool_responses: results of tools, where they are apart from ``content``.
         tool_call_id: which call a tool's message answers.
@@ -42,7 +42,7 @@ class History(_NoCast):  # type: ignore[misc]
 
     role: Any
     content: Any
-    is_complete: Any = True
+    is_complete: Any = None
     tool_calls: Any = None
     tool_responses: Any = None
     tool_call_id: Any = None
@@ -80,8 +80,6 @@ class History(_NoCast):  # type: ignore[misc]
             for key, values in columns.items()
             if key in ("role", "content") or stop > start
         }
-        if "is_complete" not in source:
-            source["is_complete"] = NonTensorData(True, batch_size=batch)
         history: History = cls._from_tensordict(TensorDict._new_unsafe(source, batch_size=batch))
         return history
 

@@ -83,7 +83,8 @@ def record(turn: Turn, layout: RecordLayout, traj_id: int | None = None) -> Tens
     """
     entries, following = (_nested if layout.nested else _flat)(turn, layout)
     start, terminated, truncated, done = _flags(turn)
-    following |= {"reward": _reward(turn), "done": done, "terminated": terminated, "truncated": truncated}
+    *seconds, reward = _floats(turn)
+    following |= {"reward": reward, "done": done, "terminated": terminated, "truncated": truncated}
     entries |= {"done": start[0], "terminated": start[1], "truncated": start[2], "next": _td(following)}
     origin = turn.origin
     numbers = [origin.group, origin.repeat, origin.index, origin.epoch, turn.number, turn.sequence]
@@ -100,7 +101,6 @@ def record(turn: Turn, layout: RecordLayout, traj_id: int | None = None) -> Tens
         entries["policy_version"] = values[len(_NUMBERS)]
     if traj_id is not None:
         entries["collector"] = _td({"traj_ids": values[-1]})
-    seconds = torch.tensor([turn.seconds.get(stage, 0.0) for stage in STAGES], dtype=torch.float32).unbind()
     entries["seconds"] = _td(dict(zip(STAGES, seconds, strict=True)))
     entries["finish_reason"] = NonTensorData(str(turn.finish_reason))
     entries["log_prob_mode"] = NonTensorData(turn.log_prob_mode)
@@ -254,11 +254,14 @@ def _flags(turn: Turn) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Te
     return flags[:3], flags[3], flags[4], flags[5]
 
 
-def _reward(turn: Turn) -> torch.Tensor:
-    reward = turn.reward
-    if isinstance(reward, torch.Tensor) and reward.ndim:
-        return reward.to(torch.float32).unsqueeze(-1)
-    return torch.tensor([float(reward)], dtype=torch.float32)
+def _floats(turn: Turn) -> tuple[torch.Tensor, ...]:
+    """Seconds of each stage, and the reward."""
+    reward, seconds = turn.reward, turn.seconds
+    per_token = isinstance(reward, torch.Tensor) and reward.ndim > 0
+    values = [seconds.get(stage, 0.0) for stage in STAGES]
+    floats = torch.tensor([*values, 0.0 if per_token else float(reward)], dtype=torch.float32)
+    last = reward.to(torch.float32).unsqueeze(-1) if isinstance(reward, torch.Tensor) and per_token else floats[-1:]
+    return (*floats[:-1].unbind(), last)
 
 
 def _versions(turn: Turn) -> Any:
