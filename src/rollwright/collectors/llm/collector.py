@@ -11,8 +11,9 @@ from rollwright._options import with_options
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.delivery.queues import QueueClosed
 from rollwright.collectors.factory import BackendOptions
-from rollwright.collectors.llm.interface import LENGTH_UNKNOWN, Dialogues
+from rollwright.collectors.llm.interface import LENGTH_UNKNOWN, Dialogues, environment_of
 from rollwright.collectors.llm.options import LLMOptions
+from rollwright.collectors.llm.workers import made_with_workers
 from rollwright.collectors.options import ConversationOptions
 from rollwright.collectors.workers.options import WorkerOptions
 
@@ -53,8 +54,6 @@ class LLMCollector(Dialogues, Collector):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Choose by ``backend`` and ``num_collectors``; a collector with workers is of another class."""
         if cls is LLMCollector and _wants_workers(kwargs):
-            from rollwright.collectors.llm.workers import made_with_workers
-
             return made_with_workers(args, kwargs)
         return object.__new__(cls)
 
@@ -102,26 +101,3 @@ class LLMCollector(Dialogues, Collector):
 def _wants_workers(options: dict[str, Any]) -> bool:
     named = {name: options[name] for name in ("num_collectors", "backend") if name in options}
     return not BackendOptions(**named).is_local
-
-
-def environment_of(
-    env: Any, options: dict[str, Any], policy: Callable[..., Any] | None
-) -> tuple[Any, Callable[..., Any] | None, dict[str, Any]]:
-    """Environment, policy and the other options of a collector of conversations.
-
-    Raises:
-        TypeError: there is no environment, or it was given twice; there is neither a policy nor what makes one.
-    """
-    other = options.pop("create_env_fn", None)
-    if env is not None and other is not None:
-        raise TypeError("env and create_env_fn are two names of the environment. Drop one of the two.")
-    if env is None and other is None:
-        raise TypeError("env: expected an environment, or a function that makes one, got None.")
-    if policy is None and options.get("policy_factory") is None:
-        raise TypeError(
-            "policy: expected a policy, or policy_factory=, which makes one: there are no random answers. Pass for "
-            "example a TransformersWrapper."
-        )
-    if policy is not None and options.get("policy_factory") is not None:
-        raise TypeError("policy and policy_factory were both given. Drop one of the two.")
-    return (other if env is None else env), policy, options

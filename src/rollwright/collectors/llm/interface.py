@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollwright.collectors.llm.options import LLMOptions
     from rollwright.collectors.options import CollectorOptions
 
-__all__ = ["LENGTH_UNKNOWN", "Dialogues"]
+__all__ = ["LENGTH_UNKNOWN", "Dialogues", "environment_of"]
 
 _log = logging.getLogger("rollwright.llm")
 LENGTH_UNKNOWN = (
@@ -149,3 +149,26 @@ class Dialogues(BaseCollector):
             "" if rate is None else f"{rate:.1f} turns/s",
             self.policy_version,
         )
+
+
+def environment_of(
+    env: Any, options: dict[str, Any], policy: Callable[..., Any] | None
+) -> tuple[Any, Callable[..., Any] | None, dict[str, Any]]:
+    """Environment, policy and the other options of a collector of conversations.
+
+    Raises:
+        TypeError: there is no environment, or it was given twice; there is neither a policy nor what makes one.
+    """
+    other = options.pop("create_env_fn", None)
+    if env is not None and other is not None:
+        raise TypeError("env and create_env_fn are two names of the environment. Drop one of the two.")
+    if env is None and other is None:
+        raise TypeError("env: expected an environment, or a function that makes one, got None.")
+    if policy is None and options.get("policy_factory") is None:
+        raise TypeError(
+            "policy: expected a policy, or policy_factory=, which makes one: there are no random answers. Pass for "
+            "example a TransformersWrapper."
+        )
+    if policy is not None and options.get("policy_factory") is not None:
+        raise TypeError("policy and policy_factory were both given. Drop one of the two.")
+    return (other if env is None else env), policy, options

@@ -8,8 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from rollwright.collectors.factory import BackendOptions
-from rollwright.collectors.llm.collector import environment_of
-from rollwright.collectors.llm.interface import LENGTH_UNKNOWN, Dialogues
+from rollwright.collectors.llm.interface import LENGTH_UNKNOWN, Dialogues, environment_of
 from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import ConversationOptions
