@@ -274,7 +274,7 @@ def test_unwritable_output(run, tmp_path):
 def test_full_disk_is_said_and_complete_batches_stay(run, tmp_path, monkeypatch):
     from rollwright.data.datasets import writer
 
-    write_all, calls = writer._write_all, []
+    write_all, calls = writer.write_all, []
 
     def fill_up(file, offset, data):
         calls.append(offset)
@@ -282,7 +282,7 @@ def test_full_disk_is_said_and_complete_batches_stay(run, tmp_path, monkeypatch)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_all(file, offset, data)
 
-    monkeypatch.setattr(writer, "_write_all", fill_up)
+    monkeypatch.setattr(writer, "write_all", fill_up)
     out = tmp_path / "out"
     result = run(*("collect", "CartPole-v1", "--frames", 100, "--frames-per-batch", 20, "--seed", 0, "--output", out))
     assert result.status == 1
