@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
@@ -95,7 +96,7 @@ def record(turn: Turn, layout: RecordLayout, traj_id: int | None = None) -> Tens
         entries["policy_version"] = NonTensorData(str(version))
     if traj_id is not None:
         numbers.append(traj_id)
-    values = torch.tensor(numbers, dtype=torch.int64).unbind()
+    values = torch.from_numpy(np.array(numbers, np.int64)).unbind()  # NumPy reads a list in a third of the time
     entries.update(zip(_NUMBERS, values, strict=False))
     if isinstance(version, int):
         entries["policy_version"] = values[len(_NUMBERS)]
@@ -177,7 +178,7 @@ def _emptied(key: str, value: Any) -> Any:
 def _nested(turn: Turn, layout: RecordLayout) -> tuple[_Entries, _Entries]:
     tokens, split = turn.tokens, turn.num_prompt
     size = tokens.shape[0]
-    response = tokens[split:]
+    prompt, response = tokens.split_with_sizes((split, size - split))
     entries: _Entries = {}
     following: _Entries = {}
     if layout.history:
@@ -192,9 +193,7 @@ def _nested(turn: Turn, layout: RecordLayout) -> tuple[_Entries, _Entries]:
             }
         )
         following["text"] = _td({"prompt": NonTensorData(turn.next_prompt_text)})
-    entries["tokens"] = _td(
-        {"prompt": tokens[:split], "response": response, "full": tokens, "policy_version": _versions(turn)}
-    )
+    entries["tokens"] = _td({"prompt": prompt, "response": response, "full": tokens, "policy_version": _versions(turn)})
     following["tokens"] = _td({"prompt": _next_prompt(turn)})
     if layout.log_probs and turn.log_probs is not None:
         full = turn.log_probs.new_zeros(size)
@@ -242,15 +241,16 @@ def _histories(turn: Turn) -> tuple[ChatHistory, ChatHistory]:
 
 
 def _masks(size: int, split: int) -> tuple[torch.Tensor, torch.Tensor]:
-    both = torch.ones(2 * size, dtype=torch.bool)
-    both[size : size + split] = False
-    return both[:size], both[size:]
+    both = np.ones((2, size), np.bool_)
+    both[1, :split] = False
+    attention, assistant = torch.from_numpy(both).unbind()
+    return attention, assistant
 
 
 def _flags(turn: Turn) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor]:
     """done, terminated and truncated before the turn, and those after it."""
     values = [[False], [False], [False], [turn.terminated], [turn.truncated], [turn.terminated or turn.truncated]]
-    flags = torch.tensor(values).unbind()
+    flags = torch.from_numpy(np.array(values, np.bool_)).unbind()
     return flags[:3], flags[3], flags[4], flags[5]
 
 
@@ -259,7 +259,7 @@ def _floats(turn: Turn) -> tuple[torch.Tensor, ...]:
     reward, seconds = turn.reward, turn.seconds
     per_token = isinstance(reward, torch.Tensor) and reward.ndim > 0
     values = [seconds.get(stage, 0.0) for stage in STAGES]
-    floats = torch.tensor([*values, 0.0 if per_token else float(reward)], dtype=torch.float32)
+    floats = torch.from_numpy(np.array([*values, 0.0 if per_token else float(reward)], np.float32))
     last = reward.to(torch.float32).unsqueeze(-1) if isinstance(reward, torch.Tensor) and per_token else floats[-1:]
     return (*floats[:-1].unbind(), last)
 
