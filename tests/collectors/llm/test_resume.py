@@ -50,12 +50,15 @@ def test_a_restored_collector_goes_on_bit_for_bit(options, after):
         for _ in range(after):
             first.next()
         second.load_state_dict(copied(first.state_dict()))
-        for _ in range(4):
-            expected, found = rows(first.next()), rows(second.next())
-            assert (
-                found == expected if not options.get("async_envs") else found.keys() <= expected.keys() | found.keys()
+        if options.get("async_envs"):  # which turn ends first is not part of the promise
+            expected, found = (
+                {name: tokens for batch in each for name, (_, tokens) in rows(batch).items()}
+                for each in (first, second)
             )
-        assert second.stats().get("unsaved", True)
+            assert found == expected
+            return
+        for _ in range(4):
+            assert rows(second.next()) == rows(first.next())
 
 
 @pytest.mark.parametrize(("options", "saves"), [*((options, True) for options in OPTIONS), (OPTIONS[2], False)])
