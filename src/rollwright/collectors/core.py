@@ -144,12 +144,14 @@ class Path(ABC):
     Attributes:
         how: what runs the environment and the policy, and why; for ``stats()`` and ``repr``.
         finite_keys: entries that are NaN where the policy's numbers are, to be tested once a batch.
+        calls_policy: whether the policy reads TensorDicts here; if not, its engine does the work.
         frames_taken: in the last batch, where its last dimension is not the number of steps; None: it is.
     """
 
     how: dict[str, str]
     finite_keys: Sequence[NestedKey] = ()
     frames_taken: int | None = None
+    calls_policy: bool = True
 
     def compile(self, arguments: Mapping[str, Any]) -> None:  # noqa: B027 - most paths have nothing to prepare
         """Make the policy cheaper, and warm it up on the current TensorDict.

@@ -44,7 +44,7 @@ class FakeEngine(Engine):
 
     def __init__(self, longest: int = 16, delay_s: float = 0.0) -> None:
         self.tokenizer, self.sampling = FakeTokenizer(), Sampling(max_new_tokens=16)
-        self.max_length, self.vocab_size = None, VOCABULARY
+        self.max_length, self.vocab_size, self.end_ids = None, VOCABULARY, ()
         self._longest, self._delay_s = longest, delay_s
         self._open: dict[Any, list[Any]] = {}  # request, tokens, how many are written
         self._over: list[Completion] = []

@@ -378,7 +378,7 @@ class Rollout:
     # Paths ------------------------------------------------------------------------------------
 
     def _check_inputs(self, available: Iterable[NestedKey]) -> None:
-        if not self.options.trust_policy:
+        if self._path.calls_policy and not self.options.trust_policy:
             check_inputs(self.policy, available, self.env)
 
     def _compile_policy(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -85,16 +86,28 @@ def turn_path(parts: PathParts) -> Path | None:
             return None
     if not (options.track_traj_ids and options.reset_when_done and options.extend_buffer):
         return None
-    layouts = (getattr(owner, "layout", None) for owner in (parts.acting.policy, parts.env, conversations))
-    layout = next((each for each in layouts if isinstance(each, RecordLayout)), RecordLayout(nested=False))
+    policy = parts.acting.policy
+    if getattr(policy, "pad_output", False) or getattr(policy, "num_samples", None) is not None:
+        return None
     return TurnPath(
         parts,
         conversations,
         engine,
-        layout=layout,
+        layout=_layout(parts.env, policy),
         streams=streams(parts.env, options),
         how={"env": "native: conversations, turn by turn", "policy": f"native: {type(engine).__name__}, on tokens"},
     )
+
+
+def _layout(env: EnvBase, policy: Any) -> RecordLayout:
+    """Of records: as the environment has its prompts, unless the policy is to write others."""
+    found = getattr(env, "layout", None)
+    layout = found if isinstance(found, RecordLayout) else RecordLayout(nested=False)
+    wanted = getattr(policy, "record_layout", None)
+    if wanted is not None:
+        nested = wanted == "nested"
+        layout = replace(layout, nested=nested, history=layout.history and nested)
+    return replace(layout, log_probs=bool(getattr(policy, "return_log_probs", True)))
 
 
 def _roots(arrays: ArrayEnv) -> dict[NestedKey, Entry]:

@@ -49,6 +49,8 @@ class TurnPath(Path):
         how: for ``stats()``.
     """
 
+    calls_policy = False
+
     def __init__(
         self,
         parts: PathParts,
@@ -68,7 +70,7 @@ class TurnPath(Path):
             engine.tokenizer,
             conversations.template,
             history=getattr(conversations, "history", "keep"),
-            end_token_ids=engine.sampling.stop_token_ids,
+            end_token_ids=engine.end_ids,
         )
         self._dialogs: list[Dialog | None] = [None] * conversations.num_slots
         self._rows: list[deque[EndedTurn]] = [deque() for _ in range(1 if streams else conversations.num_slots)]
