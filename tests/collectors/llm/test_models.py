@@ -8,7 +8,6 @@ from tensordict import LazyStackedTensorDict, is_non_tensor
 from tests import llm_models
 
 from rollwright.collectors.llm import LLMCollector
-
 from rollwright.envs.llm import ChatEnv, LLMEnv, Toolset
 from rollwright.modules.llm import TransformersWrapper
 from rollwright.testing.mocking_classes import DummyStrDataLoader
@@ -45,7 +44,7 @@ def test_the_example_of_the_reference_page():
         assert data.batch_size == (1, 1)
         assert data.stack_dim == 1
         for key in ("attention_mask", "done", "terminated", "text", "text_response", "tokens", "tokens_response"):
-            assert key in data.keys()
+            assert key in data
         row = data[0, 0]
         assert data["collector", "traj_ids"].shape == (1, 1)
         assert len(row["text"]) == 10

@@ -24,6 +24,7 @@ class HeldBatch:
         stops: row after its last one.
         leaves: the entries, ``[num_rows, ...]``; None where they are not all tensors.
         num_rows: frames in the row.
+        is_ragged: whether each frame is a TensorDict of its own, with entries of its own.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class HeldBatch:
     ) -> None:
         self._batch, self.leaves, self.starts, self.stops = batch, leaves, starts, stops
         self.num_rows = batch.numel()
+        self.is_ragged = isinstance(batch, LazyStackedTensorDict)
 
     @classmethod
     def of(cls, batch: TensorDictBase, steps: int) -> HeldBatch:
@@ -73,7 +75,8 @@ class HeldBatch:
         all_stops[envs] = ends
         all_starts[envs] = ends - (stops - starts) - skipped
         if self.leaves is None:
-            return HeldBatch(self._batch[index].clone(), None, all_starts, all_stops)
+            kept = self._batch[index]
+            return HeldBatch(kept if self.is_ragged else kept.clone(), None, all_starts, all_stops)
         leaves = {key: leaf[index.to(leaf.device)] for key, leaf in self.leaves.items()}
         return HeldBatch(self.nested_like(leaves, [len(rows)]), leaves, all_starts, all_stops)
 
@@ -120,13 +123,16 @@ class RowRange(NamedTuple):
         return leaf[self.start : self.stop]
 
     def as_td(self, keys: Sequence[NestedKey]) -> TensorDictBase:
-        """All entries that are named, as a view ``[stop - start]``."""
-        return self.frames.rows(self.start, self.stop).select(*keys)
+        """All entries that are named, as a view ``[stop - start]``; of ragged frames, all that each has."""
+        rows = self.frames.rows(self.start, self.stop)
+        return rows if self.frames.is_ragged else rows.select(*keys)
 
 
 def common_keys(pieces: Sequence[RowRange]) -> tuple[list[NestedKey], set[NestedKey]]:
     """The entries that all pieces have, and those that some of them lack."""
     sources = {id(piece.frames): piece.frames for piece in pieces}
+    if all(frames.is_ragged for frames in sources.values()):  # a lazy stack takes frames of any entries
+        return [], set()
     first, *others = [set(frames.keys) for frames in sources.values()]
     common = first.intersection(*others)
     return [key for key in pieces[0].frames.keys if key in common], first.union(*others) - common
