@@ -75,8 +75,11 @@ def merge_reset(env: EnvBase, old: TensorDictBase, fresh: TensorDictBase, masks:
 
 def replace_entries(old: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
     """``old`` updated with ``fresh``; tensor classes, whose shapes may be others, are replaced and not merged."""
-    if isinstance(fresh, LazyStackedTensorDict):
-        classes = [key for key, value in fresh.tensordicts[0].items() if _is_class(value)]
+    row = fresh
+    while isinstance(row, LazyStackedTensorDict):  # of stacks, whose entries may be ragged themselves
+        row = row.tensordicts[0]
+    if row is not fresh:
+        classes = [key for key, value in row.items() if _is_class(value)]
         old = without(old, *classes) if classes else old
     return old.update(fresh)
 
