@@ -11,14 +11,13 @@ from torch import nn
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
-from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.llm.core import Conversations
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationWarning
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 from rollwright.errors import EnvError
 
-__all__ = ["EnvMaker", "EnvMakers", "conversations_of", "make_env", "streams"]
+__all__ = ["EnvMaker", "EnvMakers", "conversations_of", "make_env"]
 
 EnvMaker = EnvBase | Callable[..., EnvBase] | Sequence[Callable[..., EnvBase]]
 EnvMakers = EnvBase | Callable[..., EnvBase] | Sequence[EnvBase | Callable[..., EnvBase]]  # one, or one for each worker
@@ -77,23 +76,6 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
                 "Name the environment's flag 'done', or leave set_truncated out."
             )
     return env
-
-
-def streams(env: EnvBase, options: CollectorOptions) -> bool:
-    """Whether frames are delivered in the order in which they end, whichever environment they are of.
-
-    Raises:
-        ValueError: ``async_envs=True``, and the environment steps all at a time.
-    """
-    is_pool = isinstance(env, AsyncEnvPool)
-    if options.async_envs is None:
-        return is_pool
-    if options.async_envs and not is_pool and conversations_of(env) is None:
-        raise ValueError(
-            f"async_envs=True: expected conversations (LLMEnv, ChatEnv), or an AsyncEnvPool, whose environments step "
-            f"each in its own time, got {env}. Leave async_envs out."
-        )
-    return options.async_envs
 
 
 def conversations_of(env: EnvBase) -> Conversations | None:

@@ -20,10 +20,10 @@ from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import named_range
 from rollwright.collectors.rollout.counts import FrameCounts
 from rollwright.collectors.rollout.devices import Devices, Syncs, module_device
-from rollwright.collectors.rollout.environment import EnvMaker, make_env, streams
+from rollwright.collectors.rollout.environment import EnvMaker, make_env
 from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.paths import stages
-from rollwright.collectors.rollout.paths.choice import choose_path, plain_path
+from rollwright.collectors.rollout.paths.choice import choose_path, dialogue_parts, plain_path
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.policy import ActingPolicy, make_policy
 from rollwright.collectors.rollout.policy_errors import check_inputs, entries_of, explained
@@ -103,7 +103,8 @@ class Rollout:
         self.acting = ActingPolicy(made, policy, options, env)
         self.devices = Devices.resolve(options, env.device, module_device(self.policy))
         self.syncs = Syncs.of(self.devices, skip=options.no_cuda_sync)
-        self.num_rows = 1 if streams(env, options) else env.numel()
+        in_turns = dialogue_parts(env, self.acting.policy, options) is not None
+        self.num_rows = 1 if in_turns and options.async_envs else env.numel()
         self.counts = FrameCounts.of(options, self.num_rows)
         self.timer, self.episodes = StageTimer(), EpisodeStats()
         self.observer: RolloutObserver = SilentObserver() if observer is None else observer

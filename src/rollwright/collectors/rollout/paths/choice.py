@@ -11,7 +11,8 @@ import numpy as np
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.collectors.core import Actor, Path
-from rollwright.collectors.rollout.environment import conversations_of, streams
+from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.rollout.environment import conversations_of
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import FlatActor, TensorDictActor
 from rollwright.collectors.rollout.paths.arrays import ArrayPath
@@ -23,6 +24,7 @@ from rollwright.collectors.rollout.policy import accelerate
 from rollwright.data.llm.records import RecordLayout
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form
 from rollwright.envs.base import EnvBase
+from rollwright.envs.llm.core import Conversations
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.transforms import TransformedEnv
 from rollwright.errors import NotNative
@@ -31,7 +33,7 @@ from rollwright.modules.llm.engine import Engine
 from rollwright.policies import ArrayPolicy, array_policy
 from rollwright.policies.program import RandomActions
 
-__all__ = ["arrays_of", "choose_path", "plain_path"]
+__all__ = ["arrays_of", "choose_path", "dialogue_parts", "plain_path"]
 
 T = TypeVar("T")
 
@@ -75,26 +77,40 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
     return ArrayPath(parts, arrays, actor, random_actor, how=how)
 
 
+def dialogue_parts(env: EnvBase, policy: Any, options: CollectorOptions) -> tuple[Conversations, Engine] | None:
+    """Conversations and engine, where environment, policy and options have what :class:`TurnPath` takes; else None.
+
+    Raises:
+        ValueError: ``async_envs=True``, and they do not.
+    """
+    conversations, engine = conversations_of(env), getattr(policy, "engine", None)
+    fits = not any(getattr(options, name) for name in _PLAIN_TURNS)
+    fits = fits and options.track_traj_ids and options.reset_when_done and options.extend_buffer
+    fits = fits and not getattr(policy, "pad_output", False) and getattr(policy, "num_samples", None) is None
+    if fits and conversations is not None and isinstance(engine, Engine):
+        return conversations, engine
+    if options.async_envs:
+        raise ValueError(
+            "async_envs=True: expected conversations (LLMEnv, ChatEnv) without transforms, and a policy with an engine "
+            f"(TransformersWrapper) that neither pads nor draws several samples, got {env} and "
+            f"{type(policy).__name__}. Leave async_envs out."
+        )
+    return None
+
+
 def turn_path(parts: PathParts) -> Path | None:
     """The path of conversations, where environment, policy and options have what it takes; else None."""
-    conversations, engine = conversations_of(parts.env), getattr(parts.acting.policy, "engine", None)
-    if conversations is None or not isinstance(engine, Engine):
-        return None
-    options = parts.options
-    for name in _PLAIN_TURNS:
-        if getattr(options, name):
-            return None
-    if not (options.track_traj_ids and options.reset_when_done and options.extend_buffer):
-        return None
     policy = parts.acting.policy
-    if getattr(policy, "pad_output", False) or getattr(policy, "num_samples", None) is not None:
+    found = dialogue_parts(parts.env, policy, parts.options)
+    if found is None:
         return None
+    conversations, engine = found
     return TurnPath(
         parts,
         conversations,
         engine,
         layout=_layout(parts.env, policy),
-        streams=streams(parts.env, options),
+        streams=bool(parts.options.async_envs),
         how={"env": "native: conversations, turn by turn", "policy": f"native: {type(engine).__name__}, on tokens"},
     )
 
