@@ -98,7 +98,7 @@ class ConversationEnv(EnvBase):
                 name: Composite(response=part.clone(), shape=size) for name, part in parts.items()
             }
             if self._mode == "history":
-                fields = {name: NonTensor((*size, -1), example_data="") for name in ("role", "content", "is_complete")}
+                fields = {name: NonTensor((*size, -1), example_data="") for name in ("role", "content")}
                 prompt = Composite(fields, shape=(*size, -1))
                 observed["history"] = Composite(prompt=prompt, shape=size)
         else:
