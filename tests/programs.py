@@ -1,8 +1,9 @@
 """Python programs of tests, forked from a process that has imported what they need: they start within milliseconds.
 
 A program runs as ``python -c``, ``python -m`` or ``python FILE`` would run it: with its own ``__main__``, folder,
-environment, streams and signals, and its end is that of an interpreter. A test of what a fresh interpreter imports
-starts one of its own instead.
+environment, streams and signals, and its end is that of an interpreter. All share the server that forks rollwright's
+workers, which runs already: what a worker writes to standard error is in :meth:`Program.worker_errors`. A test of what
+a fresh interpreter imports, or of a server of the program's own, starts an interpreter instead.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -29,22 +31,28 @@ from typing import IO, Any
 __all__ = ["Program", "Programs"]
 
 ROOT = Path(__file__).parents[1]
-IMPORTED = ("rollwright.collectors", "rollwright.data", "rollwright.envs", "rollwright.modules", "rollwright.cli")
+IMPORTED = ("rollwright._preload", "rollwright.modules", "rollwright.cli")
 MAX_REQUEST = 1 << 16
 
 
 class Program:
     """A program that was started, with what a test needs of ``subprocess.Popen``."""
 
-    def __init__(self, line: socket.socket, stdout: IO[str] | None, stderr: IO[str] | None) -> None:
-        self._line, self.stdout, self.stderr = line, stdout, stderr
+    def __init__(
+        self, line: socket.socket, stdout: IO[str] | None, stderr: IO[str] | None, worker_errors: IO[str]
+    ) -> None:
+        self._line, self.stdout, self.stderr, self._worker_errors = line, stdout, stderr, worker_errors
         self.returncode: int | None = None
         self.pid = self._answer()
 
     def _answer(self) -> int:
         answer = self._line.recv(8)
-        assert answer, "the process that starts programs is gone"
+        assert answer, f"the process that starts programs is gone: {self.worker_errors()}"
         return int.from_bytes(answer, "big", signed=True)
+
+    def worker_errors(self) -> str:
+        """What workers, of all programs, have written to standard error since the last time."""
+        return self._worker_errors.read()
 
     def poll(self) -> int | None:
         """The exit status, negative for a signal, or None while it runs."""
@@ -64,6 +72,10 @@ class Program:
         """Send a signal, if it has not ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def interrupt_all(self) -> None:
+        """Ctrl-C as a terminal sends it: to this program, its workers, and all others that run now."""
+        os.killpg(os.getpgid(self.pid), signal.SIGINT)
 
     def kill(self) -> None:
         """End it at once."""
@@ -127,7 +139,9 @@ class Programs:
         os.close(err[1])
         if stdout is None:
             os.close(out[1])
-        self._started.append(Program(ours, None if out[0] is None else os.fdopen(out[0]), os.fdopen(err[0])))
+        self._errors.read()
+        stdout_file = None if out[0] is None else os.fdopen(out[0])
+        self._started.append(Program(ours, stdout_file, os.fdopen(err[0]), self._errors))
         return self._started[-1]
 
     def run(self, *command: object, timeout: float = 100, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -146,18 +160,25 @@ class Programs:
         self.close()
         if self._line is not None:
             self._line.close()
-            self._server.wait()
+            self._errors.close()
 
     def _connected(self) -> socket.socket:
         if self._line is None:
             self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-            environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, __file__, str(theirs.fileno())]
-            self._server = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd=ROOT
-            )
-            theirs.close()
+            self._errors: IO[str] = tempfile.NamedTemporaryFile("r", suffix=".stderr")  # noqa: SIM115
+            paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+            with theirs, open(self._errors.name, "a") as stderr:
+                subprocess.run(  # which forks the process off, and ends
+                    [sys.executable, __file__, str(theirs.fileno())],
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(paths).rstrip(os.pathsep), "OMP_NUM_THREADS": "1"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    pass_fds=[theirs.fileno()],
+                    cwd=ROOT,
+                    start_new_session=True,
+                    check=True,
+                )
         return self._line
 
 
@@ -191,7 +212,6 @@ def report_child(line: int) -> bool:
     pid = os.fork()
     if not pid:
         return False
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.closerange(0, line)
     os.closerange(line + 1, 256)
     with contextlib.suppress(OSError):
@@ -206,6 +226,7 @@ def become(command: list[str], cwd: str, env: dict[str, str]) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout = os.fdopen(1, "w", closefd=False, buffering=1 if os.isatty(1) else -1)
     sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
     sys.modules["numpy"].random.seed()  # the other generators begin by themselves
@@ -230,13 +251,25 @@ def become(command: list[str], cwd: str, env: dict[str, str]) -> None:
     exec(code, main.__dict__)
 
 
-if __name__ == "__main__":
+def prepare() -> None:
+    """Import all, and start the server of workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.fork():
+        os._exit(0)  # this process is nobody's child
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name in IMPORTED:
             importlib.import_module(name)
+    processes = sys.modules["rollwright._processes.child"]
+    child = processes.Child(processes.echo, name="the first")
+    child.channel.close()
+    child.end(60.0)
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
-    gc.freeze()
+    gc.freeze()  # what is imported need not be looked through at the end of each program
+
+
+if __name__ == "__main__":
+    prepare()
     requested = serve(socket.socket(fileno=int(sys.argv[1])))
     if requested is not None:
         become(**requested)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from tensordict import TensorDict
-from tests import programs_with_workers
 
 from rollwright.collectors import Collector, Evaluator
 from rollwright.collectors.loggers import TensorBoardLogger
@@ -121,12 +120,12 @@ def test_batches_that_are_not_written_are_counted(tmp_path):
 
 
 @needs_tensorboard
-def test_another_process_writes_into_a_folder_of_its_own(tmp_path):
+def test_another_process_writes_into_a_folder_of_its_own(programs, tmp_path):
     log = TensorBoardLogger(tmp_path)
     log({"frames": 1})
     (tmp_path / "pickled").write_bytes(pickle.dumps(log))
     code = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))({'frames': 2}); import os; print(os.getpid())"
-    done = programs_with_workers.run(code, str(tmp_path / "pickled"), timeout=60)
+    done = programs.run("-c", code, tmp_path / "pickled", timeout=60)
     assert done.returncode == 0, done.stderr
     log({"frames": 3})
     log.close()

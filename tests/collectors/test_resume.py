@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests import programs_with_workers
 from tests.patience import patient
+from tests.programs import Programs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
 
@@ -255,7 +255,7 @@ CASES = [(name, path) for name in NAMES for path in PATHS if name != "compiled" 
 
 
 @pytest.fixture(scope="module")
-def resumed(makers: Any, folder: Path) -> dict[str, tuple[Any, Any]]:
+def resumed(makers: Any, folder: Path, programs_of_all: Programs) -> dict[str, tuple[Any, Any]]:
     """By case: what the saved collector went on to deliver, and what the restored one did in another process."""
     assert sorted(makers.CASES) == sorted(NAMES)
     expected, states, cases = {}, {}, {}
@@ -275,7 +275,7 @@ def resumed(makers: Any, folder: Path) -> dict[str, tuple[Any, Any]]:
                 states[case], expected[case], cases[case] = state, found, (name, later.endswith("plain"))
     torch.save(states, folder / "states.pt")
     torch.save(cases, folder / "cases.pt")
-    done = programs_with_workers.run(RESUME, str(folder), timeout=patient(110))
+    done = programs_of_all.run("-c", RESUME, folder, timeout=patient(110))
     assert done.returncode == 0, done.stderr
     found = torch.load(folder / "found.pt", weights_only=True)
     return {case: (expected[case], found[case]) for case in cases}

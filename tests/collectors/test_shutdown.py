@@ -7,7 +7,6 @@ import signal
 import time
 
 import pytest
-from tests import programs_with_workers
 from tests.patience import patient
 
 from rollwright.collectors import Collector
@@ -193,8 +192,9 @@ finally:
 BOUND_S = 10.0
 
 
-def start(state, tmp_path):
-    return programs_with_workers.start(PROGRAM, state, str(tmp_path / "trace.json"), warnings="error")
+@pytest.fixture
+def start(programs, tmp_path):
+    return lambda state: programs.start("-W", "error", "-c", PROGRAM, state, tmp_path / "trace.json")
 
 
 def finish(process):
@@ -209,8 +209,8 @@ def finish(process):
 EXITS = {"in the middle": 0, "after shutdown": 0, "profiling": 0, "failing policy": 1}
 
 
-def test_programs_exit_within_seconds_from_every_state(tmp_path):
-    running = {state: start(state, tmp_path) for state in EXITS}
+def test_programs_exit_within_seconds_from_every_state(start, tmp_path):
+    running = {state: start(state) for state in EXITS}
     for state, process in running.items():
         _, err, seconds = finish(process)
         assert process.returncode == EXITS[state], (state, err)
@@ -224,8 +224,8 @@ def test_programs_exit_within_seconds_from_every_state(tmp_path):
 
 
 @pytest.mark.parametrize("state", ["endless", "endless, caught"])
-def test_control_c_ends_a_program_within_seconds(state, tmp_path):
-    process = start(state, tmp_path)
+def test_control_c_ends_a_program_within_seconds(start, state):
+    process = start(state)
     assert process.stdout.readline() == "collecting\n"
     process.send_signal(signal.SIGINT)
     pressed = time.monotonic()

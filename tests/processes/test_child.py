@@ -10,7 +10,6 @@ import time
 
 import pytest
 import torch
-from tests import programs_with_workers
 from tests.patience import patient
 
 from rollwright._memory.segment import Segment
@@ -219,10 +218,10 @@ main()  # without a guard
     ("end", "status"),
     [("", 0), ("raise RuntimeError('end')", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -9)],
 )
-def test_nothing_is_left_when_the_program_ends(end, status):
+def test_nothing_is_left_when_the_program_ends(programs, end, status):
     program = textwrap.dedent(PROGRAM).format(end=end)
     if status:  # the fork server is not the program's own
-        done = programs_with_workers.run(program, timeout=patient(60))
+        done = programs.run("-c", program, timeout=patient(60))
     else:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == status, done.stderr
@@ -252,8 +251,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_stuck_process_ends_when_its_parent_was_killed():
-    done = programs_with_workers.run(STUCK, timeout=patient(60))
+def test_a_stuck_process_ends_when_its_parent_was_killed(programs):
+    done = programs.run("-c", STUCK, timeout=patient(60))
     assert done.returncode == -signal.SIGKILL
     pid = int(done.stdout)
     until = time.monotonic() + patient(LIMIT_S)

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 
 import pytest
-from tests import programs_with_workers
 
 from rollwright._processes.child import Child, sleep
 
@@ -28,8 +27,8 @@ cancel_at_exit(never)
 """
 
 
-def test_profilers_end_first_and_processes_last_whatever_one_of_them_raises():
-    done = programs_with_workers.run(ORDER, timeout=LIMIT_S)
+def test_profilers_end_first_and_processes_last_whatever_one_of_them_raises(programs):
+    done = programs.run("-c", ORDER, timeout=LIMIT_S)
     assert done.stdout.split() == ["profiler", "threads", "processes"]
     assert "ValueError: the disk is full" in done.stderr
 

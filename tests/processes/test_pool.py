@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests import programs_with_workers
 from tests.patience import patient
 from tests.processes.forked import forked
+from tests.programs import Programs
 
 from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child, echo
@@ -300,7 +300,7 @@ def test_in_a_forked_process_there_is_nobody_to_ask(children: list[Child]) -> No
     assert settle(pool, ask(pool, 0, 1)).answers == {0: 0, 1: 1}
 
 
-def test_nothing_is_left_behind_by_a_program_that_ends_without_a_word() -> None:
+def test_nothing_is_left_behind_by_a_program_that_ends_without_a_word(programs: Programs) -> None:
     code = (
         "from rollwright._processes.child import Child, echo\n"
         "from rollwright._processes.pool import Pool\n"
@@ -308,7 +308,7 @@ def test_nothing_is_left_behind_by_a_program_that_ends_without_a_word() -> None:
         "pool.add(0, Child(echo, name='parrot'))\n"
         "print(pool[0].pid, flush=True)\n"
     )
-    made = programs_with_workers.run(code, timeout=patient(60.0))
+    made = programs.run("-c", code, timeout=patient(60.0))
     assert made.stderr == ""
     until = time.monotonic() + patient(15.0)
     with contextlib.suppress(ProcessLookupError):

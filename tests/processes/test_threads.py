@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from tests import programs_with_workers
 
 from rollwright._processes.threads import DaemonThread
 
@@ -141,6 +140,6 @@ del thread
 """
 
 
-def test_at_exit_threads_end_before_processes_and_stuck_ones_are_left():
-    done = programs_with_workers.run(AT_EXIT, timeout=LIMIT)
+def test_at_exit_threads_end_before_processes_and_stuck_ones_are_left(programs):
+    done = programs.run("-c", AT_EXIT, timeout=LIMIT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "told while the process runs\n", "")

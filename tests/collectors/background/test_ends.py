@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from tests import programs_with_workers
 from tests.patience import patient
 
 from rollwright.collectors import Collector
@@ -208,9 +207,9 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_program_exits_within_seconds(end):
+def test_a_program_exits_within_seconds(programs, end):
     last, code, stuck = ENDS[end]
-    done = programs_with_workers.run(PROGRAM.format(stuck=stuck, last=last), timeout=90)
+    done = programs.run("-c", PROGRAM.format(stuck=stuck, last=last), timeout=90)
     exited = time.time()
     assert done.returncode == code, done.stderr
     assert exited - float(done.stdout.split()[1]) < 15.0  # one of them for a thread that is stuck

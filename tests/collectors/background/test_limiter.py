@@ -8,7 +8,6 @@ import time
 
 import pytest
 import torch
-from tests import programs_with_workers
 from tests.patience import patient
 
 from rollwright.collectors import Collector
@@ -109,9 +108,9 @@ for case in (the_thread_has_ended, it_would_wait_for_itself):
 
 
 @pytest.fixture(scope="module")
-def cases_alone():
+def cases_alone(programs_of_all):
     """What the program above says, by case."""
-    done = programs_with_workers.run(ALONE, timeout=patient(60.0))
+    done = programs_of_all.run("-c", ALONE, timeout=patient(60.0))
     assert done.returncode == 0, done.stderr
     return dict(report.split(" ", 1) for report in done.stdout.split("\0") if report)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
-from tests import programs_with_workers
 from tests.patience import patient
+from tests.programs import Programs
 from torch import nn
 
 from rollwright.collectors.evaluation.evaluator import Evaluator
@@ -366,8 +366,8 @@ if sys.argv[2] == "killed":
 
 
 @pytest.mark.parametrize(("backend", "how"), [("thread", "exit"), ("process", "error"), ("process", "killed")])
-def test_end_of_the_program(backend: str, how: str) -> None:
-    program = programs_with_workers.start(SCRIPT, backend, how)
+def test_end_of_the_program(programs: Programs, backend: str, how: str) -> None:
+    program = programs.start("-c", SCRIPT, backend, how)
     pid = program.stdout.readline().strip()
     begun = time.monotonic()
     if how == "killed":

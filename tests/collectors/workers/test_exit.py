@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tests import programs_with_workers
 from tests.collectors.workers.processes import alive, burn, descendants, gone, wait_until
 from tests.patience import patient
+from tests.programs import Program
 
 import rollwright
 
@@ -89,20 +89,26 @@ ROOT = Path(__file__).parents[3]
 COLD = ("loop, Ctrl-C", "orphans")
 
 
-def start(tmp_path, kind, state):
+@pytest.fixture
+def start(programs, tmp_path):
+    """Starts the program for a kind of collector and a state."""
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    if state not in COLD:
-        return programs_with_workers.start(script, kind, state, warnings="error")
-    source = str(Path(rollwright.__file__).parents[1])
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", str(script), kind, state],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([source, str(ROOT)]), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+
+    def call(kind, state):
+        if state not in COLD:
+            return programs.start("-W", "error", script, kind, state)
+        source = str(Path(rollwright.__file__).parents[1])
+        return subprocess.Popen(
+            [sys.executable, "-W", "error", str(script), kind, state],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([source, str(ROOT)]), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    return call
 
 
 def pids_of(process):
@@ -114,7 +120,7 @@ def pids_of(process):
 
 def end_all(process, number):
     """Send a signal to a program and to all processes that it has started, as a terminal does."""
-    if isinstance(process, programs_with_workers.Program):
+    if isinstance(process, Program):
         process.interrupt_all() if number == signal.SIGINT else process.send_signal(number)
     else:
         os.killpg(process.pid, number)
@@ -122,14 +128,14 @@ def end_all(process, number):
 
 def errors_of(process, err):
     """What a program that has ended, and its workers, have written to standard error."""
-    return err + (process.worker_errors() if isinstance(process, programs_with_workers.Program) else "")
+    return err + (process.worker_errors() if isinstance(process, Program) else "")
 
 
 def finish(process):
     """Output, errors, and seconds from the last statement to the end of the process."""
     try:
         out, err = process.communicate(timeout=patient(30))
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired:  # of one that was started cold
         end_all(process, signal.SIGKILL)
         raise
     ended = time.monotonic()
@@ -161,8 +167,8 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("state", "kind"), each_in_turn(ENDS))
-def test_programs_exit_within_seconds(tmp_path, state, kind):
-    process = start(tmp_path, kind, state)
+def test_programs_exit_within_seconds(start, state, kind):
+    process = start(kind, state)
     workers = pids_of(process)
     before = descendants(process.pid)
     _, err, seconds = finish(process)
@@ -174,8 +180,8 @@ def test_programs_exit_within_seconds(tmp_path, state, kind):
 
 
 @pytest.mark.parametrize(("state", "kind"), each_in_turn(["loop, Ctrl-C", "caught Ctrl-C", "background, Ctrl-C"]))
-def test_control_c_reaches_all_processes_and_one_of_them_decides(tmp_path, state, kind):
-    process = start(tmp_path, kind, state)
+def test_control_c_reaches_all_processes_and_one_of_them_decides(start, state, kind):
+    process = start(kind, state)
     workers = pids_of(process)
     assert process.stdout.readline() == "collecting\n"
     end_all(process, signal.SIGINT)
@@ -193,8 +199,8 @@ def test_control_c_reaches_all_processes_and_one_of_them_decides(tmp_path, state
 
 
 @pytest.mark.parametrize("kind", ["async"])
-def test_workers_whose_parent_is_killed_end(tmp_path, kind):
-    process = start(tmp_path, kind, "orphans")
+def test_workers_whose_parent_is_killed_end(start, kind):
+    process = start(kind, "orphans")
     workers = pids_of(process)
     assert process.stdout.readline() == "collecting\n"
     others = [child.pid for child in descendants(process.pid)]
@@ -247,10 +253,10 @@ for child in children:
 
 
 @pytest.mark.timeout(240)
-def test_what_children_of_multiprocessing_leave_open_ends_with_them_and_their_error_is_told(tmp_path):
+def test_what_children_of_multiprocessing_leave_open_ends_with_them_and_their_error_is_told(programs, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(CHILDREN)
-    err = programs_with_workers.run(script, timeout=200).stderr
+    err = programs.run(script, timeout=200).stderr
     for kind in ("workers", "background", "thread", "parallel", "evaluator", "threading", "multiprocessing"):
         assert f"ValueError: {kind}: no idea" in err, err
     assert err.count("Traceback") == 7, err
