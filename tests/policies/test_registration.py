@@ -284,6 +284,14 @@ def test_collecting_with_both_equals_the_plain_path():
         assert (ours == theirs).all()
 
 
+def test_a_distribution_that_is_not_registered_is_named():
+    policy = gaussian_like(D.Laplace)
+    policy[0].module, policy[1].module[0] = nn.Linear(3, 1), nn.Linear(3, 1)
+    _, paths = batches(policy)
+    assert paths["policy"].startswith("native")
+    assert paths["policy"].endswith(", and the distribution Laplace, built at each step")
+
+
 def test_collecting_with_a_layer_in_numpy():
     register_layer(ScaledTanh, in_numpy=scaled_tanh)
     network = nn.Sequential(nn.Linear(3, 8), ScaledTanh(), nn.Linear(8, 1), nn.Tanh())

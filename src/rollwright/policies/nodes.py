@@ -335,7 +335,7 @@ class Draw(Node):
 
 @dataclass(frozen=True)
 class Ask(Node):
-    """A TensorDict module that is called itself, on a TensorDict of what it reads and no more.
+    """A TensorDict module that builds its distribution: it is called on a TensorDict of what it reads and no more.
 
     Attributes:
         module: the TensorDict module.
@@ -357,6 +357,11 @@ class Ask(Node):
         """The distribution."""
         kind = getattr(self.module, "distribution_class", None)
         return f"the distribution {getattr(kind, '__name__', kind)}"
+
+    @property
+    def calls(self) -> int:
+        """None: it is named beside the calls."""
+        return 0
 
     def step(self) -> Step:
         """Build a TensorDict, call, read it."""

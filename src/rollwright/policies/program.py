@@ -16,7 +16,7 @@ from rollwright.modules import RandomPolicy
 from rollwright.modules.random_policy import missing_batch
 from rollwright.modules.signature import SignaturePolicy
 from rollwright.policies.base import TensorPolicy
-from rollwright.policies.nodes import Values, as_tensor
+from rollwright.policies.nodes import Ask, Values, as_tensor
 from rollwright.policies.walk import Walk
 from rollwright.policies.watch import ModuleSnapshot, check_globals, is_special
 
@@ -79,7 +79,8 @@ class Program(_WatchedPolicy):
         self.finite_keys = [key for key in walk.checked if key in walk.written]
         self.in_slots = list(walk.inputs.values())
         self.out_slots = list(walk.written.values())
-        self.how = f"{counted(sum(node.calls for node in walk.nodes), 'call')} on tensors"
+        built = [f", and {node.label}, built at each step" for node in walk.nodes if isinstance(node, Ask)]
+        self.how = "".join([f"{counted(sum(node.calls for node in walk.nodes), 'call')} on tensors", *built])
         self.varies = not all(node.known for node in walk.nodes)
         self._steps, self._compared = [node.checked_step() for node in walk.nodes], False
         self.blank: Values = [None] * walk.size
