@@ -223,6 +223,11 @@ def test_skip_takes_names_of_checks_only() -> None:
     check_env(ResetsEveryRow, num_steps=4, skip=["partial_reset"])
 
 
+def test_an_environment_in_place_of_a_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="make_env: expected a function that returns a new environment, got Sound"):
+        check_env(Sound())  # type: ignore[arg-type]
+
+
 def test_environments_are_closed_after_a_check() -> None:
     made: list[Sound] = []
 

@@ -47,12 +47,18 @@ def check_env(
 
     Raises:
         EnvError: a check failed; the message gives where, what was expected, what came, and what to do.
+        TypeError: ``make_env`` is an environment, not a function that returns one.
         ValueError: ``skip`` names no check.
 
     Example:
         >>> from rollwright.testing.mocking_classes import CountingEnv
         >>> check_env(lambda: CountingEnv(max_steps=3, batch_size=[2]))
     """
+    if isinstance(make_env, EnvBase):
+        raise TypeError(
+            f"make_env: expected a function that returns a new environment, got {type(make_env).__name__}. "
+            "Pass lambda: followed by what constructs it."
+        )
     left_out = set(skip)
     unknown = left_out - set(CHECKS)
     if unknown:
