@@ -71,9 +71,16 @@ class Storage(ABC):
     def append(self, data: Any, *, dim: int = 0) -> Reservation:
         """Write data after what is there, over the oldest where it is full; everyone reads them once all are written.
 
+        What is stored is a copy, and in no autograd graph. Of more rows than :attr:`capacity`, the last are written and
+        the others are skipped: ``with self.ledger.writes(n, skipped) as rows``, where n are written.
+
         Args:
-            data: a batch, or a list of batches that are written one after the other.
+            data: a batch (TensorDict or tensor), a list of elements, or several batches (:func:`pieces`) that are
+                written one after the other; :func:`items_of` gives the rows of each.
             dim: of a batch: which dimension rows are taken from.
+
+        Returns:
+            The positions that were written.
         """
 
     def append_one(self, data: Any) -> Reservation:
@@ -86,11 +93,18 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, index: NDArray[np.int64]) -> Any:
-        """A copy of the elements at flat indices, as a batch ``[n]``."""
+        """A copy of the elements at flat indices, in any order and repeated, as a batch ``[n]``; n may be 0.
+
+        A gap is read like an element (:meth:`state_dict` does), though nothing was written there: the result is
+        anything of the same form.
+        """
 
     @abstractmethod
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
-        """Replace the elements at flat indices, which are published, by a batch ``[n]``."""
+        """Replace the elements at flat indices, which are published, by a batch ``[n]``.
+
+        The writes are inside ``self.ledger.changing_in_place()``.
+        """
 
     @abstractmethod
     def keys(self) -> list[NestedKey]:
@@ -187,7 +201,11 @@ class Storage(ABC):
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Hold what another storage held."""
+        """Hold what another storage held: the result of :meth:`state_dict`.
+
+        Inside ``self.ledger.changing_in_place()``, element i of ``"elements"`` is written at position ``"low" + i``;
+        then ``self.ledger.restore(state_dict)`` sets the positions. ``"elements"`` is None where there are none.
+        """
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         lacking = [name for name in ("low", "high", "elements", "ndim") if name not in state]
@@ -254,8 +272,7 @@ class ListStorage(Storage):
     def append(self, data: Any, *, dim: int = 0) -> Reservation:
         """See :meth:`Storage.append`."""
         self._check_here()
-        batches = data if isinstance(data, _Pieces) else [data]
-        items = [item for batch in batches for item in _items_of(batch, dim)]
+        items = items_of(data, dim)
         if not items:
             raise ValueError("data: expected at least one element, got none.")
         skipped = max(0, len(items) - self.max_size)
@@ -287,7 +304,7 @@ class ListStorage(Storage):
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
         """See :meth:`Storage.overwrite`."""
         self._check_here()
-        items = _items_of(data, 0)
+        items = items_of(data, 0)
         if len(items) != len(index):
             raise ValueError(f"data: expected {len(index)} elements to replace as many, got {len(items)}.")
         with self.ledger.changing_in_place():
@@ -347,6 +364,20 @@ def pieces(batches: Sequence[Any]) -> list[Any]:
     return _Pieces(batches)
 
 
+def batches_of(data: Any) -> list[Any]:
+    """The batches in data for :meth:`Storage.append`: one, or those of :func:`pieces`."""
+    return data if isinstance(data, _Pieces) else [data]
+
+
+def items_of(data: Any, dim: int) -> list[Any]:
+    """The rows in data for :meth:`Storage.append`, one by one; they share memory with it.
+
+    Raises:
+        TypeError: it is neither a tensor, a TensorDict, nor a list of elements.
+    """
+    return [item for batch in batches_of(data) for item in _unbound(batch, dim)]
+
+
 def num_rows(data: Any, dim: int) -> int:
     """Rows in data for :meth:`Storage.append`."""
     if isinstance(data, _Pieces):
@@ -354,7 +385,7 @@ def num_rows(data: Any, dim: int) -> int:
     return int(data.shape[dim]) if isinstance(data, torch.Tensor) or is_tensor_collection(data) else len(data)
 
 
-def _items_of(batch: Any, dim: int) -> list[Any]:
+def _unbound(batch: Any, dim: int) -> list[Any]:
     if isinstance(batch, torch.Tensor) or is_tensor_collection(batch):
         return list(batch.unbind(dim))
     if isinstance(batch, Mapping) or not isinstance(batch, Sequence) or isinstance(batch, str):

@@ -101,9 +101,12 @@ class Schema(NamedTuple):
 class Memory(ABC):
     """Holds the ledger and the rows of a storage.
 
+    A :class:`RowStorage` calls :meth:`allocate` with its first element, and writes into :meth:`tensors` from then on.
+
     Attributes:
-        ledger: of the rows.
-        shared: whether other processes can have it too.
+        ledger: of the rows; a new one (``Ledger()``) has no rows until ``set_capacity``.
+        shared: whether other processes can have it too. Where it is False, ``shared=True`` of a buffer moves the rows
+            to a :class:`SharedMemory`.
     """
 
     ledger: Ledger
@@ -115,11 +118,15 @@ class Memory(ABC):
 
     @abstractmethod
     def allocate(self, schema: Schema) -> None:
-        """Settle what a row holds, once; whoever comes second keeps what the first has settled."""
+        """Settle what a row holds, once; whoever comes second keeps what the first has settled.
+
+        Inside ``self.ledger.writing()``: makes a tensor of ``schema.shape_of(key)`` for each of ``schema.fields``,
+        calls ``self.ledger.set_capacity(schema.capacity)``, and keeps the schema last.
+        """
 
     @abstractmethod
     def tensors(self) -> dict[NestedKey, torch.Tensor]:
-        """The rows: ``[capacity, *rest, *entry]`` each."""
+        """The rows: ``[capacity, *rest, *entry]`` each, the same tensors at every call."""
 
     def make_space(self, end: int) -> None:  # noqa: B027 - memory of a process has it
         """Have space for the rows of all positions below ``end``; whoever reserves rows has it. For use while writing.

@@ -13,7 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_ten
 from rollwright._keys import NestedKey, key_str
 from rollwright.data.encoding import Decoder, Encoded, PackedRows, encode, pack_rows
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
-from rollwright.data.replay_buffers.storages.base import Storage, _items_of, _Pieces, positive
+from rollwright.data.replay_buffers.storages.base import Storage, batches_of, items_of, positive
 from rollwright.data.replay_buffers.storages.encoded_rows import EncodedRows, PrivateRows, SharedRows
 
 __all__ = ["LazyStackStorage", "RaggedStorage"]
@@ -115,12 +115,11 @@ class RaggedStorage(Storage):
 
     def append(self, data: Any, *, dim: int = 0) -> Reservation:
         """See :meth:`Storage.append`."""
-        batches = data if isinstance(data, _Pieces) else [data]
-        items = [item for batch in batches for item in _items_of(batch, dim)]
+        items = items_of(data, dim)
         if not items:
             raise ValueError("data: expected at least one element, got none.")
         skipped = max(0, len(items) - self.max_size)
-        if skipped and len(batches) > 1:
+        if skipped and len(batches_of(data)) > 1:
             raise ValueError(
                 f"data: a trajectory of {len(items)} frames is longer than the storage, which has room for "
                 f"{self.max_size}. Make the storage larger, or end trajectories with max_frames_per_traj."
@@ -133,7 +132,7 @@ class RaggedStorage(Storage):
 
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
         """See :meth:`Storage.overwrite`."""
-        items = [_encoded(item) for item in _items_of(data, 0)]
+        items = [_encoded(item) for item in items_of(data, 0)]
         if len(items) != len(index):
             raise ValueError(f"data: expected {len(index)} elements to replace as many, got {len(items)}.")
         with self.ledger.changing_in_place():
@@ -214,7 +213,7 @@ class RaggedStorage(Storage):
         if isinstance(found, Mapping) and not is_tensor_collection(found):
             rows = list(PackedRows.of(found))
         elif found is not None:
-            rows = [_encoded(item) for item in _items_of(found, 0)]
+            rows = [_encoded(item) for item in items_of(found, 0)]
         if len(rows) != high - low:
             raise ValueError(
                 f"state_dict: expected {high - low} elements for the positions {low} to {high}, got {len(rows)}."

@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, key_str, leaves, place
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
-from rollwright.data.replay_buffers.storages.base import Storage, _Pieces, no_objects, positive
+from rollwright.data.replay_buffers.storages.base import Storage, batches_of, no_objects, positive
 from rollwright.data.replay_buffers.storages.builder import TensorDictBuilder
 from rollwright.data.replay_buffers.storages.columns import Column
 from rollwright.data.replay_buffers.storages.memory import Memory, PrivateMemory, Schema, SharedMemory
@@ -138,7 +138,7 @@ class RowStorage(Storage):
 
     def append(self, data: Any, *, dim: int = 0) -> Reservation:
         """See :meth:`Storage.append`."""
-        batches = data if isinstance(data, _Pieces) else [data]
+        batches = batches_of(data)
         found = [self._entries(batch, self.ndim, "extend") for batch in batches]
         schema = self._settled() or self._settle(batches[0], found[0], dim)
         lengths = [self._check(schema, entries, batch, dim) for entries, batch in zip(found, batches, strict=True)]
