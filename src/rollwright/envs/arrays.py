@@ -68,11 +68,15 @@ class Entry(NamedTuple):
 class ArrayTransform(NamedTuple):
     """A transform on arrays, see :meth:`~rollwright.envs.Transform.on_arrays`.
 
+    ``out`` and ``fresh`` are dictionaries in which it sets keys. The arrays in them are not its own: it sets a new
+    array, and never writes into one that is there.
+
     Attributes:
-        entries: what it adds to the entries of the environment.
+        entries: those that it adds, and those that it changes, by the key that it sets.
         reads: what it reads from the root.
-        step: called as ``step(root, out)``; changes ``out``, the content of ``"next"``, in place.
-        reset: called as ``reset(fresh)``; adds first values of all rows to what a reset returned.
+        step: called as ``step(root, out)``, where ``out`` is the content of ``"next"``: observations, rewards, flags.
+        reset: called as ``reset(fresh)`` with what a reset returned: observations of all rows. Sets first values of
+            what it adds, and changes what :attr:`step` changes.
     """
 
     entries: dict[NestedKey, Entry]

@@ -135,10 +135,29 @@ class Transform(nn.Module):
         A subclass of a transform with such a form works on TensorDicts until it defines one of its own.
 
         Args:
-            env: the environment that it follows, with the transforms before it.
+            env: the environment that it follows, with the transforms before it. ``env.entries`` holds observations and
+                what a transform has added; rewards are in ``env.rewards``, and keep their shape and dtype.
+
+        Returns:
+            Functions on dictionaries of arrays, of the shapes that :class:`~rollwright.envs.arrays.Entry` says.
 
         Raises:
-            NotNative: it works on TensorDicts only (the default).
+            NotNative: it works on TensorDicts only (the default), or does so with these keys or settings.
+
+        Example:
+            >>> import numpy as np
+            >>> class Clip(Transform):
+            ...     def _apply_transform(self, obs):
+            ...         return obs.clamp(-1, 1)
+            ...     def on_arrays(self, env):
+            ...         pairs = self._pairs()
+            ...         if any(key not in env.entries for key, _ in pairs):
+            ...             raise NotNative("Clip works on observations")
+            ...         def change(values):
+            ...             for key, out_key in pairs:
+            ...                 values[out_key] = np.clip(values[key], -1, 1)
+            ...         entries = {out_key: env.entries[key] for key, out_key in pairs}
+            ...         return ArrayTransform(entries, [], lambda root, out: change(out), change)
         """
         raise NotNative(f"{type(self).__name__} works on TensorDicts")
 
