@@ -44,7 +44,11 @@ class Connection(Protocol):
         """Number of the process, where it runs on this machine."""
 
     def filenos(self) -> tuple[int, ...]:
-        """File descriptors to wait for: the first is ready when a message has arrived; others, when it has ended."""
+        """File descriptors to wait for until they can be read.
+
+        The first is ready as long as :meth:`take` returns a message or raises, so at the end of the process, too.
+        Others are ready when it has ended.
+        """
 
     def post(self, message: Any) -> None:
         """Send a message without waiting; what there is no room for waits for :meth:`flush`.

@@ -1,7 +1,10 @@
 """Messages between a collector and its workers.
 
-A collector asks for rollouts, one message each (:class:`Collect`), and a worker answers each with what came of it
-(:class:`Collected` or :class:`Failed`). Everything else can be sent at any time, and takes no rollout away.
+A worker's first message is :class:`Ready`. A collector asks for rollouts, one message each (:class:`Collect`), and a
+worker answers each with what came of it (:class:`Collected` or :class:`Failed`). Everything else can be sent at any
+time, and takes no rollout away. A :class:`Call` is answered by :class:`Returned` or :class:`Raised`, a :class:`Pause`
+by :class:`Paused`, and a :class:`Need` of the worker by :class:`Grant` or :class:`Refusal`; nothing else is answered.
+At a :class:`Stop` the worker ends, and its connection raises ``ChannelClosed`` when all that it had sent was taken.
 """
 
 from __future__ import annotations
