@@ -50,12 +50,13 @@ bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--q
 	$(BIN)/python -m benchmarks.workers_publish $(BENCH)
 	$(BIN)/python -m benchmarks.workers_counts
 	$(BIN)/python -m benchmarks.groups $(filter-out --no-peers,$(BENCH))
+	$(BIN)/python -m benchmarks.llm $(BENCH)
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist docs/_build src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests examples docs -name __pycache__ -prune -exec rm -rf {} +
 
-PEERS_torchrl := torchrl==0.14.1 gymnasium==1.3.0
+PEERS_torchrl := torchrl==0.14.1 gymnasium==1.3.0 transformers==5.23.0 psutil==7.2.2 jinja2==3.1.6
 PEERS_sb3     := stable-baselines3==2.9.2 tianshou==2.0.1
 PEERS_cpprb   := cpprb==11.0.0
 NO_TORCH      := cpprb
