@@ -51,6 +51,7 @@ bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--q
 	$(BIN)/python -m benchmarks.workers_counts
 	$(BIN)/python -m benchmarks.groups $(filter-out --no-peers,$(BENCH))
 	$(BIN)/python -m benchmarks.llm $(BENCH)
+	$(BIN)/python -m benchmarks.llm_losses
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist docs/_build src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -66,8 +66,13 @@ def make_tokenizer() -> Any:
     )
 
 
-def make_model(tokenizer: Any) -> Any:
-    """A model of two layers and random weights that writes no special token, hence answers of full length."""
+def make_model(tokenizer: Any, *, ends: bool = False) -> Any:
+    """A model of two layers and random weights.
+
+    Args:
+        tokenizer: of it.
+        ends: let it write the end of an answer; else it writes no special token, hence answers of full length.
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -91,7 +96,9 @@ def make_model(tokenizer: Any) -> Any:
     with torch.no_grad():
         head.weight.copy_(model.lm_head.weight)
         head.bias.zero_()
-        head.bias[list(tokenizer.all_special_ids)] = -1e9
+        head.bias[tokenizer.all_special_ids] = -1e9
+        if ends:
+            head.bias[tokenizer.eos_token_id] = 3.0
     model.lm_head = head
     return model
 
