@@ -1,4 +1,7 @@
-"""Environments: the base class, gymnasium and EnvPool, batches of them, transforms."""
+"""Environments: the base class, gymnasium and EnvPool, batches of them, transforms, conversations."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from rollwright.envs import priming as priming  # registers policy=
 from rollwright.envs.base import EnvBase
@@ -37,11 +40,16 @@ from rollwright.envs.utils import (
     step_mdp,
 )
 
+if TYPE_CHECKING:
+    from rollwright.envs.llm import ChatEnv, DatasetChatEnv, LLMEnv
+
 __all__ = [
     "ActionMask",
     "AsyncEnvPool",
     "CatFrames",
+    "ChatEnv",
     "Compose",
+    "DatasetChatEnv",
     "DoubleToFloat",
     "EnvBase",
     "EnvCreator",
@@ -50,6 +58,7 @@ __all__ = [
     "GymEnv",
     "GymWrapper",
     "InitTracker",
+    "LLMEnv",
     "ObservationNorm",
     "ParallelEnv",
     "RewardScaling",
@@ -69,3 +78,16 @@ __all__ = [
     "set_gym_backend",
     "step_mdp",
 ]
+
+_CONVERSATIONS = ("ChatEnv", "DatasetChatEnv", "LLMEnv")  # imported when they are asked for
+
+if not TYPE_CHECKING:  # so that type checkers refuse names that are not above
+
+    def __getattr__(name: str) -> object:
+        if name in _CONVERSATIONS:
+            globals()[name] = getattr(import_module("rollwright.envs.llm"), name)
+            return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -258,3 +260,15 @@ def test_a_step_without_a_prompt_is_an_error() -> None:
     env.step(td)
     with pytest.raises(EnvError, match=r"slot 0: there is no prompt to answer.*Call reset\(\)"):
         env.step(td)
+
+
+def test_environments_are_reachable_at_the_package_and_imported_on_demand():
+    code = (
+        "import sys, rollwright.envs as envs\n"
+        "assert 'rollwright.envs.llm' not in sys.modules\n"
+        "from rollwright.envs import ChatEnv, DatasetChatEnv, LLMEnv\n"
+        "import rollwright.envs.llm as llm\n"
+        "assert LLMEnv is llm.LLMEnv and ChatEnv is llm.ChatEnv\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
