@@ -5,6 +5,7 @@ Imports no rollwright, for other packages use it, too.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -166,20 +167,66 @@ def check_lengths(answers: Sequence[Any], case: Case) -> None:
         raise RuntimeError(f"{case.name}: expected {case.batch} answers of {case.new} tokens, got {lengths}")
 
 
-def cpu_ms(calls: dict[str, Callable[[], object]], turns: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of processor time a turn, one figure a round; the sides take turns.
+class ModelClock:
+    """Processor time within calls of a model.
+
+    Args:
+        model: its ``forward`` is timed from now on.
+
+    Attributes:
+        seconds: so far.
+        calls: so far.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.seconds, self.calls = 0.0, 0
+        forward = model.forward
+
+        @functools.wraps(forward)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            start = time.process_time()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.seconds += time.process_time() - start
+
+        model.forward = timed
+
+
+class Figures(NamedTuple):
+    """Milliseconds of processor time a turn, one figure a round.
+
+    Attributes:
+        total: of all.
+        outside: of what is not within the model.
+        calls: of the model for a batch.
+    """
+
+    total: list[float]
+    outside: list[float]
+    calls: int
+
+
+def cpu_ms(calls: dict[str, Callable[[], object]], clock: ModelClock, turns: int, rounds: int) -> dict[str, Figures]:
+    """Measure sides in turns.
 
     Args:
         calls: by side: collects a batch.
+        clock: of the model that all sides call.
         turns: of a batch.
         rounds: batches of each side.
     """
-    found: dict[str, list[float]] = {side: [] for side in calls}
-    for call in calls.values():
+    found = {}
+    for side, call in calls.items():
+        clock.calls = 0
         call()  # what happens once, happens here
+        found[side] = Figures([], [], clock.calls)
     for number in range(rounds):
         for side in list(calls)[:: -1 if number % 2 else 1]:
-            start = time.process_time()
+            clock.seconds, start = 0.0, time.process_time()
             calls[side]()
-            found[side].append(1e3 * (time.process_time() - start) / turns)
+            seconds = time.process_time() - start
+            found[side].total.append(1e3 * seconds / turns)
+            found[side].outside.append(1e3 * (seconds - clock.seconds) / turns)
     return found

@@ -22,6 +22,7 @@ from benchmarks.llm_cases import (
     CHAT,
     HAND,
     Case,
+    ModelClock,
     check_lengths,
     cpu_ms,
     generate,
@@ -72,6 +73,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
+    clock = ModelClock(model)
     found = {}
     for case in cases:
         prompts = prompts_of(case, tokenizer)
@@ -79,7 +81,7 @@ def main() -> None:
             HAND: partial(generate, model, prompts, case.new),
             TORCHRL: make_collector(case, model, tokenizer),
         }
-        found[case.name] = cpu_ms(sides, case.batch, rounds)
+        found[case.name] = cpu_ms(sides, clock, case.batch, rounds)
     print(json.dumps(found))
 
 
