@@ -4,13 +4,16 @@ SEED   ?= 0
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test lint format types doctest docs bench clean
+.PHONY: help demo demo-llm test lint format types doctest docs bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: .venv/.plot ## learn CartPole with PPO, live; leaves learning_curve.png
 	$(BIN)/python examples/ppo_cartpole.py --seed $(SEED) --plot learning_curve.png
+
+demo-llm: .venv/.llm .venv/.plot ## teach a tiny language model by GRPO; leaves grpo_curve.png
+	$(BIN)/python examples/grpo_tiny.py --seed $(SEED) --plot grpo_curve.png
 
 test: .venv/.dev ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile

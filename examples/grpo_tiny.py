@@ -6,7 +6,12 @@ The reward is the share of letters that are right.
 
     python examples/grpo_tiny.py --seed 0 --plot grpo_curve.png
 
-RESULTS
+Mean reward of the first and of the last 10 of 150 updates, on two cores that other programs used too:
+
+    seed   start    end   seconds
+       0    0.06   0.45       237
+       1    0.06   0.79       290
+       2    0.06   0.57       286
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from rollwright.modules.llm import TransformersWrapper
 
 LETTERS = "abcdefghij"
 ANSWER = 4  # letters
+ENTROPY = 0.03
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -65,15 +71,17 @@ def share_of_right_letters(prompts: list[str], completions: list[str], **columns
 
 
 def loss_of(model: Qwen3ForCausalLM, batch) -> torch.Tensor:
-    """The clipped policy gradient of the tokens that were sampled."""
+    """The clipped policy gradient of the sampled tokens; without the entropy, seed 0 stops at a reward of 0.32."""
     tokens, mask = padded(batch, "tokens"), padded(batch, "assistant_mask").bool()
     logits = model(tokens, attention_mask=padded(batch, "attention_mask")).logits[:, :-1]
-    log_probs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)[mask[:, 1:]]
+    policy = logits.log_softmax(-1)
+    log_probs = policy.gather(-1, tokens[:, 1:, None]).squeeze(-1)[mask[:, 1:]]
+    entropy = -(policy.exp() * policy).sum(-1)[mask[:, 1:]].mean()
     sampled = torch.cat([*batch.get("log_probs", as_list=True)])
     lengths = mask.sum(-1)
     advantage = batch["advantage"].reshape(-1).repeat_interleave(lengths)
     ratio = (log_probs - sampled).exp()
-    return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean() - ENTROPY * entropy
 
 
 def train(seed: int, updates: int, prompts: int = 16, samples: int = 8, progress: bool = True) -> list[float]:
@@ -97,17 +105,20 @@ def train(seed: int, updates: int, prompts: int = 16, samples: int = 8, progress
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     rewards, begun = [], time.perf_counter()
-    for batch in collector:
-        rewards.append(batch["next", "reward"].mean().item())
-        loss = loss_of(model, group_advantages(batch))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        collector.update_policy_weights_()
-        if progress and len(rewards) % 10 == 0:
-            seconds = time.perf_counter() - begun
-            print(f"update {len(rewards):3}  reward {sum(rewards[-10:]) / 10:.2f}  {seconds:.0f} s", flush=True)
+    try:
+        for batch in collector:
+            rewards.append(batch["next", "reward"].mean().item())
+            loss = loss_of(model, group_advantages(batch))
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            collector.update_policy_weights_()
+            if progress and len(rewards) % 10 == 0:
+                seconds = time.perf_counter() - begun
+                print(f"update {len(rewards):3}  reward {sum(rewards[-10:]) / 10:.2f}  {seconds:.0f} s", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
     collector.shutdown()
     return rewards
 
@@ -115,11 +126,12 @@ def train(seed: int, updates: int, prompts: int = 16, samples: int = 8, progress
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--updates", type=int, default=150)
     parser.add_argument("--plot", help="where to save the curve")
     arguments = parser.parse_args()
     rewards = train(arguments.seed, arguments.updates)
-    print(f"reward: {sum(rewards[:10]) / 10:.2f} -> {sum(rewards[-10:]) / 10:.2f}")
+    if len(rewards) >= 10:
+        print(f"reward: {sum(rewards[:10]) / 10:.3f} -> {sum(rewards[-10:]) / 10:.3f}")
     if arguments.plot:
         from matplotlib import pyplot
 
