@@ -69,7 +69,13 @@ if _COMPILER not in sys.modules:
         import tensordict  # noqa: F401
 
 import gymnasium  # noqa: E402, F401
+import numpy.ma  # noqa: E402, F401  # by functions of numpy when they are called
+import torch.utils._device  # noqa: E402
+import torch.utils.serialization  # noqa: E402
 
 import rollwright.collectors  # noqa: E402
 import rollwright.data  # noqa: E402
 import rollwright.envs  # noqa: E402, F401
+from rollwright._processes import pickling  # noqa: E402
+
+pickling.dumps(None)  # where all these modules lie is looked up once, and not by each process

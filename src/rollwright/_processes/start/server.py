@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import importlib
 import os
 import select
@@ -67,6 +68,7 @@ def main(fd: int) -> None:
     with contextlib.suppress(ImportError):  # which workers report
         importlib.import_module("rollwright._preload")
     util._close_stdin()  # type: ignore[attr-defined]
+    gc.freeze()  # a collection in a forked process would look through what is imported, and so copy its pages
     with socket.socket(fileno=fd) as line:
         _Server(line).serve()
 
