@@ -22,6 +22,7 @@ from tensordict.nn import (
     ProbabilisticTensorDictSequential,
     TensorDictModule,
 )
+from tests.variants import in_turn
 from torch import nn
 
 from rollwright.collectors import Collector, Interruptor, MultiSyncCollector
@@ -166,16 +167,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def groups_in_turn() -> list[Any]:
-    """Each case with two groups or with three; with the other number, too, where tests may be slow."""
-    return [
-        pytest.param(name, groups, id=f"{name}-{groups}", marks=[] if number % 2 == groups % 2 else [pytest.mark.slow])
-        for number, name in enumerate(CASES)
-        for groups in (2, 3)
-    ]
-
-
-@pytest.mark.parametrize(("name", "number"), groups_in_turn())
+@pytest.mark.parametrize(("name", "number"), in_turn(CASES, (2, 3)))
 def test_bits_are_those_of_one_group(collect: Make, name: str, number: int) -> None:
     runs = []
     for groups in (1, number):

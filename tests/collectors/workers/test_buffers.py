@@ -22,6 +22,7 @@ from tests.collectors.workers.envs import (
 from tests.collectors.workers.frames import check, flat
 from tests.collectors.workers.processes import wait_until
 from tests.patience import patient
+from tests.variants import in_turn
 
 from rollwright.collectors import Collector
 from rollwright.data import (
@@ -48,8 +49,7 @@ def ordered(frames):
 
 
 @pytest.mark.parametrize("options", [{}, {"extend_buffer": False}], ids=["rollouts", "steps"])
-@pytest.mark.parametrize("maker", [tally, tallies], ids=["one", "three"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("maker", "kind"), in_turn([tally, tallies], KINDS))
 def test_the_buffer_grows_with_each_iteration(make, buffer, kind, maker, options):
     rb = buffer()
     collector = make(
@@ -149,8 +149,7 @@ def test_random_frames(make, buffer):
 # Whole trajectories ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("maker", [tally, tallies], ids=["one", "three"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("maker", "kind"), in_turn([tallies, tally], KINDS))
 def test_whole_trajectories_or_nothing(make, buffer, kind, maker):
     rb = buffer()
     collector = make(
@@ -214,8 +213,7 @@ def started(make, buffer):
     return build
 
 
-@pytest.mark.parametrize("options", [{}, {"extend_buffer": False}, {"trajs_per_batch": 1}], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("options", "kind"), in_turn([{}, {"extend_buffer": False}, {"trajs_per_batch": 1}], KINDS))
 def test_from_start_to_shutdown(started, kind, options):
     begun = time.monotonic()
     collector, rb = started(kind, **options)
@@ -323,8 +321,7 @@ def test_updates_act_between_two_steps_and_the_tag_says_which(started):
 # Ensembles ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", ["iterate", "start"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("run", "kind"), in_turn(["iterate", "start"], KINDS))
 def test_a_member_for_each_worker(make, kind, run):
     members = [TensorDictReplayBuffer(storage=LazyTensorStorage(4000, ndim=2)) for _ in range(2)]
     ensemble = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=32, shared=True)

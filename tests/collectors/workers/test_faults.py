@@ -30,6 +30,7 @@ from tests.collectors.workers.envs import (
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import burn, gone, heard, wait_until
 from tests.patience import patient
+from tests.variants import in_turn
 
 from rollwright.collectors.workers.memory import store
 from rollwright.errors import EnvError, PolicyError, WorkerError
@@ -91,8 +92,7 @@ def test_a_policy_that_raises_an_error_of_the_users(make, kind):
     assert "boom 25 because" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("what", ["pre_collect_hook", "post_collect_hook", "postproc"])
+@pytest.mark.parametrize(("what", "kind"), in_turn(["pre_collect_hook", "post_collect_hook", "postproc"], KINDS))
 def test_hooks_that_raise(make, kind, what):
     def hook(*args):
         raise LookupError(f"{what} fails")
@@ -108,20 +108,24 @@ def test_resets_that_raise(make, kind):
         run(make(kind, envs, gain(), frames_per_batch=20))
 
 
-@pytest.mark.parametrize(("trouble", "text"), [("exit", "status 3"), ("kill", "SIGKILL"), ("sys.exit", "SystemExit|4")])
-@pytest.mark.parametrize("kind", KINDS)
-def test_workers_that_end(make, kind, trouble, text):
+ENDS = {"exit": "status 3", "kill": "SIGKILL", "sys.exit": "SystemExit|4"}
+
+
+@pytest.mark.parametrize(("trouble", "kind"), in_turn(ENDS, KINDS))
+def test_workers_that_end(make, kind, trouble):
     envs = one_bad(troubles={"trouble": Trouble(trouble, 30)})
     collector = make(kind, envs, gain(), frames_per_batch=20)
     begun = time.monotonic()
-    with pytest.raises(WorkerError, match=rf"worker 1.*({text})") as caught:
+    with pytest.raises(WorkerError, match=rf"worker 1.*({ENDS[trouble]})") as caught:
         run(collector)
     assert time.monotonic() - begun < patient(SECONDS)
     assert caught.value.worker == 1
 
 
-@pytest.mark.parametrize("call", ["next", "pause", "update", "state_dict", "shutdown"])
-@pytest.mark.parametrize("trouble", ["raise", "kill"])
+CALLS = ["next", "pause", "update", "state_dict", "shutdown"]
+
+
+@pytest.mark.parametrize(("call", "trouble"), in_turn(CALLS, ["raise", "kill"]))
 def test_failures_in_the_background_are_raised_at_the_next_call(make, buffer, trouble, call):
     rb = buffer()
     envs = one_bad(troubles={"trouble": Trouble(trouble, 200)})
@@ -389,8 +393,7 @@ CONSTRUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("case", CONSTRUCTIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("case", "kind"), in_turn(CONSTRUCTIONS, ["async", "sync"]))
 def test_errors_of_construction_come_at_once_and_whole(make, kind, case):
     arguments, options, error, text = CONSTRUCTIONS[case]
     options = dict(options)
@@ -402,11 +405,13 @@ def test_errors_of_construction_come_at_once_and_whole(make, kind, case):
     assert time.monotonic() - begun < patient(15)
 
 
-@pytest.mark.parametrize(("how", "text"), [("raise", "boom at call 0"), ("kill", "SIGKILL")])
-@pytest.mark.parametrize("kind", KINDS)
-def test_errors_of_the_first_reset_come_with_the_first_batch(make, kind, how, text):
+RESETS = {"raise": "boom at call 0", "kill": "SIGKILL"}
+
+
+@pytest.mark.parametrize(("how", "kind"), in_turn(RESETS, KINDS))
+def test_errors_of_the_first_reset_come_with_the_first_batch(make, kind, how):
     collector = make(kind, one_bad(troubles={"on_reset": Trouble(how, 0)}), gain(), frames_per_batch=20)
-    with pytest.raises(WorkerError, match=f"worker 1.*{text}"):
+    with pytest.raises(WorkerError, match=f"worker 1.*{RESETS[how]}"):
         run(collector, 4)
 
 

@@ -12,6 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tests.collectors.workers.envs import IDS, STEP, VERSION, Gain, gain, makers, pixels, sampling, tallies
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import in_shared_memory, wait_until
+from tests.variants import in_turn
 
 from rollwright.collectors.workers.counters import Count, WorkerState
 from rollwright.collectors.workers.schedules import first_come, gather
@@ -59,8 +60,7 @@ def test_what_was_stepped_was_delivered(make):
     assert collector.stats()["frames"] == 400
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("longer", [(), (3,)], ids=["same", "longer"])
+@pytest.mark.parametrize(("longer", "kind"), in_turn([(), (3,)], KINDS))
 def test_entries_that_are_empty_arrive_as_in_one_process(make, kind, longer):
     def with_empty(batch):
         return batch.set("empty", TensorDict({}, [*batch.batch_size, *longer]))

@@ -11,6 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict
 from tests.collectors.workers.envs import EPISODE, IDENT, IDS, gain, makers, pixels, tallies, tally
 from tests.collectors.workers.frames import check, flat, per_worker
+from tests.variants import in_turn
 
 from rollwright.collectors import BaseCollector, Collector
 from rollwright.envs import GymEnv
@@ -108,8 +109,7 @@ def test_split_trajectories(make, kind):
     assert len(batch[IDS][:, 0].unique()) == len(batch)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["padded", "cat"])
+@pytest.mark.parametrize(("layout", "kind"), in_turn(["padded", "cat"], KINDS))
 def test_whole_trajectories(make, kind, layout):
     collector = make(
         kind, makers(), gain(), frames_per_batch=20, total_frames=400, trajs_per_batch=3, traj_format=layout

@@ -15,6 +15,7 @@ from tests.collectors.workers import processes
 from tests.collectors.workers.envs import Trouble, broken, failing, gain, makers, one_bad, tally
 from tests.collectors.workers.processes import burn, gone, heard, wait_until
 from tests.patience import patient
+from tests.variants import in_turn
 
 from rollwright._processes.channel import ByValue
 from rollwright.collectors.workers import messages
@@ -213,8 +214,7 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+@pytest.mark.parametrize(("state", "kind"), in_turn(STATES, KINDS))
 def test_shutdown_from_every_state(make, state, kind):
     collector = state(make, kind)
     running = [pid for pid in pids(collector) if pid]
@@ -310,8 +310,7 @@ def _set(collector, hook):
     collector.post_collect_hook = hook
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", STUCK)
+@pytest.mark.parametrize(("where", "kind"), in_turn(STUCK, KINDS))
 def test_shutdown_of_a_stuck_worker_is_bounded(make, tmp_path, kind, where):
     struck = str(tmp_path / "struck")
     collector = stuck(make, kind, struck, **STUCK[where](struck))
@@ -391,8 +390,7 @@ FAILED = {
 }
 
 
-@pytest.mark.parametrize("why", FAILED)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("why", "kind"), in_turn(FAILED, KINDS))
 def test_failed_constructions_leave_nothing(make, kind, why):
     envs, options, error = FAILED[why]
     kept = []  # and with them, through their tracebacks, what was made

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from tests.collectors.workers.envs import VERSION, ActorCritic, gain, makers, running, tallies, tally
 from tests.collectors.workers.frames import check, flat
 from tests.collectors.workers.processes import wait_until
+from tests.variants import in_turn
 from torch import nn
 
 from rollwright.envs import GymEnv, ObservationNorm, TransformedEnv
@@ -74,12 +75,12 @@ def test_every_form_in_every_way(make, way):
         assert (version is None) == way.startswith("received")
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_without_synchronisation(make, form):
+def test_every_form_without_synchronisation(make):
     collector = make("async", makers(), gain(), frames_per_batch=10)
     collector.next()
-    collector.update_policy_weights_(FORMS[form](gain(5.0)))
-    assert acts_soon(collector, 5.0)
+    for value, form in enumerate(FORMS, 2):
+        collector.update_policy_weights_(FORMS[form](gain(value)))
+        assert acts_soon(collector, value), form
 
 
 @pytest.mark.parametrize("call", ["update_policy_weights_", "receive_weights"])
@@ -403,8 +404,9 @@ def test_nothing_to_publish_is_an_error_and_counts_no_version(make, kind):
 # Schemes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "kind"), in_turn(["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme"], KINDS)
+)
 def test_schemes(make, kind, name):
     from rollwright import weight_update
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from tests.patience import patient
+from tests.variants import in_turn
 
 from rollwright.collectors import Collector
 from rollwright.envs import EnvBase, GymWrapper, StepCounter, TransformedEnv
@@ -114,8 +115,7 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("what", HOW)
+@pytest.mark.parametrize(("what", "native"), in_turn(HOW, [False, True]))
 def test_failure_is_an_error_that_names_the_environment(what: str, native: bool) -> None:
     env = batch(faulty(), faulty(4, what), faulty(), faulty())
     begun = time.monotonic()
