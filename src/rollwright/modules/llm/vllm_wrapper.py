@@ -24,9 +24,9 @@ class vLLMWrapper(EngineWrapper):
     Args:
         model: a ``vllm.LLM``, or the name or directory of a model for it.
         tokenizer: None: that of ``model``.
-        input_mode, return_log_probs, log_prob_mode, generate_kwargs, chat_template_kwargs, pad_output, num_samples,
-            inplace, record_layout, keys, policy_version: as those of :class:`TransformersWrapper`.
         generate: True.
+
+    All others are those of :class:`TransformersWrapper`.
 
     Raises:
         MissingExtraError: vLLM is not installed.
