@@ -320,7 +320,7 @@ def test_a_saved_chain_goes_on_with_the_same_tokens(kind: str, answered: bool) -
 
 
 def test_errors_name_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"no chat template.*template=.*text or tokens"):
+    with pytest.raises(ValueError, match=r"no chat template.*template_kwargs=.*text or tokens"):
         TokenChain(tokenizer("plain"), {})
     with pytest.raises(ValueError, match=r"system.*System role not supported.*give another"):
         TokenChain(tokenizer("gemma"), {}).open([{"role": "system", "content": "x"}])

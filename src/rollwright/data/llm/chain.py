@@ -130,6 +130,11 @@ class TokenChain:
         """
         self._clear()
         if isinstance(prompt, torch.Tensor):
+            if len(prompt) and (least := int(prompt.min())) < 0:
+                raise ValueError(
+                    f"token ids must be at least 0; got {least} in a prompt; take padding out, and use the tokenizer "
+                    "that belongs to the model"
+                )
             self._append(prompt)
             self.text = self._written(prompt)
         elif isinstance(prompt, str):
@@ -144,7 +149,10 @@ class TokenChain:
             self._append(self._template.codec.encode(self._rendered))
             self.text = Codec.plain(self._rendered)
         if not self._size:
-            raise ValueError("the prompt of a conversation must have at least one token; got none")
+            raise ValueError(
+                "the prompt of a conversation must have at least one token; got none; take empty rows out of the "
+                "dataset"
+            )
         self._num_prompt = self._size
         return self.tokens
 

@@ -41,12 +41,16 @@ class ChatTemplate:
         options = dict(arguments or {})
         tools = options.pop("tools", None)
         chosen = options.pop("chat_template", None)
+        if tokenizer is None:
+            raise ValueError(
+                "chat messages are written as tokens by a tokenizer; got none; pass the model's (tokenizer=)"
+            )
         if chosen is None and getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__!r} has no chat "
-                "template, so that chat messages cannot be written as tokens; give one "
-                "(template={'chat_template': '...'}, or tokenizer.chat_template = '...'), or use an environment of "
-                "text or tokens (template=None)"
+                "template, so that chat messages cannot be written as tokens; give one (tokenizer.chat_template = "
+                "'...', or template_kwargs={'chat_template': '...'} of the environment), or use an environment of text "
+                "or tokens (input_mode='text')"
             )
         self.tokenizer = tokenizer
         self.source: str = tokenizer.get_chat_template(chosen, tools)

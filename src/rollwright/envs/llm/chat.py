@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rollwright.data.llm.chat_template import ChatTemplate
 from rollwright.data.specs import Composite
 from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.env import ConversationEnv
@@ -56,6 +57,8 @@ class ChatEnv(ConversationEnv):
                 "tokenizer: messages are written by a chat template, so expected a tokenizer, got None. Pass the "
                 "model's tokenizer, or input_mode='text'."
             )
+        if conversations.template is not None:
+            ChatTemplate(tokenizer, conversations.template)  # one without a chat template is an error now
         super().__init__(conversations, tokenizer, nested=True, columns=primers, device=device)
 
     @classmethod

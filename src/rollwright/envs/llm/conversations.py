@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from rollwright.data.llm.turns import FinishReason, Message, Origin
@@ -360,6 +361,16 @@ class DatasetConversations(Conversations):
     def waiting(self) -> list[int]:
         """Slots whose conversation has ended and waits for the rest of its group."""
         return sorted(slot for members in self._groups.values() for slot, _ in members)
+
+    def cut(self, slot: int) -> bool:
+        """See :meth:`Conversations.cut`."""
+        talk = self._talks[slot]
+        if not self.rewards:
+            return False
+        talk.busy = True
+        talk.outcome = replace(talk.outcome, truncated=True)  # the one that was taken stays as it is
+        self._finish(slot, talk)
+        return True
 
     # Saved conversations ----------------------------------------------------------------------------
 

@@ -171,6 +171,14 @@ class Conversations(ABC):
             EnvError: a tool, a reward or a user's environment failed; names conversation, argument and remedy.
         """
 
+    def cut(self, slot: int) -> bool:
+        """End a conversation whose last outcome left no room for an answer.
+
+        Returns:
+            Whether another outcome follows: the last one again, with the rewards of a conversation's end, truncated.
+        """
+        return False
+
     @abstractmethod
     def state(self, slot: int) -> dict[str, Any]:
         """What the conversation of a slot needs to go on, beside its messages; between outcome and answer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,29 +113,43 @@ class Dialog:
         self.asked = False
         return Answer(message, response, found.tokens, found.finish_reason)
 
-    def follow(self, outcome: Outcome, max_length: int | None) -> EndedTurn:
+    def follow(self, outcome: Outcome, max_length: int | None, cut: Callable[[], bool]) -> EndedTurn | None:
         """Take what followed the answer; the turn is complete.
 
-        A conversation that has no room for another token is cut there.
+        A conversation that has no room for another token ends there.
+
+        Args:
+            outcome: what followed.
+            max_length: tokens that prompt and response have room for.
+            cut: called where there is no room: ends the conversation in its environment; returns whether another
+                outcome follows, with the rewards of its end.
+
+        Returns:
+            The turn; None: another outcome is to follow first.
         """
         turn = self.pending
         assert turn is not None
-        self.pending = None
-        turn.added, turn.reward = outcome.messages, outcome.reward
+        was_cut = turn.next_prompt is not None  # then this is the same outcome again, with the rewards of the end
+        turn.reward = outcome.reward
         turn.terminated, turn.truncated = outcome.terminated, outcome.truncated
         turn.seconds.update(outcome.seconds)
         turn.extras.update(outcome.extras)
-        if outcome.response is not None:  # it called tools
-            turn.response, turn.finish_reason = outcome.response, FinishReason.TOOL
-            self.messages[-1] = outcome.response
-            if self.chain.messages:
-                self.chain.messages[-1] = outcome.response
+        if not was_cut:
+            turn.added = outcome.messages
+            if outcome.response is not None:  # it called tools
+                turn.response, turn.finish_reason = outcome.response, FinishReason.TOOL
+                self.messages[-1] = outcome.response
+                if self.chain.messages:
+                    self.chain.messages[-1] = outcome.response
         if not turn.done:
             turn.next_prompt = self.chain.follow(outcome.messages)
             turn.next_prompt_text = self.chain.text
             self.messages.extend(outcome.messages)
             if max_length is not None and len(turn.next_prompt) >= max_length:
                 turn.truncated = True
+                if cut():
+                    return None
+        self.pending = None
         reward = outcome.reward
         self.total += float(reward.sum()) if isinstance(reward, torch.Tensor) else float(reward)
         self.number += 1

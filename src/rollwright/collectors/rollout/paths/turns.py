@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.records import RecordLayout, empty_record, record
-from rollwright.data.llm.turns import FinishReason, turn_seed
+from rollwright.data.llm.turns import FinishReason, Origin, turn_seed
 from rollwright.envs.llm.core import Answer, Conversations, Opening
 from rollwright.errors import EnvError, NotNative, PolicyError
 from rollwright.modules.llm.engine import Completion, Engine, Request
@@ -179,7 +180,10 @@ class TurnPath(Path):
         except StopIteration:
             self._data_is_over = True
             return
-        self._dialogs[slot] = Dialog.begun(slot, opening, self._empty_chain.new())
+        try:
+            self._dialogs[slot] = Dialog.begun(slot, opening, self._empty_chain.new())
+        except ValueError as error:
+            raise ValueError(f"{_place(opening.draw.origin, 0)}: {error}") from error
 
     @property
     def is_over(self) -> bool:
@@ -250,7 +254,9 @@ class TurnPath(Path):
         for slot, outcome in outcomes.items():
             dialog = self._dialogs[slot]
             assert dialog is not None
-            self._keep(dialog, dialog.follow(outcome, self._engine.max_length))
+            ended = dialog.follow(outcome, self._engine.max_length, partial(self._conversations.cut, slot))
+            if ended is not None:
+                self._keep(dialog, ended)
         return bool(outcomes)
 
     def _keep(self, dialog: Dialog, ended: EndedTurn) -> None:
@@ -524,6 +530,9 @@ def _nested(rows: list[Any], batch_size: Sequence[int]) -> Any:
 
 
 def _name(dialog: Dialog) -> str:
-    origin = dialog.opening.draw.origin
+    return _place(dialog.opening.draw.origin, dialog.number)
+
+
+def _place(origin: Origin, number: int) -> str:
     where = f"epoch {origin.epoch}, repeat {origin.repeat}"
-    return f"the conversation of prompt {origin.index} ({where}), turn {dialog.number}"
+    return f"the conversation of prompt {origin.index} ({where}), turn {number}"

@@ -1,0 +1,93 @@
+"""Prompts that cannot be read, and conversations without room."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests import llm_models
+
+from rollwright.collectors.llm import LLMCollector
+from rollwright.envs.llm import ChatEnv, LLMEnv, Reward
+from rollwright.modules.llm import TransformersWrapper
+
+pytestmark = [pytest.mark.llm, pytest.mark.usefixtures("_one_thread")]
+
+
+@pytest.fixture
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class GoOn:
+    """Never ends a conversation."""
+
+    def __init__(self, row):
+        pass
+
+    def reply(self, messages):
+        return "Go on.", 1.0, False
+
+
+def policy(**options):
+    return TransformersWrapper(
+        llm_models.model(), tokenizer=llm_models.tokenizer(), generate_kwargs={"max_new_tokens": 4}, **options
+    )
+
+
+def chats(slots=2, **options):
+    rows = [{"query": f"question {number}"} for number in range(8)]
+    return ChatEnv.from_dataloader(
+        rows, tokenizer=llm_models.tokenizer(), batch_size=slots, environment=GoOn, **options
+    )
+
+
+@pytest.mark.parametrize("async_envs", [False, True])
+@pytest.mark.parametrize("per", ["conversation", "group"])
+def test_a_conversation_without_room_has_the_rewards_of_its_end(per, async_envs):
+    lengths = []
+
+    def hundred(completions, **columns):
+        lengths.extend(len(completion) for completion in completions)
+        return [100.0] * len(completions)
+
+    env = chats(reward_functions=Reward(hundred, per=per), repeats=2, group_repeats=True)
+    collector = LLMCollector(env, policy(max_length=96), trajs_per_batch=1, async_envs=async_envs)
+    for _ in range(4):
+        batch = collector.next()
+        turns = len(batch)
+        assert turns > 1
+        assert batch["next", "truncated"].reshape(-1).tolist() == [False] * (turns - 1) + [True]
+        assert batch["next", "reward"].reshape(-1).tolist() == [1.0] * (turns - 1) + [101.0]
+        assert 2 * turns in lengths  # answers and what followed them
+        last = batch[-1]
+        assert last["next", "history"].prompt.to_chats()[-1]["content"] == "Go on."
+        assert len(last["next", "tokens", "prompt"]) >= 96
+    collector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("rows", "from_text", "problem"),
+    [
+        ([{"tokens": torch.tensor([3, -2])}], False, "token ids must be at least 0; got -2"),
+        ([{"text": ""}], True, "at least one token; got none; take empty rows out"),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_names_its_conversation(rows, from_text, problem):
+    env = LLMEnv.from_dataloader(rows, tokenizer=llm_models.tokenizer(), from_text=from_text)
+    with (
+        LLMCollector(env, policy(), dialog_turns_per_batch=1) as collector,
+        pytest.raises(ValueError, match=r"conversation of prompt 0 \(epoch 0, repeat 0\), turn 0: .*" + problem),
+    ):
+        collector.next()
+
+
+def test_a_tokenizer_without_a_chat_template_is_an_error_at_construction():
+    with pytest.raises(ValueError, match=r"no chat template, .*template_kwargs="):
+        ChatEnv.from_dataloader([{"query": "2 + 2?"}], tokenizer=llm_models.tokenizer("plain"))
+    with (
+        pytest.raises(ValueError, match="chat messages are written as tokens by a tokenizer; got none"),
+    ):
+        LLMCollector(chats(), TransformersWrapper(llm_models.model()), dialog_turns_per_batch=2)
