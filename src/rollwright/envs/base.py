@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import Signature, signature
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rollwright._keys import key_str, leaf_keys, without
+from rollwright._keys import NestedKey, key_str, leaf_keys, without
 from rollwright.data.layout import deciding_groups, end_of_trajectory
 from rollwright.envs._checks import check_alive, complete_reset, complete_step, missing_actions
 from rollwright.envs._partial_reset import merge_reset, replace_entries, reset_masks
@@ -88,6 +89,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     Attributes:
         batch_locked: False for an environment whose batch size is that of the data it is given.
+        stand_ins: entries that a policy may write in place of an action, by the key of the action.
         ends_with_step: names of entries at the root that are not carried on to the next step, not even in part.
 
     Example:
@@ -112,6 +114,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     batch_locked: bool = True
     remedy_when_closed: str = "Make a new environment"  # for messages
+    stand_ins: Mapping[NestedKey, NestedKey] = MappingProxyType({})
     ends_with_step: tuple[str, ...] = ()
     returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from rollwright._keys import NestedKey
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase
 
@@ -50,6 +51,11 @@ class WrapperEnv(EnvBase):
             if base_env is None or name.startswith("__") or hasattr(type(self), name):
                 raise
         return getattr(base_env, name)
+
+    @property
+    def stand_ins(self) -> Mapping[NestedKey, NestedKey]:  # type: ignore[override]
+        """See :attr:`EnvBase.stand_ins`."""
+        return self.base_env.stand_ins
 
     @property
     def ends_with_step(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Prompts that cannot be read, and conversations without room."""
+"""Prompts that cannot be answered, conversations without room, and policies that answer in text alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from tests import llm_models
 
 from rollwright.collectors.llm import LLMCollector
+from rollwright.envs import StepCounter, TransformedEnv
 from rollwright.envs.llm import ChatEnv, LLMEnv, Reward
 from rollwright.modules.llm import TransformersWrapper
 
@@ -91,3 +92,18 @@ def test_a_tokenizer_without_a_chat_template_is_an_error_at_construction():
         pytest.raises(ValueError, match="chat messages are written as tokens by a tokenizer; got none"),
     ):
         LLMCollector(chats(), TransformersWrapper(llm_models.model()), dialog_turns_per_batch=2)
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_a_policy_may_answer_in_text_alone(transformed):
+    def answer(td):
+        td["text", "response"] = [f"{len(prompt)} letters" for prompt in td["text", "prompt"]]
+        return td
+
+    env = TransformedEnv(chats(), StepCounter()) if transformed else chats()
+    with LLMCollector(env, answer, dialog_turns_per_batch=4) as collector:
+        rows = [row for _ in range(2) for row in collector.next().reshape(-1).unbind(0)]
+    for row in rows:
+        prompt, response = row["text", "prompt"], row["text", "response"]
+        assert response == f"{len(prompt)} letters"
+        assert row["next", "text", "prompt"].startswith(prompt + response)

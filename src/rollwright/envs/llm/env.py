@@ -117,6 +117,9 @@ class ConversationEnv(EnvBase):
         chosen = ("tokens" if self._has_tokens else "text") + ("" if self.nested else "_response")
         self.observation_spec = Composite(observed, shape=size)
         self.action_spec = Composite({chosen: actions[chosen]}, shape=size)
+        if self._has_tokens and self._has_text:  # a policy may answer in text alone
+            tokens_key: NestedKey = ("tokens", "response") if self.nested else "tokens_response"
+            self.stand_ins = {tokens_key: ("text", "response") if self.nested else "text_response"}
         self.reward_spec = Unbounded((*size, 1))
         self.full_done_spec = self.full_done_spec
         self.add_truncated_keys()

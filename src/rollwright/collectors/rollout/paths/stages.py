@@ -126,10 +126,11 @@ def action_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
     ndim, specs = env.ndim, env.full_action_spec
     free = {key for key in env.action_keys if isinstance(specs[key], NonTensor) or -1 in specs[key].shape}
     actions = [(key, specs[key]) for key in env.action_keys if key not in free]
+    others = env.stand_ins
 
     def check(current: TensorDictBase) -> None:
         for key in free:
-            if not has_entry(current, key):
+            if not has_entry(current, key) and not (key in others and has_entry(current, others[key])):
                 raise _unwritten(env, current, key)
         for key, spec in actions:
             expected = current.batch_size + spec.shape[ndim:]
