@@ -11,6 +11,7 @@ Counts are those of a batch, divided by its steps: what happens once a batch is 
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import sys
 from collections.abc import Callable
@@ -82,7 +83,7 @@ class OperationCounter(TorchDispatchMode):
 
 
 class CallCounter:
-    """Counts calls while it is entered; one more call of each kind is its own."""
+    """Counts calls while it is entered, without garbage collection; one more call of each kind is its own."""
 
     def __init__(self) -> None:
         self.events = {"call": 0, "c_call": 0}
@@ -92,11 +93,15 @@ class CallCounter:
             self.events[event] += 1
 
     def __enter__(self) -> CallCounter:
+        self._collects_garbage = gc.isenabled()  # a collection runs finalizers of whatever was there before
+        gc.disable()
         sys.setprofile(self._count)
         return self
 
     def __exit__(self, *error: object) -> None:
         sys.setprofile(None)
+        if self._collects_garbage:
+            gc.enable()
 
 
 def count(collect: Callable[[], object], steps: int, frames: int) -> Counts:
