@@ -60,7 +60,7 @@ class Prefetcher(Generic[T]):
         """Begin with nothing prepared."""
         self._lock = threading.RLock()
         self._pool: ThreadPoolExecutor | None = None
-        self._results: deque[Future[T]] = deque()
+        self._results: deque[tuple[Future[T], Ticket]] = deque()
         self._before = _set_event()
 
     def next(self) -> T:
@@ -80,8 +80,8 @@ class Prefetcher(Generic[T]):
             while len(self._results) <= self._count:
                 turn = Ticket(self._before)
                 self._before = turn.over
-                self._results.append(self._pool.submit(self._run, turn))
-            result = self._results.popleft()
+                self._results.append((self._pool.submit(self._run, turn), turn))
+            result, _ = self._results.popleft()
         try:
             return result.result()
         except BaseException:
@@ -98,7 +98,12 @@ class Prefetcher(Generic[T]):
         """Forget what was prepared; waits for threads that are at it."""
         with self._lock:
             dropped, self._results = self._results, deque()
-            started = [result for result in dropped if not result.cancel()]  # work starts in order: no turn is missed
+            started = []
+            for result, turn in reversed(dropped):  # from the end: what starts meanwhile has nothing cancelled before it
+                if result.cancel():
+                    turn.over.set()  # a thread that takes work later can be the first to start it, and waits for this
+                else:
+                    started.append(result)
             self._before = _set_event()
         wait(started)
 
