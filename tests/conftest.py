@@ -1,12 +1,14 @@
-"""For every test: markers of promises, ``cuda`` tests need a device, limits grow with the load, programs start soon."""
+"""For every test: markers of promises, time limits that grow with the load, programs, and no process that is left."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tests.collectors.workers.processes import left_behind, strangers
 from tests.patience import patient
 from tests.programs import Programs
 from tests.promises import PROMISES
@@ -48,6 +50,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     limit_s, how = (item.config.getini("timeout"), {}) if marker is None else (marker.args[0], marker.kwargs)
     item.add_marker(pytest.mark.timeout(patient(float(limit_s)), **how), append=False)
     return (yield)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_left() -> Iterator[None]:
+    """The tests of a file end the processes that they start; later files would be blamed for them."""
+    yield
+    if strangers():
+        gc.collect()
+        assert left_behind() == []
 
 
 @pytest.fixture(scope="session")

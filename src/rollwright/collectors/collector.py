@@ -26,7 +26,7 @@ from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.counts import announce_rounding
 from rollwright.collectors.rollout.devices import sync_function
-from rollwright.collectors.rollout.environment import EnvMaker
+from rollwright.collectors.rollout.environment import EnvMaker, making_env
 from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
@@ -146,32 +146,33 @@ class Collector(BaseCollector):
         self.worker_idx = parsed.worker_idx
         self._hooks = Hooks(parsed.pre_collect_hook, parsed.post_collect_hook)
         self._profile = Profile(lambda: self._worker_idx)
-        self._rollout = rollout = Rollout(
-            create_env_fn,
-            policy,
-            parsed,
-            hooks=self._hooks,
-            ids=TrajectoryPool(ledger_of(parsed.replay_buffer)),
-            memory=batch_memory(parsed),
-            interrupted=None if parsed.interruptor is None else parsed.interruptor.collection_stopped,
-            owner=owner,
-        )
-        self.env, self._traj_pool = rollout.env, rollout.ids
-        self.frames_per_batch, self.total_frames = rollout.counts.frames, rollout.counts.total
-        self.requested_frames_per_batch = parsed.frames_per_batch
-        self.init_random_frames = rollout.counts.random_frames
-        self._setup_devices()
-        stacklevel = 3 if type(self).__init__ is Collector.__init__ else 4
-        announce_rounding(owner, self._in_own_words(rollout.counts.rounding), stacklevel=stacklevel + 1)
-        self._delivery = choose_delivery(rollout, self._profile, self._split)
-        self._background = Background(rollout, self._delivery)
-        self._weights = LocalWeights(self, rollout, self._background, lambda: self._worker_idx)
-        self._saved_state = SavedState(rollout, self._delivery)
-        self._weights.use_updater(parsed.weight_updater, self)
-        self.closed = False
-        if parsed.weight_recv_schemes:
-            self.register_scheme_receiver(dict(parsed.weight_recv_schemes))
-        warn_of_options(owner, parsed, stacklevel=stacklevel + 1)
+        with making_env(create_env_fn, parsed) as env:
+            self._rollout = rollout = Rollout(
+                env,
+                policy,
+                parsed,
+                hooks=self._hooks,
+                ids=TrajectoryPool(ledger_of(parsed.replay_buffer)),
+                memory=batch_memory(parsed),
+                interrupted=None if parsed.interruptor is None else parsed.interruptor.collection_stopped,
+                owner=owner,
+            )
+            self.env, self._traj_pool = rollout.env, rollout.ids
+            self.frames_per_batch, self.total_frames = rollout.counts.frames, rollout.counts.total
+            self.requested_frames_per_batch = parsed.frames_per_batch
+            self.init_random_frames = rollout.counts.random_frames
+            self._setup_devices()
+            stacklevel = 3 if type(self).__init__ is Collector.__init__ else 4
+            announce_rounding(owner, self._in_own_words(rollout.counts.rounding), stacklevel=stacklevel + 1)
+            self._delivery = choose_delivery(rollout, self._profile, self._split)
+            self._background = Background(rollout, self._delivery)
+            self._weights = LocalWeights(self, rollout, self._background, lambda: self._worker_idx)
+            self._saved_state = SavedState(rollout, self._delivery)
+            self._weights.use_updater(parsed.weight_updater, self)
+            self.closed = False
+            if parsed.weight_recv_schemes:
+                self.register_scheme_receiver(dict(parsed.weight_recv_schemes))
+            warn_of_options(owner, parsed, stacklevel=stacklevel + 1)
 
     def _parsed(self, options: dict[str, Any], owner: str) -> CollectorOptions:
         return CollectorOptions.parse(options, owner)

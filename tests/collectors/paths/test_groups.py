@@ -22,6 +22,7 @@ from tensordict.nn import (
     ProbabilisticTensorDictSequential,
     TensorDictModule,
 )
+from tests.collectors.workers.processes import left_behind
 from tests.variants import in_turn
 from torch import nn
 
@@ -424,6 +425,7 @@ def test_what_has_no_groups_is_an_error_at_construction(name: str) -> None:
     options = {"create_env_fn": walks(), "policy": deterministic(), "frames_per_batch": 50, "env_groups": 2, **given}
     with pytest.raises(ValueError, match=rf"env_groups: .*{message}.*leave env_groups out"):
         Collector(options.pop("create_env_fn"), options.pop("policy"), **options)
+    assert left_behind(2.0) == []
 
 
 @pytest.mark.parametrize("number", [0, -1, True, 1.5, None])

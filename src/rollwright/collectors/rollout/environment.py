@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -17,19 +18,34 @@ from rollwright.envs.recreation.policy import RecreationWarning
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 from rollwright.errors import EnvError
 
-__all__ = ["EnvMaker", "EnvMakers", "conversations_of", "make_env"]
+__all__ = ["EnvMaker", "EnvMakers", "conversations_of", "making_env"]
 
 EnvMaker = EnvBase | Callable[..., EnvBase] | Sequence[Callable[..., EnvBase]]
 EnvMakers = EnvBase | Callable[..., EnvBase] | Sequence[EnvBase | Callable[..., EnvBase]]  # one, or one for each worker
 
 
-def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
-    """The environment, on its device, with the transforms that options ask for.
+@contextmanager
+def making_env(create_env_fn: EnvMaker, options: CollectorOptions) -> Iterator[EnvBase]:
+    """The environment, on its device, with the transforms that options ask for; closed if the block raises.
+
+    A failed construction leaves nothing running: what a function made is closed; a user's own instance is not.
 
     Raises:
         TypeError: ``create_env_fn`` is not, or does not make, an environment.
         ValueError: options do not fit it.
     """
+    made = _made(create_env_fn, options)
+    try:
+        yield _fitted(made, options)
+    except BaseException:
+        given = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn]
+        if not any(made is each for each in given):
+            with suppress(Exception):  # the error that is under way matters
+                made.close(raise_if_closed=False)
+        raise
+
+
+def _made(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
     made: Any = create_env_fn
     if isinstance(made, Sequence) and not isinstance(made, str):
         if len(made) != 1:
@@ -57,6 +73,10 @@ def make_env(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
             f"create_env_fn: expected an EnvBase of rollwright or a callable that returns one, got "
             f"{type(made).__module__}.{type(made).__qualname__}: {made!r}. Wrap a gymnasium environment in GymWrapper."
         )
+    return made
+
+
+def _fitted(made: EnvBase, options: CollectorOptions) -> EnvBase:
     if made.is_closed:
         made.reopen()
     if made.is_closed:

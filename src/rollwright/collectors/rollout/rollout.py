@@ -20,7 +20,6 @@ from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import named_range
 from rollwright.collectors.rollout.counts import FrameCounts
 from rollwright.collectors.rollout.devices import Devices, Syncs, module_device
-from rollwright.collectors.rollout.environment import EnvMaker, make_env
 from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.choice import choose_path, dialogue_parts, plain_path
@@ -32,6 +31,7 @@ from rollwright.collectors.rollout.state import RolloutState
 from rollwright.collectors.rollout.stats import EpisodeStats, StageTimer
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory, mark_truncated
+from rollwright.envs.base import EnvBase
 from rollwright.envs.priming import provide_for_policy
 from rollwright.envs.recreation.policy import num_recreations
 from rollwright.envs.utils import set_exploration_type
@@ -60,7 +60,7 @@ class Rollout:
     """Steps an environment with a policy, one batch at a time.
 
     Args:
-        create_env_fn: an environment, or what makes one.
+        env: the environment.
         policy: of the user.
         options: of the collector.
         hooks: called before each rollout; what follows a batch is for the delivery.
@@ -83,7 +83,7 @@ class Rollout:
 
     def __init__(
         self,
-        create_env_fn: EnvMaker,
+        env: EnvBase,
         policy: Any,
         options: CollectorOptions,
         *,
@@ -95,7 +95,6 @@ class Rollout:
         owner: str = "Collector",
     ) -> None:
         self.options, self.hooks, self.ids, self.memory, self.owner = options, hooks, ids, memory, owner
-        env = make_env(create_env_fn, options)
         made = make_policy(policy, options, env)
         if options.auto_register_policy_transforms:
             env = provide_for_policy(env, made)

@@ -99,7 +99,9 @@ class Prefetcher(Generic[T]):
         with self._lock:
             dropped, self._results = self._results, deque()
             started = []
-            for result, turn in reversed(dropped):  # from the end: what starts meanwhile has nothing cancelled before it
+            for result, turn in reversed(
+                dropped
+            ):  # from the end: what starts meanwhile has nothing cancelled before it
                 if result.cancel():
                     turn.over.set()  # a thread that takes work later can be the first to start it, and waits for this
                 else:

@@ -25,6 +25,7 @@ from rollwright.collectors.delivery.thread import paused_error
 from rollwright.collectors.delivery_options import ledger_of, warn_of_options
 from rollwright.collectors.profiling import Profile, ProfileConfig
 from rollwright.collectors.rollout.devices import module_device
+from rollwright.collectors.rollout.environment import making_env
 from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
@@ -87,10 +88,12 @@ class WorkerCollector(Reachable):
         in_blocks = options.replay_buffer is None and not options.delivers_whole
         self._hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
         self._profile = Profile(lambda: self.worker_idx)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with (
+            warnings.catch_warnings(record=True, action="always") as caught,
+            making_env(spec.create_env_fn, options) as env,
+        ):
             self._rollout = rollout = Rollout(
-                spec.create_env_fn,
+                env,
                 policy,
                 options,
                 hooks=self._hooks,
