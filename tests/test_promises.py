@@ -28,7 +28,8 @@ def test_the_tests_of_a_promise_are_marked(pytester: pytest.Pytester, programs: 
     """As ``pytest -m p9`` finds them: a file of the table is marked, and no other."""
     conftest = (HERE / "conftest.py").read_text()
     folder = pytester.mkdir("tests")
-    for name in ("promises.py", "patience.py", "programs.py"):
+    for name in ("promises.py", "patience.py", "programs.py", "collectors/workers/processes.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text((HERE / name).read_text())
     (folder / "conftest.py").write_text(conftest)
     for file in ("processes/test_pool.py", "processes/test_other.py"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from tests.collectors.workers.envs import gain, makers
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import wait_until
+from tests.patience import patient
 
 from rollwright.collectors.workers.counters import Count
 
@@ -77,3 +80,15 @@ def test_what_has_to_wait_for_the_end_of_a_rollout_is_refused(in_a_rollout, kind
     assert len(collector.map_fn("state_dict")) == 2
     collector.async_shutdown()
     assert check(rb[:]).gaps == 0
+
+
+def test_a_pause_ends_in_whichever_thread_leaves_it(make):
+    """As the garbage collector does with a block that was entered and never left."""
+    collector = make("sync", makers(), gain(), frames_per_batch=20)
+    collector.next()
+    pause = collector.pause()
+    pause.__enter__()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(pause.__exit__, None, None, None).result(patient(10.0))
+    collector.next()
+    collector.set_seed(1)  # which is an error inside a pause

@@ -90,9 +90,10 @@ class WorkerCalls:
     def pausing(self) -> Iterator[None]:
         """Keep all workers between two steps inside the ``with`` block."""
         self._check()
-        self._pausers.append(threading.get_ident())
+        here = threading.get_ident()  # another thread may be the one that collects a block that was never left
+        self._pausers.append(here)
         try:
             with self._group.pausing():
                 yield
         finally:
-            self._pausers.remove(threading.get_ident())
+            self._pausers.remove(here)
