@@ -12,7 +12,11 @@ import torch
 from rollwright.data import Composite, NonTensor, Unbounded
 from rollwright.data.llm.turns import FinishReason
 from rollwright.envs import EnvBase
+from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome
+from rollwright.envs.llm.opening import PromptFormat
+from rollwright.envs.llm.replies import Dialogue
+from rollwright.envs.llm.rewards import Reward
 from rollwright.envs.llm.sources import DatasetSource
 from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
 
@@ -197,12 +201,40 @@ class FakeConversations(Conversations):
             raise RuntimeError("a file is open")
         return {"turn": self._turn[slot]}
 
+    def ended_state(self, slot: int) -> dict[str, Any]:
+        return {**self.state(slot), "waiting": self._waiting[slot][1]}
+
     def load(self, slot: int, opening: Opening, messages: Any, state: Mapping[str, Any]) -> None:
         self._begin(slot, opening.draw)
         self._turn[slot] = state.get("turn", 0)
+        if "waiting" in state:
+            self._waiting[slot] = (False, state["waiting"])
+            self._groups.setdefault(opening.draw.origin.group, set()).add(slot)
 
     def close(self) -> None:
         self.closed = True
+
+
+class FakeUser:
+    """Replies up to twice; it can be saved."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.left = row["number"] % 3
+
+    def reply(self, messages: Sequence[Any]) -> Any:
+        self.left -= 1
+        return "go on", 1.0, self.left < 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"left": self.left}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.left = state["left"]
+
+
+def length_in_group(completions: Sequence[str], **columns: Any) -> list[float]:
+    time.sleep(0.001)
+    return [float(len(completion)) / len(completions) for completion in completions]
 
 
 class FakeEnv(EnvBase):
@@ -216,6 +248,21 @@ class FakeEnv(EnvBase):
         self.observation_spec = Composite(text=NonTensor((num_slots,)), shape=[num_slots])
         self.action_spec = Composite(text_response=NonTensor((num_slots,)), shape=[num_slots])
         self.reward_spec = Unbounded((num_slots, 1))
+
+    @classmethod
+    def rewarded(cls, num_slots: int = 4, *, prompts: int = 40, repeats: int = 4) -> FakeEnv:
+        """Of conversations of the library, with a user, and a reward of each group."""
+        env = cls(num_slots)
+        rows = [{"number": number, "tokens": [1 + number % (VOCABULARY - 1), 1]} for number in range(prompts)]
+        env.source = DatasetSource(rows, repeats=repeats, epochs=1)
+        env.conversations = DatasetConversations(
+            env.source,
+            num_slots,
+            prompts=PromptFormat("tokens"),
+            rewards=Reward(length_in_group, per="group"),
+            dialogue=Dialogue(FakeUser),
+        )
+        return env
 
     def _set_seed(self, seed):
         self.source.set_seed(seed)

@@ -109,3 +109,27 @@ def test_the_state_holds_no_model():
     with made(dialog_turns_per_batch=3) as collector:
         collector.next()
         assert "policy_state_dict" not in collector.state_dict()
+
+
+@pytest.mark.parametrize("options", [{"dialog_turns_per_batch": 5}, {"dialog_turns_per_batch": 3, "async_envs": True}])
+def test_a_group_that_waits_for_its_reward_is_saved(options):
+    def rewarded():
+        return LLMCollector(FakeEnv.rewarded(5, prompts=9), FakePolicy(), **options)
+
+    expected = tokens_of(rewarded())
+    collector, found = rewarded(), {}
+    while (batch := collector.next()) is not None:
+        new = {name: tokens for name, (_, tokens) in rows(batch).items()}
+        assert not new.keys() & found.keys()
+        found |= new
+        ended = [
+            row for row in batch.reshape(-1).unbind(0) if row["collector", "traj_ids"] >= 0 and row["next", "done"]
+        ]
+        assert all(float(row["next", "reward"]) > 0 for row in ended)
+        state = copied(collector.state_dict())
+        assert not state["unsaved"]
+        collector.shutdown()
+        collector = rewarded()
+        collector.load_state_dict(state)
+    collector.shutdown()
+    assert found == expected

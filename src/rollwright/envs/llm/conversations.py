@@ -263,8 +263,7 @@ class DatasetConversations(Conversations):
 
     def _finish(self, slot: int, talk: Talk) -> None:
         """The conversation is over: ask for its rewards."""
-        talk.outcome.messages = ()
-        talk.close()
+        talk.end()
         talk.rewards_left = len(self.rewards)
         alone = [number for number, reward in enumerate(self.rewards) if reward.per == "conversation"]
         for number in alone:
@@ -354,7 +353,7 @@ class DatasetConversations(Conversations):
                 f"{place(talk.origin)}: its group has its rewards and cannot go on. Use "
                 "Reward(..., per='conversation')."
             )
-        talk.over = False
+        talk.over, talk.ended = False, None
         talk.follow(messages)
 
     @property
@@ -381,6 +380,13 @@ class DatasetConversations(Conversations):
             raise EnvError(f"slot {slot} has no conversation between an outcome and an answer. Save it there.")
         return copy.deepcopy(talk.state())
 
+    def ended_state(self, slot: int) -> dict[str, Any]:
+        """See :meth:`Conversations.ended_state`; its rewards are asked for again."""
+        talk = self._talks.get(slot)
+        if talk is None or talk.ended is None or talk.over:
+            raise EnvError(f"slot {slot} has no conversation that has ended and waits for its rewards.")
+        return copy.deepcopy(talk.ended_state())
+
     def load(self, slot: int, opening: Opening, messages: Sequence[Message], state: Mapping[str, Any]) -> None:
         """See :meth:`Conversations.load`."""
         self._drop(slot)
@@ -388,6 +394,8 @@ class DatasetConversations(Conversations):
         talk = self._talks[slot] = self._talk(opening)
         if state:
             talk.load(copy.deepcopy(dict(state)))
+        if talk.ended is not None:
+            self._finish(slot, talk)
 
     def close(self) -> None:
         """See :meth:`Conversations.close`."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rollwright.data.llm.turns import FinishReason, Message, Origin
+from rollwright.errors import EnvError
 
 __all__ = ["Answer", "Conversations", "Draw", "Opening", "Outcome", "PromptSource"]
 
@@ -186,6 +187,14 @@ class Conversations(ABC):
         Raises:
             EnvError: it cannot be saved, and why.
         """
+
+    def ended_state(self, slot: int) -> dict[str, Any]:
+        """What a conversation needs that has ended and waits for others: once loaded, its outcome follows.
+
+        Raises:
+            EnvError: it cannot be saved, and why.
+        """
+        raise EnvError(f"slot {slot}: its outcome waits for other conversations, and {type(self).__name__} saves none.")
 
     @abstractmethod
     def load(self, slot: int, opening: Opening, messages: Sequence[Message], state: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Talk:
         calls: of the last answer that were not made yet.
         outcome: of the last answer, while it is made.
         busy: an answer was submitted, and its outcome was not taken.
+        ended: its last outcome, without rewards of its end; None before.
         over: the conversation has ended, and its rewards are known.
         rewards_left: reward functions that did not return yet.
     """
@@ -42,6 +43,7 @@ class Talk:
         self.turns = self.rounds = self.rewards_left = 0
         self.calls: deque[ToolCall] = deque()
         self.outcome = Outcome()
+        self.ended: Outcome | None = None
         self.busy = self.over = False
         self._ids: deque[str] = deque()
         self._token_ids: list[int] = []
@@ -98,6 +100,12 @@ class Talk:
         self.messages.extend(messages)
         self.outcome.messages = (*self.outcome.messages, *messages)
 
+    def end(self) -> None:
+        """The conversation has ended; rewards of its end are added to the outcome from here on."""
+        self.outcome.messages = ()
+        self.ended = replace(self.outcome, seconds=dict(self.outcome.seconds))
+        self.close()
+
     def spent(self, stage: str, seconds: float) -> None:
         """Note seconds of a stage."""
         self.outcome.seconds[stage] = self.outcome.seconds.get(stage, 0.0) + seconds
@@ -135,12 +143,7 @@ class Talk:
                 f"{place(self.origin)}: the tool {min(self._stateful)!r} has a process that cannot be saved. Save "
                 "between conversations, or let its prompt be drawn again."
             )
-        state = {
-            "messages": [dict(message) for message in self.messages],
-            "turns": self.turns,
-            "rounds": self.rounds,
-            "token_ids": list(self._token_ids),
-        }
+        state = self._progress()
         if self.environment is not None:
             save = getattr(self.environment, "state_dict", None)
             if save is None and self.turns:
@@ -151,6 +154,18 @@ class Talk:
             state["environment"] = None if save is None else save()
         return state
 
+    def ended_state(self) -> dict[str, Any]:
+        """What it needs at its end, to be given its rewards."""
+        return {**self._progress(), "ended": self.ended}
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "messages": [dict(message) for message in self.messages],
+            "turns": self.turns,
+            "rounds": self.rounds,
+            "token_ids": list(self._token_ids),
+        }
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; an empty one is that of a conversation without answers."""
         if not state:
@@ -158,6 +173,9 @@ class Talk:
         self.messages = list(state["messages"])
         self.turns, self.rounds = state["turns"], state["rounds"]
         self._token_ids = list(state["token_ids"])
+        if state.get("ended") is not None:
+            self.outcome = self.ended = state["ended"]
+            self.busy = True
         if state.get("environment") is not None:
             self.environment.load_state_dict(state["environment"])
 

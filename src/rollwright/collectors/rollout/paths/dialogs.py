@@ -158,7 +158,10 @@ class Dialog:
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self, of_environment: Mapping[str, Any]) -> dict[str, Any]:
-        """The conversation between an outcome and an answer; what was asked for is asked for again."""
+        """The conversation between an outcome and an answer, or at its end, while its last outcome waits for others.
+
+        What was asked for is asked for again.
+        """
         return {
             "slot": self.slot,
             "opening": self.opening,
@@ -167,6 +170,7 @@ class Dialog:
             "messages": list(self.messages),
             "number": self.number,
             "total": self.total,
+            "pending": None if self.pending is None else _own_turn(self.pending),
             "held": [own(each) for each in self.held],
             "environment": dict(of_environment),
         }
@@ -183,16 +187,19 @@ class Dialog:
             messages=list(saved["messages"]),
             number=saved["number"],
             total=saved["total"],
+            pending=saved.get("pending"),
             held=list(saved["held"]),
         )
 
 
 def own(ended: EndedTurn) -> EndedTurn:
     """The same turn, with tokens in memory of its own: a pickle of a view holds all that it is a view of."""
-    turn = ended.turn
+    return replace(ended, turn=_own_turn(ended.turn))
+
+
+def _own_turn(turn: Turn) -> Turn:
     following = turn.next_prompt
-    copied = replace(turn, tokens=turn.tokens.clone(), next_prompt=None if following is None else following.clone())
-    return replace(ended, turn=copied)
+    return replace(turn, tokens=turn.tokens.clone(), next_prompt=None if following is None else following.clone())
 
 
 def packed(state: Any) -> torch.Tensor:

@@ -448,9 +448,7 @@ class TurnPath(Path):
             if dialog is None:
                 continue
             try:
-                if dialog.pending is not None:
-                    raise EnvError("its outcome waits for other conversations")
-                dialogs.append(packed(dialog.state_dict(self._conversations.state(dialog.slot))))
+                dialogs.append(self._packed(dialog))
             except Exception as error:
                 if not dialog.is_untouched:
                     unsaved.append(f"{_name(dialog)} begins again: {type(error).__name__}: {error}")
@@ -464,6 +462,11 @@ class TurnPath(Path):
             "again": packed(list(self._again)),
             "dropped": self.conversations_dropped,
         }, unsaved
+
+    def _packed(self, dialog: Dialog) -> torch.Tensor:
+        conversations, slot = self._conversations, dialog.slot
+        of_environment = conversations.state(slot) if dialog.pending is None else conversations.ended_state(slot)
+        return packed(dialog.state_dict(of_environment))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
         """See :meth:`Path.load_state_dict`."""
