@@ -262,6 +262,10 @@ class Path(ABC):
         ids = None if current is None else current.get(("collector", "traj_ids"), None)
         return None if ids is None else ids.reshape(-1).cpu().numpy()
 
+    def flattened(self, batch: TensorDictBase) -> TensorDictBase:
+        """The last batch as ``[N]``, row after row, without what was not taken."""
+        return batch.reshape(-1)
+
     def delivered(self, ids: Iterable[int] | None = None) -> None:  # noqa: B027
         """Trajectories have reached the consumer, whole.
 
@@ -278,6 +282,20 @@ class Path(ABC):
 
     def dropped(self) -> None:  # noqa: B027
         """Trajectories that ended and were not delivered never will be: on purpose."""
+
+    def save_undelivered(self) -> torch.Tensor | None:
+        """Where the trajectories come from that ended and were not delivered; None: :meth:`state_dict` has that."""
+        return None
+
+    def load_undelivered(  # noqa: B027
+        self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]
+    ) -> None:
+        """Go on with trajectories that are held.
+
+        Args:
+            saved: of :meth:`save_undelivered`.
+            held: ids of the trajectories that are held now, and their first frames.
+        """
 
     def state_dict(self) -> tuple[dict[str, Any], list[str]] | None:
         """What is in progress, and what of it cannot be saved; None: the current TensorDict is all that there is."""

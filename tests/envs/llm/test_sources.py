@@ -201,6 +201,21 @@ def test_a_claimed_prompt_is_not_drawn_again() -> None:
     assert [restored.draw(), restored.draw()] == [draws[0], draws[2]]
 
 
+def test_what_was_claimed_and_delivered_before_the_first_draw_is_not_drawn_again() -> None:
+    rows = [{"text": str(number)} for number in range(4)]
+    first = DatasetSource(rows, epochs=1)
+    drawn = [first.draw().origin for _ in range(3)]
+    first.delivered(drawn[1])
+    restored = DatasetSource(rows, epochs=1)
+    restored.load_state_dict(first.state_dict())
+    for origin in (drawn[0], drawn[2]):
+        restored.claim(origin)
+        restored.delivered(origin)
+    assert restored.draw().row["text"] == "3"
+    with pytest.raises(StopIteration):
+        restored.draw()
+
+
 def test_a_stateful_loader_fetches_no_batch_again_that_was_delivered() -> None:
     source = DatasetSource(Loader(), epochs=None)
     draws = [source.draw() for _ in range(19)]

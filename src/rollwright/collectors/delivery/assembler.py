@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -86,6 +86,12 @@ class TrajectoryAssembler:
     def _all_complete(self) -> list[Trajectory]:
         """All that ended and were not delivered."""
         return list(self._complete.copy())
+
+    def first_frames(self) -> Iterator[tuple[int, TensorDictBase]]:
+        """Ids of all that ended and were not delivered, each with its first frame ``[1]``."""
+        for found in self._all_complete():
+            piece = found.pieces[0]
+            yield found.id, piece.frames.rows(piece.start, piece.start + 1)
 
     @property
     def frames_held(self) -> int:

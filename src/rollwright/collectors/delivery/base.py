@@ -192,7 +192,8 @@ class RolloutDelivery(Delivery):
             saved = {name: [td_state(td) for td in held[name]] for name in ("open", "complete")}
         except Exception as error:
             return None, [f"objects in held trajectories: cannot be pickled: {type(error).__name__}: {error}"]
-        return {**held, **saved}, []
+        undelivered = self.rollout.path.save_undelivered()
+        return {**held, **saved, **({} if undelivered is None else {"undelivered": undelivered})}, []
 
     def load_held(
         self, held: Mapping[str, Any] | None, trajectories: Mapping[str, Any] | None, *, ids_are_free: bool
@@ -216,6 +217,7 @@ class RolloutDelivery(Delivery):
         saved_ids = None if trajectories is None or ids is None else _saved_ids(trajectories)
         fresh = () if ids_are_free else rollout.ids.take(len(loaded["complete"])).tolist()
         assembler.load_state_dict({**held, **loaded}, ids, fresh, saved_ids)
+        rollout.path.load_undelivered(placed(held).get("undelivered"), assembler.first_frames())
 
     # What subclasses do with a batch --------------------------------------------------------------
 
@@ -251,7 +253,7 @@ class RolloutDelivery(Delivery):
         if options.split_trajs:
             batch = self._split(batch)
         if options.flatten_data and batch.ndim != 1:
-            batch = batch.reshape(-1)
+            batch = batch.reshape(-1) if options.split_trajs else self.rollout.path.flattened(batch)
         if options.postproc is not None:
             batch = options.postproc(batch)
             if not is_tensor_collection(batch):

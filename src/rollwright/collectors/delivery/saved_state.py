@@ -101,6 +101,8 @@ class SavedState:
         elif saved is not None:
             loaded = RolloutState(td_from(saved["carrier"]), saved["anew"].cpu().numpy(), placed(saved["fresh_ids"]))
             rollout.go_on_from(loaded, ids_are_free=ids_are_free)
+        else:
+            rollout.start_over()  # what the environment was in begins again
         self._delivery.load_held(state.get("held"), saved, ids_are_free=ids_are_free)
         if "streams" in state:
             _load_generators(state["streams"])

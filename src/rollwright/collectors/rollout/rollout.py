@@ -24,6 +24,7 @@ from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.choice import choose_path, dialogue_parts, plain_path
 from rollwright.collectors.rollout.paths.parts import PathParts
+from rollwright.collectors.rollout.paths.prompts import prompts_of
 from rollwright.collectors.rollout.policy import ActingPolicy, make_policy
 from rollwright.collectors.rollout.policy_errors import check_inputs, entries_of, explained
 from rollwright.collectors.rollout.policy_trial import Trial
@@ -128,6 +129,7 @@ class Rollout:
             ids=ids,
             memory=memory,
             timer=self.timer,
+            prompts=prompts_of(env, delivers_whole=options.delivers_whole),
             hand_over=self._hand_over,
         )
         self._use(choose_path(self._parts, strict=True))

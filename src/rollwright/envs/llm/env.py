@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import pickle
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -35,6 +37,9 @@ class ConversationEnv(EnvBase):
     through a reset, so that none is skipped. All conversations take their turns together; a collector with an engine
     for its policy uses :attr:`conversations` instead, where they do not wait for each other.
 
+    When the data is over, slots become vacant: their rows repeat the prompt of another one, whose answer is theirs, and
+    are done with each step. A reset of all slots is an error when all are vacant.
+
     Besides prompts, the root and ``"next"`` hold int64 ``[slots]``: ``seed`` (of the turn's generator), ``group_id``,
     ``repeat``, ``prompt_index``, ``epoch``, ``turn`` and ``sequence``. Below ``"next"``, the prompt of a conversation
     that is over is empty.
@@ -51,12 +56,15 @@ class ConversationEnv(EnvBase):
         conversations: the same without TensorDicts, for collectors.
         tokenizer: as given.
         layout: of the records that a collector makes.
+        num_dropped: conversations that a reset has ended: their prompts count as delivered.
 
     Raises:
         ValueError: messages are prompts, and there is no tokenizer.
     """
 
     returns_copies = True
+    # save_remote() saves what changes; the rest is what the constructor was given.
+    _not_saved = ("conversations", "tokenizer", "num_dropped", "_rows", "_blank", "_vacant", "_again")
 
     def __init__(
         self,
@@ -79,7 +87,10 @@ class ConversationEnv(EnvBase):
         # A model that finds an answer beside a prompt would take that for the last one.
         self.ends_with_step = ("history", "text", "tokens", "log_probs", "masks") if nested else _FLAT
         self._rows: list[SlotRow | None] = [None] * conversations.num_slots
+        self._vacant: set[int] = set()  # slots that the data has no conversation for
+        self._again: deque[Opening] = deque()  # conversations to begin again, before others are drawn
         self._blank: TokenChain | None = None
+        self.num_dropped = 0
         self._set_specs()
 
     def _set_specs(self) -> None:
@@ -131,20 +142,44 @@ class ConversationEnv(EnvBase):
         for slot in range(self.conversations.num_slots):
             if marks is None or bool(marks[slot].any()) or self._rows[slot] is None:
                 self._open(slot)
-        return self._stacked([self._observed(cast(SlotRow, row)) for row in self._rows])
+        if marks is None or not any(self._rows):
+            self._check_data()
+        return self._stacked([self._observed(self._shown(slot)) for slot in range(len(self._rows))])
+
+    def _check_data(self) -> None:
+        if self.is_over:
+            raise EnvError(
+                "dataset: all its epochs are over, or it is empty, and there is no prompt for the next conversation. "
+                "Pass more data, or epochs=None to read it again and again."
+            )
 
     def _open(self, slot: int) -> None:
         row = self._rows[slot]
-        if row is not None and not row.turn:
+        if row is not None and not row.turn and slot not in self._vacant:
             return
+        if row is not None and not row.over and slot not in self._vacant:
+            self.num_dropped += 1
+            self.conversations.source.delivered(row.opening.draw.origin)
         try:
-            opening = self.conversations.open(slot)
+            if self._again:
+                opening = self._again.popleft()
+                self.conversations.load(slot, opening, opening.messages, {})
+            else:
+                opening = self.conversations.open(slot)
         except StopIteration:
-            raise EnvError(
-                "dataset: all its epochs are over, and there is no prompt for the next conversation. Pass more data, "
-                "or epochs=None to read it again and again."
-            ) from None
+            self._vacant.add(slot)
+            return
+        self._vacant.discard(slot)
         self._rows[slot] = SlotRow(opening, self._chain(opening))
+
+    def _shown(self, slot: int) -> SlotRow:
+        """The conversation that a row shows: its own, or another one where its slot is vacant."""
+        if slot in self._vacant:
+            live = (row for other, row in enumerate(self._rows) if row is not None and other not in self._vacant)
+            slot_row = next(live, self._rows[slot] or next(row for row in self._rows if row is not None))
+        else:
+            slot_row = cast(SlotRow, self._rows[slot])
+        return slot_row
 
     def _chain(self, opening: Opening) -> TokenChain | None:
         if not self._has_tokens:
@@ -203,7 +238,9 @@ class ConversationEnv(EnvBase):
     # Steps ------------------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        answers = {slot: self._answer(slot, row) for slot, row in enumerate(tensordict.unbind(0))}
+        self._check_data()
+        rows = enumerate(tensordict.unbind(0))
+        answers = {slot: self._answer(slot, row) for slot, row in rows if slot not in self._vacant}
         self.conversations.submit(answers)
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(answers):
@@ -215,7 +252,13 @@ class ConversationEnv(EnvBase):
                     "step together. Use LLMCollector with an engine for its policy, or Reward(..., per='conversation')."
                 )
             outcomes |= came
-        return self._stacked([self._follow(slot, answers[slot], outcomes[slot]) for slot in range(len(answers))])
+        followed = {slot: self._follow(slot, answers[slot], outcomes[slot]) for slot in answers}
+        return self._stacked([followed.get(slot) or self._vacated(slot) for slot in range(len(self._rows))])
+
+    def _vacated(self, slot: int) -> dict[str, Any]:
+        """Below ``"next"`` where there is no conversation: done, so that a reset looks for one."""
+        flags = {"terminated": torch.tensor([True]), "truncated": torch.tensor([False]), "done": torch.tensor([True])}
+        return self._observed(self._shown(slot)) | flags | {"reward": torch.zeros(1)}
 
     def _answer(self, slot: int, td: TensorDictBase) -> Answer:
         row = self._rows[slot]
@@ -286,8 +329,26 @@ class ConversationEnv(EnvBase):
 
     @property
     def origins(self) -> list[Origin | None]:
-        """Where the conversations of the slots come from; None: none was begun."""
-        return [None if row is None else row.opening.draw.origin for row in self._rows]
+        """Where the conversations of the slots come from; None: none was begun, or the data is over."""
+        return [None if opening is None else opening.draw.origin for opening in self.openings]
+
+    @property
+    def openings(self) -> list[Opening | None]:
+        """How the conversations of the slots began; None: none was begun, or the data is over."""
+        return [None if row is None or slot in self._vacant else row.opening for slot, row in enumerate(self._rows)]
+
+    @property
+    def in_progress(self) -> list[bool]:
+        """Whether the conversations of the slots have an answer, and go on."""
+        return [
+            row is not None and slot not in self._vacant and row.turn > 0 and not row.over
+            for slot, row in enumerate(self._rows)
+        ]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the data is over, and all conversations are."""
+        return len(self._vacant) == len(self._rows)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Write short random answers, for tests of the environment."""
@@ -314,11 +375,39 @@ class ConversationEnv(EnvBase):
         if seed is None:
             return None
         self.conversations.source.set_seed(seed)
-        self._rows = [None] * len(self._rows)
+        self.abandon()
         return seed
 
     def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
         return self._set_seed(seed)
+
+    # The place in the data ----------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Forget the conversations in progress; the next reset draws others."""
+        self._rows = [None] * len(self._rows)
+        self._vacant.clear()
+        self._again.clear()
+
+    def begin_again(self, openings: Iterable[Opening]) -> None:
+        """Begin conversations again, before others are drawn.
+
+        Args:
+            openings: of conversations that nobody got, see :attr:`openings`.
+        """
+        self._again.extend(openings)
+
+    def interrupted(self) -> list[Opening]:
+        """Take the conversations in progress out of their slots, for :meth:`begin_again`."""
+        found = [opening for opening in self.openings if opening is not None]
+        self._rows = [None] * len(self._rows)
+        self._vacant.clear()
+        return found
+
+    def renew(self) -> None:
+        """End what is in progress, and begin the next conversations; the next reset shows them."""
+        for slot in range(len(self._rows)):
+            self._open(slot)
 
     def get_extra_state(self) -> Any:
         """Part of ``state_dict()``: the place in the data, which follows what was delivered."""
@@ -327,10 +416,49 @@ class ConversationEnv(EnvBase):
     def set_extra_state(self, state: Any) -> None:
         """Go on from a place in the data; conversations in progress are dropped."""
         self.conversations.source.load_state_dict(state["source"])
-        self._rows = [None] * len(self._rows)
+        self.abandon()
+
+    def save_remote(self) -> tuple[dict[str, Any], list[str]]:
+        """The conversations in progress, for :func:`~rollwright.envs.checkpoint.save_env`, and what cannot be saved."""
+        rows: list[Any] = []
+        for slot, row in enumerate(self._rows):
+            if row is None or slot in self._vacant:
+                rows.append(None)
+                continue
+            try:
+                rows.append(row.state_dict({} if row.over else self.conversations.state(slot)))
+            except Exception as error:
+                return {}, [f"{type(self).__name__}: the conversation of slot {slot}: {type(error).__name__}: {error}"]
+        state = {"rows": rows, "vacant": sorted(self._vacant), "again": list(self._again)}
+        try:
+            pickled = pickle.dumps(state, protocol=5)
+        except Exception as error:
+            return {}, [f"{type(self).__name__}: its conversations: {type(error).__name__}: {error}"]
+        return {
+            "conversations": torch.frombuffer(bytearray(pickled), dtype=torch.uint8),
+            "dropped": self.num_dropped,
+        }, []
+
+    def load_remote(self, state: Mapping[str, Any]) -> None:
+        """Go on with conversations that :meth:`save_remote` has saved, from the place in the data of that time."""
+        self.abandon()
+        if not state:
+            return
+        self.num_dropped = int(state["dropped"])
+        saved = pickle.loads(state["conversations"].cpu().numpy().tobytes())
+        for slot, row in enumerate(saved["rows"]):
+            if row is None:
+                continue
+            loaded = self._rows[slot] = SlotRow(row["opening"], self._chain(row["opening"]))
+            loaded.load_state_dict(row)
+            self.conversations.load(slot, loaded.opening, loaded.messages, row["conversation"])
+        self._vacant.update(saved["vacant"])
+        self._again.extend(saved["again"])
+        for opening in self._again:
+            self.conversations.source.claim(opening.draw.origin)
 
     def delivered(self, tensordict: TensorDictBase) -> None:
-        """Note that conversations have reached the consumer; a collector does that.
+        """Note that conversations have reached who uses them; for a loop without a collector, which does that itself.
 
         Args:
             tensordict: records; those that end a conversation count.
@@ -347,7 +475,7 @@ class ConversationEnv(EnvBase):
         """See :meth:`EnvBase.close`; ends processes and threads of tools and rewards."""
         super().close(raise_if_closed=raise_if_closed)
         self.conversations.close()
-        self._rows = [None] * len(self._rows)
+        self.abandon()
 
     def _reopen(self) -> None:
         self.is_closed = False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.turns import Message
 from rollwright.envs.llm.core import Answer, Opening, Outcome
@@ -54,3 +57,28 @@ class SlotRow:
             self._text += "".join(str(each.get("content") or "") for each in messages)
         else:
             self.chain.follow(messages)
+
+    def state_dict(self, conversation: Mapping[str, Any]) -> dict[str, Any]:
+        """What it needs to go on.
+
+        Args:
+            conversation: what its environment needs, see :meth:`Conversations.state`.
+        """
+        return {
+            "opening": self.opening,
+            "chain": None if self.chain is None else self.chain.state_dict(),
+            "messages": list(self.messages),
+            "turn": self.turn,
+            "resumed": self.resumed,
+            "over": self.over,
+            "text": self._text,
+            "conversation": dict(conversation),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` saved."""
+        if self.chain is not None and state_dict["chain"] is not None:
+            self.chain.load_state_dict(state_dict["chain"])
+        self.messages = list(state_dict["messages"])
+        self.turn, self.resumed, self.over = state_dict["turn"], state_dict["resumed"], state_dict["over"]
+        self._text = state_dict["text"]

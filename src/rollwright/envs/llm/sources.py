@@ -111,6 +111,7 @@ class DatasetSource(PromptSource):
 
     def _look_ahead(self) -> None:
         rounds: list[list[Draw]] = [[] for _ in range(self.repeats)]
+        self._next = max(self._next, self._low)  # after a load, what was claimed may be delivered before it is passed
         for turn in range(self.interleave):
             position = self._next
             try:

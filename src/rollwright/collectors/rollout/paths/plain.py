@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDictBase
+from numpy.typing import NDArray
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, leaf_keys, unravel
 from rollwright.collectors.core import Path
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.parts import PathParts
+from rollwright.collectors.rollout.paths.prompts import Prompts, blanked
 from rollwright.collectors.rollout.paths.recording import Recorder
 from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.policy_trial import action_forms
@@ -40,6 +42,9 @@ class PlainPath(Path):
         self._has_no_device = devices.current_has_no_device
         self._replaces_ids = options.track_traj_ids and options.reset_when_done
         self._current: TensorDictBase | None = None
+        self._prompts, self._has_ids = parts.prompts, options.track_traj_ids
+        self._renews = options.reset_at_each_iter
+        self._without: dict[int, list[int]] = {}  # by time: rows that the data had no conversation for
 
         check = stages.action_check(env)
         act = stages.build_act(
@@ -101,7 +106,15 @@ class PlainPath(Path):
 
     @current.setter
     def current(self, current: TensorDictBase | None) -> None:
+        if current is None and self._prompts is not None:
+            self._prompts.start_over()
         self._current = current
+
+    def forget(self) -> None:
+        """See :meth:`Path.forget`."""
+        self._current = None
+        if self._prompts is not None:
+            self._prompts.forget()
 
     def reset(self, **kwargs: Any) -> None:
         """See :meth:`Path.reset`."""
@@ -148,6 +161,7 @@ class PlainPath(Path):
         """See :meth:`Path.begin`."""
         self._acting = self._random if random else self._policy
         self._blanks = self._outputs if random else None
+        self._without = {}
         if self._keeper is not None:
             self._keeper.begin()
 
@@ -157,6 +171,8 @@ class PlainPath(Path):
 
     def step(self, t: int) -> None:
         """See :meth:`Path.step`."""
+        if self._prompts is not None and (without := self._prompts.before_step()):
+            self._without[t] = without
         self._frame, self._current = self._step(cast(TensorDictBase, self._current))
 
     def record(self, t: int) -> None:
@@ -167,8 +183,11 @@ class PlainPath(Path):
             self._frame.update(self._blanks)
         self._recorder.write(t, self._frame)
         self._ended = end_of_trajectory(self._frame.get("next"), self._env.done_groups, self._env.ndim)
+        if self._prompts is not None:
+            self._ended[self._without.get(t, [])] = False
+            self._prompts.after_step(self._ended, self._frame.get(IDS) if self._has_ids else None)
         if self._replaces_ids:
-            self.replace_ids(self._ended)
+            self.replace_ids(self._ended if self._prompts is None else self._prompts.begun(self._ended))
         if self._keeper is not None:
             self._keeper.keep(t, self._frame.get("next"), self._ended)
 
@@ -179,10 +198,71 @@ class PlainPath(Path):
     def finish(self, steps: int) -> TensorDictBase:
         """See :meth:`Path.finish`."""
         batch = self._recorder.finish(steps)
-        if self._keeper is None:
+        if self._keeper is not None:
+            self._keeper.keep(steps - 1, self._frame.get("next"), ~self._ended)  # no root repeats them in this batch
+            batch = self._keeper.finish(batch)
+        return batch if self._prompts is None else self._finish_turns(batch, steps, self._prompts)
+
+    def _finish_turns(self, batch: TensorDictBase, steps: int, prompts: Prompts) -> TensorDictBase:
+        """Close a batch of turns: without the times that were not taken, and flat without blank rows."""
+        prompts.finish(renew=self._renews)
+        without = self._without
+        self.frames_taken = steps * self._env.numel() - sum(map(len, without.values()))
+        if steps < batch.batch_size[-1]:
+            batch = batch[..., :steps]
+        if not without:
             return batch
-        self._keeper.keep(steps - 1, self._frame.get("next"), ~self._ended)  # no root repeats them in this batch
-        return self._keeper.finish(batch)
+        times = [blanked(frame, without.get(t, [])) for t, frame in enumerate(batch.unbind(-1))]
+        return LazyStackedTensorDict(*times, stack_dim=batch.ndim - 1, stack_dim_name="time")
+
+    def flattened(self, batch: TensorDictBase) -> TensorDictBase:
+        """See :meth:`Path.flattened`."""
+        if not self._without:
+            return batch.reshape(-1)
+        rows = enumerate(batch.unbind(0))
+        each = [(row, t, frame) for row, in_time in rows for t, frame in enumerate(in_time.unbind(0))]
+        taken = [frame for row, t, frame in each if row not in self._without.get(t, [])]
+        return LazyStackedTensorDict(*taken, stack_dim=0, stack_dim_name="time")
+
+    # Delivery -----------------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """See :attr:`Path.is_over`."""
+        return self._prompts is not None and self._prompts.is_over
+
+    def row_ids(self) -> NDArray[Any] | None:
+        """See :meth:`Path.row_ids`."""
+        ids = super().row_ids()
+        return ids if ids is None or self._prompts is None else self._prompts.row_ids(ids)
+
+    def delivered(self, ids: Iterable[int] | None = None) -> None:
+        """See :meth:`Path.delivered`."""
+        if self._prompts is not None:
+            self._prompts.delivered(ids)
+
+    def lost(self, ids: Iterable[int]) -> None:
+        """See :meth:`Path.lost`."""
+        if self._prompts is not None:
+            self._prompts.lost(ids)
+
+    def dropped(self) -> None:
+        """See :meth:`Path.dropped`."""
+        if self._prompts is not None:
+            self._prompts.dropped()
+
+    def save_undelivered(self) -> torch.Tensor | None:
+        """See :meth:`Path.save_undelivered`."""
+        return None if self._prompts is None else self._prompts.save()
+
+    def load_undelivered(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
+        """See :meth:`Path.load_undelivered`."""
+        if self._prompts is not None:
+            self._prompts.load(saved, held)
+
+    def stats(self) -> dict[str, Any]:
+        """See :meth:`Path.stats`."""
+        return {} if self._prompts is None else self._prompts.stats()
 
 
 def _without(outputs: TensorDictBase, frame: TensorDictBase) -> TensorDictBase | None:

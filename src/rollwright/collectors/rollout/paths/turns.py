@@ -17,6 +17,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from rollwright.collectors.core import Path
 from rollwright.collectors.rollout.paths.dialogs import Dialog, EndedTurn, own, packed, unpacked
 from rollwright.collectors.rollout.paths.parts import PathParts
+from rollwright.collectors.rollout.paths.prompts import renamed
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.records import RecordLayout, empty_record, record
@@ -65,7 +66,8 @@ class TurnPath(Path):
         self.how = dict(how)
         self._conversations, self._engine, self._layout, self._streams = conversations, engine, layout, streams
         self._ids, self._storing, self._batch_size = parts.ids, parts.devices.storing, parts.env.batch_size
-        self._delivers_whole, self._flat = parts.options.delivers_whole, parts.options.flatten_data
+        self._delivers_whole = parts.options.delivers_whole
+        self._flat = parts.options.flatten_data and not self._delivers_whole  # else the delivery needs the rows
         self._resets = parts.options.reset_at_each_iter
         self._empty_chain = TokenChain(
             engine.tokenizer,
@@ -432,6 +434,10 @@ class TurnPath(Path):
     def lost(self, ids: Iterable[int]) -> None:
         """See :meth:`Path.lost`."""
         self._again.extend(self._undelivered.pop(number) for number in ids if number in self._undelivered)
+
+    def load_undelivered(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
+        """See :meth:`Path.load_undelivered`: they have the ids that the delivery gave them."""
+        self._undelivered = renamed(self._undelivered, held)
 
     def dropped(self) -> None:
         """See :meth:`Path.dropped`."""

@@ -48,6 +48,8 @@ class RetrieveLogProb(Transform):
         tensor([-0., -1., -1.])
     """
 
+    _not_saved = ("model",)
+
     def __init__(
         self,
         model: Model,

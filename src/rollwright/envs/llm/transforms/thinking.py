@@ -70,8 +70,9 @@ class AddThinkingPrompt(Transform):
         env = self._conversations()
         rows = list(next_tensordict.unbind(0))
         changed = False
+        begun = env.openings
         for slot, (root, row) in enumerate(zip(tensordict.unbind(0), rows, strict=True)):
-            if not bool(row.get("done").any()) or env.resumed(slot) >= self.max_prompts:
+            if begun[slot] is None or not bool(row.get("done").any()) or env.resumed(slot) >= self.max_prompts:
                 continue
             if not bool(self.cond(root.exclude("next").set("next", row))):
                 continue
