@@ -53,6 +53,7 @@ class CausalLM:
         base = lm.get_base_model() if hasattr(lm, "get_base_model") else lm  # of an adapter
         accepted = inspect.signature(base.forward).parameters
         self._takes_positions = "position_ids" in accepted
+        self._cache_is_known = False
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     def new_cache(self) -> Any:
@@ -75,7 +76,25 @@ class CausalLM:
         # A tenth cheaper than no_grad() for small models. What the model keeps of it, the cache, is never trained on.
         with torch.inference_mode():
             logits = self._call(ids, mask, positions, past_key_values=cache, use_cache=True, **self._last_only)
-            return logits[:, -1]
+            return logits.select(1, -1)
+
+    def check_cache(self, cache: Any) -> None:
+        """Check that rows can be moved between caches such as this one; once for each model.
+
+        Raises:
+            TypeError: it holds something else than keys and values of attention layers.
+        """
+        if self._cache_is_known:
+            return
+        from transformers.cache_utils import DynamicLayer
+
+        others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
+        if others or not cache.layers:
+            raise TypeError(
+                f"model: {type(self.model).__name__} caches {', '.join(others) or 'nothing'}; expected keys and values "
+                "of attention layers (DynamicLayer of transformers). Use a model with attention layers only."
+            )
+        self._cache_is_known = True
 
     def logits(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         """Logits after each token, ``[n, length, vocab]``, with gradients where they are enabled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -56,12 +57,12 @@ class Generator(NamedTuple):
     Attributes:
         lm: the model.
         sampler: draws tokens.
-        is_end: bool ``[vocab]``: tokens that end a response.
+        ends: tokens that end a response.
     """
 
     lm: CausalLM
     sampler: Sampler
-    is_end: npt.NDArray[np.bool_]
+    ends: frozenset[int]
 
 
 class Decoding:
@@ -79,30 +80,31 @@ class Decoding:
 
     def __init__(self, generator: Generator, rows: list[Row], version: Version) -> None:
         self._generator, self.rows = generator, rows
+        self._device = generator.lm.device
         self._cache = generator.lm.new_cache()
         self._cached: int  # tokens in the cache, padding included
-        self._pads: torch.Tensor  # int64 [n]: columns of padding
-        self._positions: torch.Tensor  # int64 [n, 1]: of the tokens sampled last
-        self._last: torch.Tensor  # int64 [n, 1]: these tokens
-        device = generator.lm.device
-        logits = self._prefill(device)
-        room = min(_ROOM, max(row.limit for row in rows))
-        self._tokens = np.zeros((room, len(rows)), np.int64)
-        self._log_probs = np.zeros((room, len(rows)), np.float32)
+        self._pads: npt.NDArray[np.int64]  # [n]: columns of padding
+        self._mask: torch.Tensor | None  # int64 [n, more than cached]; None: there is no padding
+        self._last: torch.Tensor  # int64 [n, 1]: the tokens sampled last
+        self._position: torch.Tensor  # int64 [n, 1]: theirs
+        self._tokens: npt.NDArray[np.int64]  # [room, n]: the history
+        self._log_probs: npt.NDArray[np.float32]  # [room, n]
         self._versions: list[Version] = []
         self._time = 0
+        logits = self._prefill()
+        self._make_history(min(_ROOM, max(row.limit for row in rows)))
         self._renew()
-        self._record(logits, version)
+        self._sample(logits, version)
 
     def step(self, version: Version) -> None:
         """Sample one token of each row; those that end write their completions."""
-        if self._at_most <= self._cached:
-            self._renew_mask()
-        mask = None if self._mask is None else self._mask[:, : self._cached + 1]
-        logits = self._generator.lm.next_logits(self._last, mask, self._positions, self._cache)
-        self._cached += 1
-        self._positions += 1
-        self._record(logits, version)
+        cached = self._cached + 1
+        if self._mask is not None and self._mask.shape[1] < cached:
+            self._mask = self._new_mask(cached)
+        mask = None if self._mask is None else self._mask[:, :cached]
+        logits = self._generator.lm.next_logits(self._last, mask, self._position, self._cache)
+        self._cached = cached
+        self._sample(logits, version)
 
     def join(self, other: Decoding) -> None:
         """Take in the rows of another batch, which has taken no more steps than this one."""
@@ -112,9 +114,9 @@ class Decoding:
         for own, others in zip(self._cache.layers, other._cache.layers, strict=True):
             own.keys = torch.cat([_wider(own.keys, width), _wider(others.keys, width)])
             own.values = torch.cat([_wider(own.values, width), _wider(others.values, width)])
-        self._pads = torch.cat([self._pads + (width - self._cached), other._pads + (width - other._cached)])
+        self._pads = np.concatenate([self._pads + (width - self._cached), other._pads + (width - other._cached)])
         self._cached = width
-        self._positions = torch.cat([self._positions, other._positions])
+        self._position = torch.cat([self._position, other._position])
         self._last = torch.cat([self._last, other._last])
         begin, steps = self._time - other._time, other._time
         for name in ("_tokens", "_log_probs"):
@@ -125,6 +127,8 @@ class Decoding:
         for row in other.rows:
             row.start += begin
         self.rows = self.rows + other.rows
+        self._view_history()
+        self._mask = self._new_mask(width)
         self._renew()
 
     def end(self, rows: Sequence[Row], reason: FinishReason, error: BaseException | None = None) -> None:
@@ -141,84 +145,113 @@ class Decoding:
         places = [place for place, row in enumerate(self.rows) if not row.ended]
         if len(places) == len(self.rows):
             return
-        kept = torch.tensor(places, device=self._last.device)
+        kept = torch.tensor(places, device=self._device)
         self.rows = [self.rows[place] for place in places]
-        self._pads = self._pads[kept]
+        self._pads = self._pads[places]
         surplus = int(self._pads.min()) if places else 0
         for layer in self._cache.layers:
             layer.keys, layer.values = layer.keys[kept, :, surplus:], layer.values[kept, :, surplus:]
         self._pads -= surplus
         self._cached -= surplus
-        self._positions, self._last = self._positions[kept], self._last[kept]
+        self._position, self._last = self._position[kept], self._last[kept]
         self._tokens, self._log_probs = self._tokens[:, places], self._log_probs[:, places]
+        self._view_history()
+        self._mask = self._new_mask(self._cached)
         self._renew()
 
-    def _prefill(self, device: torch.device) -> torch.Tensor:
+    def _prefill(self) -> torch.Tensor:
         """Run the model over the prompts; returns the logits of each row's first token."""
         prompts: dict[bytes, int] = {}
         places = [prompts.setdefault(row.request.prompt.numpy().tobytes(), len(prompts)) for row in self.rows]
         arrays = [np.frombuffer(prompt, np.int64) for prompt in prompts]
         lengths = np.array([len(array) for array in arrays])
         width = int(lengths.max())
-        ids = np.zeros((len(arrays), width), np.int64)
-        for line, array in zip(ids, arrays, strict=True):
-            line[width - len(array) :] = array
-        pads = width - lengths
-        positions = np.maximum(np.arange(width) - pads[:, None], 0)
-        mask = (np.arange(width) >= pads[:, None]).astype(np.int64) if pads.any() else None
-        lm = self._generator.lm
-        logits = lm.next_logits(
-            torch.from_numpy(ids).to(device),
-            None if mask is None else torch.from_numpy(mask).to(device),
-            torch.from_numpy(positions).to(device),
+        self._pads = width - lengths
+        self._mask = self._new_mask(width)
+        positions = np.arange(width)[None]
+        if self._mask is None:
+            ids = np.stack(arrays)
+        else:
+            ids = np.zeros((len(arrays), width), np.int64)
+            for line, array in zip(ids, arrays, strict=True):
+                line[width - len(array) :] = array
+            positions = np.maximum(positions - self._pads[:, None], 0)
+        logits = self._generator.lm.next_logits(
+            self._place(ids),
+            None if self._mask is None else self._mask[:, :width],
+            self._place(positions).expand(len(arrays), -1),
             self._cache,
         )
-        _check_cache(self._cache, lm)
+        self._generator.lm.check_cache(self._cache)
         self._cached = width
-        self._pads = torch.from_numpy(pads).to(device)
-        self._positions = torch.from_numpy(lengths[:, None]).to(device)
         if len(arrays) < len(self.rows):
-            shared = torch.tensor(places, device=device)
+            shared = torch.tensor(places, device=self._device)
             for layer in self._cache.layers:
                 layer.keys, layer.values = layer.keys[shared], layer.values[shared]
-            logits, self._pads, self._positions = logits[shared], self._pads[shared], self._positions[shared]
-        self._last = self._positions  # replaced by the first token
+            logits, self._pads = logits[shared], self._pads[places]
+            self._mask = None if self._mask is None else self._mask[shared]
         return logits
+
+    def _place(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        """The array as a tensor on the device of the model."""
+        return torch.from_numpy(array).to(self._device)
+
+    def _new_mask(self, cached: int) -> torch.Tensor | None:
+        """The attention mask, with room for further tokens."""
+        if not self._pads.any():
+            return None
+        return self._place((np.arange(cached + _ROOM) >= self._pads[:, None]).astype(np.int64))
+
+    def _make_history(self, room: int) -> None:
+        self._tokens = np.zeros((room, len(self.rows)), np.int64)
+        self._log_probs = np.zeros((room, len(self.rows)), np.float32)
+        self._view_history()
+
+    def _view_history(self) -> None:
+        """Lines of the history as what the model reads; views are cheapest where many are made at once."""
+        self._lines = torch.from_numpy(self._tokens[:, :, None]).unbind()
 
     def _renew(self) -> None:
         """Bring up to date what depends on which rows there are."""
         self._seeds = np.array([row.request.seed for row in self.rows], np.uint64)
         self._starts = np.array([row.start for row in self.rows], np.int64)
-        self._drawn = _AHEAD  # numbers of the next steps are computed anew
+        self._lengths = np.array([len(row.request.prompt) for row in self.rows], np.int64)
+        self._used = self._planned = 0
         self._count()
-        self._padded = bool((self._pads > 0).any())
-        self._renew_mask()
 
     def _count(self) -> None:
         ends = [row.start + row.limit for row in self.rows if not row.ended]
         self._active, self._next_end = len(ends), min(ends, default=0)
+        self._last_end = max(ends, default=0)
 
-    def _renew_mask(self) -> None:
-        self._at_most = self._cached + 1 + 4 * _ROOM
-        columns = torch.arange(self._at_most, device=self._pads.device)
-        self._mask = (columns >= self._pads[:, None]).long() if self._padded else None
+    def _plan(self) -> None:
+        """Make what the next steps read and what depends on no token: random numbers and positions."""
+        self._planned, self._used = max(min(_AHEAD, self._last_end - self._time), 1), 0
+        first = self._time - self._starts
+        self._numbers = self._generator.sampler.place(uniforms(self._seeds, first, self._planned))
+        positions = self._lengths + first
+        if self._active < len(self.rows):
+            positions[[row.ended for row in self.rows]] = -self._planned  # see _complete
+        ahead = positions[:, None] + np.arange(self._planned)[:, None, None]
+        self._ahead = self._place(np.maximum(ahead, 0))
+        self._positions = self._ahead.unbind()
 
-    def _record(self, logits: torch.Tensor, version: Version) -> None:
+    def _sample(self, logits: torch.Tensor, version: Version) -> None:
         """Sample, write the history, and complete rows that ended."""
-        if self._drawn == _AHEAD:
-            numbers = uniforms(self._seeds, self._time - self._starts, _AHEAD)
-            self._numbers, self._drawn = self._generator.sampler.place(numbers), 0
-        tokens, log_probs, self._last = self._generator.sampler(logits, self._numbers[self._drawn])
-        self._drawn += 1
+        if self._used == self._planned:
+            self._plan()
+        tokens, log_probs, ids = self._generator.sampler(logits, self._numbers[self._used])
+        self._position = self._positions[self._used]
+        self._used += 1
         if self._time == len(self._tokens):
             self._make_room()
         self._tokens[self._time] = tokens
         self._log_probs[self._time] = log_probs
+        self._last = self._lines[self._time] if ids is None else ids
         self._versions.append(version)
         self._time += 1
-        ends = self._generator.is_end[tokens]
-        if self._time >= self._next_end or ends.any():
-            self._end_rows(ends.tolist())
+        if self._time >= self._next_end or not self._generator.ends.isdisjoint(tokens):
+            self._end_rows([token in self._generator.ends for token in tokens])
 
     def _end_rows(self, ends: list[bool]) -> None:
         places, reasons = [], []
@@ -236,16 +269,23 @@ class Decoding:
             return
         first = min(self.rows[place].start for place in places)
         # Copied once, for all rows that end together; what completions hold are views of it.
-        tokens = torch.from_numpy(np.ascontiguousarray(self._tokens[first : self._time, places].T))
-        log_probs = torch.from_numpy(np.ascontiguousarray(self._log_probs[first : self._time, places].T))
-        for place, reason, ids, values in zip(places, reasons, tokens, log_probs, strict=True):
+        tokens = np.ascontiguousarray(self._tokens[first : self._time, places].T)
+        log_probs = np.ascontiguousarray(self._log_probs[first : self._time, places].T)
+        versions = _versions_of(self._versions[first : self._time], len(places))
+        parts = zip(places, reasons, torch.from_numpy(tokens), torch.from_numpy(log_probs), versions, strict=True)
+        is_finite = not math.isnan(log_probs.sum())
+        for place, reason, ids, values, stamps in parts:
             row = self.rows[place]
             row.ended = True
             begin = row.start - first
-            versions = self._versions[row.start : self._time]
-            row.deliver(completion_of(row, ids[begin:], values[begin:], versions, reason, error))
-            self._positions[place] = 0  # it may go on for some steps, but not beyond the model's positions
+            if begin:
+                ids, values, stamps = ids[begin:], values[begin:], stamps[begin:]
+            found = None if error is not None or is_finite or not values.isnan().any() else _not_finite(row)
+            row.deliver(completion_of(row, ids, values, stamps, reason, error or found))
         self._count()
+        if self._active:
+            # They may go on for some steps, but not beyond the model's positions.
+            self._ahead[:, places] = 0
 
     def _make_room(self) -> None:
         """Drop lines of the history that no row needs, or double it."""
@@ -262,44 +302,41 @@ class Decoding:
             return
         self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
         self._log_probs = np.concatenate([self._log_probs, np.zeros_like(self._log_probs)])
+        self._view_history()
 
 
 def completion_of(
     row: Row,
     tokens: torch.Tensor,
     log_probs: torch.Tensor,
-    versions: Sequence[Version],
+    versions: torch.Tensor | Sequence[str],
     reason: FinishReason,
     error: BaseException | None = None,
 ) -> Completion:
-    """The completion of a row, with the seconds that it took; one whose log-probabilities are NaN is an error."""
-    if error is None and bool(log_probs.isnan().any()):
-        error = ValueError(f"request {row.key!r}: the model's logits are not finite. Check its weights, and its dtype.")
+    """The completion of a row, with the seconds that it took."""
     now = time.perf_counter()
     begun = row.begun or now
-    numbered = all(isinstance(version, int) for version in versions)
     return Completion(
         row.key,
         tokens,
         log_probs,
-        torch.tensor(versions, dtype=torch.int64) if numbered else [str(version) for version in versions],
+        versions,
         FinishReason.ERROR if error is not None else reason,
         {"queue": begun - row.submitted, "generation": now - begun},
         error=error,
     )
 
 
+def _versions_of(versions: Sequence[Version], rows: int) -> Sequence[Any]:
+    """The versions of the same steps for each of some rows: int64 tensors, or lists of UUIDs."""
+    if all(isinstance(version, int) for version in set(versions)):
+        return torch.from_numpy(np.array([versions] * rows, np.int64)).unbind()
+    return [[str(version) for version in versions] for _ in range(rows)]
+
+
+def _not_finite(row: Row) -> ValueError:
+    return ValueError(f"request {row.key!r}: the model's logits are not finite. Check its weights, and its dtype.")
+
+
 def _wider(states: torch.Tensor, width: int) -> torch.Tensor:
     return functional.pad(states, (0, 0, width - states.shape[-2], 0))
-
-
-def _check_cache(cache: Any, lm: CausalLM) -> None:
-    """Rows can be moved between caches of keys and values, and between no others."""
-    from transformers.cache_utils import DynamicLayer
-
-    others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
-    if others or not cache.layers:
-        raise TypeError(
-            f"model: {type(lm.model).__name__} caches {', '.join(others) or 'nothing'}; expected keys and values of "
-            "attention layers (DynamicLayer of transformers). Use a model with attention layers only."
-        )

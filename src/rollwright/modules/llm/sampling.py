@@ -17,12 +17,16 @@ round a thousand times coarser.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from rollwright.modules.llm.engine import Sampling
 
@@ -30,7 +34,7 @@ __all__ = [
     "Drawn",
     "Sampler",
     "child_seed",
-    "draw_by_arrays",
+    "draw_by_rows",
     "draw_by_tensors",
     "restrict",
     "sampling_of",
@@ -39,6 +43,7 @@ __all__ = [
 ]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_TWICE = np.uint64(2 * 0x9E3779B97F4A7C15 % 2**64)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _13 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(13)
 
@@ -60,9 +65,9 @@ def uniforms(seeds: npt.NDArray[np.uint64], first: npt.NDArray[np.int64], count:
         >>> bool((both[2, :, 1] == alone[0, :, 0]).all())
         True
     """
-    place = (2 * (first + np.arange(count)[:, None]))[:, None, :] + np.array([[1], [2]])
-    with np.errstate(over="ignore"):
-        bits = _mixed(_mixed(seeds) + _GOLDEN * place.astype(np.uint64))
+    # Sums and products of arrays of uint64 wrap around, and warn of nothing.
+    counted = _mixed(seeds) + _TWICE * first.astype(np.uint64)
+    bits = _mixed(counted + _GOLDEN * np.arange(1, 2 * count + 1, dtype=np.uint64).reshape(count, 2, 1))
     return ((bits >> _13).astype(np.float64) + 0.5) * 2.0**-51
 
 
@@ -85,21 +90,22 @@ class Drawn(NamedTuple):
     """Tokens that were drawn, one for each row.
 
     Attributes:
-        tokens: int64 ``[n]``.
-        log_probs: of these tokens, float32 ``[n]``.
-        ids: the tokens as a tensor on the device of the logits, ``[n, 1]``: what the model reads next.
+        tokens: ``n`` of them.
+        log_probs: of these tokens.
+        ids: the tokens as a tensor on the device of the logits, int64 ``[n, 1]``; None: that is the CPU, where the
+            caller has them.
     """
 
-    tokens: npt.NDArray[np.int64]
-    log_probs: npt.NDArray[np.float32]
-    ids: torch.Tensor
+    tokens: list[int]
+    log_probs: list[float]
+    ids: torch.Tensor | None
 
 
 class Sampler:
     """Draws one token for each row of logits.
 
-    On the CPU it works on NumPy arrays, which cost less than small tensors; elsewhere on tensors, and tokens and
-    log-probabilities are copied to the CPU together.
+    On the CPU it searches rows one by one, in Python, which costs less than operations on small tensors; elsewhere it
+    works on tensors, and tokens and log-probabilities are copied to the CPU together.
 
     Args:
         sampling: how.
@@ -109,99 +115,97 @@ class Sampler:
         >>> sampler = Sampler(Sampling(top_k=1))
         >>> numbers = sampler.place(uniforms(np.array([0, 1], np.uint64), np.array([0, 0]), 1))
         >>> drawn = sampler(torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), numbers[0])
-        >>> drawn.tokens.tolist(), drawn.log_probs.tolist()
+        >>> drawn.tokens, drawn.log_probs
         ([1, 0], [0.0, 0.0])
     """
 
     def __init__(self, sampling: Sampling, device: torch.device | str = "cpu") -> None:
         self._sampling, self._device = sampling, torch.device(device)
-        self._draw = draw_by_arrays if self._device.type == "cpu" else draw_by_tensors
+        self._draw = draw_by_rows if self._device.type == "cpu" else draw_by_tensors
+        self._raw = sampling.log_prob_mode == "raw"
 
     def place(self, numbers: npt.NDArray[np.float64]) -> Any:
         """Numbers of :func:`uniforms` where they are needed."""
-        return numbers if self._draw is draw_by_arrays else torch.from_numpy(numbers).to(self._device)
+        return numbers.tolist() if self._draw is draw_by_rows else torch.from_numpy(numbers).to(self._device)
 
     def __call__(self, logits: torch.Tensor, numbers: Any) -> Drawn:
         """Draw.
 
         Args:
             logits: ``[n, vocab]``, of any float dtype, without gradients.
-            numbers: ``[2, n]`` of what :meth:`place` returned.
+            numbers: for each token two of each row, as :meth:`place` returned them.
 
         Returns:
             The tokens. Where logits are NaN, so are log-probabilities.
         """
         logits = logits.float()
         if self._sampling.temperature == 0:
-            return self._draw(logits, logits, None, self._sampling.log_prob_mode == "raw")
-        kept = restrict(logits, self._sampling)
-        return self._draw(logits, kept, numbers, self._sampling.log_prob_mode == "raw")
+            return self._draw(logits, logits, None, self._raw)
+        return self._draw(logits, restrict(logits, self._sampling), numbers, self._raw)
 
 
-def draw_by_arrays(logits: torch.Tensor, kept: torch.Tensor, numbers: Any, raw: bool) -> Drawn:
+def draw_by_rows(logits: torch.Tensor, kept: torch.Tensor, numbers: Any, raw: bool) -> Drawn:
     """Draw on the CPU.
 
     Args:
         logits: float32 ``[n, vocab]``.
         kept: the same after :func:`restrict`.
-        numbers: float64 ``[2, n]``; None: the most probable tokens.
+        numbers: two rows of ``n`` floats; None: the most probable tokens.
         raw: whether log-probabilities are of ``logits``, and not of ``kept``.
     """
-    values = kept.numpy()
-    rows, vocab = values.shape
-    lines = np.arange(rows)
+    tokens: list[int] = []
+    log_probs: list[float] = []
     if numbers is None:
-        tokens = values.argmax(-1)
-        log_probs = np.zeros(rows, np.float32) + 0 * values[lines, tokens]  # NaN where the logits are
+        best, places = kept.max(-1)
+        tokens, log_probs = places.tolist(), (best - best).tolist()  # NaN where the logits are
     else:
-        width = _width(vocab)
-        weights = np.zeros((rows, -(-vocab // width) * width), np.float32)
-        best = values.max(-1)
-        np.exp(np.subtract(values, best[:, None], out=weights[:, :vocab]), out=weights[:, :vocab])
-        blocks = weights.reshape(rows, -1, width)
-        totals = blocks.sum(-1, dtype=np.float64).cumsum(-1)
-        sums = totals[:, -1]
-        block = (totals <= (numbers[0] * sums)[:, None]).sum(-1)  # how many are not above: where to insert
-        inside = blocks[lines, block].cumsum(-1, dtype=np.float64)
-        place = (inside <= (numbers[1] * inside[:, -1])[:, None]).sum(-1)
-        tokens = block * width + place
-        log_probs = (values[lines, tokens] - best - np.log(sums)).astype(np.float32)
+        probs = kept.softmax(-1).numpy()
+        width, firsts = _blocks(probs.shape[1])
+        totals = np.add.reduceat(probs, firsts, -1, np.float64).cumsum(-1).tolist()
+        for row, ends, first, second in zip(probs, totals, *numbers, strict=True):
+            if ends[-1] != ends[-1]:
+                tokens.append(0)
+                log_probs.append(math.nan)
+                continue
+            begin = width * bisect_right(ends, first * ends[-1])
+            block = row[begin : begin + width].tolist()
+            inside = list(accumulate(block))
+            place = bisect_right(inside, second * inside[-1])
+            tokens.append(begin + place)
+            log_probs.append(math.log(block[place]))
     if raw and (numbers is None or kept is not logits):
-        values = logits.numpy()
-        best = values.max(-1)
-        sums = np.exp(values - best[:, None]).sum(-1, dtype=np.float64)
-        log_probs = (values[lines, tokens] - best - np.log(sums)).astype(np.float32)
-    return Drawn(tokens, log_probs, torch.from_numpy(tokens)[:, None])
+        log_probs = logits.log_softmax(-1).numpy()[np.arange(len(tokens)), tokens].tolist()
+    return Drawn(tokens, log_probs, None)
 
 
 def draw_by_tensors(logits: torch.Tensor, kept: torch.Tensor, numbers: Any, raw: bool) -> Drawn:
-    """Draw on any device; see :func:`draw_by_arrays`. Waits for the device once."""
-    rows, vocab = kept.shape
+    """Draw on any device; see :func:`draw_by_rows`. Waits for the device once."""
+    vocab = kept.shape[1]
     if numbers is None:
         best, tokens = kept.max(-1, keepdim=True)
         log_probs = (best - best).double()
     else:
-        width = _width(vocab)
-        weights = kept.new_zeros(rows, -(-vocab // width) * width)
-        best = kept.amax(-1, keepdim=True)
-        torch.sub(kept, best, out=weights[:, :vocab]).exp_()
-        blocks = weights.view(rows, -1, width)
+        width, firsts = _blocks(vocab)
+        probs = functional.pad(kept.softmax(-1), (0, len(firsts) * width - vocab))
+        blocks = probs.view(len(probs), -1, width)
         totals = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-        sums = totals[:, -1:]
-        block = torch.searchsorted(totals, numbers[0, :, None] * sums, right=True).clamp_(max=blocks.shape[1] - 1)
+        block = torch.searchsorted(totals, numbers[0, :, None] * totals[:, -1:], right=True)
+        block.clamp_(max=blocks.shape[1] - 1)
         inside = blocks.gather(1, block[:, :, None].expand(-1, -1, width))[:, 0].cumsum(-1, dtype=torch.float64)
         place = torch.searchsorted(inside, numbers[1, :, None] * inside[:, -1:], right=True)
         tokens = (block * width + place).clamp_(max=vocab - 1)
-        log_probs = kept.gather(1, tokens) - best - sums.log()
+        log_probs = probs.gather(1, tokens).double().log()
     if raw and (numbers is None or kept is not logits):
         log_probs = (logits.gather(1, tokens) - torch.logsumexp(logits, -1, keepdim=True)).double()
-    both = torch.cat([tokens.double(), log_probs], 1).cpu().numpy()  # ids are exact in float64
-    return Drawn(both[:, 0].astype(np.int64), both[:, 1].astype(np.float32), tokens)
+    both = torch.cat([tokens.double(), log_probs], 1).cpu()  # ids are exact in float64
+    return Drawn(both[:, 0].long().tolist(), both[:, 1].tolist(), tokens)
 
 
-def _width(vocab: int) -> int:
-    """Tokens of a block: about the root of the vocabulary."""
-    return 1 << math.ceil(math.log2(vocab) / 2)
+@cache
+def _blocks(vocab: int) -> tuple[int, npt.NDArray[np.int64]]:
+    """Tokens of a block, about the root of the vocabulary, and the first token of each."""
+    width = 1 << math.ceil(math.log2(vocab) / 2)
+    return width, np.arange(0, vocab, width)
 
 
 def restrict(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

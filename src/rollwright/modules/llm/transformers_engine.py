@@ -87,14 +87,14 @@ class TransformersEngine(Engine):
         self.sampling = sampling or Sampling()
         self.max_length, self.vocab_size = self._lm.max_length, self._lm.vocab_size
         self.end_ids = tuple(sorted({*self._lm.end_ids, *self.sampling.stop_token_ids}))
-        is_end = np.zeros(max(self._lm.num_logits, self.vocab_size), np.bool_)
-        if outside := [token for token in self.end_ids if not 0 <= token < len(is_end)]:
+        num_ids = max(self._lm.num_logits, self.vocab_size)
+        if outside := [token for token in self.end_ids if not 0 <= token < num_ids]:
             raise ValueError(
-                f"stop_token_ids: expected ids of a vocabulary of {len(is_end)}, got {outside}. Pass the tokenizer of "
-                "the model."
+                f"stop_token_ids: expected ids of a vocabulary of {num_ids}, got {outside}. Pass the tokenizer of the "
+                "model."
             )
-        is_end[list(self.end_ids)] = True
-        self._generator = Generator(self._lm, Sampler(self.sampling, self._lm.device), is_end)
+        sampler = Sampler(self.sampling, self._lm.device)
+        self._generator = Generator(self._lm, sampler, frozenset(self.end_ids))
         self._max_batch_size = max_batch_size
         self._version: Version = version
         self._waiting: deque[Row] = deque()
@@ -154,14 +154,14 @@ class TransformersEngine(Engine):
                     return ready
             if timeout == 0 or not self._rows or (deadline is not None and time.monotonic() >= deadline):
                 return []
-            self._wait_and_step(deadline)
+            self._wait_and_step(deadline, lambda: bool(self._ready) or not self._rows)
 
     def step(self, tokens: int = 1) -> None:
         """Sample up to ``tokens`` tokens of each response in progress; nothing while the engine is paused."""
         for _ in range(tokens):
             if not self._rows or not self._running.is_set():
                 return
-            self._step()
+            self._step(lambda: True)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Answer requests and wait; completions in the order of the requests. Others in progress go on beside them.
@@ -174,7 +174,7 @@ class TransformersEngine(Engine):
         with self._between_tokens("submit requests"):
             self._accept(requests, done)
         while len(done) < len(requests):
-            self._wait_and_step(None)
+            self._wait_and_step(None, lambda: len(done) == len(requests))
         by_key = {completion.key: completion for completion in done}
         return [by_key[request.key] for request in requests]
 
@@ -251,7 +251,7 @@ class TransformersEngine(Engine):
             row = self._rows[request.key] = Row(request, limit, deliver)
             self._waiting.append(row)
 
-    def _wait_and_step(self, deadline: float | None) -> None:
+    def _wait_and_step(self, deadline: float | None, until: Callable[[], bool]) -> None:
         if not self._running.is_set():
             left = _PAUSE_LIMIT_S if deadline is None else deadline - time.monotonic()
             if not self._running.wait(max(left, 0.0)) and deadline is None:
@@ -260,24 +260,27 @@ class TransformersEngine(Engine):
                     "Call resume()."
                 )
             return
-        self._step()
+        self._step(lambda: until() or (deadline is not None and time.monotonic() >= deadline))
 
-    def _step(self) -> None:
-        """One token of each row: those in progress, then those that begin."""
+    def _step(self, until: Callable[[], bool]) -> None:
+        """Sample tokens, one of each row at least, until it is time to stop, or another thread waits for the lock.
+
+        A token of those in progress comes first, then the first token of those that begin.
+        """
         while self._wanted:
             time.sleep(0)  # they hold the lock for a moment each
-        with self._lock, torch.no_grad():
-            if not self._running.is_set():
-                return
+        with self._between_tokens("sample the next one"):
             if self.model.training:
                 self.model.eval()
-            if self._batch is not None:
-                batch = self._batch
-                self._guarded(batch.rows, lambda: batch.step(self._version))
-            if self._waiting:
-                self._begin()
-            if self._batch is not None and not self._batch.num_active:
-                self._batch = None
+            while self._running.is_set():
+                if self._batch is not None:
+                    self._guarded(self._batch.rows, self._batch.step, self._version)
+                if self._waiting:
+                    self._begin()
+                if self._batch is not None and not self._batch.num_active:
+                    self._batch = None
+                if self._wanted or until():
+                    return
 
     def _begin(self) -> None:
         room = self._max_batch_size - (0 if self._batch is None else self._batch.num_active)
@@ -287,24 +290,23 @@ class TransformersEngine(Engine):
         now = time.perf_counter()
         for row in rows:
             row.begun = now
-        begun: list[Decoding] = []
-        self._guarded(rows, lambda: begun.append(Decoding(self._generator, rows, self._version)))
-        if not begun or not begun[0].num_active:
+        begun = self._guarded(rows, Decoding, self._generator, rows, self._version)
+        if begun is None or not begun.num_active:
             return
         if self._batch is None or not self._batch.num_active:
-            self._batch = begun[0]
+            self._batch = begun
         else:
-            batch = self._batch
-            self._guarded([*batch.rows, *rows], lambda: batch.join(begun[0]))
+            self._guarded([*self._batch.rows, *rows], self._batch.join, begun)
 
-    def _guarded(self, rows: Sequence[Row], call: Callable[[], None]) -> None:
+    def _guarded(self, rows: Sequence[Row], call: Callable[..., Any], *args: Any) -> Any:
         """Generate; what is raised ends the rows that it concerns."""
         try:
-            call()
+            return call(*args)
         except Exception as error:
             if self._batch is not None and any(row in self._batch.rows for row in rows):
                 self._batch = None  # its rows may be out of step with their cache
             self._end([row for row in rows if not row.ended], FinishReason.ERROR, error)
+            return None
 
     def _end(self, rows: Sequence[Row], reason: FinishReason, error: BaseException | None = None) -> None:
         in_batch = [] if self._batch is None else [row for row in rows if row in self._batch.rows]
@@ -314,7 +316,7 @@ class TransformersEngine(Engine):
             if row not in in_batch:
                 row.ended = True
                 empty = torch.zeros(0, dtype=torch.int64)
-                row.deliver(completion_of(row, empty, torch.zeros(0), (), reason, error))
+                row.deliver(completion_of(row, empty, torch.zeros(0), empty, reason, error))
         self._waiting = deque(row for row in self._waiting if not row.ended)
         if self._batch is not None and not self._batch.num_active:
             self._batch = None
@@ -335,7 +337,7 @@ def check_requests(
     keys: set[Hashable] = set()
     for request in requests:
         key, limit = request.key, request.max_new_tokens
-        _check_prompt(request.prompt, f"prompt of request {key!r}", max_length, vocab_size)
+        _check_prompt(request.prompt, key, max_length)
         if limit is not None and not 1 <= limit <= sampling.max_new_tokens:
             raise ValueError(
                 f"max_new_tokens of request {key!r}: expected 1 to {sampling.max_new_tokens}, the limit of sampling; "
@@ -344,29 +346,45 @@ def check_requests(
         if key in in_progress or key in keys:
             raise ValueError(f"key of request {key!r}: a request with this key is in progress. Choose another.")
         keys.add(key)
+    _check_ids(requests, vocab_size)
 
 
-def _check_prompt(prompt: Any, name: str, max_length: int | None, vocab_size: int) -> None:
+def _check_prompt(prompt: Any, key: Hashable, max_length: int | None) -> None:
     if not isinstance(prompt, torch.Tensor):
-        raise TypeError(f"{name}: expected an int64 tensor [prompt] on the CPU, got {type(prompt).__name__}.")
-    if prompt.dtype != torch.int64 or prompt.ndim != 1 or prompt.device.type != "cpu":
         raise TypeError(
-            f"{name}: expected an int64 tensor [prompt] on the CPU, got {prompt.dtype} {list(prompt.shape)} on "
-            f"{prompt.device}."
+            f"prompt of request {key!r}: expected an int64 tensor [prompt] on the CPU, got {type(prompt).__name__}."
         )
-    if not len(prompt):
-        raise ValueError(f"{name}: it is empty. Begin it with a token, such as the tokenizer's bos_token_id.")
-    if max_length is not None and len(prompt) >= max_length:
+    if prompt.dtype != torch.int64 or prompt.ndim != 1 or not prompt.is_cpu:
+        raise TypeError(
+            f"prompt of request {key!r}: expected an int64 tensor [prompt] on the CPU, got {prompt.dtype} "
+            f"{list(prompt.shape)} on {prompt.device}."
+        )
+    length = len(prompt)
+    if not length:
         raise ValueError(
-            f"{name}: it has {len(prompt)} tokens, and the model has {max_length} positions for prompt and response. "
-            f"Shorten it to {max_length - 1} tokens at most, or use a model with more positions."
+            f"prompt of request {key!r}: it is empty. Begin it with a token, such as the tokenizer's bos_token_id."
         )
-    if int(prompt.numpy().view(np.uint64).max()) >= vocab_size:  # as uint64, negative ids are large
+    if max_length is not None and length >= max_length:
+        raise ValueError(
+            f"prompt of request {key!r}: it has {length} tokens, and the model has {max_length} positions for prompt "
+            f"and response. Shorten it to {max_length - 1} tokens at most, or use a model with more positions."
+        )
+
+
+def _check_ids(requests: Sequence[Request], vocab_size: int) -> None:
+    """Check that all ids are of the vocabulary."""
+    prompts = [request.prompt.numpy() for request in requests]
+    ids = prompts[0] if len(prompts) == 1 else np.concatenate(prompts) if prompts else np.zeros(1, np.int64)
+    if ids.view(np.uint64).max() < vocab_size:  # as uint64, negative ids are large
+        return
+    for request in requests:
+        prompt = request.prompt
         wrong = prompt[(prompt < 0) | (prompt >= vocab_size)].unique().tolist()
-        raise ValueError(
-            f"{name}: token ids {wrong[:8]} are outside the vocabulary of {vocab_size}. Use the tokenizer that belongs "
-            "to the model."
-        )
+        if wrong:
+            raise ValueError(
+                f"prompt of request {request.key!r}: token ids {wrong[:8]} are outside the vocabulary of {vocab_size}. "
+                "Use the tokenizer that belongs to the model."
+            )
 
 
 def _of_model(weights: Any, model: nn.Module) -> Any:
