@@ -20,7 +20,7 @@ from rollwright.envs.llm.opening import PromptFormat
 from rollwright.envs.llm.replies import Dialogue
 from rollwright.envs.llm.rewards import Reward
 from rollwright.envs.llm.sources import DatasetSource
-from rollwright.envs.llm.tools import PythonInterpreter, Toolset
+from rollwright.envs.llm.tools import ParsedAnswer, PythonInterpreter, ToolCall, ToolParser, Toolset
 from rollwright.errors import EnvError
 
 ROWS = [{"query": f"prompt {i}", "answer": i} for i in range(20)]
@@ -52,6 +52,16 @@ def call(name: str, **arguments: Any) -> str:
     import json
 
     return "Let me see. <tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
+
+
+def parsed_as(found: Any) -> ToolParser:
+    class Fixed(ToolParser):
+        def parse(self, text: str) -> Any:
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    return Fixed()
 
 
 # Openings ---------------------------------------------------------------------------------------
@@ -182,7 +192,19 @@ def nan(completions: list[Any]) -> list[float]:
 
 
 def words(completions: list[Any]) -> list[Any]:
-    return ["good"]
+    return ["1.0"]
+
+
+def infinite(completions: list[Any]) -> list[Any]:
+    return [float("-inf")]
+
+
+def huge(completions: list[Any]) -> list[Any]:
+    return [10**400]
+
+
+def of_a_column(completions: list[Any], label: Any) -> list[Any]:
+    return [1.0]
 
 
 def forever(completions: list[Any]) -> list[float]:
@@ -201,8 +223,11 @@ async def never(completions: list[Any]) -> list[float]:
     [
         (raises, r"'raises' raised .*KeyError.*gold.*Correct the function"),
         (too_few, r"'too_few' returned 0 numbers for 1 completions. Return a list with one number"),
-        (nan, r"'nan' returned NaN. Return a number, or None"),
-        (words, r"'words' returned 'good', expected a number"),
+        (nan, r"'nan' returned NaN. Return a finite number, or None"),
+        (infinite, r"'infinite' returned -inf. Return a finite number, or None"),
+        (huge, r"'huge' returned 10+\.\.\., expected a number"),
+        (words, r"'words' returned '1.0', expected a number"),
+        (of_a_column, r"'of_a_column' has the parameters \['label'\], .* is given .*'completion_ids', .*Correct"),
         (forever, r"'forever' took longer than 0.3 seconds. Make it faster"),
     ],
 )
@@ -230,6 +255,36 @@ def test_none_counts_as_nothing_and_other_returns_are_an_error(make: Any) -> Non
         make(rewards=3)
     with pytest.raises(ValueError, match="per: expected 'conversation' or 'group'"):
         Reward(halves, per="turn")  # type: ignore[arg-type]
+
+
+class AsyncObject:
+    async def __call__(self, completions: list[Any]) -> list[float]:
+        return [1.0]
+
+
+def test_a_function_that_cannot_be_called_so_is_refused_when_it_is_given() -> None:
+    with pytest.raises(ValueError, match=r"is a coroutine function, which runs in this process. Pass processes=0"):
+        Reward(AsyncObject(), processes=1)
+    with pytest.raises(TypeError, match=r"the parameters \['obj'\] of 'len' are positional"):
+        Reward(len)
+    with pytest.raises(TypeError, match=r"'max' does not say which parameters it has. Wrap it"):
+        Reward(max)
+
+
+def test_what_a_reward_function_changes_is_its_own(make: Any) -> None:
+    def strips(prompts: list[Any], completions: list[Any], completion_ids: list[Any]) -> list[float]:
+        prompts[0].clear()
+        completions[0][0]["content"] = "changed"
+        completion_ids[0].clear()
+        return [0.0]
+
+    def reads(prompts: list[Any], completions: list[Any], completion_ids: list[Any]) -> list[float]:
+        return [float(len(prompts[0])), float(completions[0][0]["content"] == "a") + len(completion_ids[0])][1:]
+
+    conversations = make(rewards=[strips, reads])
+    opening = conversations.open(0)
+    assert ask(conversations, "a").reward == 4.0
+    assert [message["content"] for message in opening.messages] == [ROWS[0]["query"]]
 
 
 # Tools ------------------------------------------------------------------------------------------
@@ -294,6 +349,59 @@ def test_an_error_of_a_tool_is_a_message_or_is_raised(make: Any, text: str, reas
     strict.open(0)
     with pytest.raises(EnvError, match=rf"conversation 0 from prompt 0 .* turn 0: the tool .* failed: .*{reason}"):
         ask(strict, text)
+
+
+class NoText:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class AsyncTool:
+    """Says what it is given."""
+
+    async def __call__(self, text: str) -> str:
+        return text
+
+
+@pytest.mark.parametrize(
+    ("result", "content"),
+    [
+        ("x" * 100_000_000, "x" * 100 + "\n[result cut after 100 characters]"),
+        ("a\ud800b\0", "a\ufffdb\0"),
+        (NoText(), "Error: RuntimeError: no text"),
+    ],
+)
+def test_any_result_of_a_tool_becomes_a_text_that_a_model_can_read(make: Any, result: Any, content: str) -> None:
+    def tool() -> Any:
+        return result
+
+    conversations = make(tools=Toolset([tool], result_chars=100))
+    conversations.open(0)
+    assert ask(conversations, call("tool")).messages[0]["content"] == content
+
+
+def test_an_object_with_an_async_call_is_a_tool(make: Any) -> None:
+    conversations = make(tools=[AsyncTool()])
+    conversations.open(0)
+    assert ask(conversations, call("AsyncTool", text="yes")).messages[0]["content"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (IndexError("odd"), "the parser Fixed raised IndexError: odd. Correct its method parse"),
+        (None, "the parser Fixed returned None, expected a ParsedAnswer with ToolCall objects. Correct"),
+        (ParsedAnswer("", [ToolCall("tool", None)]), "the parser Fixed returned .*, expected a ParsedAnswer with"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_parser_that_is_wrong_is_named(make: Any, found: Any, message: str) -> None:
+    def tool() -> str:
+        return ""
+
+    conversations = make(tools=Toolset([tool], parser=parsed_as(found)))
+    conversations.open(0)
+    with pytest.raises(EnvError, match=rf"conversation 0 from prompt 0 .*, turn 0: {message}"):
+        ask(conversations, "a")
 
 
 def test_rounds_of_tools_have_a_limit(make: Any) -> None:
@@ -401,6 +509,9 @@ def test_an_environment_may_be_async_and_reward_each_token(make: Any) -> None:
         ("text", r"returned 'text', expected \(messages, reward, done\)"),
         (("more", None, False), "returned the reward None, expected a number"),
         (("more", float("nan"), False), "returned the reward NaN"),
+        (("more", "1.0", False), "returned the reward '1.0', expected a number"),
+        (("more", torch.ones(2), False), "returned 2 rewards for the 3 tokens of the answer"),
+        (("more", torch.tensor([0.0, 1.0, float("inf")]), False), "returned NaN or infinity among the rewards"),
         (("", 0.0, False), "returned no message and done=False"),
         (([3], 0.0, False), r"returned the messages \[3\]"),
         (None, "raised ZeroDivisionError: division by zero"),

@@ -100,6 +100,7 @@ TEMPLATE, XML, JSON = TemplateToolParser(), XMLToolParser(), JSONToolParser()
         (JSON, '```json\n[{"name": "f", "arguments": "{}"}]\n```', ("", [("f", {}, None)])),
         (JSON, '{"answer": 3}', ('{"answer": 3}', [])),
         (JSON, "{3", ("{3", [])),
+        (JSON, "[" * 100_000, ("[" * 100_000, [])),
     ],
 )
 def test_parsers(parser: Any, text: str, expected: Any) -> None:
@@ -112,6 +113,7 @@ def test_parsers(parser: Any, text: str, expected: Any) -> None:
         (TEMPLATE, "<tool_call>[1]</tool_call>", "a call must be a JSON object"),
         (TEMPLATE, '<tool_call>{"name": 3}</tool_call>', "a call must have a name"),
         (TEMPLATE, '<tool_call>{"name": "f", "arguments": "{"}</tool_call>', "the arguments are no JSON"),
+        (TEMPLATE, f"<tool_call>{'[' * 100_000}</tool_call>", "the call is no JSON: maximum recursion depth"),
         (XML, "<tool>{}</tool>", "<tool> must have a name"),
         (XML, '<tool name="f">what</tool>', "expected a JSON object or an element"),
         (XML, '<tool name="f">{what</tool>', "the arguments are no JSON"),

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
+
 from rollwright.data.llm.turns import FinishReason, Message, Origin
 from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome, PromptSource
 from rollwright.envs.llm.jobs import Finished, Jobs, Lane, ThreadLane
@@ -15,7 +17,7 @@ from rollwright.envs.llm.opening import PromptFormat
 from rollwright.envs.llm.replies import Dialogue, as_reply
 from rollwright.envs.llm.rewards import Reward, as_rewards, place
 from rollwright.envs.llm.talk import Step, Talk
-from rollwright.envs.llm.tools.toolset import Toolset, as_text, as_toolset, call_of
+from rollwright.envs.llm.tools.toolset import Toolset, as_toolset, call_of
 from rollwright.errors import EnvError
 
 __all__ = ["DatasetConversations"]
@@ -168,7 +170,11 @@ class DatasetConversations(Conversations):
     def _follow(self, slot: int, talk: Talk, answer: Answer) -> None:
         toolset = self.tools
         if toolset is not None and answer.finish_reason is not FinishReason.CANCELLED:
-            talk.take_calls(toolset.parser.parse(answer.text))
+            try:
+                talk.take_calls(toolset.parse(answer.text))
+            except ValueError as error:
+                where = f"{place(talk.origin)}, turn {talk.turns - 1}"
+                raise EnvError(f"{where}: {error}. Correct its method parse.") from error
             if talk.calls:
                 if talk.rounds >= toolset.max_rounds:
                     talk.outcome.truncated = True
@@ -215,18 +221,22 @@ class DatasetConversations(Conversations):
                 f"{place(talk.origin)}, turn {talk.turns - 1}: the tool {call.name!r} failed: {reason}. Correct the "
                 "tool, or pass Toolset(..., on_error='message') to let the model read that."
             )
-        talk.tool_result(f"Error: {reason}")
+        talk.tool_result(toolset.content(f"Error: {reason}"))
 
     def _tool_ended(self, slot: int, talk: Talk, end: Finished) -> None:
         toolset = self.tools
         assert toolset is not None
         talk.spent("tool", end.seconds)
-        if end.error is None:
-            talk.tool_result(as_text(end.value))
-        elif isinstance(end.error, TimeoutError) and "took longer than" in str(end.error):
-            self._tool_failed(talk, toolset, str(end.error))
-        else:
-            self._tool_failed(talk, toolset, f"{type(end.error).__name__}: {end.error}")
+        error: BaseException | None = end.error
+        if error is None:
+            try:
+                talk.tool_result(toolset.content(end.value))
+            except Exception as raised:  # of an object's text
+                error = raised
+        if isinstance(error, TimeoutError) and "took longer than" in str(error):
+            self._tool_failed(talk, toolset, str(error))
+        elif error is not None:
+            self._tool_failed(talk, toolset, f"{type(error).__name__}: {error}")
         self._next_call(slot, talk, toolset)
 
     # Environments and turns -------------------------------------------------------------------------
@@ -243,6 +253,11 @@ class DatasetConversations(Conversations):
             reply = as_reply(end.value)
         except ValueError as error:
             raise EnvError(f"{where} {error}. Correct its method reply.") from None
+        if isinstance(reply.reward, torch.Tensor) and len(reply.reward) != talk.num_answered:
+            raise EnvError(
+                f"{where} returned {len(reply.reward)} rewards for the {talk.num_answered} tokens of the answer. "
+                "Return one number, or one for each token that was sampled."
+            )
         talk.outcome.reward = reply.reward
         talk.follow(reply.messages)
         if reply.done:

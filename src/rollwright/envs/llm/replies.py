@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -114,18 +115,23 @@ def as_reply(returned: Any) -> Reply:
         raise ValueError("returned no message and done=False, so that nothing follows the answer")
     if isinstance(reward, torch.Tensor) and reward.ndim == 1:
         reward = reward.detach().to("cpu", torch.float32)
-        if bool(reward.isnan().any()):
-            raise ValueError("returned NaN among the rewards of the tokens")
+        if not bool(reward.isfinite().all()):
+            raise ValueError("returned NaN or infinity among the rewards of the tokens")
         return Reply(list(messages), reward, done)
     try:
+        if isinstance(reward, (str, bytes)):  # which float() would read
+            raise TypeError
         number = float(reward)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise ValueError(f"returned the reward {_shown(reward)}, expected a number") from None
-    if number != number:
-        raise ValueError("returned the reward NaN")
+    if not math.isfinite(number):
+        raise ValueError(f"returned the reward {'NaN' if number != number else number}, expected a finite number")
     return Reply(list(messages), number, done)
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
     return text if len(text) < 80 else text[:77] + "..."

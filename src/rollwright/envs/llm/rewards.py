@@ -57,7 +57,7 @@ class Reward:
         name: for messages; None: the function's.
 
     Raises:
-        TypeError: ``function`` cannot be called.
+        TypeError: ``function`` cannot be called, or not by keyword.
         ValueError: another argument is out of range.
 
     Example:
@@ -84,12 +84,28 @@ class Reward:
                 f"processes and timeout_s: expected at least 0 and more than 0, got {self.processes} and "
                 f"{self.timeout_s}."
             )
-        if self.processes and inspect.iscoroutinefunction(self.function):
+        if self.processes and inspect.iscoroutinefunction(_target(self.function)):
             raise ValueError(
                 f"processes: {self.function} is a coroutine function, which runs in this process. Pass processes=0."
             )
         if not self.name:
             object.__setattr__(self, "name", named(self.function))
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        try:
+            parameters = inspect.signature(self.function).parameters
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"function: {self.name!r} does not say which parameters it has. Wrap it: def reward(completions, "
+                "**columns)."
+            ) from None
+        unnamed = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_ONLY]
+        if unnamed:
+            raise TypeError(
+                f"function: the parameters {unnamed} of {self.name!r} are positional, and it is called by keyword. "
+                "Write them as plain ones: def reward(completions, **columns)."
+            )
 
     def lane(self, shared: ThreadLane) -> Lane:
         """Where it runs; ``shared`` is that of all plain and coroutine functions."""
@@ -105,7 +121,11 @@ class Reward:
         return self.function(**arguments)
 
     def arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """The keyword arguments of a call."""
+        """The keyword arguments of a call.
+
+        Raises:
+            EnvError: the function has a parameter that is no column of the row.
+        """
         columns = {str(name): [sample.row[name] for sample in samples] for name in samples[0].row}
         given = columns | {
             "prompts": [sample.prompt for sample in samples],
@@ -113,15 +133,23 @@ class Reward:
             "completion_ids": [sample.completion_ids for sample in samples],
         }
         parameters = inspect.signature(self.function).parameters
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        plain = [each for each in parameters.values() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        missing = [each.name for each in plain if each.default is each.empty and each.name not in given]
+        if missing:
+            raise self.failed(
+                samples,
+                f"has the parameters {missing}, which are no columns of its row: it is given {sorted(given)}",
+                "Correct the name, or the dataset",
+            )
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             return given
-        return {name: given[name] for name in parameters if name in given}
+        return {each.name: given[each.name] for each in plain if each.name in given}
 
     def values(self, returned: Any, samples: Sequence[Sample]) -> list[float]:
         """The numbers that a call returned, by sample, with its weight.
 
         Raises:
-            EnvError: too few or too many, or something that is no number.
+            EnvError: too few or too many, or something that is no finite number.
         """
         if hasattr(returned, "tolist"):
             returned = returned.tolist()
@@ -136,11 +164,15 @@ class Reward:
         values = []
         for value, sample in zip(returned, samples, strict=True):
             try:
-                number = 0.0 if value is None else float(value)
-            except (TypeError, ValueError):
-                raise self.failed([sample], f"returned {value!r}, expected a number or None") from None
-            if math.isnan(number):
-                raise self.failed([sample], "returned NaN", "Return a number, or None where it has nothing to say")
+                number = 0.0 if value is None else _number(value)
+            except (TypeError, ValueError, OverflowError):
+                raise self.failed([sample], f"returned {_shown(value)}, expected a number or None") from None
+            if not math.isfinite(number):
+                raise self.failed(
+                    [sample],
+                    f"returned {'NaN' if math.isnan(number) else number}",
+                    "Return a finite number, or None where it has nothing to say",
+                )
             values.append(self.weight * number)
         return values
 
@@ -184,7 +216,23 @@ def named(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
+def _number(value: Any) -> float:
+    if isinstance(value, (str, bytes)):  # which float() would read
+        raise TypeError
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
+    return text if len(text) < 80 else text[:77] + "..."
+
+
 def _target(function: Any) -> Any:
+    while isinstance(function, partial):
+        function = function.func
     if inspect.isfunction(function) or inspect.ismethod(function):
         return function
     return getattr(function, "__call__", function)  # noqa: B004

@@ -35,12 +35,13 @@ class Talk:
         ended: its last outcome, without rewards of its end; None before.
         over: the conversation has ended, and its rewards are known.
         rewards_left: reward functions that did not return yet.
+        num_answered: tokens of the last answer.
     """
 
     def __init__(self, opening: Opening, environment: Any) -> None:
         self.opening, self.environment = opening, environment
         self.messages: list[Message] = list(opening.messages)
-        self.turns = self.rounds = self.rewards_left = 0
+        self.turns = self.rounds = self.rewards_left = self.num_answered = 0
         self.calls: deque[ToolCall] = deque()
         self.outcome = Outcome()
         self.ended: Outcome | None = None
@@ -66,6 +67,7 @@ class Talk:
         self.busy = True
         self.outcome = Outcome()
         self.messages.append(answer.message)
+        self.num_answered = len(answer.tokens)
         self._token_ids += answer.tokens.tolist()
 
     def take_calls(self, parsed: ParsedAnswer) -> None:
@@ -124,13 +126,13 @@ class Talk:
         """The conversation as reward functions see it."""
         opening = self.opening
         following = self.messages[len(opening.messages) :]
-        if mode == "history":
-            prompt: Any = list(opening.messages)
-            completion: Any = following
+        if mode == "history":  # copies: a function may change what it is given
+            prompt: Any = [dict(message) for message in opening.messages]
+            completion: Any = [dict(message) for message in following]
         else:
             prompt = opening.text if opening.tokens is None else opening.tokens.tolist()
             completion = "".join(str(message.get("content") or "") for message in following)
-        return Sample(self.origin, opening.draw.row, prompt, completion, self._token_ids)
+        return Sample(self.origin, opening.draw.row, prompt, completion, list(self._token_ids))
 
     def state(self) -> dict[str, Any]:
         """What it needs to go on.

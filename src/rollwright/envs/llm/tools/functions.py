@@ -7,6 +7,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin
 
 from rollwright.envs.llm.tools.core import Tool, ToolSession
@@ -32,7 +33,8 @@ def function_schema(function: Callable[..., Any], name: str | None = None) -> di
     The description is the docstring up to its arguments; those of the arguments stand below ``Args:``.
 
     Args:
-        function: its parameters have annotations: str, int, float, bool, list, dict, Literal, or a union of these.
+        function: or an object that is called as one. Its parameters have annotations: str, int, float, bool, list,
+            dict, Literal, or a union of these.
         name: of the tool; None: the function's.
 
     Raises:
@@ -52,24 +54,34 @@ def function_schema(function: Callable[..., Any], name: str | None = None) -> di
         >>> schema["parameters"]["properties"]["a"]
         {'type': 'integer', 'description': 'the first.'}
     """
-    description, described = _docstring(inspect.getdoc(function) or "")
-    hints = typing.get_type_hints(function)
+    inner = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    called = getattr(function, "__name__", None) or getattr(inner, "__name__", type(inner).__name__)
+    description, described = _docstring(inspect.getdoc(inner) or "")
+    try:
+        hints = typing.get_type_hints(inner if inspect.isroutine(inner) else type(inner).__call__)
+    except NameError as error:
+        raise TypeError(
+            f"tools: an annotation of {called} cannot be read: {error}. Write it with a name of its module, or pass "
+            "FunctionTool(..., schema=)."
+        ) from None
     properties: dict[str, Any] = {}
     required: list[str] = []
     for key, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise TypeError(
-                f"tools: {function.__name__} has the parameter {parameter}, which a model cannot name. Use plain ones."
+                f"tools: {called} has the parameter {parameter}, which a model cannot name. Use plain ones."
             )
         if key not in hints:
-            raise TypeError(f"tools: {function.__name__} has no annotation for {key!r}. Write {key}: str, for example.")
-        properties[key] = _type_schema(hints[key], f"{function.__name__}({key})")
+            raise TypeError(f"tools: {called} has no annotation for {key!r}. Write {key}: str, for example.")
+        properties[key] = _type_schema(hints[key], f"{called}({key})")
         if key in described:
             properties[key]["description"] = described[key]
         if parameter.default is parameter.empty:
             required.append(key)
     parameters = {"type": "object", "properties": properties, "required": required}
-    tool = {"name": name or function.__name__, "description": description, "parameters": parameters}
+    tool = {"name": name or called, "description": description, "parameters": parameters}
     return {"type": "function", "function": tool}
 
 

@@ -13,6 +13,7 @@ __all__ = ["JSONToolParser", "TemplateToolParser", "XMLToolParser", "parser_of"]
 
 _ATTRIBUTE = re.compile(r"""(\w+)\s*=\s*(?:"([^"]*)"|'([^']*)')""")
 _CHILD = re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
+_NO_JSON = (ValueError, RecursionError)  # a model may write any number of brackets
 
 
 def _call_of(value: Any, text: str) -> ToolCall:
@@ -27,7 +28,7 @@ def _call_of(value: Any, text: str) -> ToolCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except _NO_JSON as error:
             return ToolCall(str(name or ""), error=f"the arguments are no JSON: {error}")
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         return ToolCall(str(name or ""), error=f"a call must have a name and arguments, got {text[:200]}")
@@ -37,7 +38,7 @@ def _call_of(value: Any, text: str) -> ToolCall:
 def _call_from(text: str) -> ToolCall:
     try:
         return _call_of(json.loads(text), text)
-    except ValueError as error:
+    except _NO_JSON as error:
         return ToolCall("", error=f"the call is no JSON: {error}: {text[:200]}")
 
 
@@ -97,7 +98,7 @@ class XMLToolParser(ToolParser):
         if body.startswith("{"):
             try:
                 return _call_of({"name": name, "arguments": json.loads(body)}, body)
-            except ValueError as error:
+            except _NO_JSON as error:
                 return ToolCall(name, error=f"the arguments are no JSON: {error}")
         children = _CHILD.findall(body)
         if body and not children:
@@ -125,7 +126,7 @@ class JSONToolParser(ToolParser):
             return ParsedAnswer(text)
         try:
             value = json.loads(stripped)
-        except ValueError:
+        except _NO_JSON:
             return ParsedAnswer(text)
         if isinstance(value, Mapping) and isinstance(value.get("tools", value.get("tool_calls")), list):
             listed = value.get("tools", value.get("tool_calls"))
@@ -140,7 +141,7 @@ class JSONToolParser(ToolParser):
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except _NO_JSON:
         return text.strip()
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from rollwright.envs.llm.tools.core import Tool, ToolCall, ToolParser
+from rollwright.envs.llm.tools.core import ParsedAnswer, Tool, ToolCall, ToolParser
 from rollwright.envs.llm.tools.functions import FunctionTool
 from rollwright.envs.llm.tools.parsers import parser_of
 
-__all__ = ["Toolset", "as_text", "as_toolset", "call_of"]
+__all__ = ["Toolset", "as_toolset", "call_of"]
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Toolset:
@@ -28,6 +31,7 @@ class Toolset:
         on_error: what becomes of a tool that raises, takes too long or is called wrongly. ``"message"``: the reason
             is its result. ``"raise"``: an error that ends the collection.
         max_rounds: answers with calls that a conversation may have; one more truncates it.
+        result_chars: of a result; more is cut off, and the model reads that it was.
 
     Raises:
         TypeError: one of ``tools`` is something else.
@@ -49,11 +53,14 @@ class Toolset:
         parser: str | ToolParser = "template",
         on_error: Literal["message", "raise"] = "message",
         max_rounds: int = 8,
+        result_chars: int = 100_000,
     ) -> None:
         if on_error not in ("message", "raise"):
             raise ValueError(f"on_error: expected 'message' or 'raise', got {on_error!r}.")
         if max_rounds < 1:
             raise ValueError(f"max_rounds: expected at least 1, got {max_rounds}.")
+        if result_chars < 1:
+            raise ValueError(f"result_chars: expected at least 1, got {result_chars}.")
         self.tools = {tool.name: tool for tool in map(_as_tool, tools)}
         if len(self.tools) < len(tools):
             raise ValueError(
@@ -62,7 +69,32 @@ class Toolset:
         if not self.tools:
             raise ValueError("tools: expected at least one tool, got none. Leave tools out where there are none.")
         self.parser = parser_of(parser)
-        self.on_error, self.max_rounds = on_error, max_rounds
+        self.on_error, self.max_rounds, self.result_chars = on_error, max_rounds, result_chars
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """Take an answer apart.
+
+        Raises:
+            ValueError: the parser raised, or returned something else; the message says what, as a phrase.
+        """
+        where = f"the parser {type(self.parser).__name__}"
+        try:
+            parsed: Any = self.parser.parse(text)
+        except Exception as error:
+            raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
+        if not isinstance(parsed, ParsedAnswer) or not all(map(_is_call, parsed.calls)):
+            raise ValueError(f"{where} returned {repr(parsed)[:200]}, expected a ParsedAnswer with ToolCall objects")
+        return parsed
+
+    def content(self, result: Any) -> str:
+        """The content of the message with a result: strings as they are, other values as JSON where they can be.
+
+        Half of a surrogate pair, which is no text, becomes U+FFFD.
+        """
+        text = as_text(result)
+        if len(text) > self.result_chars:
+            text = f"{text[: self.result_chars]}\n[result cut after {self.result_chars} characters]"
+        return _SURROGATE.sub("\ufffd", text)
 
     @property
     def schemas(self) -> list[Any]:
@@ -99,18 +131,22 @@ def as_toolset(tools: Any) -> Toolset | None:
 
 
 def as_text(result: Any) -> str:
-    """The content of the message with a result: strings as they are, other values as JSON where they can be."""
+    """Strings as they are, other values as JSON where they can be."""
     if isinstance(result, str):
         return result
     try:
         return json.dumps(result)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return str(result)
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, ToolCall) and isinstance(call.name, str) and isinstance(call.arguments, Mapping)
 
 
 def call_of(function: Any) -> Any:
     """``function``, called with a mapping of its arguments."""
-    if inspect.iscoroutinefunction(function):
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
 
         async def acall(arguments: dict[str, Any]) -> Any:
             return await function(**arguments)
