@@ -9,6 +9,7 @@ from tests import llm_models
 from rollwright.collectors.llm import LLMCollector
 from rollwright.envs import StepCounter, TransformedEnv
 from rollwright.envs.llm import ChatEnv, LLMEnv, Reward
+from rollwright.errors import EnvError
 from rollwright.modules.llm import TransformersWrapper
 
 pytestmark = [pytest.mark.llm, pytest.mark.usefixtures("_one_thread")]
@@ -74,6 +75,7 @@ def test_a_conversation_without_room_has_the_rewards_of_its_end(per, async_envs)
     [
         ([{"tokens": torch.tensor([3, -2])}], False, "token ids must be at least 0; got -2"),
         ([{"text": ""}], True, "at least one token; got none; take empty rows out"),
+        ([{"text": "a\ud800"}], True, r"half of a surrogate pair, .* behind 'a', .* take it out"),
     ],
 )
 def test_a_prompt_that_cannot_be_read_names_its_conversation(rows, from_text, problem):
@@ -92,6 +94,35 @@ def test_a_tokenizer_without_a_chat_template_is_an_error_at_construction():
         pytest.raises(ValueError, match="chat messages are written as tokens by a tokenizer; got none"),
     ):
         LLMCollector(chats(), TransformersWrapper(llm_models.model()), dialog_turns_per_batch=2)
+
+
+class SaysHalf(GoOn):
+    def reply(self, messages):
+        return "a\ud800", 0.0, False
+
+
+def test_a_reply_that_is_no_text_names_its_conversation():
+    env = ChatEnv.from_dataloader([{"query": "one"}], tokenizer=llm_models.tokenizer(), environment=SaysHalf)
+    with (
+        LLMCollector(env, policy(), dialog_turns_per_batch=1) as collector,
+        pytest.raises(EnvError, match=r"conversation of prompt 0 \(epoch 0, repeat 0\), turn 0: .*surrogate pair"),
+    ):
+        collector.next()
+
+
+def test_tokenizers_that_differ_are_an_error_at_construction():
+    model = llm_models.model()
+    for kind, differs in (("llama", "vocabularies, of"), ("qwen", "chat templates")):
+        other = llm_models.tokenizer(kind)
+        if kind == "qwen":
+            other.chat_template = llm_models.TEMPLATES["qwen3"]
+        with pytest.raises(ValueError, match=f"tokenizer: those of environment and policy have different {differs}"):
+            LLMCollector(chats(), TransformersWrapper(model, tokenizer=other), dialog_turns_per_batch=2)
+
+
+def test_several_samples_of_a_prompt_are_an_error_at_construction():
+    with pytest.raises(ValueError, match=r"num_samples: the policy writes 4 answers .*pass repeats=4 to the env"):
+        LLMCollector(chats(), policy(num_samples=4), dialog_turns_per_batch=2)
 
 
 @pytest.mark.parametrize("transformed", [False, True])

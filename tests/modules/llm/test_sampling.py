@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,6 +123,13 @@ def test_log_probs_of_given_tokens_are_those_of_the_draw(mode: str, options: dic
 def test_wrong_values_are_errors(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kwargs", [{"max_new_tokens": 4.0}, {"max_new_tokens": "4"}, {"top_k": "5"}, {"top_p": "1"}])
+def test_what_is_no_number_is_an_error(kwargs: dict[str, Any]) -> None:
+    (name,) = kwargs
+    with pytest.raises(TypeError, match=rf"{name}: expected a .*number, got {kwargs[name]!r}"):
+        sampling_of(kwargs, log_prob_mode="raw")
 
 
 def test_generate_kwargs_have_the_names_of_the_field() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tests.llm_models import MODELS, model, tokenizer
 
 from rollwright.data.llm.turns import FinishReason
@@ -246,6 +247,14 @@ def test_an_engine_is_never_copied() -> None:
 def test_wrong_models_are_refused() -> None:
     with pytest.raises(TypeError, match="expected a causal language model of transformers, got Linear"):
         TransformersEngine(torch.nn.Linear(2, 2))
+    config = transformers.T5Config(vocab_size=8, d_model=8, d_ff=8, num_layers=1, num_heads=1, d_kv=8)
+    with pytest.raises(TypeError, match="T5ForConditionalGeneration, an encoder and a decoder"):
+        TransformersEngine(transformers.T5ForConditionalGeneration(config))
+    with pytest.raises(ValueError, match="its parameters are on the device 'meta'"):
+        TransformersEngine(model().to("meta"))
+    headless = TransformersEngine(model().model, sampling=Sampling(max_new_tokens=1))
+    (failed,) = headless.generate([Request(0, torch.tensor([1]), 0)])
+    assert "expected one that returns logits, got Qwen3Model" in str(failed.error)
     with pytest.raises(ValueError, match="max_batch_size: expected at least 1"):
         TransformersEngine(model(), max_batch_size=0)
     with pytest.raises(ValueError, match="stop_token_ids"):

@@ -69,7 +69,10 @@ class Codec:
 
     def encode_text(self, text: str) -> list[int]:
         """Tokens of a text as it is, with what the tokenizer puts in front of a text."""
-        return list(self._tokenizer(text)["input_ids"])
+        try:
+            return list(self._tokenizer(text)["input_ids"])
+        except TypeError as error:
+            raise _explained(text, error) from error
 
     def decode(self, tokens: list[int]) -> str:
         """Text of tokens, special tokens included."""
@@ -94,10 +97,13 @@ class Codec:
         return backend.truncation is None and backend.padding is None and not backend.encode_special_tokens
 
     def _encode(self, text: str) -> list[int]:
-        if self._backend is not None and self._backend_is_plain():
-            tokens: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-            return tokens
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        try:
+            if self._backend is not None and self._backend_is_plain():
+                tokens: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+                return tokens
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        except TypeError as error:
+            raise _explained(text, error) from error
 
     def _protected(self, message: Message) -> dict[str, Any]:
         pattern = self._special if message.get("role") in _TRUSTED_ROLES else self._control
@@ -114,6 +120,18 @@ def _encodes_pieces_alone(tokenizer: Any, backend: Any) -> bool:
         if step is not None:
             steps.update(re.findall(r'"type":\s*"(\w+)"', step.__getstate__().decode()))
     return steps <= _LOCAL_STEPS
+
+
+def _explained(text: str, error: TypeError) -> Exception:
+    """Why the tokenizer does not take a text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as found:
+        return ValueError(
+            f"the text holds half of a surrogate pair, {text[found.start]!r} behind {text[: found.start][-20:]!r}, "
+            "which stands for no character; take it out (text.encode('utf-8', 'replace').decode())"
+        )
+    return error
 
 
 def _any_of(tokens: Any, group: bool = False) -> re.Pattern[str] | None:

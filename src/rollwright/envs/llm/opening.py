@@ -90,7 +90,7 @@ class PromptFormat:
         elif isinstance(value, Sequence) and value and all(isinstance(m, Mapping) and "role" in m for m in value):
             messages = list(value)
         else:
-            raise _wrong(draw, key, value, "a string or a list of messages with role and content", "")
+            raise _wrong(draw, key, value, "a string or a list of messages with role and content", "Correct the row.")
         if self.system_prompt is not None and messages[0]["role"] != self.system_role:
             messages.insert(0, {"role": self.system_role, "content": self.system_prompt})
         return messages
@@ -102,7 +102,7 @@ def _tokens(value: Any, mask: Any, draw: Draw, key: str) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError):
         raise _wrong(draw, key, value, "token ids", "Pass from_text=True for strings.") from None
     if tokens.ndim != 1 or not tokens.numel() or tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise _wrong(draw, key, value, "a list of token ids", "")
+        raise _wrong(draw, key, value, "a list of token ids", "Correct the row.")
     if mask is not None:
         tokens = tokens[torch.as_tensor(mask).bool()]
     return tokens.to("cpu", torch.int64)
@@ -110,4 +110,6 @@ def _tokens(value: Any, mask: Any, draw: Draw, key: str) -> torch.Tensor:
 
 def _wrong(draw: Draw, key: str, value: Any, expected: str, remedy: str) -> EnvError:
     shown = f"{type(value).__name__} of shape {list(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+    if isinstance(value, (list, tuple)) and not value:
+        shown, remedy = f"{shown} without elements", "Take empty rows out of the dataset."
     return EnvError(f"{place(draw.origin)}: the column {key!r} is a {shown}, expected {expected}. {remedy}".rstrip())

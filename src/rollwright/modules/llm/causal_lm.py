@@ -28,7 +28,8 @@ class CausalLM:
         end_ids: tokens that end a response: of its configurations and of the tokenizer.
 
     Raises:
-        TypeError: it is no module, or its configuration has no vocabulary.
+        TypeError: it is no causal language model, or its configuration has no vocabulary.
+        ValueError: ``max_length`` is too small, or the model is on the device ``"meta"``.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, max_length: int | None = None) -> None:
@@ -39,9 +40,19 @@ class CausalLM:
                 "Pass what AutoModelForCausalLM.from_pretrained or .from_config returns."
             )
         lm: Any = model  # what a module has beside its parameters is not typed
+        if getattr(config, "is_encoder_decoder", False):
+            raise TypeError(
+                f"model: expected one that continues its prompt, got {type(model).__name__}, an encoder and a decoder. "
+                "Pass what AutoModelForCausalLM returns."
+            )
         text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         self.model = model
         self.device: torch.device = next(model.parameters()).device
+        if self.device.type == "meta":
+            raise ValueError(
+                "model: its parameters are on the device 'meta', and hold no values. Load it onto a device: "
+                "from_pretrained(..., device_map='cpu'), or model.to_empty(device='cpu') and weights."
+            )
         self.vocab_size = _vocab_size(model, text)
         head = lm.get_output_embeddings() if hasattr(lm, "get_output_embeddings") else None
         self.num_logits: int = getattr(head, "out_features", None) or self.vocab_size
@@ -105,7 +116,13 @@ class CausalLM:
     ) -> torch.Tensor:
         if self._takes_positions:
             kwargs["position_ids"] = positions
-        logits: torch.Tensor = self.model(input_ids=ids, attention_mask=mask, **kwargs).logits
+        output = self.model(input_ids=ids, attention_mask=mask, **kwargs)
+        logits: torch.Tensor | None = getattr(output, "logits", None)
+        if logits is None:
+            raise TypeError(
+                f"model: expected one that returns logits, got {type(self.model).__name__}, which returns "
+                f"{type(output).__name__}. Pass what AutoModelForCausalLM returns."
+            )
         return logits
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
@@ -41,6 +42,11 @@ class Sampling:
     log_prob_mode: str = "sampled"
 
     def __post_init__(self) -> None:
+        for name, kind in (("max_new_tokens", Integral), ("top_k", Integral), ("temperature", Real), ("top_p", Real)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                expected = "a whole number" if kind is Integral else "a number"
+                raise TypeError(f"{name}: expected {expected}, got {value!r}.")
         bounds = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "temperature": (0 <= self.temperature < float("inf"), "0 or more (0: the most probable token)"),

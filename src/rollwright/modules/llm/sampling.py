@@ -277,7 +277,9 @@ def sampling_of(kwargs: dict[str, Any], *, log_prob_mode: str, end_ids: Sequence
     changes: dict[str, Any] = {
         "max_new_tokens": given.get("max_new_tokens", given.get("max_tokens")),
         "temperature": given.get("temperature"),
-        "top_k": max(given["top_k"], 0) if "top_k" in given else None,  # vLLM writes -1 for all
+        "top_k": max(given["top_k"], 0)
+        if isinstance(given.get("top_k"), int)
+        else given.get("top_k"),  # vLLM writes -1 for all
         "top_p": given.get("top_p"),
         "stop_token_ids": (*((stop,) if isinstance(stop, int) else stop), *end_ids),
         "log_prob_mode": log_prob_mode,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -81,9 +81,15 @@ def dialogue_parts(env: EnvBase, policy: Any, options: CollectorOptions) -> tupl
     """Conversations and engine, where environment, policy and options have what :class:`TurnPath` takes; else None.
 
     Raises:
-        ValueError: ``async_envs=True``, and they do not.
+        ValueError: ``async_envs=True``, and they do not; or the policy writes several answers to a prompt.
     """
     conversations, engine = conversations_of(env), getattr(policy, "engine", None)
+    samples = getattr(policy, "num_samples", None)
+    if conversations is not None and isinstance(samples, int):
+        raise ValueError(
+            f"num_samples: the policy writes {samples} answers to each prompt, and a conversation goes on from one. "
+            f"Leave it out, and pass repeats={samples} to the environment: as many conversations for each prompt."
+        )
     fits = not any(getattr(options, name) for name in _PLAIN_TURNS)
     fits = fits and options.track_traj_ids and options.reset_when_done and options.extend_buffer
     fits = fits and not getattr(policy, "pad_output", False) and getattr(policy, "num_samples", None) is None
@@ -105,6 +111,7 @@ def turn_path(parts: PathParts) -> Path | None:
     if found is None:
         return None
     conversations, engine = found
+    _check_tokenizers(getattr(parts.env, "tokenizer", None), engine.tokenizer, conversations.template)
     return TurnPath(
         parts,
         conversations,
@@ -113,6 +120,26 @@ def turn_path(parts: PathParts) -> Path | None:
         streams=bool(parts.options.async_envs),
         how={"env": "native: conversations, turn by turn", "policy": f"native: {type(engine).__name__}, on tokens"},
     )
+
+
+def _check_tokenizers(of_env: Any, of_policy: Any, template: Mapping[str, Any] | None) -> None:
+    """Refuse two tokenizers that write prompts in two ways: that of the policy does it.
+
+    Raises:
+        ValueError: their vocabularies or chat templates differ.
+    """
+    if of_env is of_policy or not all(hasattr(each, "get_vocab") for each in (of_env, of_policy)):
+        return
+    differs = ""
+    if of_env.get_vocab() != of_policy.get_vocab():
+        differs = f"vocabularies, of {len(of_env.get_vocab())} and {len(of_policy.get_vocab())} tokens"
+    elif template is not None and "chat_template" not in template and of_env.chat_template != of_policy.chat_template:
+        differs = "chat templates"
+    if differs:
+        raise ValueError(
+            f"tokenizer: those of environment and policy have different {differs}. Pass the tokenizer of the policy's "
+            "model to both."
+        )
 
 
 def _layout(env: EnvBase, policy: Any) -> RecordLayout:

@@ -256,7 +256,10 @@ class TurnPath(Path):
         for slot, outcome in outcomes.items():
             dialog = self._dialogs[slot]
             assert dialog is not None
-            ended = dialog.follow(outcome, self._engine.max_length, partial(self._conversations.cut, slot))
+            try:
+                ended = dialog.follow(outcome, self._engine.max_length, partial(self._conversations.cut, slot))
+            except ValueError as error:  # of messages that cannot be written as tokens
+                raise EnvError(f"{_name(dialog)}: {error}") from error
             if ended is not None:
                 self._keep(dialog, ended)
         return bool(outcomes)
