@@ -18,7 +18,7 @@ from rollwright.errors import NotNative
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.noise import Noise
 
-__all__ = ["Ask", "Call", "Chain", "Draw", "Layer", "Node", "Outputs", "Own", "Step", "Values", "as_tensor"]
+__all__ = ["Ask", "FunctionCall", "Chain", "Draw", "Layer", "Node", "Outputs", "Own", "Step", "Values", "as_tensor"]
 
 Values = list[Any]  # one tensor (or None) per slot
 Step = Callable[[Values], None]
@@ -192,7 +192,7 @@ def _checked(layer: Layer) -> Callable[[Any], Any]:
 
 
 @dataclass(frozen=True)
-class Call(Node):
+class FunctionCall(Node):
     """A module or function that is called as it is.
 
     Attributes:

@@ -23,7 +23,7 @@ from rollwright._keys import NestedKey, as_tuple, is_private, unravel
 from rollwright.errors import NotNative
 from rollwright.policies.distributions import find_draw
 from rollwright.policies.layers import unroll
-from rollwright.policies.nodes import Ask, Call, Chain, Node, Outputs, Own
+from rollwright.policies.nodes import Ask, Chain, FunctionCall, Node, Outputs, Own
 from rollwright.policies.watch import ModuleSnapshot, check_globals, is_special
 
 __all__ = ["Walk"]
@@ -193,7 +193,7 @@ class Walk:
             self.nodes.append(Chain(reads, writes, layers, outputs))
             return
         function = module.module if module.method is None else _method(module.module, module.method)
-        self.nodes.append(Call(reads, self._write(keys, False), function, names, module.method_kwargs, outputs))
+        self.nodes.append(FunctionCall(reads, self._write(keys, False), function, names, module.method_kwargs, outputs))
 
     # Distributions ----------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ _NAME = "Evaluator's process"
 _PLACE, _TICKET = 0, 0  # there is one process, and it is asked one thing at a time
 
 
-class Raised(NamedTuple):
+class EvaluationFailed(NamedTuple):
     """An evaluation raised, and the process goes on."""
 
     failure: ExceptionInfo
@@ -158,7 +158,7 @@ class ProcessBackend(Backend):
                     "blocks, or raise env_step_timeout."
                 )
         answer = question.answers.get(_PLACE)
-        if isinstance(answer, Raised):
+        if isinstance(answer, EvaluationFailed):
             raise answer.failure.error(_NAME)
         if question.losses:
             if self._progress.stopped:
@@ -203,7 +203,7 @@ def serve(channel: Channel, settings: Settings, memory: Segment, init_fn: Callab
             except Stopped:
                 return
             except Exception as error:
-                answer = Raised(ExceptionInfo.of(error))
+                answer = EvaluationFailed(ExceptionInfo.of(error))
             channel.send(answer)
     finally:
         with contextlib.suppress(Exception):  # the process ends anyway, and an earlier error is the cause

@@ -2,7 +2,7 @@
 
 from rollwright.envs.llm.chat import ChatEnv, DatasetChatEnv
 from rollwright.envs.llm.conversations import DatasetConversations
-from rollwright.envs.llm.core import Answer, Conversations, Draw, Opening, Outcome, PromptSource
+from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome, PromptDraw, PromptSource
 from rollwright.envs.llm.env import ConversationEnv
 from rollwright.envs.llm.envs import LLMEnv
 from rollwright.envs.llm.opening import PromptFormat
@@ -31,7 +31,7 @@ __all__ = [
     "DatasetConversations",
     "DatasetSource",
     "Dialogue",
-    "Draw",
+    "PromptDraw",
     "Environment",
     "FunctionTool",
     "JSONToolParser",

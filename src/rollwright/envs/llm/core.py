@@ -12,11 +12,11 @@ import torch
 from rollwright.data.llm.turns import FinishReason, Message, Origin
 from rollwright.errors import EnvError
 
-__all__ = ["Answer", "Conversations", "Draw", "Opening", "Outcome", "PromptSource"]
+__all__ = ["Answer", "Conversations", "PromptDraw", "Opening", "Outcome", "PromptSource"]
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class PromptDraw:
     """A prompt that was drawn from the data.
 
     Attributes:
@@ -36,7 +36,7 @@ class PromptSource(ABC):
     """
 
     @abstractmethod
-    def draw(self) -> Draw:
+    def draw(self) -> PromptDraw:
         """The next prompt.
 
         Raises:
@@ -83,7 +83,7 @@ class Opening:
         tokens: the same as tokens, int64 ``[prompt]``, where the data has them.
     """
 
-    draw: Draw
+    draw: PromptDraw
     messages: Sequence[Message] = ()
     text: str | None = None
     tokens: torch.Tensor | None = None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from rollwright.data.llm.turns import Message
-from rollwright.envs.llm.core import Draw, Opening
+from rollwright.envs.llm.core import Opening, PromptDraw
 from rollwright.envs.llm.rewards import place
 from rollwright.errors import EnvError
 
@@ -34,7 +34,7 @@ class PromptFormat:
 
     Example:
         >>> from rollwright.data.llm.turns import Origin
-        >>> draw = Draw(Origin(0, 0, 0, 0, 0), {"query": "2 + 2?"})
+        >>> draw = PromptDraw(Origin(0, 0, 0, 0, 0), {"query": "2 + 2?"})
         >>> PromptFormat(system_prompt="Be brief.").opening(draw).messages
         [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': '2 + 2?'}]
     """
@@ -54,7 +54,7 @@ class PromptFormat:
                 "the data."
             )
 
-    def opening(self, draw: Draw) -> Opening:
+    def opening(self, draw: PromptDraw) -> Opening:
         """How the conversation of a draw begins.
 
         Raises:
@@ -70,7 +70,7 @@ class PromptFormat:
             return Opening(draw, text=value)
         return Opening(draw, messages=self._messages(value, draw, key))
 
-    def _key(self, draw: Draw) -> str:
+    def _key(self, draw: PromptDraw) -> str:
         if self.mode == "tokens":
             usual: tuple[str, ...] = ("tokens", "input_ids", "prompt")
         else:
@@ -84,7 +84,7 @@ class PromptFormat:
             )
         return key
 
-    def _messages(self, value: Any, draw: Draw, key: str) -> list[Message]:
+    def _messages(self, value: Any, draw: PromptDraw, key: str) -> list[Message]:
         if isinstance(value, str):
             messages: list[Message] = [{"role": self.user_role, "content": value}]
         elif isinstance(value, Sequence) and value and all(isinstance(m, Mapping) and "role" in m for m in value):
@@ -96,7 +96,7 @@ class PromptFormat:
         return messages
 
 
-def _tokens(value: Any, mask: Any, draw: Draw, key: str) -> torch.Tensor:
+def _tokens(value: Any, mask: Any, draw: PromptDraw, key: str) -> torch.Tensor:
     try:
         tokens = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
@@ -108,7 +108,7 @@ def _tokens(value: Any, mask: Any, draw: Draw, key: str) -> torch.Tensor:
     return tokens.to("cpu", torch.int64)
 
 
-def _wrong(draw: Draw, key: str, value: Any, expected: str, remedy: str) -> EnvError:
+def _wrong(draw: PromptDraw, key: str, value: Any, expected: str, remedy: str) -> EnvError:
     shown = f"{type(value).__name__} of shape {list(value.shape)}" if hasattr(value, "shape") else type(value).__name__
     if isinstance(value, (list, tuple)) and not value:
         shown, remedy = f"{shown} without elements", "Take empty rows out of the dataset."

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollwright.data.llm.turns import Origin
-from rollwright.envs.llm.core import Draw, PromptSource
+from rollwright.envs.llm.core import PromptDraw, PromptSource
 from rollwright.envs.llm.readers import reader_of
 
 __all__ = ["DatasetSource"]
@@ -84,7 +84,7 @@ class DatasetSource(PromptSource):
 
     def _begin(self, position: int) -> None:
         self._low = self._next = position
-        self._ahead: deque[Draw] = deque()
+        self._ahead: deque[PromptDraw] = deque()
         self._delivered: dict[int, set[int]] = {}  # repeats, by position; none below _low
         self._before: dict[int, int] = {}  # how many of a group were delivered before the load
         self._claimed: set[tuple[int, int]] = set()
@@ -101,7 +101,7 @@ class DatasetSource(PromptSource):
         """Of order and origins."""
         return self._seed
 
-    def draw(self) -> Draw:
+    def draw(self) -> PromptDraw:
         """See :meth:`PromptSource.draw`."""
         with self._lock:
             self._drawn = True
@@ -110,7 +110,7 @@ class DatasetSource(PromptSource):
             return self._ahead.popleft()
 
     def _look_ahead(self) -> None:
-        rounds: list[list[Draw]] = [[] for _ in range(self.repeats)]
+        rounds: list[list[PromptDraw]] = [[] for _ in range(self.repeats)]
         self._next = max(self._next, self._low)  # after a load, what was claimed may be delivered before it is passed
         for turn in range(self.interleave):
             position = self._next
@@ -124,7 +124,7 @@ class DatasetSource(PromptSource):
             done = self._delivered.get(position, ())
             for repeat in range(self.repeats):
                 if repeat not in done and (position, repeat) not in self._claimed:
-                    rounds[repeat].append(Draw(Origin(index, epoch, repeat, position, self._seed), row))
+                    rounds[repeat].append(PromptDraw(Origin(index, epoch, repeat, position, self._seed), row))
         for draws in rounds:
             self._ahead.extend(draws)
 

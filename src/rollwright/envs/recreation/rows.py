@@ -12,7 +12,7 @@ from rollwright._processes.restarts import RestartPolicy
 from rollwright.data.layout import DoneGroup, complete_done
 from rollwright.envs.arrays import Values
 from rollwright.envs.batched.hosting.answers import Gathered, LostProcess
-from rollwright.envs.batched.hosting.messages import Raised
+from rollwright.envs.batched.hosting.messages import RowFailure
 from rollwright.envs.batched.hosting.processes import EnvProcesses
 from rollwright.envs.factories import renamed
 from rollwright.envs.recreation.policy import MAX_FAILURES, RecreationWarning
@@ -111,7 +111,7 @@ class Recreation:
         self._processes.replace(lost.process)
         self._tell(lost.row, f"its process {lost.how}, in {call}")
 
-    def _error(self, raised: Raised) -> Exception:
+    def _error(self, raised: RowFailure) -> Exception:
         error = raised.kind(raised.text)
         place = f"{self._name}[{raised.row}]"
         return renamed(place, error) if isinstance(error, RollwrightError) else EnvError(f"{place}: {raised.text}")

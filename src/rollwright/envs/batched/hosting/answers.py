@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.pool import Answer
 from rollwright._processes.questions import Question
-from rollwright.envs.batched.hosting.messages import OutcomeStructure, Raised, Recreated, Reply
+from rollwright.envs.batched.hosting.messages import OutcomeStructure, Recreated, Reply, RowFailure
 from rollwright.envs.recreation.policy import RecreationPolicy
 
 __all__ = ["Answers", "Gathered", "LostProcess"]
@@ -42,7 +42,7 @@ class Gathered(NamedTuple):
     lost: list[LostProcess]
 
     @property
-    def raised(self) -> list[Raised]:
+    def raised(self) -> list[RowFailure]:
         """What environments raised, in the order of rows."""
         return sorted((one for reply in self.replies.values() for one in reply.raised), key=lambda one: one.row)
 

@@ -26,11 +26,11 @@ from rollwright.envs.batched.hosting.messages import (
     CallFunction,
     Close,
     OutcomeStructure,
-    Raised,
     Recreated,
     Reply,
     ResetArrays,
     ResetRows,
+    RowFailure,
     SetLayout,
     Some,
     StepArrays,
@@ -107,7 +107,7 @@ class _Host:
         self._recreated = recreated
         self._layouts: dict[int, SharedRows] = {}
         self._structures: dict[tuple[str, int], OutcomeStructure] = {}
-        self._raised: list[Raised] = []
+        self._raised: list[RowFailure] = []
         self._out: SharedRows
         self._finished: Any = None
 
@@ -266,7 +266,7 @@ class _Host:
                 self._raised.append(as_raised(hosted.row, error))
         return Reply(command.ticket, values=cloudpickle.dumps(values, 5))
 
-    def close(self) -> list[Raised]:
+    def close(self) -> list[RowFailure]:
         """Close all environments; what they raised."""
         raised = []
         for hosted in self._envs.values():

@@ -18,7 +18,7 @@ __all__ = [
     "OutcomeStructure",
     "SetLayout",
     "Close",
-    "Raised",
+    "RowFailure",
     "Recreated",
     "Reply",
     "ResetArrays",
@@ -113,7 +113,7 @@ class OutcomeStructure(NamedTuple):
     nests: dict[tuple[str, ...], tuple[int, ...]]
 
 
-class Raised(NamedTuple):
+class RowFailure(NamedTuple):
     """An error that an environment raised."""
 
     row: int
@@ -143,7 +143,7 @@ class Reply(NamedTuple):
     """
 
     ticket: int
-    raised: tuple[Raised, ...] = ()
+    raised: tuple[RowFailure, ...] = ()
     recreated: tuple[Recreated, ...] = ()
     recreation_policies: dict[int, RecreationPolicy] | None = None
     structures: dict[tuple[str, int], OutcomeStructure] | None = None
@@ -151,7 +151,7 @@ class Reply(NamedTuple):
     values: bytes | None = None
 
 
-def as_raised(row: int, error: BaseException) -> Raised:
+def as_raised(row: int, error: BaseException) -> RowFailure:
     """An exception, in a form that another process can read."""
     ours = type(error).__module__ in ("rollwright.errors", "builtins") and isinstance(error, Exception)
-    return Raised(row, type(error) if ours else EnvError, str(error), ExceptionInfo.of(error))  # type: ignore[arg-type]
+    return RowFailure(row, type(error) if ours else EnvError, str(error), ExceptionInfo.of(error))  # type: ignore[arg-type]

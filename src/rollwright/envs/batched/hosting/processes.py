@@ -24,7 +24,7 @@ from rollwright.envs.batched.hosting.messages import (
     Close,
     Command,
     OutcomeStructure,
-    Raised,
+    RowFailure,
     SetLayout,
     Some,
 )
@@ -337,7 +337,7 @@ class EnvProcesses:
             self._answers.recreation_policies[row].note_loss()
         self.start([process])
 
-    def end(self, limit_s: float | None = None) -> tuple[list[Raised], list[str]]:
+    def end(self, limit_s: float | None = None) -> tuple[list[RowFailure], list[str]]:
         """Close all environments and end all processes, whatever they are doing.
 
         Args:
