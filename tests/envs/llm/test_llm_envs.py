@@ -244,7 +244,7 @@ class PerToken(Until):
         (lambda: chat(input_mode="text", system_prompt="x"), "system_prompt: a prompt of text"),
         (lambda: chat(max_turns=0), "max_turns: expected at least 1"),
         (lambda: chat(epochs=1).rollout(99, break_when_any_done=False), "dataset: all its epochs are over"),
-        (lambda: chat(environment=PerToken).rollout(2), "reward: that of slot 0 has one number for each token"),
+        (lambda: chat(environment=PerToken).rollout(2), "PerToken returned 3 rewards for the 1 tokens of the answer"),
         (lambda: LLMEnv.from_dataloader(DummyStrDataLoader(1), from_text=False, str2str=True), "str2str: expected"),
     ],
 )
