@@ -62,6 +62,14 @@ class RolloutObserver(Protocol):
     def warn(self, text: str) -> None:
         """Something that the user should know, in the middle of a rollout."""
 
+    def publishes(self, path: Path, ids: Iterable[int] | None = None) -> None:
+        """Trajectories are about to be published in a replay buffer.
+
+        Args:
+            path: that took them.
+            ids: of them; None: all that ended in the last batch.
+        """
+
 
 class Delivery(ABC):
     """Makes of rollouts what a collector yields or writes."""
@@ -145,6 +153,7 @@ class Path(ABC):
         how: what runs the environment and the policy, and why; for ``stats()`` and ``repr``.
         finite_keys: entries that are NaN where the policy's numbers are, to be tested once a batch.
         calls_policy: whether the policy reads TensorDicts here; if not, its engine does the work.
+        keeps_place: whether :meth:`place` is asked for at any time, which what is in progress is to be kept for.
         frames_taken: in the last batch, where its last dimension is not the number of steps; None: it is.
     """
 
@@ -152,6 +161,7 @@ class Path(ABC):
     finite_keys: Sequence[NestedKey] = ()
     frames_taken: int | None = None
     calls_policy: bool = True
+    keeps_place: bool = False
 
     def compile(self, arguments: Mapping[str, Any]) -> None:  # noqa: B027 - most paths have nothing to prepare
         """Make the policy cheaper, and warm it up on the current TensorDict.
@@ -309,6 +319,17 @@ class Path(ABC):
             ids_are_free: whether trajectory ids in it have no other use; if not, they are replaced.
         """
         raise NotImplementedError
+
+    def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any] | None:
+        """What :meth:`load_state_dict` of another process needs to go on behind what was delivered.
+
+        Args:
+            ids: of trajectories that count as delivered, too; None: all that ended in the last batch.
+
+        Returns:
+            None: where it goes on depends on nothing that was delivered.
+        """
+        return None
 
     def stats(self) -> dict[str, Any]:
         """What it adds to ``stats()`` of a collector."""

@@ -129,6 +129,7 @@ class StoredBatches(Stored):
         rollout, memory = self.rollout, self._memory
         hooked = rollout.hooks.post_collect_hook is not None
         with memory.batch(keeps_batches=hooked, in_background=self.in_background), self._collected() as batch:
+            rollout.observer.publishes(rollout.path)
             rest = memory.publish(batch, rollout.steps_taken)
             if rest is None:
                 self.batches += 1
@@ -180,6 +181,7 @@ class StoredTrajectories(Stored):
         while self.assembler.num_complete:
             popped = self.assembler.pop(1)
             try:
+                self.rollout.observer.publishes(self.rollout.path, [found.id for found in popped])
                 self._write([piece for found in popped for piece in self.pieces_of(found)])
             except BaseException:
                 self.assembler.frames_dropped += sum(found.length for found in popped)

@@ -56,6 +56,9 @@ class SilentObserver:
         """See :class:`~rollwright.collectors.core.RolloutObserver`."""
         warnings.warn(text, UserWarning, stacklevel=5)
 
+    def publishes(self, path: Path, ids: Iterable[int] | None = None) -> None:
+        """See :class:`~rollwright.collectors.core.RolloutObserver`."""
+
 
 class Rollout:
     """Steps an environment with a policy, one batch at a time.

@@ -32,6 +32,8 @@ class Count(IntEnum):
     FRAMES_DROPPED = 10
     CHANGES = 11  # of its state, and naps while it waits
     ENV_RECREATIONS = 12  # environments that were recreated
+    RESERVED_EVEN = 13  # 1 + position of what was reserved last in the replay buffer, for messages Publishes of even
+    RESERVED_ODD = 14  # numbers, and of odd ones; 0: nothing
 
 
 class Gauge(IntEnum):

@@ -301,6 +301,7 @@ class WorkerGroup:
         match message:
             case say.Collected():
                 with self.lock:
+                    worker.place.move(message.place)
                     worker.num_collected += 1
                     block = worker.runs.pop(message.run, None)
                     if listener is not None:
@@ -326,6 +327,10 @@ class WorkerGroup:
                 worker.ready = dataclasses.replace(worker.ready, how=message.how)
                 for note in message.warnings.value:
                     self._warned.setdefault(note, False)
+            case say.Place():
+                worker.place.move(message.place)
+            case say.Publishes():
+                worker.place.announce(message)
             case say.Ready():
                 worker.ready = message
                 self.restarts.began(worker.index)
@@ -369,7 +374,8 @@ class WorkerGroup:
         """Start those whose time has come, and find those that are stuck."""
         for index in self.restarts.due():
             worker = self.workers[index]
-            worker.spec = dataclasses.replace(worker.spec, seed=worker.spec.seed + len(self.workers))
+            seed, place = worker.spec.seed + len(self.workers), worker.place.of_dead()
+            worker.spec = dataclasses.replace(worker.spec, seed=seed, place=place)
             try:
                 self._launch(worker)
             except (OSError, TypeError, ValueError, RuntimeError) as why:

@@ -10,6 +10,7 @@ from rollwright._processes.pool import Pool
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import WorkerCounters
 from rollwright.collectors.workers.memory.store import Block
+from rollwright.collectors.workers.worker_side.places import PlaceInData
 from rollwright.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Member:
         error: why it is gone for good.
         num_collected: rollouts of it that have arrived.
         called: what it was asked to call last.
+        place: where in its data who takes its place begins.
     """
 
     def __init__(self, spec: WorkerSpec, pool: Pool) -> None:
@@ -61,6 +63,7 @@ class Member:
         self.num_collected = 0
         self._answered = threading.local()
         self.called = ""
+        self.place = PlaceInData(self.counters, spec.options)
 
     @property
     def connection(self) -> Connection | None:

@@ -27,6 +27,8 @@ __all__ = [
     "Noted",
     "Pause",
     "Paused",
+    "Place",
+    "Publishes",
     "Raised",
     "Ready",
     "Refusal",
@@ -195,6 +197,7 @@ class Collected(NamedTuple):
         newest_version: likewise.
         dropped_frames: thrown away because they were too stale, see ``max_policy_lag``.
         is_over: whether nothing was taken, because the data is over.
+        place: see :class:`Place`; of what is written into a replay buffer, :class:`Publishes` has it.
     """
 
     run: int
@@ -209,11 +212,36 @@ class Collected(NamedTuple):
     newest_version: int
     dropped_frames: int
     is_over: bool = False
+    place: bytes | None = None
 
     @classmethod
     def nothing(cls, run: int, version: int) -> Collected:
         """The data is over."""
         return cls(run, 0, 0, False, None, (), {}, (), version, version, 0, is_over=True)
+
+
+class Place(NamedTuple):
+    """Where in the data the worker is after a call: who takes its place goes on from there.
+
+    Attributes:
+        place: of :meth:`~rollwright.collectors.core.Path.place`, pickled.
+    """
+
+    place: bytes
+
+
+class Publishes(NamedTuple):
+    """The worker is about to write trajectories into a replay buffer.
+
+    Attributes:
+        number: counts on.
+        place: see :class:`Place`, once they are published.
+        last_is_published: whether what was announced before this was published.
+    """
+
+    number: int
+    place: bytes
+    last_is_published: bool
 
 
 class Failed(NamedTuple):

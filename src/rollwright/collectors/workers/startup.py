@@ -72,6 +72,7 @@ class Workers:
                 packing=packing[i],
                 boards=tuple(publisher.boards(i)),
                 max_policy_lag=own.max_policy_lag if per_worker[i].replay_buffer is not None else None,
+                keeps_place=own.on_worker_failure == "restart",
             )
             for i in range(count)
         ]

@@ -48,6 +48,8 @@ class WorkerSpec:
         boards: where its weights are published.
         max_policy_lag: versions that may have been published since the first of a batch acted; beyond it, the batch is
             thrown away and taken again; None: no limit.
+        keeps_place: whether the collector is to know where in the data the worker is: another may take its place.
+        place: where in the data it begins; None: at the start.
     """
 
     index: int
@@ -62,6 +64,8 @@ class WorkerSpec:
     packing: tuple[Segment, Segment]
     boards: tuple[Any, ...]
     max_policy_lag: int | None
+    keeps_place: bool = False
+    place: bytes | None = None
 
 
 def serve(channel: Channel, spec: WorkerSpec) -> None:
@@ -94,6 +98,7 @@ class Worker:
             self._feed,
             interrupted=self._checkpoint,
             stopping=lambda: self._stopping is not None,
+            send=self._send_in_rollout,
         )
         self._take_weights()
         self._say(self._collector.ready())
@@ -117,6 +122,12 @@ class Worker:
     def _say(self, message: Any) -> None:
         """Send to the collector, which may be busy for long; if it is gone, that is ``ChannelClosed``."""
         self._channel.send(message, timeout_s=math.inf)
+
+    def _send_in_rollout(self, message: Any) -> None:
+        """Send in the middle of a rollout, which may take until the collector reads."""
+        before, self._counters.state = self._counters.state, WorkerState.DELIVERING
+        self._say(message)
+        self._counters.state = before
 
     def _read(self) -> None:
         seen = self._counts[Count.ATTENTION]  # before, so that what comes while we read is attended to later
@@ -173,6 +184,8 @@ class Worker:
                 args, kwargs = call.arguments.value
                 with self._collector.called(call.path, paused=self._paused, in_rollout=self._run is not None):
                     found = found(*args, **kwargs)
+            if (place := self._collector.moved()) is not None:
+                self._say(say.Place(place))
             answer: Any = say.Returned(call.serial, ByValue(found))
             self._counters.state = WorkerState.DELIVERING  # which may take until the collector reads
             try:

@@ -14,7 +14,7 @@ from rollwright.data.llm.turns import FinishReason, Message, Turn
 from rollwright.envs.llm.core import Answer, Opening, Outcome
 from rollwright.modules.llm.engine import Completion, Engine
 
-__all__ = ["Dialog", "EndedTurn", "packed", "unpacked"]
+__all__ = ["Dialog", "EndedTurn", "own", "packed", "place_in", "unpacked"]
 
 
 @dataclass(slots=True)
@@ -49,6 +49,7 @@ class Dialog:
         asked: whether an answer is asked for.
         pending: the last answer, while nothing has followed it.
         held: turns that wait for the end of the conversation, where whole ones are delivered.
+        before: its saved state before the last answer was asked for, where that is kept.
     """
 
     slot: int
@@ -61,6 +62,7 @@ class Dialog:
     asked: bool = False
     pending: Turn | None = None
     held: list[EndedTurn] = field(default_factory=list)
+    before: torch.Tensor | None = None
 
     @classmethod
     def begun(cls, slot: int, opening: Opening, chain: TokenChain) -> Dialog:
@@ -190,6 +192,19 @@ class Dialog:
             pending=saved.get("pending"),
             held=list(saved["held"]),
         )
+
+
+def place_in(source: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
+    """The state of a path of which nothing is kept but the place in the data."""
+    return {
+        "source": source,
+        "dialogs": [],
+        "rows": packed([[] for _ in range(num_rows)]),
+        "row_ids": None,
+        "undelivered": packed({}),
+        "again": packed([]),
+        "dropped": 0,
+    }
 
 
 def own(ended: EndedTurn) -> EndedTurn:

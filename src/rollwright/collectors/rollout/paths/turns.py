@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright.collectors.core import Path
-from rollwright.collectors.rollout.paths.dialogs import Dialog, EndedTurn, own, packed, unpacked
+from rollwright.collectors.rollout.paths.dialogs import Dialog, EndedTurn, own, packed, place_in, unpacked
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.prompts import renamed
 from rollwright.data.layout import TRAJ_IDS
@@ -217,6 +217,8 @@ class TurnPath(Path):
             return
         requests = []
         for dialog in dialogs:
+            if self.keeps_place and not self._delivers_whole and (self._streams or self._rows[dialog.slot]):
+                dialog.before = self._packed_or_none(dialog)  # it may be asked for before the turn is complete
             key = next(self._keys)
             self._asked[key] = dialog
             dialog.asked = True
@@ -461,16 +463,42 @@ class TurnPath(Path):
             except Exception as error:
                 if not dialog.is_untouched:
                     unsaved.append(f"{_name(dialog)} begins again: {type(error).__name__}: {error}")
+        return self._saved(dialogs, self._undelivered), unsaved
+
+    def _saved(self, dialogs: list[torch.Tensor], undelivered: Mapping[int, Opening]) -> dict[str, Any]:
         ids = self.row_ids()
         return {
             "source": self._conversations.source.state_dict(),
             "dialogs": dialogs,
             "rows": packed([[own(each) for each in row] for row in self._rows]),
             "row_ids": None if ids is None else torch.from_numpy(ids),
-            "undelivered": packed(self._undelivered),
+            "undelivered": packed(undelivered),
             "again": packed(list(self._again)),
             "dropped": self.conversations_dropped,
-        }, unsaved
+        }
+
+    def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any]:
+        """See :meth:`Path.place`: of whole conversations, the place in the data; of turns, what is in progress, too."""
+        done = set(self._last_ended if ids is None else ids)
+        also = [opening.draw.origin for number, opening in self._undelivered.items() if number in done]
+        if self._delivers_whole:
+            source = self._conversations.source.state_dict()
+            return {**place_in(source, len(self._rows)), "also": also, "dropped": self.conversations_dropped}
+        dialogs = [self._latest(dialog) for dialog in self._dialogs if dialog is not None]
+        left = {number: opening for number, opening in self._undelivered.items() if number not in done}
+        return {**self._saved([saved for saved in dialogs if saved is not None], left), "also": also}
+
+    def _latest(self, dialog: Dialog) -> torch.Tensor | None:
+        """A conversation, without a wait for what follows its last answer; None: it can only begin again."""
+        if dialog.asked or dialog.pending is not None:
+            return dialog.before
+        return self._packed_or_none(dialog)
+
+    def _packed_or_none(self, dialog: Dialog) -> torch.Tensor | None:
+        try:
+            return self._packed(dialog)
+        except Exception:  # the environment may fail in any way
+            return None
 
     def _packed(self, dialog: Dialog) -> torch.Tensor:
         conversations, slot = self._conversations, dialog.slot
@@ -482,6 +510,10 @@ class TurnPath(Path):
         self.forget()
         source = self._conversations.source
         source.load_state_dict(state_dict["source"])
+        if also := state_dict.get("also"):
+            for origin in also:
+                source.delivered(origin)
+            source.load_state_dict(source.state_dict())  # groups are as large as what is left of them
         names = _Names(None if ids_are_free else self._fresh_id)
         for row, saved in zip(self._rows, unpacked(state_dict["rows"]), strict=True):
             row.extend(replace(each, id=names.of(each.id)) for each in saved)

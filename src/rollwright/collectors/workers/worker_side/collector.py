@@ -36,6 +36,7 @@ from rollwright.collectors.workers.counters import WorkerCounters
 from rollwright.collectors.workers.memory.blocks import BatchForm, BlockMemory, BlockPart
 from rollwright.collectors.workers.memory.packing import Packer
 from rollwright.collectors.workers.worker_side.observer import WorkerObserver
+from rollwright.collectors.workers.worker_side.places import Publications, packed_place
 from rollwright.collectors.workers.worker_side.trajectory_ids import StridedIds
 from rollwright.envs.base import EnvBase
 from rollwright.weight_update.feed import WeightFeed
@@ -57,6 +58,7 @@ class WorkerCollector(Reachable):
         feed: brings published weights.
         interrupted: asked after each step whether the batch ends there.
         stopping: whether the worker ends.
+        send: a message to the collector's process, in the middle of a rollout.
 
     Attributes:
         observer: writes down how far it is.
@@ -71,13 +73,15 @@ class WorkerCollector(Reachable):
         *,
         interrupted: Callable[[], bool],
         stopping: Callable[[], bool],
+        send: Callable[[Any], None],
     ) -> None:
         self.options = options = spec.options
         self.worker_idx = options.worker_idx
         self._feed = feed
         self._packer = Packer(spec.packing)
         self._blocks = BlockMemory(spec.blocks, ask)
-        self.observer = WorkerObserver(counters, spec.max_policy_lag, stopping)
+        publications = Publications(counters, options, send) if spec.keeps_place else None
+        self.observer = WorkerObserver(counters, spec.max_policy_lag, stopping, publications)
         self._refused_rollout: str | None = None  # the call that must not take a rollout,
         self._refused_end: str | None = None  # or wait for the end of the one in progress
         policy = None if spec.policy is None else pickle.loads(spec.policy)
@@ -114,6 +118,9 @@ class WorkerCollector(Reachable):
         self.env, self.replay_buffer, self.devices = rollout.env, options.replay_buffer, rollout.devices
         self.frames_per_batch, self.init_random_frames = rollout.counts.frames, rollout.counts.random_frames
         self._how: dict[str, str] = {}  # as the collector knows it
+        rollout.path.keeps_place, self._moved = spec.keeps_place, False
+        if spec.place is not None:
+            rollout.path.load_state_dict(pickle.loads(spec.place), ids_are_free=True)
 
     # For the worker ---------------------------------------------------------------------------
 
@@ -152,6 +159,15 @@ class WorkerCollector(Reachable):
         self._rollout.acting.version = version
         self.observer.take_version(version)
 
+    def moved(self) -> bytes | None:
+        """Where in the data the worker is, if a call has changed that."""
+        moved, self._moved = self._moved, False
+        return self._place() if moved else None
+
+    def _place(self) -> bytes | None:
+        path = self._rollout.path
+        return packed_place(path.place()) if path.keeps_place else None
+
     def collect(self, order: say.Collect) -> say.Collected:
         """Collect a batch, and hand it over."""
         rollout, observer, delivery = self._rollout, self.observer, self._delivery
@@ -184,6 +200,7 @@ class WorkerCollector(Reachable):
             oldest_version=observer.oldest,
             newest_version=observer.version,
             dropped_frames=dropped,
+            place=self._place() if self.options.replay_buffer is None else None,
         )
 
     def _sorted(self, batch: Any) -> tuple[bool, Any, tuple[NestedKey, ...], dict[NestedKey, tuple[int, ...]]]:
@@ -254,6 +271,7 @@ class WorkerCollector(Reachable):
     def next(self) -> TensorDictBase | None:
         """Collect what is delivered next, for the caller alone."""
         self._check_idle()
+        self._moved = True
         if not self._delivery.ready():
             return None
         self._delivery.await_room()
@@ -266,6 +284,7 @@ class WorkerCollector(Reachable):
     def rollout(self) -> TensorDictBase:
         """Collect one batch that is not delivered."""
         self._check_idle()
+        self._moved = True
         try:
             return self._rollout.run()
         finally:
@@ -274,6 +293,7 @@ class WorkerCollector(Reachable):
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Begin new trajectories, in all environments or in some of a batch."""
         self._check_between_batches()
+        self._moved = True
         self._rollout.reset(index, **kwargs)
         if index is None:
             self._delivery.forget()
@@ -281,6 +301,7 @@ class WorkerCollector(Reachable):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed environments and torch's global generator; returns the seed of the last environment."""
         self._check_between_batches()
+        self._moved = True
         last = self._rollout.set_seed(seed, static_seed=static_seed)
         self._delivery.forget()
         return last
@@ -293,6 +314,7 @@ class WorkerCollector(Reachable):
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """Go on from a saved state."""
         self._check_between_batches()
+        self._moved = True
         self._saved_state.load(state_dict, **kwargs)
         self.take_version(self._rollout.acting.version)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from rollwright.collectors.core import Stage
+from rollwright.collectors.core import Path, Stage
 from rollwright.collectors.delivery.base import RolloutDelivery
 from rollwright.collectors.workers.counters import Count, Gauge, WorkerCounters, WorkerState
+from rollwright.collectors.workers.worker_side.places import Publications
 from rollwright.envs.recreation.policy import num_recreations
 
 __all__ = ["WorkerObserver"]
@@ -28,6 +29,7 @@ class WorkerObserver:
         counters: of the worker.
         max_policy_lag: versions that may have been published since the first of a batch acted; None: any number.
         stopping: whether the worker ends.
+        publications: sends what is about to be published; None: nobody asks.
 
     Attributes:
         version: of the weights that act.
@@ -36,8 +38,15 @@ class WorkerObserver:
         notes: category and text of warnings that the collector is to give.
     """
 
-    def __init__(self, counters: WorkerCounters, max_policy_lag: int | None, stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        counters: WorkerCounters,
+        max_policy_lag: int | None,
+        stopping: Callable[[], bool],
+        publications: Publications | None = None,
+    ) -> None:
         self._counters, self._limit, self._stopping = counters, max_policy_lag, stopping
+        self._publications = publications
         self.version = self.oldest = 0
         self.frames_dropped = counters.counts[Count.FRAMES_DROPPED]
         self._recreations_before = counters.counts[Count.ENV_RECREATIONS]
@@ -94,6 +103,11 @@ class WorkerObserver:
     def warn(self, text: str) -> None:
         """See :class:`~rollwright.collectors.core.RolloutObserver`."""
         self.notes.append((UserWarning, text))
+
+    def publishes(self, path: Path, ids: Iterable[int] | None = None) -> None:
+        """See :class:`~rollwright.collectors.core.RolloutObserver`."""
+        if self._publications is not None:
+            self._publications.begin(path, ids)
 
     @contextmanager
     def spending(self, stage: str | None) -> Iterator[None]:

@@ -48,6 +48,11 @@ class Gaps:
         first = np.append(True, gaps[1:, 0] > reached[:-1])  # a writer killed while it abandoned leaves a gap twice
         return np.stack([gaps[first, 0], np.maximum.reduceat(gaps[:, 1], np.flatnonzero(first))], 1)
 
+    def holds(self, position: int) -> bool:
+        """Whether a position is in a gap, of those that are remembered."""
+        gaps = self.array[np.arange(self._head[OLDEST_GAP], self._head[GAPS]) % NUM_GAPS]
+        return bool(((gaps[:, 0] <= position) & (position < gaps[:, 1])).any())
+
     def add(self, start: int, stop: int, low: int) -> None:
         """Note a gap.
 

@@ -88,6 +88,7 @@ class Ledger:
 
     Attributes:
         space: of the rows, which is taken before they are reserved; None: it is there.
+        on_reserve: called with the first position of each reservation of this process, under the lock; None: nothing.
         end: where the last reservation ends.
         reading: see :meth:`RowLock.reading`.
         writing: see :meth:`RowLock.writing`.
@@ -119,6 +120,7 @@ class Ledger:
         self.lock = RowLock() if lock is None else lock
         self.timeout_s = timeout_s
         self.space: Space | None = None
+        self.on_reserve: Callable[[int], None] | None = None
         self._keep_in(memory)
         self.capacity: int = self._head[CAPACITY]
         if capacity:
@@ -355,12 +357,26 @@ class Ledger:
             return None
         if self.space is not None:
             self.space.make_for(start + n)
-        if room is None:
-            return self._reservations.add(start, start + n)
-        room.find(start, start + n)
+        if room is not None:
+            room.find(start, start + n)
         taken = self._reservations.add(start, start + n)
-        room.take(start)  # from here on nobody reads what lay in the rows
+        if self.on_reserve is not None:
+            self.on_reserve(start)
+        if room is not None:
+            room.take(start)  # from here on nobody reads what lay in the rows
         return taken
+
+    def was_published(self, position: int) -> bool:
+        """Whether a reservation that began at a position was published; its owner is dead.
+
+        Args:
+            position: that readers did not leave behind long ago: gaps are forgotten.
+        """
+        with self.writing():
+            self._settle()
+            if position >= self._head[PUBLISHED]:
+                return self._reservations.is_done(position)
+            return not self._gaps.holds(position)
 
     def publish(self, reservation: Reservation, gaps: Sequence[tuple[int, int]] = ()) -> None:
         """Let everyone read what was written.

@@ -79,6 +79,14 @@ class Reservations:
                 return self._slots[at + STOP]
         return head[PUBLISHED]
 
+    def is_done(self, start: int) -> bool:
+        """Whether the one in progress that begins at a position is published, though it cannot be read yet."""
+        for serial in range(self._head[SETTLED], self._head[ISSUED]):
+            at = SLOT * (serial % NUM_SLOTS)
+            if self._slots[at + START] == start:
+                return bool(self._slots[at + STATE] == DONE)
+        return False
+
     @property
     def full(self) -> bool:
         """Whether no other can be added."""

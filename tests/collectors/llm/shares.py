@@ -1,0 +1,79 @@
+"""A count of every turn that workers deliver, while they are killed."""
+
+from __future__ import annotations
+
+import collections
+import os
+import random
+import signal
+import warnings
+from functools import partial
+
+from tests.collectors.llm.fakes import FakeEnv, FakePolicy
+
+from rollwright.collectors.llm import LLMCollector
+from rollwright.data import RaggedStorage, ReplayBuffer
+
+KEYS = ("prompt_index", "epoch", "repeat", "turn")
+COUNTED = tuple[int, ...]
+
+
+def make(num_collectors: int = 2, *, env=None, delay_s: float = 0.0005, **options):
+    """A collector of fakes, with workers that are replaced."""
+    given = {"prompts": 30, "repeats": 4, **(env or {})}
+    how = {"on_worker_failure": "restart", "max_restarts": 1000, "restart_delay": 0.0} if num_collectors else {}
+    count = {"num_collectors": num_collectors} if num_collectors else {}
+    env = partial(FakeEnv.rewarded if given.pop("rewarded", False) else FakeEnv, 5, **given)
+    return LLMCollector(env, policy_factory=partial(FakePolicy, delay_s=delay_s), **count, **how, **options)
+
+
+def buffer(size: int = 5000) -> ReplayBuffer:
+    return ReplayBuffer(storage=RaggedStorage(size), shared=True)
+
+
+def turns(batch) -> list[COUNTED]:
+    """Names of the turns of a batch."""
+    found = []
+    for row in batch.reshape(-1).unbind(0):
+        if row["collector", "traj_ids"] >= 0:
+            found.append(tuple(int(row[key]) for key in KEYS))
+    return found
+
+
+def expected(**options) -> collections.Counter:
+    """Turns that one process delivers."""
+    options.pop("replay_buffer", None)
+    with make(0, delay_s=0.0, **options) as collector:
+        return collections.Counter(name for batch in collector for name in turns(batch))
+
+
+def kill_one(collector, draw: random.Random) -> int:
+    """Kill a worker that runs; how many were killed."""
+    pids = [worker["pid"] for worker in collector.stats()["workers"] if worker["alive"]]
+    if not pids:
+        return 0
+    os.kill(draw.choice(pids), signal.SIGKILL)
+    return 1
+
+
+def tally(found: collections.Counter, wanted: collections.Counter) -> str:
+    skipped, twice = wanted - found, found - wanted
+    return f"{sum(wanted.values())} turns, skipped {sum(skipped.values())}, twice {sum(twice.values())}"
+
+
+def delivered_under_kills(kills: int, seed: int, *, stored: bool = False, every: float = 0.15, **options):
+    """What is delivered while workers are killed at random, and how many were."""
+    draw, killed, found = random.Random(seed), 0, collections.Counter()
+    if stored:
+        options["replay_buffer"] = buffer()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always" if os.environ.get("SHOW") else "ignore", ".*It is replaced", RuntimeWarning)
+        with make(**options) as collector:
+            for batch in collector:
+                if batch is not None:
+                    found.update(turns(batch))
+                if killed < kills and draw.random() < every:
+                    killed += kill_one(collector, draw)
+            if stored:
+                found.update(turns(options["replay_buffer"][:]))
+    return found, killed
