@@ -15,6 +15,7 @@ from rollwright.collectors.llm.interface import LENGTH_UNKNOWN, Dialogues, envir
 from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.llm.workers import made_with_workers
 from rollwright.collectors.options import ConversationOptions
+from rollwright.collectors.rollout.environment import version_of
 from rollwright.collectors.workers.options import WorkerOptions
 
 if TYPE_CHECKING:
@@ -71,10 +72,14 @@ class LLMCollector(Dialogues, Collector):
         return ConversationOptions(**self.llm_options.translated())
 
     def _use_tracker(self) -> None:
-        """Let the engine stamp tokens with the versions of the user's ``PolicyVersion``."""
+        """Stamp turns with the versions of a ``PolicyVersion``: the user's, or the environment's."""
+        if self._tracker is not None:
+            self._rollout.acting.use_tracker(self._tracker)
+
+    @property
+    def _tracker(self) -> Any:
         given = self.llm_options.track_policy_version
-        if not isinstance(given, bool):
-            self._rollout.acting.use_tracker(given)
+        return version_of(self.env) if given is True else given or None
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """See :meth:`Collector.iterator`."""

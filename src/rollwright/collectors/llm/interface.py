@@ -70,11 +70,16 @@ class Dialogues(BaseCollector):
     @property
     def policy_version(self) -> Any:
         """Version of the weights: an integer or a UUID; None without ``track_policy_version``."""
-        given = self.llm_options.track_policy_version
-        if given is False:
+        if not self._is_tracked:
             return None
-        version = self._weights.version
-        return version if given is True or isinstance(given.version, int) else given.version
+        tracker = self._tracker
+        return self._weights.version if tracker is None or isinstance(tracker.version, int) else tracker.version
+
+    @property
+    def _tracker(self) -> Any:
+        """The ``PolicyVersion`` that counts; None: the collector does."""
+        given = self.llm_options.track_policy_version
+        return None if isinstance(given, bool) else given
 
     def get_policy_version(self) -> Any:
         """Same as :attr:`policy_version`."""

@@ -13,12 +13,13 @@ from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
 from rollwright.envs.llm.core import Conversations
+from rollwright.envs.llm.transforms import PolicyVersion, TurnHook, turn_hooks
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationWarning
-from rollwright.envs.transforms import StepCounter, TransformedEnv
-from rollwright.errors import EnvError
+from rollwright.envs.transforms import Compose, StepCounter, TransformedEnv
+from rollwright.errors import EnvError, NotNative
 
-__all__ = ["EnvMaker", "EnvMakers", "conversations_of", "making_env"]
+__all__ = ["EnvMaker", "EnvMakers", "conversations_of", "making_env", "version_of"]
 
 EnvMaker = EnvBase | Callable[..., EnvBase] | Sequence[Callable[..., EnvBase]]
 EnvMakers = EnvBase | Callable[..., EnvBase] | Sequence[EnvBase | Callable[..., EnvBase]]  # one, or one for each worker
@@ -98,10 +99,20 @@ def _fitted(made: EnvBase, options: CollectorOptions) -> EnvBase:
     return env
 
 
-def conversations_of(env: EnvBase) -> Conversations | None:
-    """The conversations that an environment is made of; None: it is none of the kind, or transforms work on it."""
-    found = getattr(env, "conversations", None) if not isinstance(env, TransformedEnv) else None
-    return found if isinstance(found, Conversations) else None
+def conversations_of(env: EnvBase) -> tuple[Conversations, list[TurnHook]] | None:
+    """The conversations that an environment is made of, and what its transforms do with a turn.
+
+    None: it is none of the kind, or a transform works on TensorDicts alone.
+    """
+    hooks: list[TurnHook] = []
+    while isinstance(env, TransformedEnv):
+        try:
+            hooks = turn_hooks(env.transform) + hooks
+        except NotNative:
+            return None
+        env = env.base_env
+    found = getattr(env, "conversations", None)
+    return (found, hooks) if isinstance(found, Conversations) else None
 
 
 def _share_data(env: EnvBase, options: CollectorOptions) -> None:
@@ -113,13 +124,25 @@ def _share_data(env: EnvBase, options: CollectorOptions) -> None:
 
 def _check_names(env: EnvBase, options: CollectorOptions) -> None:
     """Test that no entry of the environment has the name of one that the collector writes."""
-    written = {"collector", *(["policy_version"] if options.track_policy_version else [])}
+    tracks = options.track_policy_version and version_of(env) is None
+    written = {"collector", *(["policy_version"] if tracks else [])}
     entries = (*env.observation_keys, *env.state_keys, *env.action_keys, *env.reward_keys)
     taken = sorted(written & {as_tuple(key)[0] for key in entries})
     if taken:
         raise ValueError(
             f"create_env_fn: {env} has an entry {key_str(taken)}, and the collector writes one of that name. Rename it."
         )
+
+
+def version_of(env: EnvBase) -> PolicyVersion | None:
+    """The ``PolicyVersion`` among the transforms of an environment; None: there is none."""
+    while isinstance(env, TransformedEnv):
+        parts: Any = env.transform if isinstance(env.transform, Compose) else [env.transform]
+        for part in parts:
+            if isinstance(part, PolicyVersion):
+                return part
+        env = env.base_env
+    return None
 
 
 def _limit_trajectories(env: EnvBase, max_frames: int) -> EnvBase:

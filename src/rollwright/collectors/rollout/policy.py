@@ -96,6 +96,12 @@ class ActingPolicy:
         if self.engine is not None:
             self.engine.version = version if self._tracker is None else self._tracker.version
 
+    @property
+    def stamp(self) -> int | str:
+        """What turns are stamped with: the version, or that of the tracker, which may be a UUID."""
+        tracked = None if self._tracker is None else self._tracker.version
+        return tracked if isinstance(tracked, str) else self._version
+
     def use_tracker(self, tracker: Any) -> None:
         """Stamp tokens with the versions of a ``PolicyVersion``, which counts from here on."""
         self._tracker = tracker

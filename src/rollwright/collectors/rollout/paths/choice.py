@@ -25,6 +25,7 @@ from rollwright.data.llm.records import RecordLayout
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form
 from rollwright.envs.base import EnvBase
 from rollwright.envs.llm.core import Conversations
+from rollwright.envs.llm.transforms import TurnHook
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.transforms import TransformedEnv
 from rollwright.errors import NotNative
@@ -83,9 +84,9 @@ def dialogue_parts(env: EnvBase, policy: Any, options: CollectorOptions) -> tupl
     Raises:
         ValueError: ``async_envs=True``, and they do not; or the policy writes several answers to a prompt.
     """
-    conversations, engine = conversations_of(env), getattr(policy, "engine", None)
+    found, engine = conversations_of(env), getattr(policy, "engine", None)
     samples = getattr(policy, "num_samples", None)
-    if conversations is not None and isinstance(samples, int):
+    if found is not None and isinstance(samples, int):
         raise ValueError(
             f"num_samples: the policy writes {samples} answers to each prompt, and a conversation goes on from one. "
             f"Leave it out, and pass repeats={samples} to the environment: as many conversations for each prompt."
@@ -93,13 +94,13 @@ def dialogue_parts(env: EnvBase, policy: Any, options: CollectorOptions) -> tupl
     fits = not any(getattr(options, name) for name in _PLAIN_TURNS)
     fits = fits and options.track_traj_ids and options.reset_when_done and options.extend_buffer
     fits = fits and not getattr(policy, "pad_output", False) and getattr(policy, "num_samples", None) is None
-    if fits and conversations is not None and isinstance(engine, Engine):
-        return conversations, engine
+    if fits and found is not None and isinstance(engine, Engine):
+        return found[0], engine
     if options.async_envs:
         raise ValueError(
-            "async_envs=True: expected conversations (LLMEnv, ChatEnv) without transforms, and a policy with an engine "
-            f"(TransformersWrapper) that neither pads nor draws several samples, got {env} and "
-            f"{type(policy).__name__}. Leave async_envs out."
+            "async_envs=True: expected conversations (LLMEnv, ChatEnv), with no transforms but StepCounter(), "
+            "RewardSum() and PolicyVersion(), and a policy with an engine (TransformersWrapper) that neither pads nor "
+            f"draws several samples, got {env} and {type(policy).__name__}. Leave async_envs out."
         )
     return None
 
@@ -116,6 +117,7 @@ def turn_path(parts: PathParts) -> Path | None:
         parts,
         conversations,
         engine,
+        hooks=lambda: _hooks(parts.env),
         layout=_layout(parts.env, policy),
         streams=bool(parts.options.async_envs),
         how={"env": "native: conversations, turn by turn", "policy": f"native: {type(engine).__name__}, on tokens"},
@@ -140,6 +142,13 @@ def _check_tokenizers(of_env: Any, of_policy: Any, template: Mapping[str, Any] |
             f"tokenizer: those of environment and policy have different {differs}. Pass the tokenizer of the policy's "
             "model to both."
         )
+
+
+def _hooks(env: EnvBase) -> list[TurnHook]:
+    found = conversations_of(env)
+    if found is None:
+        raise NotNative("a transform works on TensorDicts")
+    return found[1]
 
 
 def _layout(env: EnvBase, policy: Any) -> RecordLayout:

@@ -50,6 +50,7 @@ class Dialog:
         pending: the last answer, while nothing has followed it.
         held: turns that wait for the end of the conversation, where whole ones are delivered.
         before: its saved state before the last answer was asked for, where that is kept.
+        memory: of the environment's transforms.
     """
 
     slot: int
@@ -63,6 +64,7 @@ class Dialog:
     pending: Turn | None = None
     held: list[EndedTurn] = field(default_factory=list)
     before: torch.Tensor | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def begun(cls, slot: int, opening: Opening, chain: TokenChain) -> Dialog:
@@ -173,6 +175,7 @@ class Dialog:
             "number": self.number,
             "total": self.total,
             "pending": None if self.pending is None else _own_turn(self.pending),
+            "memory": dict(self.memory),
             "held": [own(each) for each in self.held],
             "environment": dict(of_environment),
         }
@@ -191,6 +194,7 @@ class Dialog:
             total=saved["total"],
             pending=saved.get("pending"),
             held=list(saved["held"]),
+            memory=dict(saved.get("memory", {})),
         )
 
 

@@ -62,3 +62,7 @@ class PathParts:
     def version(self) -> int:
         """Of the weights that act."""
         return self.acting.version
+
+    def stamp(self) -> int | str:
+        """What turns are stamped with: the version, or a UUID."""
+        return self.acting.stamp

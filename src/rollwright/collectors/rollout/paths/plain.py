@@ -62,7 +62,7 @@ class PlainPath(Path):
             current_has_no_device=self._has_no_device,
         )
         if options.track_policy_version:
-            act, random = (stages.tag_act(stage, parts.version, env.batch_size) for stage in (act, random))
+            act, random = (stages.tag_act(stage, parts.stamp, env.batch_size) for stage in (act, random))
             step = stages.tag_step(step)
         self._policy, self._random, self._step = act, random, step
         self._acting = act

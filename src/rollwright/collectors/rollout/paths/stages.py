@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.collectors.profiling import named_range
@@ -184,11 +184,22 @@ def finite_check(env: EnvBase) -> Callable[[TensorDictBase, Iterable[NestedKey]]
     return check
 
 
-def tag_act(act: Stage, version: Callable[[], int], batch_size: torch.Size) -> Stage:
-    """``act``, which also writes ``"policy_version"``, int64 of ``batch_size``: the version of the weights that act."""
+def tag_act(act: Stage, version: Callable[[], int | str], batch_size: torch.Size) -> Stage:
+    """``act``, which also writes ``"policy_version"``, of ``batch_size``: that of the weights that act.
+
+    int64, or text where versions are UUIDs.
+    """
 
     def tagged(current: TensorDictBase) -> TensorDictBase:
-        current.set(VERSION, torch.full(batch_size, version(), dtype=torch.int64))
+        acting = version()
+        tag: Any = acting
+        if isinstance(acting, int):
+            tag = torch.full(batch_size, acting, dtype=torch.int64)
+        else:
+            for size in reversed(batch_size):
+                tag = [tag] * size
+            tag = NonTensorStack.from_list(tag) if batch_size else NonTensorData(tag)
+        current.set(VERSION, tag)
         return act(current)
 
     return tagged

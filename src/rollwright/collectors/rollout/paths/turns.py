@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -23,6 +23,7 @@ from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.records import RecordLayout, empty_record, record
 from rollwright.data.llm.turns import FinishReason, Origin, turn_seed
 from rollwright.envs.llm.core import Answer, Conversations, Opening
+from rollwright.envs.llm.transforms import TurnHook
 from rollwright.errors import EnvError, NotNative, PolicyError
 from rollwright.modules.llm.engine import Completion, Engine, Request
 
@@ -46,6 +47,7 @@ class TurnPath(Path):
         parts: what it is made of.
         conversations: of the environment.
         engine: of the policy.
+        hooks: finds what the environment's transforms do with a complete turn; an error where they cannot.
         layout: of records.
         streams: see above.
         how: for ``stats()``.
@@ -59,11 +61,13 @@ class TurnPath(Path):
         conversations: Conversations,
         engine: Engine,
         *,
+        hooks: Callable[[], list[TurnHook]],
         layout: RecordLayout,
         streams: bool,
         how: Mapping[str, str],
     ) -> None:
         self.how = dict(how)
+        self._find_hooks, self._hooks = hooks, hooks()
         self._conversations, self._engine, self._layout, self._streams = conversations, engine, layout, streams
         self._ids, self._storing, self._batch_size = parts.ids, parts.devices.storing, parts.env.batch_size
         self._delivers_whole = parts.options.delivers_whole
@@ -87,6 +91,10 @@ class TurnPath(Path):
         self._last_ended: list[int] = []
         self._started = self._data_is_over = False
         self.conversations_dropped = 0
+
+    def check(self) -> None:
+        """See :meth:`Path.check`: transforms may have been added."""
+        self._hooks = self._find_hooks()
 
     # The conversations --------------------------------------------------------------------------
 
@@ -263,6 +271,8 @@ class TurnPath(Path):
             except ValueError as error:  # of messages that cannot be written as tokens
                 raise EnvError(f"{_name(dialog)}: {error}") from error
             if ended is not None:
+                for hook in self._hooks:
+                    hook(ended.turn, dialog.memory)
                 self._keep(dialog, ended)
         return bool(outcomes)
 

@@ -29,12 +29,22 @@ def turn_hooks(transform: Transform) -> list[TurnHook]:
     if isinstance(transform, Compose):
         return [hook for part in cast("Iterable[Transform]", transform) for hook in turn_hooks(part)]
     if type(transform) is PolicyVersion:
-        return []  # the engine stamps turns and tokens itself
+        return [_stamping(transform)]
     if type(transform) is StepCounter and transform.max_steps is None:
         return [_counting(transform.step_count_key)]
     if type(transform) is RewardSum and list(transform.in_keys) in ([], ["reward"]):
         return [_summing(str(transform.out_keys[0]) if transform.out_keys else "episode_reward")]
     raise NotNative(f"{type(transform).__name__} works on TensorDicts")
+
+
+def _stamping(transform: PolicyVersion) -> TurnHook:
+    def stamp(turn: Turn, memory: dict[str, Any]) -> None:
+        """Below ``"next"``; the engine stamps turns and tokens itself."""
+        version = transform.version
+        extras: dict[Any, Any] = turn.extras
+        extras["next", "policy_version"] = torch.tensor(version) if isinstance(version, int) else version
+
+    return stamp
 
 
 def _counting(key: str) -> TurnHook:
@@ -50,7 +60,8 @@ def _counting(key: str) -> TurnHook:
 def _summing(key: str) -> TurnHook:
     def add(turn: Turn, memory: dict[str, Any]) -> None:
         before = memory.get(key, torch.zeros(1))
-        memory[key] = before + turn.reward
+        reward = turn.reward
+        memory[key] = before + (reward.sum() if isinstance(reward, torch.Tensor) else reward)
         extras: dict[Any, Any] = turn.extras
         extras[key], extras["next", key] = before, memory[key]
 
