@@ -297,7 +297,7 @@ class ConversationOptions(CollectorOptions):
     Attributes:
         frames_per_batch: None: one turn of each environment.
         async_envs: take turns in the order in which they end, ``[N]``; False: one of each environment in turn,
-            ``[*env, T]``, as None.
+            ``[*env, T]``. None: True for a pool whose environments go by themselves.
         groups_per_batch: deliver this many complete groups at a time: all conversations that begin with one prompt.
         only_last_steps: deliver the last frame of each trajectory alone.
         flatten_data: deliver ``[N]`` in place of ``[*env, T]``.

@@ -48,16 +48,17 @@ class SavedState:
         rollout = self._rollout
         own = rollout.path.state_dict()
         state: OrderedDict[str, Any] = OrderedDict()
+        # of a policy behind an engine, nothing is saved: that is a model, which has files of its own
+        if rollout.path.calls_policy and isinstance(rollout.policy, nn.Module) and not is_never_copied(rollout.policy):
+            state["policy_state_dict"] = _own_state(rollout.policy)
         held, unheld = self._delivery.save_held()
         if own is None:
             checkpoint = save_env(rollout.env)
             trajectories, objects = (None, []) if checkpoint.unsaved else _trajectories(rollout.state())
-            if isinstance(rollout.policy, nn.Module) and not is_never_copied(rollout.policy):
-                state["policy_state_dict"] = _own_state(rollout.policy)
             state["env_state_dict"] = rollout.env.state_dict()
             state["env_checkpoint"] = checkpoint.state
             unsaved = [*checkpoint.unsaved, *objects, *unheld, *_kept_by_policy(rollout.policy)]
-        else:  # of a policy behind an engine, nothing is saved: that is a model, which has files of its own
+        else:
             trajectories, unsaved = own[0], [*own[1], *unheld]
             state["env_state_dict"] = {}
         state.update(frames=rollout.frames, iter=self._delivery.batches, policy_version=rollout.acting.version)

@@ -57,7 +57,8 @@ class LLMOptions:
             were complete. A group is all conversations that begin with one prompt (the repeats of the dataset), in
             order of their repeats.
         async_envs: deliver turns in the order in which they end, ``[N]``: conversations whose environment is ready
-            generate while others step. False, as None: one turn of each environment in turn, ``[*env, T]``.
+            generate while others step. False: one turn of each environment in turn, ``[*env, T]``. None: True if
+            the environment is an :class:`~rollwright.envs.AsyncEnvPool`.
         flatten_data: deliver ``[N]`` in place of ``[*env, T]``, environment after environment. None: True with
             ``replay_buffer`` or ``queue``.
         reset_at_each_iter: begin every batch with new conversations. Those in progress are dropped, and counted in

@@ -22,7 +22,7 @@ from rollwright.collectors.rollout.counts import FrameCounts
 from rollwright.collectors.rollout.devices import Devices, Syncs, module_device
 from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.paths import stages
-from rollwright.collectors.rollout.paths.choice import choose_path, dialogue_parts, plain_path
+from rollwright.collectors.rollout.paths.choice import choose_path, dialogue_parts, goes_by_itself, plain_path
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.prompts import prompts_of
 from rollwright.collectors.rollout.policy import ActingPolicy, make_policy
@@ -107,7 +107,8 @@ class Rollout:
         self.devices = Devices.resolve(options, env.device, module_device(self.policy))
         self.syncs = Syncs.of(self.devices, skip=options.no_cuda_sync)
         in_turns = dialogue_parts(env, self.acting.policy, options) is not None
-        self.num_rows = 1 if in_turns and options.async_envs else env.numel()
+        streams = options.async_envs if in_turns else goes_by_itself(env, options)
+        self.num_rows = 1 if streams else env.numel()
         self.counts = FrameCounts.of(options, self.num_rows)
         self.timer, self.episodes = StageTimer(), EpisodeStats()
         self.observer: RolloutObserver = SilentObserver() if observer is None else observer
@@ -492,7 +493,8 @@ class Rollout:
         self._check_path()
         with torch.no_grad():
             self._path.reset_some(marked, **kwargs)
-        self._reset_envs |= marked.flatten().numpy()
+        if self.num_rows == marked.numel():  # else frames come in the order in which they end
+            self._reset_envs |= marked.flatten().numpy()
         if self.options.track_traj_ids and self._unused_ids is None:
             self._path.replace_ids(marked)
 

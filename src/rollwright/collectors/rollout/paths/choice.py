@@ -19,11 +19,13 @@ from rollwright.collectors.rollout.paths.arrays import ArrayPath
 from rollwright.collectors.rollout.paths.groups import GroupedPath
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.plain import PlainPath
+from rollwright.collectors.rollout.paths.pool import PoolPath
 from rollwright.collectors.rollout.paths.turns import TurnPath
 from rollwright.collectors.rollout.policy import accelerate
 from rollwright.data.llm.records import RecordLayout
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form
 from rollwright.envs.base import EnvBase
+from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.llm.core import Conversations
 from rollwright.envs.llm.transforms import TurnHook
 from rollwright.envs.recreation.env import RecreatedEnv
@@ -34,7 +36,7 @@ from rollwright.modules.llm.engine import Engine
 from rollwright.policies import ArrayPolicy, array_policy
 from rollwright.policies.program import RandomActions
 
-__all__ = ["arrays_of", "choose_path", "dialogue_parts", "plain_path"]
+__all__ = ["arrays_of", "choose_path", "dialogue_parts", "goes_by_itself", "plain_path"]
 
 T = TypeVar("T")
 
@@ -51,6 +53,9 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
     """
     if (turns := turn_path(parts)) is not None:
         return turns
+    if goes_by_itself(parts.env, parts.options):
+        call, fresh = accelerate(parts.acting.call, parts.options)
+        return PoolPath(parts, cast(AsyncEnvPool, parts.env), call, fresh_outputs=fresh)
     against: dict[str, str] = {}
     arrays = _tried(against, "env", lambda: arrays_of(parts))
     random = None if arrays is None else _tried(against, "env", lambda: _random(parts, arrays))
@@ -96,13 +101,21 @@ def dialogue_parts(env: EnvBase, policy: Any, options: CollectorOptions) -> tupl
     fits = fits and not getattr(policy, "pad_output", False) and getattr(policy, "num_samples", None) is None
     if fits and found is not None and isinstance(engine, Engine):
         return found[0], engine
-    if options.async_envs:
+    if options.async_envs and not goes_by_itself(env, options):
         raise ValueError(
-            "async_envs=True: expected conversations (LLMEnv, ChatEnv), with no transforms but StepCounter(), "
+            "async_envs=True: expected an AsyncEnvPool without transforms, of environments of batch size [], or "
+            "conversations (LLMEnv, ChatEnv), with no transforms but StepCounter(), "
             "RewardSum() and PolicyVersion(), and a policy with an engine (TransformersWrapper) that neither pads nor "
             f"draws several samples, got {env} and {type(policy).__name__}. Leave async_envs out."
         )
     return None
+
+
+def goes_by_itself(env: EnvBase, options: CollectorOptions) -> bool:
+    """Whether frames of a pool are collected in the order in which its environments are ready."""
+    if not isinstance(env, AsyncEnvPool) or env.ndim != 1 or options.async_envs is False:
+        return False
+    return options.track_traj_ids and options.reset_when_done and options.extend_buffer
 
 
 def turn_path(parts: PathParts) -> Path | None:
