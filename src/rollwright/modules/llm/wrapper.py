@@ -125,8 +125,8 @@ class EngineWrapper(TensorDictModuleBase):
         read: list[Any] = []
         if self.engine is None:
             read = [names.tokens if flat else (names.tokens, "full")]
-        elif self.input_mode is not None:
-            read = [self._places()[-1 if flat else 0][2]]
+        elif self.input_mode is not None and (self.record_layout is not None or len(self._places()) == 1):
+            read = [self._places()[-1 if flat else 0][2]]  # else it reads either, whichever there is
         self.in_keys = read
         self.out_keys = [names.log_probs] if self.engine is None else self._written_keys(nested=not flat)
 
@@ -206,10 +206,11 @@ class EngineWrapper(TensorDictModuleBase):
         if mode == "tokens":
             tokens = tokens_of(row, key, [names.attention_mask])
             assert tokens is not None
-            return Prompt(tokens, "" if self.tokenizer is None else self._chain("text").decode(tokens), ())
+            text = "" if self.tokenizer is None else self._chain("text").decode(tokens)
+            return Prompt(tokens, text, self._messages(row))
         value = entry(row, key)
         given = value if mode == "text" else value.to_chats()
-        messages = () if mode == "text" else given
+        messages = self._messages(row) if mode == "text" else given
         # Tokens that an environment keeps are the prompt as it was; those beside a response are of a turn before.
         if entry(row, (names.tokens, "response")) is None:
             kept = tokens_of(row, (names.tokens, "prompt"), [])
@@ -218,6 +219,13 @@ class EngineWrapper(TensorDictModuleBase):
                 return Prompt(kept, text if isinstance(text, str) else self._chain("text").decode(kept), messages)
         chain = self._chain(mode)
         return Prompt(chain.open(given).clone(), chain.text, messages)
+
+    def _messages(self, row: TensorDictBase) -> Sequence[Message]:
+        """Those that an environment keeps beside a prompt of text or tokens; those of a turn before are none."""
+        if entry(row, (self.keys.tokens, "response")) is not None:
+            return ()
+        history = entry(row, (self.keys.history, "prompt"))
+        return history.to_chats() if hasattr(history, "to_chats") else ()
 
     def _chain(self, mode: str) -> TokenChain:
         """Writes prompts as tokens, as collectors do."""

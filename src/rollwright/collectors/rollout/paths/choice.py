@@ -232,12 +232,30 @@ def plain_path(parts: PathParts, against: dict[str, str], *, strict: bool = Fals
         strict: see :func:`choose_path`.
     """
     _note_one_group(parts, against, strict)
+    _check_layout(parts)
     how = {
         part: f"plain: {against[part]}" if part in against else f"plain, because the {other} is"
         for part, other in (("env", "policy"), ("policy", "environment"))
     }
     call, fresh = accelerate(parts.acting.call, parts.options)
     return PlainPath(parts, call, fresh_outputs=fresh, how=how)
+
+
+def _check_layout(parts: PathParts) -> None:
+    """Test that a policy writes answers where an environment of conversations reads them.
+
+    Raises:
+        ValueError: it has a layout of its own.
+    """
+    wanted, layout = getattr(parts.acting.policy, "record_layout", None), getattr(parts.env, "layout", None)
+    if wanted is None or not isinstance(layout, RecordLayout) or layout.nested == (wanted == "nested"):
+        return
+    name = "nested" if layout.nested else "flat"
+    raise ValueError(
+        f"record_layout={wanted!r}: {parts.env} reads answers under {name} keys where TensorDicts are passed between "
+        f"it and the policy. Leave record_layout out; or take out transforms other than StepCounter(), RewardSum() and "
+        "PolicyVersion(), so that turns are passed, whose records have any layout."
+    )
 
 
 def _on_tensordicts(parts: PathParts, entries: dict[NestedKey, Entry], why: str) -> Actor:
