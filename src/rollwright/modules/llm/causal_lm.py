@@ -65,7 +65,9 @@ class CausalLM:
         accepted = inspect.signature(base.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._cache_is_known = False
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._next_only: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in accepted:
+            self._next_only["logits_to_keep"] = 1
 
     def new_cache(self) -> Any:
         """An empty cache; one that keeps all keys and values, also for layers with a sliding window."""
@@ -84,10 +86,13 @@ class CausalLM:
             positions: int64 ``[n, length]``.
             cache: of what came before.
         """
-        # A tenth cheaper than no_grad() for small models. What the model keeps of it, the cache, is never trained on.
-        with torch.inference_mode():
-            logits = self._call(ids, mask, positions, past_key_values=cache, use_cache=True, **self._last_only)
-            return logits.select(1, -1)
+        if self._takes_positions:
+            found = self.model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, **self._next_only
+            )
+        else:
+            found = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, **self._next_only)
+        return self._logits(found).select(1, -1)
 
     def check_cache(self, cache: Any) -> None:
         """Check that rows can be moved between caches such as this one; once for each model.
@@ -109,14 +114,10 @@ class CausalLM:
 
     def logits(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         """Logits after each token, ``[n, length, vocab]``, with gradients where they are enabled."""
-        return self._call(ids, mask, positions, use_cache=False)
+        kwargs = {"position_ids": positions} if self._takes_positions else {}
+        return self._logits(self.model(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs))
 
-    def _call(
-        self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, **kwargs: Any
-    ) -> torch.Tensor:
-        if self._takes_positions:
-            kwargs["position_ids"] = positions
-        output = self.model(input_ids=ids, attention_mask=mask, **kwargs)
+    def _logits(self, output: Any) -> torch.Tensor:
         logits: torch.Tensor | None = getattr(output, "logits", None)
         if logits is None:
             raise TypeError(

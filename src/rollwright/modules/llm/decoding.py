@@ -91,20 +91,35 @@ class Decoding:
         self._log_probs: npt.NDArray[np.float32]  # [room, n]
         self._versions: list[Version] = []
         self._time = 0
-        logits = self._prefill()
-        self._make_history(min(_ROOM, max(row.limit for row in rows)))
-        self._renew()
-        self._sample(logits, version)
+        # A tenth cheaper than no_grad() for small models. Nothing of it is trained on but what completions hold.
+        with torch.inference_mode():
+            logits = self._prefill()
+            self._make_history(min(_ROOM, max(row.limit for row in rows)))
+            self._renew()
+            ended = self._sample(logits, version)
+        if ended:
+            self._end_rows()
 
-    def step(self, version: Version) -> None:
-        """Sample one token of each row; those that end write their completions."""
+    def step(self, version: Version, until: Callable[[], bool]) -> None:
+        """Sample tokens, one of each row at least, until a row may have ended or it is time to stop.
+
+        Rows that end write their completions.
+        """
+        with torch.inference_mode():
+            while not (ended := self._sample(self._next_logits(), version)) and not until():
+                pass
+        if ended:
+            self._end_rows()
+
+    def _next_logits(self) -> torch.Tensor:
+        """Run the model over the tokens sampled last."""
         cached = self._cached + 1
         if self._mask is not None and self._mask.shape[1] < cached:
             self._mask = self._new_mask(cached)
         mask = None if self._mask is None else self._mask[:, :cached]
         logits = self._generator.lm.next_logits(self._last, mask, self._position, self._cache)
         self._cached = cached
-        self._sample(logits, version)
+        return logits
 
     def join(self, other: Decoding) -> None:
         """Take in the rows of another batch, which has taken no more steps than this one."""
@@ -236,24 +251,26 @@ class Decoding:
         self._ahead = self._place(np.maximum(ahead, 0))
         self._positions = self._ahead.unbind()
 
-    def _sample(self, logits: torch.Tensor, version: Version) -> None:
-        """Sample, write the history, and complete rows that ended."""
+    def _sample(self, logits: torch.Tensor, version: Version) -> bool:
+        """Sample, and write the history; returns whether a row may have ended."""
         if self._used == self._planned:
             self._plan()
-        tokens, log_probs, ids = self._generator.sampler(logits, self._numbers[self._used])
-        self._position = self._positions[self._used]
-        self._used += 1
-        if self._time == len(self._tokens):
+        used, line = self._used, self._time
+        tokens, log_probs, ids = self._generator.sampler(logits, self._numbers[used])
+        self._position = self._positions[used]
+        if line == len(self._tokens):
             self._make_room()
-        self._tokens[self._time] = tokens
-        self._log_probs[self._time] = log_probs
-        self._last = self._lines[self._time] if ids is None else ids
+            line = self._time
+        self._tokens[line] = tokens
+        self._log_probs[line] = log_probs
+        self._last = self._lines[line] if ids is None else ids
         self._versions.append(version)
-        self._time += 1
-        if self._time >= self._next_end or not self._generator.ends.isdisjoint(tokens):
-            self._end_rows([token in self._generator.ends for token in tokens])
+        self._used, self._time = used + 1, line + 1
+        return self._time >= self._next_end or not self._generator.ends.isdisjoint(tokens)
 
-    def _end_rows(self, ends: list[bool]) -> None:
+    def _end_rows(self) -> None:
+        """Complete rows that ended with the last token."""
+        ends = [token in self._generator.ends for token in self._tokens[self._time - 1].tolist()]
         places, reasons = [], []
         for place, (row, end) in enumerate(zip(self.rows, ends, strict=True)):
             if not row.ended and (end or self._time - row.start >= row.limit):
@@ -284,8 +301,8 @@ class Decoding:
             row.deliver(completion_of(row, ids, values, stamps, reason, error or found))
         self._count()
         if self._active:
-            # They may go on for some steps, but not beyond the model's positions.
-            self._ahead[:, places] = 0
+            with torch.inference_mode():  # they may go on for some steps, but not beyond the model's positions
+                self._ahead[:, places] = 0
 
     def _make_room(self) -> None:
         """Drop lines of the history that no row needs, or double it."""

@@ -123,6 +123,7 @@ class Sampler:
         self._sampling, self._device = sampling, torch.device(device)
         self._draw = draw_by_rows if self._device.type == "cpu" else draw_by_tensors
         self._raw = sampling.log_prob_mode == "raw"
+        self._restricts = sampling.temperature not in (0, 1) or sampling.top_k > 0 or sampling.top_p < 1
 
     def place(self, numbers: npt.NDArray[np.float64]) -> Any:
         """Numbers of :func:`uniforms` where they are needed."""
@@ -138,10 +139,12 @@ class Sampler:
         Returns:
             The tokens. Where logits are NaN, so are log-probabilities.
         """
-        logits = logits.float()
+        if logits.dtype is not torch.float32:
+            logits = logits.float()
         if self._sampling.temperature == 0:
             return self._draw(logits, logits, None, self._raw)
-        return self._draw(logits, restrict(logits, self._sampling), numbers, self._raw)
+        kept = restrict(logits, self._sampling) if self._restricts else logits
+        return self._draw(logits, kept, numbers, self._raw)
 
 
 def draw_by_rows(logits: torch.Tensor, kept: torch.Tensor, numbers: Any, raw: bool) -> Drawn:

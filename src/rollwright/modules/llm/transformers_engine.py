@@ -8,6 +8,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -260,7 +261,7 @@ class TransformersEngine(Engine):
                     "Call resume()."
                 )
             return
-        self._step(lambda: until() or (deadline is not None and time.monotonic() >= deadline))
+        self._step(until if deadline is None else lambda: until() or time.monotonic() >= deadline)
 
     def _step(self, until: Callable[[], bool]) -> None:
         """Sample tokens, one of each row at least, until it is time to stop, or another thread waits for the lock.
@@ -273,14 +274,21 @@ class TransformersEngine(Engine):
             if self.model.training:
                 self.model.eval()
             while self._running.is_set():
+                version = self._version
                 if self._batch is not None:
-                    self._guarded(self._batch.rows, self._batch.step, self._version)
+                    halts = partial(self._halts, version, until)
+                    self._guarded(self._batch.rows, self._batch.step, version, halts)
                 if self._waiting:
                     self._begin()
                 if self._batch is not None and not self._batch.num_active:
                     self._batch = None
                 if self._wanted or until():
                     return
+
+    def _halts(self, version: Version, until: Callable[[], bool]) -> bool:
+        """Whether the next token is to be sampled by another call of a batch."""
+        changed = self._wanted or self._waiting or self._version is not version or not self._running.is_set()
+        return bool(changed) or until()
 
     def _begin(self) -> None:
         room = self._max_batch_size - (0 if self._batch is None else self._batch.num_active)
