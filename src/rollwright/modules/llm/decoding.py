@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -176,16 +176,19 @@ class Decoding:
 
     def _prefill(self) -> torch.Tensor:
         """Run the model over the prompts; returns the logits of each row's first token."""
-        prompts: dict[bytes, int] = {}
-        places = [prompts.setdefault(row.request.prompt.numpy().tobytes(), len(prompts)) for row in self.rows]
-        arrays = [np.frombuffer(prompt, np.int64) for prompt in prompts]
-        lengths = np.array([len(array) for array in arrays])
-        width = int(lengths.max())
-        self._pads = width - lengths
+        arrays = [row.request.prompt.numpy() for row in self.rows]
+        places = []
+        if len(arrays) > 1:
+            prompts: dict[bytes, int] = {}
+            places = [prompts.setdefault(array.tobytes(), len(prompts)) for array in arrays]
+            arrays = [np.frombuffer(prompt, np.int64) for prompt in prompts]
+        lengths = [len(array) for array in arrays]
+        width = max(lengths)
+        self._pads = width - np.array(lengths)
         self._mask = self._new_mask(width)
         positions = np.arange(width)[None]
         if self._mask is None:
-            ids = np.stack(arrays)
+            ids = np.array(arrays)
         else:
             ids = np.zeros((len(arrays), width), np.int64)
             for line, array in zip(ids, arrays, strict=True):
@@ -230,7 +233,7 @@ class Decoding:
         """Bring up to date what depends on which rows there are."""
         self._seeds = np.array([row.request.seed for row in self.rows], np.uint64)
         self._starts = np.array([row.start for row in self.rows], np.int64)
-        self._lengths = np.array([len(row.request.prompt) for row in self.rows], np.int64)
+        self._lengths = np.array([row.request.prompt.shape[0] for row in self.rows], np.int64)
         self._used = self._planned = 0
         self._count()
 
@@ -284,21 +287,19 @@ class Decoding:
     def _complete(self, places: list[int], reasons: Sequence[FinishReason], error: BaseException | None = None) -> None:
         if not places:
             return
-        first = min(self.rows[place].start for place in places)
-        # Copied once, for all rows that end together; what completions hold are views of it.
-        tokens = np.ascontiguousarray(self._tokens[first : self._time, places].T)
-        log_probs = np.ascontiguousarray(self._log_probs[first : self._time, places].T)
-        versions = _versions_of(self._versions[first : self._time], len(places))
-        parts = zip(places, reasons, torch.from_numpy(tokens), torch.from_numpy(log_probs), versions, strict=True)
-        is_finite = not math.isnan(log_probs.sum())
-        for place, reason, ids, values, stamps in parts:
+        for place, reason in zip(places, reasons, strict=True):
             row = self.rows[place]
             row.ended = True
-            begin = row.start - first
-            if begin:
-                ids, values, stamps = ids[begin:], values[begin:], stamps[begin:]
-            found = None if error is not None or is_finite or not values.isnan().any() else _not_finite(row)
-            row.deliver(completion_of(row, ids, values, stamps, reason, error or found))
+            steps = slice(row.start, self._time)
+            tokens, log_probs = self._tokens[steps, place].copy(), self._log_probs[steps, place].copy()
+            if error is None and math.isnan(np.add.reduce(log_probs)):
+                found: BaseException | None = _not_finite(row)
+            else:
+                found = error
+            versions = _stamps(self._versions[steps])
+            row.deliver(
+                completion_of(row, torch.from_numpy(tokens), torch.from_numpy(log_probs), versions, reason, found)
+            )
         self._count()
         if self._active:
             with torch.inference_mode():  # they may go on for some steps, but not beyond the model's positions
@@ -344,11 +345,11 @@ def completion_of(
     )
 
 
-def _versions_of(versions: Sequence[Version], rows: int) -> Sequence[Any]:
-    """The versions of the same steps for each of some rows: int64 tensors, or lists of UUIDs."""
+def _stamps(versions: Sequence[Version]) -> torch.Tensor | Sequence[str]:
+    """Versions of the tokens of a response: int64 ``[response]``, or UUIDs."""
     if all(isinstance(version, int) for version in set(versions)):
-        return torch.from_numpy(np.array([versions] * rows, np.int64)).unbind()
-    return [[str(version) for version in versions] for _ in range(rows)]
+        return torch.from_numpy(np.array(versions, np.int64))
+    return [str(version) for version in versions]
 
 
 def _not_finite(row: Row) -> ValueError:

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_TWICE = np.uint64(2 * 0x9E3779B97F4A7C15 % 2**64)
+_GOLDEN_2, _MASK = 2 * 0x9E3779B97F4A7C15, 2**64 - 1
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _13 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(13)
 
@@ -65,25 +65,36 @@ def uniforms(seeds: npt.NDArray[np.uint64], first: npt.NDArray[np.int64], count:
         >>> bool((both[2, :, 1] == alone[0, :, 0]).all())
         True
     """
-    # Sums and products of arrays of uint64 wrap around, and warn of nothing.
-    counted = _mixed(seeds) + _TWICE * first.astype(np.uint64)
-    bits = _mixed(counted + _GOLDEN * np.arange(1, 2 * count + 1, dtype=np.uint64).reshape(count, 2, 1))
+    states = [
+        (_mixed_int(seed) + _GOLDEN_2 * place) & _MASK
+        for seed, place in zip(seeds.tolist(), first.tolist(), strict=True)
+    ]
+    bits = _mixed(np.array(states, np.uint64) + _counts(count))  # sums and products of uint64 wrap around
     return ((bits >> _13).astype(np.float64) + 0.5) * 2.0**-51
+
+
+@cache
+def _counts(count: int) -> npt.NDArray[np.uint64]:
+    return (_GOLDEN * np.arange(1, 2 * count + 1, dtype=np.uint64)).reshape(count, 2, 1)
 
 
 def child_seed(seed: int, index: int) -> int:
     """A seed of 63 bits for the ``index``-th sample of a prompt with ``seed``; that of the first is ``seed`` itself."""
     if index == 0:
         return seed
-    with np.errstate(over="ignore"):
-        bits = _mixed(_mixed(np.array([seed], np.uint64)) ^ (_GOLDEN * np.uint64(index)))
-    return int(bits[0]) >> 1
+    return _mixed_int(_mixed_int(seed) ^ (int(_GOLDEN) * index & _MASK)) >> 1
 
 
 def _mixed(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     bits = (bits ^ (bits >> _30)) * _MIX_1
     bits = (bits ^ (bits >> _27)) * _MIX_2
     return cast("npt.NDArray[np.uint64]", bits ^ (bits >> _31))
+
+
+def _mixed_int(bits: int) -> int:
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
+    return bits ^ (bits >> 31)
 
 
 class Drawn(NamedTuple):

@@ -248,7 +248,7 @@ class TransformersEngine(Engine):
         for request in requests:
             limit = request.max_new_tokens or self.sampling.max_new_tokens
             if self.max_length is not None:
-                limit = min(limit, self.max_length - len(request.prompt))
+                limit = min(limit, self.max_length - request.prompt.shape[0])
             row = self._rows[request.key] = Row(request, limit, deliver)
             self._waiting.append(row)
 
@@ -367,7 +367,7 @@ def _check_prompt(prompt: Any, key: Hashable, max_length: int | None) -> None:
             f"prompt of request {key!r}: expected an int64 tensor [prompt] on the CPU, got {prompt.dtype} "
             f"{list(prompt.shape)} on {prompt.device}."
         )
-    length = len(prompt)
+    length = prompt.shape[0]
     if not length:
         raise ValueError(
             f"prompt of request {key!r}: it is empty. Begin it with a token, such as the tokenizer's bos_token_id."
@@ -383,7 +383,7 @@ def _check_ids(requests: Sequence[Request], vocab_size: int) -> None:
     """Check that all ids are of the vocabulary."""
     prompts = [request.prompt.numpy() for request in requests]
     ids = prompts[0] if len(prompts) == 1 else np.concatenate(prompts) if prompts else np.zeros(1, np.int64)
-    if ids.view(np.uint64).max() < vocab_size:  # as uint64, negative ids are large
+    if np.maximum.reduce(ids.view(np.uint64)) < vocab_size:  # as uint64, negative ids are large
         return
     for request in requests:
         prompt = request.prompt
