@@ -94,6 +94,7 @@ class TokenChain:
         self._rendered = ""  # the last prompt as the template wrote it
         self._answered = False
         self._cut = False  # the answer has no end
+        self._last: tuple[torch.Tensor, tuple[str, str]] | None = None  # decoded last
         self.messages: list[Message] = []
         self.text = ""
         self.sequence = 0
@@ -180,9 +181,10 @@ class TokenChain:
         self._append(tokens)
         self._answered = True
         self._cut = finish_reason not in (FinishReason.STOP, FinishReason.TOOL)
-        self.text += self._written(tokens)
+        written, content = self._decoded(tokens)
+        self.text += written
         if self._template is not None:
-            raw = {"role": "assistant", "content": self.decode(tokens)}
+            raw = {"role": "assistant", "content": content}
             self.messages.append(raw if message is None else message)
             self._protected.extend(self._template.codec.protect([raw]))
         return self.tokens
@@ -219,10 +221,7 @@ class TokenChain:
 
     def decode(self, tokens: torch.Tensor) -> str:
         """The text of an answer, without the token that ended it; control tokens within it are written out."""
-        ids = tokens.tolist()
-        if ids and ids[-1] in self._end:
-            ids.pop()
-        return self._codec.decode(ids) if self._codec is not None else ""
+        return self._decoded(tokens)[1]
 
     def state_dict(self) -> dict[str, Any]:
         """What the conversation needs to go on: its tokens, messages and texts."""
@@ -319,6 +318,17 @@ class TokenChain:
         self._rendered = rendered
         self.text = Codec.plain(rendered)
         self.sequence += 1
+
+    def _decoded(self, tokens: torch.Tensor) -> tuple[str, str]:
+        """The text of an answer with the token that ended it, and without; that of the last one is kept."""
+        if self._last is None or self._last[0] is not tokens:
+            ids = tokens.tolist()
+            written = self._codec.decode(ids) if self._codec is not None else ""
+            content = written
+            if ids and ids[-1] in self._end and self._codec is not None:
+                content = self._codec.decode(ids[:-1])
+            self._last = tokens, (written, content)
+        return self._last[1]
 
     def _written(self, tokens: torch.Tensor) -> str:
         return self._codec.decode(tokens.tolist()) if self._codec is not None else ""

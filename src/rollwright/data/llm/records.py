@@ -11,7 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from rollwright._keys import NestedKey
-from rollwright.data.llm.history import ChatHistory, History, message_columns
+from rollwright.data.llm.history import ChatHistory, History, cells, message_columns
 from rollwright.data.llm.turns import Turn
 
 __all__ = ["RecordLayout", "empty_record", "record", "records", "stack_records"]
@@ -82,7 +82,13 @@ def record(turn: Turn, layout: RecordLayout, traj_id: int | None = None) -> Tens
         >>> td["next", "reward"], td["next", "done"]
         (tensor([1.]), tensor([True]))
     """
-    entries, following = (_nested if layout.nested else _flat)(turn, layout)
+    strings = [str(turn.finish_reason), turn.log_prob_mode]
+    if layout.text:
+        strings += [turn.prompt_text, turn.response_text, turn.next_prompt_text]
+        if layout.nested:
+            strings.append(turn.prompt_text + turn.response_text)
+    finish_reason, log_prob_mode, *texts = cells(strings)
+    entries, following = (_nested if layout.nested else _flat)(turn, layout, texts)
     start, terminated, truncated, done = _flags(turn)
     *seconds, reward = _floats(turn)
     following |= {"reward": reward, "done": done, "terminated": terminated, "truncated": truncated}
@@ -103,8 +109,8 @@ def record(turn: Turn, layout: RecordLayout, traj_id: int | None = None) -> Tens
     if traj_id is not None:
         entries["collector"] = _td({"traj_ids": values[-1]})
     entries["seconds"] = _td(dict(zip(STAGES, seconds, strict=True)))
-    entries["finish_reason"] = NonTensorData(str(turn.finish_reason))
-    entries["log_prob_mode"] = NonTensorData(turn.log_prob_mode)
+    entries["finish_reason"] = finish_reason
+    entries["log_prob_mode"] = log_prob_mode
     result = _td(entries)
     for key, value in turn.extras.items():
         _set(result, key, value)
@@ -175,7 +181,7 @@ def _emptied(key: str, value: Any) -> Any:
     return NonTensorData("" if isinstance(data, str) else type(data)() if isinstance(data, list | dict) else None)
 
 
-def _nested(turn: Turn, layout: RecordLayout) -> tuple[_Entries, _Entries]:
+def _nested(turn: Turn, layout: RecordLayout, texts: Sequence[NonTensorData]) -> tuple[_Entries, _Entries]:
     tokens, split = turn.tokens, turn.num_prompt
     size = tokens.shape[0]
     prompt, response = tokens.split_with_sizes((split, size - split))
@@ -184,15 +190,8 @@ def _nested(turn: Turn, layout: RecordLayout) -> tuple[_Entries, _Entries]:
     if layout.history:
         entries["history"], following["history"] = _histories(turn)
     if layout.text:
-        prompt_text, response_text = turn.prompt_text, turn.response_text
-        entries["text"] = _td(
-            {
-                "prompt": NonTensorData(prompt_text),
-                "response": NonTensorData(response_text),
-                "full": NonTensorData(prompt_text + response_text),
-            }
-        )
-        following["text"] = _td({"prompt": NonTensorData(turn.next_prompt_text)})
+        entries["text"] = _td({"prompt": texts[0], "response": texts[1], "full": texts[3]})
+        following["text"] = _td({"prompt": texts[2]})
     entries["tokens"] = _td({"prompt": prompt, "response": response, "full": tokens, "policy_version": _versions(turn)})
     following["tokens"] = _td({"prompt": _next_prompt(turn)})
     if layout.log_probs and turn.log_probs is not None:
@@ -205,7 +204,7 @@ def _nested(turn: Turn, layout: RecordLayout) -> tuple[_Entries, _Entries]:
     return entries, following
 
 
-def _flat(turn: Turn, layout: RecordLayout) -> tuple[_Entries, _Entries]:
+def _flat(turn: Turn, layout: RecordLayout, texts: Sequence[NonTensorData]) -> tuple[_Entries, _Entries]:
     tokens, split = turn.tokens, turn.num_prompt
     size = tokens.shape[0]
     _, assistant = _masks(size, split)
@@ -218,9 +217,7 @@ def _flat(turn: Turn, layout: RecordLayout) -> tuple[_Entries, _Entries]:
     }
     following: _Entries = {"tokens": _next_prompt(turn)}
     if layout.text:
-        entries["text"] = NonTensorData(turn.prompt_text)
-        entries["text_response"] = NonTensorData(turn.response_text)
-        following["text"] = NonTensorData(turn.next_prompt_text)
+        entries["text"], entries["text_response"], following["text"] = texts
     if layout.log_probs and turn.log_probs is not None:
         entries["log_probs"] = turn.log_probs
     return entries, following
