@@ -16,6 +16,7 @@ from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.llm.workers import made_with_workers
 from rollwright.collectors.options import ConversationOptions
 from rollwright.collectors.rollout.environment import version_of
+from rollwright.collectors.rollout.paths.turns import TurnPath, WaitsEnded
 from rollwright.collectors.workers.options import WorkerOptions
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from rollwright.collectors.rollout.environment import EnvMakers
 
 __all__ = ["LLMCollector"]
+
+_GRACE_S = 2.0  # for what is in progress at shutdown
 
 
 @with_options(LLMOptions, BackendOptions, WorkerOptions, leave_out=["num_workers"])
@@ -94,12 +97,19 @@ class LLMCollector(Dialogues, Collector):
         return super().__len__()
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """See :meth:`Collector.shutdown`; a thread that waits for room in the queue ends, too."""
+        """See :meth:`Collector.shutdown`; a thread that waits for room in the queue ends, too.
+
+        Answers, tools and rewards that a thread waits for have two seconds more, or half of ``timeout``. Conversations
+        that they are missing from are not delivered, and counted in ``stats()["conversations_in_progress"]``.
+        """
         if self._writer is not None:
             self._writer.closed = True
+        path = self._rollout.path
+        if isinstance(path, TurnPath):
+            path.end_waits(_GRACE_S if timeout is None else min(_GRACE_S, timeout / 2))
         try:
             super().shutdown(timeout, close_env, raise_on_error)
-        except QueueClosed:  # in the thread: what was not put is not delivered, as far as the state knows
+        except (QueueClosed, WaitsEnded):  # in the thread: what was not taken is not delivered, as the state knows
             super().shutdown(timeout, close_env, raise_on_error)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,15 +24,19 @@ from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.records import RecordLayout, empty_record, record
 from rollwright.data.llm.turns import FinishReason, Origin, turn_seed
-from rollwright.envs.llm.core import Answer, Conversations, Opening
+from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome
 from rollwright.envs.llm.transforms import TurnHook
-from rollwright.errors import EnvError, NotNative, PolicyError
+from rollwright.errors import EnvError, NotNative, PolicyError, RollwrightError
 from rollwright.modules.llm.engine import Completion, Engine, Request
 
-__all__ = ["TurnPath"]
+__all__ = ["TurnPath", "WaitsEnded"]
 
 _POLL_S = 0.002  # for answers, while tools and rewards are in progress
-_WAIT_S = 1.0  # for anything, before it is looked at whether the wait is in vain
+_WAIT_S = 0.5  # for anything, before it is looked at whether the wait is in vain
+
+
+class WaitsEnded(RollwrightError):
+    """The collector was shut down while answers, tools or rewards were waited for; the turns were not taken."""
 
 
 class TurnPath(Path):
@@ -90,6 +96,7 @@ class TurnPath(Path):
         self._undelivered: dict[int, Opening] = {}  # of conversations that ended in a batch, by trajectory id
         self._last_ended: list[int] = []
         self._started = self._data_is_over = False
+        self._waits_until = math.inf  # on the clock of time.monotonic
         self.conversations_dropped = 0
 
     def check(self) -> None:
@@ -262,7 +269,7 @@ class TurnPath(Path):
 
     def _follow(self, timeout: float | None) -> bool:
         """Take outcomes that have come; returns whether there were any."""
-        outcomes = self._conversations.outcomes(timeout)
+        outcomes = self._outcomes() if timeout is None else self._conversations.outcomes(timeout)
         for slot, outcome in outcomes.items():
             dialog = self._dialogs[slot]
             assert dialog is not None
@@ -275,6 +282,31 @@ class TurnPath(Path):
                     hook(ended.turn, dialog.memory)
                 self._keep(dialog, ended)
         return bool(outcomes)
+
+    def _outcomes(self) -> dict[int, Outcome]:
+        """Outcomes that have come; waits until there is one, or none is to come."""
+        while True:
+            self._check_waits()
+            until = time.monotonic() + _WAIT_S
+            outcomes = self._conversations.outcomes(_WAIT_S)
+            if outcomes or time.monotonic() < until:
+                return outcomes
+
+    def end_waits(self, in_s: float) -> None:
+        """Wait no longer than ``in_s`` seconds from now on for answers, tools and rewards; called by any thread.
+
+        What waits then raises :class:`WaitsEnded`, and its conversations count as not delivered.
+        """
+        self._waits_until = time.monotonic() + in_s
+
+    def _check_waits(self) -> None:
+        if time.monotonic() > self._waits_until:
+            begun = ", ".join(
+                _name(dialog) for dialog in self._dialogs if dialog is not None and not dialog.is_untouched
+            )
+            raise WaitsEnded(
+                f"shutdown: answers, tools or rewards were still to come in {begun}; they are not delivered."
+            )
 
     def _keep(self, dialog: Dialog, ended: EndedTurn) -> None:
         row = self._rows[0 if self._streams else dialog.slot]
@@ -351,6 +383,7 @@ class TurnPath(Path):
         self._ask(dialogs)
         answers: dict[int, Answer] = {}
         while self._asked:
+            self._check_waits()
             answers |= self._answers(_WAIT_S)
         if answers:
             self._conversations.submit({slot: answers[slot] for slot in sorted(answers)})
@@ -360,6 +393,7 @@ class TurnPath(Path):
         self._ask(self._ready)
         answers: dict[int, Answer] = {}
         while self._asked and not answers:
+            self._check_waits()
             waits = self._waits
             answers = self._answers(_POLL_S if waits else _WAIT_S)
             if waits:
@@ -551,7 +585,7 @@ class TurnPath(Path):
         begun = [dialog for dialog in self._dialogs if dialog is not None and not dialog.is_untouched]
         ahead = sum(len(row) for row in self._rows) + sum(len(dialog.held) for dialog in begun)
         return {
-            "conversations_in_progress": len(begun),
+            "conversations_in_progress": len(begun) + len(self._again),
             "conversations_dropped": self.conversations_dropped,
             "conversations_undelivered": len(self._undelivered),
             "turns_ahead": ahead,
