@@ -14,7 +14,9 @@ from tests.collectors.workers.processes import wait_until
 
 from rollwright.collectors import Collector
 from rollwright.collectors.llm import LLMCollector
+from rollwright.data import RaggedStorage, ReplayBuffer
 from rollwright.envs import GymEnv
+from rollwright.envs.llm import PolicyVersion
 from rollwright.errors import RollwrightError
 
 
@@ -277,3 +279,50 @@ def test_a_buffer_gets_flat_turns_and_a_thread_fills_it(build):
     collector.async_shutdown()
     assert {int(row["prompt_index"]) for row in store.rows} == set(range(6))
     assert len(store.rows) == collector.stats()["frames"]
+
+
+def test_uuids_of_a_thread_are_those_that_were_published(build):
+    buffer = ReplayBuffer(storage=RaggedStorage(4000))
+    tracker = PolicyVersion("uuid")
+    collector = build(
+        dialog_turns_per_batch=2, replay_buffer=buffer, track_policy_version=tracker, env={"epochs": None}
+    )
+    published = [collector.get_policy_version()]
+    collector.start()
+    for _ in range(3):  # more than one between two turns, perhaps
+        collector.increment_version()
+        collector.increment_version()
+        published.append(collector.get_policy_version())
+    wait_until(lambda: buffer.write_count and buffer[len(buffer) - 1]["policy_version"] == published[-1])
+    collector.shutdown()
+    assert len(set(published)) == 4
+    found = {row["policy_version"] for row in buffer[:].unbind(0)}
+    assert published[-1] in found
+    known = {tracker.at(number) for number in range(7)}
+    assert found <= known
+    assert set(published) <= known
+
+
+def test_uuids_go_on_after_a_load(build):
+    first = build(dialog_turns_per_batch=2, track_policy_version=PolicyVersion("uuid"))
+    first.next()
+    first.increment_version()
+    state = first.state_dict()
+    second = build(dialog_turns_per_batch=2, track_policy_version=PolicyVersion("uuid"))
+    second.load_state_dict(state)
+    assert second.get_policy_version() == first.get_policy_version()
+    assert second.next()[0, 0]["policy_version"] == first.get_policy_version()
+    second.increment_version()
+    first.increment_version()
+    assert second.get_policy_version() == first.get_policy_version()
+
+
+def test_uuids_are_refused_with_workers():
+    with pytest.raises(ValueError, match="workers count versions in integers, got a PolicyVersion of UUIDs"):
+        LLMCollector(
+            FakeEnv,
+            policy_factory=FakePolicy,
+            dialog_turns_per_batch=2,
+            num_collectors=2,
+            track_policy_version=PolicyVersion("uuid"),
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 from tensordict import TensorDictBase
@@ -83,6 +84,21 @@ class LLMCollector(Dialogues, Collector):
     def _tracker(self) -> Any:
         given = self.llm_options.track_policy_version
         return version_of(self.env) if given is True else given or None
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """See :meth:`Collector.state_dict`; with a ``PolicyVersion``, ``version_tracker`` is its state, too."""
+        state = super().state_dict()
+        given = self.llm_options.track_policy_version
+        if hasattr(given, "get_extra_state"):
+            state["version_tracker"] = given.get_extra_state()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
+        """See :meth:`Collector.load_state_dict`."""
+        given = self.llm_options.track_policy_version
+        if "version_tracker" in state_dict and hasattr(given, "set_extra_state"):
+            given.set_extra_state(state_dict["version_tracker"])
+        super().load_state_dict(state_dict, **kwargs)
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """See :meth:`Collector.iterator`."""

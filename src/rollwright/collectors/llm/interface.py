@@ -72,8 +72,10 @@ class Dialogues(BaseCollector):
         """Version of the weights: an integer or a UUID; None without ``track_policy_version``."""
         if not self._is_tracked:
             return None
-        tracker = self._tracker
-        return self._weights.version if tracker is None or isinstance(tracker.version, int) else tracker.version
+        tracker, version = self._tracker, self._weights.version
+        if hasattr(tracker, "at"):  # of the newest weights, which act from the next step of a thread on
+            return tracker.at(version)
+        return version if tracker is None or isinstance(tracker.version, int) else tracker.version
 
     @property
     def _tracker(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class MultiLLMCollector(Dialogues, MultiCollector):
         owner = "LLMCollector"
         own, others = WorkerOptions.split(options, owner, LLMOptions)
         self.llm_options = LLMOptions.parse(others, owner)
+        _check_for_workers(self.llm_options)
         given = {name: options[name] for name in vars(own) if name in options}
         super()._construct(create_env_fn, policy, {**given, **self.llm_options.translated()})
 
@@ -68,6 +70,24 @@ class MultiLLMCollector(Dialogues, MultiCollector):
         self._calls.in_all("change_options", **changes)
         self.options = self.options.override(**changes)
         self._group.change_options(**changes)
+
+
+def _check_for_workers(options: LLMOptions) -> None:
+    """Refuse what workers cannot have.
+
+    Raises:
+        ValueError: versions are to be UUIDs, or the queue is one of this process alone.
+    """
+    if isinstance(getattr(options.track_policy_version, "version", 0), str):
+        raise ValueError(
+            "track_policy_version: workers count versions in integers, got a PolicyVersion of UUIDs. Pass True or "
+            "PolicyVersion('int'), or collect in this process."
+        )
+    if isinstance(options.queue, queue.Queue | queue.SimpleQueue):
+        raise ValueError(
+            f"queue: workers are processes, and {type(options.queue).__name__} is of this one alone. Pass one that can "
+            "be sent to them, such as multiprocessing.Manager().Queue(), or a replay buffer."
+        )
 
 
 def made_with_workers(args: Sequence[Any], options: Mapping[str, Any]) -> MultiLLMCollector:

@@ -91,7 +91,9 @@ class ActingPolicy:
     @version.setter
     def version(self, version: int) -> None:
         rises, self._version = version > self._version, version
-        if rises and self._tracker is not None:
+        if hasattr(self._tracker, "count"):
+            self._tracker.count(version)
+        elif rises and self._tracker is not None:
             self._tracker.increment_version()
         if self.engine is not None:
             self.engine.version = version if self._tracker is None else self._tracker.version
@@ -110,7 +112,8 @@ class ActingPolicy:
     def update_engine(self, weights: Any) -> None:
         """Give the engine new weights, between two tokens; their version is counted next."""
         assert self.engine is not None
-        self.engine.update_weights(weights, self._version + 1 if self._tracker is None else None)
+        number = self._version + 1
+        self.engine.update_weights(weights, self._tracker.at(number) if hasattr(self._tracker, "at") else number)
 
     def close(self) -> None:
         """Close an engine that was made for this collector alone."""

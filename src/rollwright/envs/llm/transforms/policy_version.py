@@ -43,10 +43,23 @@ class PolicyVersion(Transform):
             raise ValueError(f"version_type: expected 'int' or 'uuid', got {version_type!r}.")
         self.version_type: str = "int" if version_type in ("int", int) else "uuid"
         self.version: int | str = 0 if self.version_type == "int" else str(uuid.uuid4())
+        self._first, self._updates = self.version, 0
 
     def increment_version(self) -> int | str:
         """Begin the next version; returns it."""
-        self.version = self.version + 1 if isinstance(self.version, int) else str(uuid.uuid4())
+        self._updates += 1
+        self.version = self.at(self._updates)
+        return self.version
+
+    def at(self, updates: int) -> int | str:
+        """The version after a number of updates: that number; or a UUID, made of the first one and the number."""
+        if isinstance(self._first, int):
+            return self._first + updates
+        return str(uuid.uuid5(uuid.UUID(self._first), str(updates))) if updates else self._first
+
+    def count(self, updates: int) -> int | str:
+        """Go to the version after a number of updates; returns it."""
+        self._updates, self.version = updates, self.at(updates)
         return self.version
 
     def _write(self, td: TensorDictBase) -> TensorDictBase:
@@ -80,11 +93,12 @@ class PolicyVersion(Transform):
 
     def get_extra_state(self) -> Any:
         """Part of ``state_dict()``: the version."""
-        return {"version": self.version}
+        return {"version": self.version, "first": self._first, "updates": self._updates}
 
     def set_extra_state(self, state: Any) -> None:
         """Go on from a saved version."""
         self.version = state["version"]
+        self._first, self._updates = state.get("first", self.version), state.get("updates", 0)
 
     def __repr__(self) -> str:
         return f"PolicyVersion(version={self.version!r})"
