@@ -398,15 +398,12 @@ def growth_within_batches(collect, case, **options):
     """Bytes by which 160 steps of a batch have grown: the least of three batches."""
     probe = MemoryProbe()
     collector = collect(case, MemoryProbe.STEPS, interruptor=probe, **options)
-    gc.collect()
-    gc.freeze()  # what is there already need not be searched again and again
     tracemalloc.start()
     try:
         for _ in range(3):
             collector.next()
     finally:
         tracemalloc.stop()
-        gc.unfreeze()
     return min(probe.growth[2:5])
 
 

@@ -28,7 +28,7 @@ def test_keeps_pace_until_it_is_interrupted_and_draws_its_curve(programs, tmp_pa
     picture = tmp_path / "curve.png"
     program = programs.start(*COMMAND, "--total-frames", "10_000_000", "--goal", "500", "--plot", picture)
     out = ""
-    while len(rounds_of(out)) < 20:
+    while len(rounds_of(out)) < 10:
         out += program.stdout.read(20)
     program.send_signal(signal.SIGINT)
     rest, errors = program.communicate(timeout=patient(60))

@@ -15,29 +15,29 @@ COMMAND = ("-W", "error", Path(__file__).parents[2] / "examples" / "grpo_tiny.py
 REWARD = re.compile(r"^reward: ([\d.]+) -> ([\d.]+)$", re.MULTILINE)
 
 
-def test_same_seed_same_rewards_and_draws_its_curve(programs, tmp_path):
-    picture = tmp_path / "curve.png"
-    found = []
-    for more in (("--plot", picture), ()):
-        done = programs.run(*COMMAND, "--seed", 3, "--updates", 10, *more, timeout=patient(60))
-        assert not done.stderr
-        assert done.returncode == 0
-        found.append(tuple(map(float, REWARD.search(done.stdout).groups())))
-    assert found[0] == found[1]
-    assert 0 < found[0][0] < 0.5
-    assert picture.read_bytes()[1:4] == b"PNG"
+def rewards_of(out: str) -> tuple[float, ...]:
+    """The mean rewards of the first and of the last 10 updates."""
+    return tuple(map(float, REWARD.search(out).groups()))
 
 
-def test_an_interrupt_ends_it_and_saves_the_curve(programs, tmp_path):
-    picture = tmp_path / "curve.png"
-    program = programs.start(*COMMAND, "--updates", 100_000, "--plot", picture)
+def test_same_seed_same_rewards_and_draws_its_curve_whether_it_ends_or_is_interrupted(programs, tmp_path):
+    pictures = [tmp_path / "whole.png", tmp_path / "interrupted.png"]
+    done = programs.run(*COMMAND, "--seed", 3, "--updates", 10, "--plot", pictures[0], timeout=patient(60))
+    assert not done.stderr
+    assert done.returncode == 0
+    begin, end = rewards_of(done.stdout)
+    assert begin == end
+    assert 0 < begin < 0.5
+    program = programs.start(*COMMAND, "--seed", 3, "--updates", 100_000, "--plot", pictures[1])
     assert program.stdout.readline().startswith("update  10")
     program.send_signal(signal.SIGINT)
     out, errors = program.communicate(timeout=patient(30))
     assert not errors
     assert program.returncode == 0
     assert "interrupted" in out
-    assert picture.read_bytes()[1:4] == b"PNG"
+    assert rewards_of(out)[0] == begin
+    for picture in pictures:
+        assert picture.read_bytes()[1:4] == b"PNG"
 
 
 @pytest.mark.slow

@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[3]
 
 
-def run(folder, mode, seconds):
+def run(programs, folder, mode, seconds):
     """Run the program until it ends, or for some seconds after it has begun to collect; whether it has ended."""
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['', {str(folder)!r}, "
-        f"{mode!r}]; from tests.collectors.llm import killed; killed.main(sys.argv[1], sys.argv[2] == 'stream')",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "running\n"
-        time.sleep(seconds)
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-        rest = process.stdout.read()
-        process.wait(30)
-    return "over" in rest
+    process = programs.start("-m", "tests.collectors.llm.killed", folder, mode, cwd=ROOT)
+    assert process.stdout.readline() == "running\n", process.stderr.read()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    process.kill()
+    return "over" in process.communicate(patient(30))[0]
 
 
-def kill_at_random_moments(folder, mode, kills, seed):
+def kill_at_random_moments(programs, folder, mode, kills, seed):
     draw = random.Random(seed)
     killed = 0
-    while killed < kills and not run(folder, mode, draw.uniform(0.0, 0.12)):
+    while killed < kills and not run(programs, folder, mode, draw.uniform(0.0, 0.12)):
         killed += 1
-    while not run(folder, mode, 60.0 if killed >= kills else 0.1):
+    while not run(programs, folder, mode, 60.0 if killed >= kills else 0.1):
         pass
     done = torch.load(folder / "saved.pt", weights_only=True)["done"]
     assert [len(set(groups)) for groups, _, _ in done] == [1] * len(done)
@@ -50,18 +40,18 @@ def kill_at_random_moments(folder, mode, kills, seed):
     return killed
 
 
-def test_a_kill(tmp_path):
-    assert kill_at_random_moments(tmp_path, "stream", 1, seed=1) > 0
+def test_a_kill(programs, tmp_path):
+    assert kill_at_random_moments(programs, tmp_path, "stream", 1, seed=1) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_fifty_kills(tmp_path):
+def test_fifty_kills(programs, tmp_path):
     total = 0
     for seed in range(20):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        total += kill_at_random_moments(folder, "stream" if seed % 2 else "lockstep", 6, seed)
+        total += kill_at_random_moments(programs, folder, "stream" if seed % 2 else "lockstep", 6, seed)
         if total >= 50:
             return
     raise AssertionError(f"only {total} kills")

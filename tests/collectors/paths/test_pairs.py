@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+from tests.collectors.paths.conftest import ENVS
+from tests.variants import in_turn
+
 # What a policy does hardly depends on these, and each run of them is slow or one of many.
 FEW = {
     "async": ["one-hot", "none"],
@@ -15,11 +19,13 @@ FEW = {
 }
 
 
-def test_paths_agree(both, lab, env_name):
+@pytest.mark.parametrize(("env_name", "half"), in_turn(ENVS, (0, 1)))
+def test_paths_agree(both, lab, env_name, half):
+    """Each with every other policy that fits; with the rest where tests may be slow."""
     make = lab.envs[env_name]
     example = make()
     fitting = [kind for kind in FEW.get(env_name, lab.kinds) if kind == "none" or lab.build(example, kind) is not None]
     example.close()
     assert "none" in fitting or env_name in FEW
-    for kind in fitting:
+    for kind in fitting[half::2] if len(fitting) > 1 else fitting:
         both(make, kind)

@@ -25,7 +25,7 @@ from rollwright.collectors.workers.counters import WorkerState
 from rollwright.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 from rollwright.errors import WorkerError
 
-STORM_S = float(os.environ.get("ROLLWRIGHT_STORM_S", "1.5"))
+STORM_S = float(os.environ.get("ROLLWRIGHT_STORM_S", "0.8"))
 SEED = int(os.environ.get("ROLLWRIGHT_STORM_SEED", "0"))
 WAIT_S = 20.0  # no call may take longer
 pytestmark = [

@@ -203,12 +203,12 @@ def test_a_program_that_was_stopped_with_its_workers_goes_on_with_them(state):
 def test_a_worker_that_is_frozen_between_rollouts_is_replaced(make, call):
     collector = make("sync", makers(), gain(), frames_per_batch=20, on_worker_failure="restart", restart_delay=0.01)
     batches = [collector.next()]
-    collector._group.watch._silence_s = 3.0
+    collector._group.watch._silence_s = 1.5
     worker = collector._group.workers[1]
     assert wait_until(lambda: worker.counters.state is WorkerState.WAITING)
     burn(worker.pid, signal.SIGSTOP)
     if call == "map_fn":
-        with pytest.raises(WorkerError, match=r"worker 1 (has given no sign of life|was stopped by a signal).* 3 s"):
+        with pytest.raises(WorkerError, match=r"worker 1 (has given no sign of life|was stopped by a signal).* 1\.5 s"):
             collector.map_fn("env.rand_action")
     batches += [collector.next() for _ in range(3)]
     check(batches, gaps=True)
