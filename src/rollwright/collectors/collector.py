@@ -28,6 +28,7 @@ from rollwright.collectors.rollout.counts import announce_rounding
 from rollwright.collectors.rollout.devices import sync_function
 from rollwright.collectors.rollout.environment import EnvMaker, making_env
 from rollwright.collectors.rollout.hooks import Hooks
+from rollwright.collectors.rollout.policy import making_policy
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.collectors.weights.local import LocalWeights
@@ -146,11 +147,12 @@ class Collector(BaseCollector):
         self.worker_idx = parsed.worker_idx
         self._hooks = Hooks(parsed.pre_collect_hook, parsed.post_collect_hook)
         self._profile = Profile(lambda: self._worker_idx)
-        with making_env(create_env_fn, parsed) as env:
+        with making_env(create_env_fn, parsed) as env, making_policy(policy, parsed, env) as made:
             self._rollout = rollout = Rollout(
                 env,
-                policy,
+                made,
                 parsed,
+                given=policy,
                 hooks=self._hooks,
                 ids=TrajectoryPool(ledger_of(parsed.replay_buffer)),
                 memory=batch_memory(parsed),

@@ -19,6 +19,7 @@ from rollwright.envs._checks import check_alive, complete_reset, complete_step, 
 from rollwright.envs._partial_reset import merge_reset, replace_entries, reset_masks
 from rollwright.envs._rollout import rollout
 from rollwright.envs._specs import EnvSpecs
+from rollwright.envs.closing import closed_on_error
 from rollwright.envs.utils import check_env_specs
 from rollwright.errors import EnvError, EnvKeyError, NotNative, RollwrightError
 
@@ -51,8 +52,9 @@ class _EnvMeta(ABCMeta):
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T:  # so, type checkers read the constructor
         policy = None if _takes_policy(cls) else kwargs.pop("policy", None)
         env: Any = ABCMeta.__call__(cls, *args, **kwargs)
-        env._finalize()
-        return cast(T, env if policy is None else _extensions["policy"](env, policy))
+        with closed_on_error([env] if env.made_its_parts else []):
+            env._finalize()
+            return cast(T, env if policy is None else _extensions["policy"](env, policy))
 
 
 def _takes_policy(cls: type) -> bool:
@@ -90,6 +92,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     Attributes:
         batch_locked: False for an environment whose batch size is that of the data it is given.
         stand_ins: entries that a policy may write in place of an action, by the key of the action.
+        made_its_parts: whether its constructor made what :meth:`close` closes: processes, other environments.
         ends_with_step: names of entries at the root that are not carried on to the next step, not even in part.
 
     Example:
@@ -116,6 +119,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     remedy_when_closed: str = "Make a new environment"  # for messages
     stand_ins: Mapping[NestedKey, NestedKey] = MappingProxyType({})
     ends_with_step: tuple[str, ...] = ()
+    made_its_parts: bool = False
     returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
 
     def __init__(

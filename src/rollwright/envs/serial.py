@@ -15,6 +15,7 @@ from rollwright.envs._serial_arrays import SerialArrays
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.base import BatchedEnv
+from rollwright.envs.closing import closed_on_error
 from rollwright.envs.factories import Factories, Factory, FactoryKwargs, call_each, factories, made, own_kwargs, placed
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationWarning, check_failure
@@ -97,20 +98,24 @@ class SerialEnv(BatchedEnv):
         makers = factories(num_workers, create_env_fn, create_env_kwargs)
         recreates = check_failure(on_env_failure)
         envs = self._made(makers, recreates)
-        super().__init__(envs, device)
+        with closed_on_error(envs):
+            super().__init__(envs, device)
         self._makers = [ByValue(maker) for maker in makers]
         self._recreates = recreates
         self._take(envs)
 
     def _made(self, makers: Sequence[Factory], recreates: bool) -> list[EnvBase]:
-        envs = [made(i, maker) for i, maker in enumerate(makers)]
-        if not recreates:
-            return envs
-        name, notice = type(self).__name__, RecreationWarning(".recreations")
-        return [
-            RecreatedEnv(env, maker, i, partial(notice.warn, f"{name}[{i}]"))
-            for i, (env, maker) in enumerate(zip(envs, makers, strict=True))
-        ]
+        envs: list[EnvBase] = []
+        with closed_on_error(envs):
+            for i, maker in enumerate(makers):
+                envs.append(made(i, maker))
+            if not recreates:
+                return envs
+            name, notice = type(self).__name__, RecreationWarning(".recreations")
+            return [
+                RecreatedEnv(env, maker, i, partial(notice.warn, f"{name}[{i}]"))
+                for i, (env, maker) in enumerate(zip(envs, makers, strict=True))
+            ]
 
     def _take(self, envs: list[EnvBase]) -> None:
         for i, env in enumerate(envs):

@@ -18,6 +18,7 @@ from rollwright.collectors.evaluation.results import EpisodeResults
 from rollwright.collectors.evaluation.statistics import FrozenBuffers, check_statistics, freeze, prepare_weights
 from rollwright.data.layout import end_of_trajectory
 from rollwright.envs.base import EnvBase
+from rollwright.envs.closing import closed_on_error
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 from rollwright.weight_update.forms import State
 
@@ -136,7 +137,15 @@ class EpisodeRunner:
         self._own_generators = own_generators
         self._buffers = FrozenBuffers(None)
         self._asked = time.monotonic()
-        env = _frozen_env(settings.create_env_fn, settings.options.get("create_env_kwargs"))
+        given = settings.create_env_fn
+        if isinstance(given, Sequence) and len(given) == 1:
+            given = given[0]
+        made = _made_env(given, settings.options.get("create_env_kwargs"))
+        with closed_on_error([made] if isinstance(made, EnvBase) and made is not given else []):
+            self._prepare(freeze(made) if isinstance(made, EnvBase) else made)
+
+    def _prepare(self, env: Any) -> None:
+        settings = self._settings
         num_envs = env.numel() if isinstance(env, EnvBase) else 1
         options: dict[str, Any] = {**settings.options, "create_env_kwargs": None}
         limit = options.get("max_frames_per_traj") or 0
@@ -149,12 +158,7 @@ class EpisodeRunner:
         steps = min(limit, _STEPS) if limit > 0 else _STEPS
         policy = None if factory is not None else _in_eval_mode(settings.policy)
         options.setdefault("frames_per_batch", steps * num_envs)
-        try:
-            self._collector = Collector(env, policy, interruptor=self, **options)
-        except BaseException:
-            if isinstance(env, EnvBase):
-                env.close(raise_if_closed=False)
-            raise
+        self._collector = Collector(env, policy, interruptor=self, **options)
         self._num_envs = num_envs
         if settings.target is not None and not isinstance(settings.policy, nn.Module):
             settings.target.eval()
@@ -232,13 +236,8 @@ class EpisodeRunner:
         self._collector.shutdown(raise_on_error=False)
 
 
-def _frozen_env(create_env_fn: Any, kwargs: Mapping[str, Any] | None) -> Any:
-    if isinstance(create_env_fn, Sequence) and len(create_env_fn) == 1:
-        create_env_fn = create_env_fn[0]
-    made = create_env_fn
-    if not isinstance(made, EnvBase) and callable(made):
-        made = made(**(kwargs or {}))
-    return freeze(made) if isinstance(made, EnvBase) else made
+def _made_env(given: Any, kwargs: Mapping[str, Any] | None) -> Any:
+    return given if isinstance(given, EnvBase) or not callable(given) else given(**(kwargs or {}))
 
 
 def _counts_steps(env: EnvBase) -> bool:

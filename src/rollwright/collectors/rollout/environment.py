@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
+from rollwright.envs.closing import closed_on_error
 from rollwright.envs.llm.core import Conversations
 from rollwright.envs.llm.transforms import PolicyVersion, TurnHook, turn_hooks
 from rollwright.envs.recreation.env import RecreatedEnv
@@ -36,14 +37,9 @@ def making_env(create_env_fn: EnvMaker, options: CollectorOptions) -> Iterator[E
         ValueError: options do not fit it.
     """
     made = _made(create_env_fn, options)
-    try:
+    given = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn]
+    with closed_on_error([] if any(made is each for each in given) else [made]):
         yield _fitted(made, options)
-    except BaseException:
-        given = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn]
-        if not any(made is each for each in given):
-            with suppress(Exception):  # the error that is under way matters
-                made.close(raise_if_closed=False)
-        raise
 
 
 def _made(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
@@ -68,7 +64,8 @@ def _made(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
         made = maker()
         if options.on_env_failure == "recreate" and isinstance(made, EnvBase):
             notice = RecreationWarning('stats()["env_recreations"]')
-            made = RecreatedEnv(made, maker, None, partial(notice.warn, "create_env_fn: the environment"))
+            with closed_on_error([made]):
+                made = RecreatedEnv(made, maker, None, partial(notice.warn, "create_env_fn: the environment"))
     if not isinstance(made, EnvBase):
         raise TypeError(
             f"create_env_fn: expected an EnvBase of rollwright or a callable that returns one, got "

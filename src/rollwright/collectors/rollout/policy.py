@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -21,11 +22,27 @@ from rollwright.modules import RandomPolicy
 from rollwright.modules.llm.engine import Engine
 from rollwright.modules.signature import Call, speak_tensordict
 
-__all__ = ["ActingPolicy", "accelerate", "check_policy", "make_policy"]
+__all__ = ["ActingPolicy", "accelerate", "check_policy", "making_policy"]
 
 
-def make_policy(policy: Any, options: CollectorOptions, env: EnvBase) -> Any:
-    """The policy object as the user means it: given, made by the factory, or random."""
+@contextmanager
+def making_policy(policy: Any, options: CollectorOptions, env: EnvBase) -> Iterator[Any]:
+    """The policy object as the user means it: given, made by the factory, or random.
+
+    An engine that the factory made is closed if the block raises.
+    """
+    made = _made(policy, options, env)
+    try:
+        yield made
+    except BaseException:
+        engine = getattr(made, "engine", None)
+        if options.policy_factory is not None and isinstance(engine, Engine):
+            with suppress(Exception):  # the error that is under way matters
+                engine.close()
+        raise
+
+
+def _made(policy: Any, options: CollectorOptions, env: EnvBase) -> Any:
     if options.policy_factory is not None:
         policy = options.policy_factory()
         if policy is None:
@@ -57,7 +74,7 @@ class ActingPolicy:
     """The policy that acts, and where its weights come from.
 
     Args:
-        made: of :func:`make_policy`.
+        made: of :func:`making_policy`.
         given: by the user, beside a ``policy_factory``: read by updates without weights.
         options: of the collector.
         env: what it acts in.

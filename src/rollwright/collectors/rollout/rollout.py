@@ -25,7 +25,7 @@ from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.choice import choose_path, dialogue_parts, goes_by_itself, plain_path
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.prompts import prompts_of
-from rollwright.collectors.rollout.policy import ActingPolicy, make_policy
+from rollwright.collectors.rollout.policy import ActingPolicy
 from rollwright.collectors.rollout.policy_errors import check_inputs, entries_of, explained
 from rollwright.collectors.rollout.policy_trial import Trial
 from rollwright.collectors.rollout.state import RolloutState
@@ -65,7 +65,8 @@ class Rollout:
 
     Args:
         env: the environment.
-        policy: of the user.
+        policy: of the user, or what the policy factory made.
+        given: by the user, beside a policy factory; None: no policy.
         options: of the collector.
         hooks: called before each rollout; what follows a batch is for the delivery.
         ids: hands out trajectory ids.
@@ -91,6 +92,7 @@ class Rollout:
         policy: Any,
         options: CollectorOptions,
         *,
+        given: Any,
         hooks: Hooks,
         ids: TrajectoryIds,
         memory: MemoryPool,
@@ -99,11 +101,10 @@ class Rollout:
         owner: str = "Collector",
     ) -> None:
         self.options, self.hooks, self.ids, self.memory, self.owner = options, hooks, ids, memory, owner
-        made = make_policy(policy, options, env)
         if options.auto_register_policy_transforms:
-            env = provide_for_policy(env, made)
+            env = provide_for_policy(env, policy)
         self.env = env
-        self.acting = ActingPolicy(made, policy, options, env)
+        self.acting = ActingPolicy(policy, given, options, env)
         self.devices = Devices.resolve(options, env.device, module_device(self.policy))
         self.syncs = Syncs.of(self.devices, skip=options.no_cuda_sync)
         in_turns = dialogue_parts(env, self.acting.policy, options) is not None

@@ -112,11 +112,11 @@ class AsyncEnvPool(AsyncHalves):
                 raise ValueError(
                     "stack='dense': the environments' entries differ. Pass stack='lazy' or stack='maybe_dense'."
                 )
+            self.backend, self._launch = backend, launch
+            self._take(slots)
         except BaseException:
             slots.close()
             raise
-        self.backend, self._launch = backend, launch
-        self._take(slots)
 
     def _take(self, slots: Slots) -> None:
         if isinstance(slots, ThreadSlots):

@@ -41,6 +41,7 @@ class BatchedEnv(EnvBase):
     """
 
     returns_copies = True  # stacking copies
+    made_its_parts = True
     remedy_when_closed = "Reset it first: that makes its environments again"
 
     def __init__(self, parts: Sequence[Any], device: torch.device | str | int | None) -> None:

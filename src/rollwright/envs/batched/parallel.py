@@ -135,6 +135,8 @@ class ParallelEnv(RemoteEnvs):
         processes = launch()
         try:
             super().__init__(processes.described, device)
+            self._recreates = recreates
+            self._take(processes)
         except BaseException:
             processes.end()
             raise
@@ -146,10 +148,8 @@ class ParallelEnv(RemoteEnvs):
             "env_step_timeout": env_step_timeout,
             "on_env_failure": on_env_failure,
         }
-        self._recreates = recreates
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._take(processes)
 
     def _take(self, processes: EnvProcesses) -> None:
         self._facts: list[EnvFacts] = processes.described

@@ -27,6 +27,7 @@ from rollwright.collectors.profiling import Profile, ProfileConfig
 from rollwright.collectors.rollout.devices import module_device
 from rollwright.collectors.rollout.environment import making_env
 from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
+from rollwright.collectors.rollout.policy import making_policy
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.collectors.weights.local import LocalWeights
@@ -95,11 +96,13 @@ class WorkerCollector(Reachable):
         with (
             warnings.catch_warnings(record=True, action="always") as caught,
             making_env(spec.create_env_fn, options) as env,
+            making_policy(policy, options, env) as made,
         ):
             self._rollout = rollout = Rollout(
                 env,
-                policy,
+                made,
                 options,
+                given=policy,
                 hooks=self._hooks,
                 ids=ids,
                 memory=self._blocks if in_blocks else batch_memory(options),

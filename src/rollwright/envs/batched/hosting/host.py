@@ -39,6 +39,7 @@ from rollwright.envs.batched.hosting.messages import (
 )
 from rollwright.envs.batched.hosting.shared_rows import SharedRows
 from rollwright.envs.batched.hosting.td_rows import dense_leaves, row_of
+from rollwright.envs.closing import closed_on_error
 from rollwright.envs.factories import made, own_kwargs, placed
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationPolicy
@@ -77,9 +78,10 @@ class Hosted:
             def note(text: str) -> None:
                 recreated.append(Recreated(row, text))
 
-            if not isinstance(self.env, RecreatedEnv):  # a copy of a batch has them
-                self.env = RecreatedEnv(self.env, maker, row, note)
-            self.env.continue_from(recreation, note)
+            with closed_on_error([self.env]):
+                if not isinstance(self.env, RecreatedEnv):  # a copy of a batch has them
+                    self.env = RecreatedEnv(self.env, maker, row, note)
+                self.env.continue_from(recreation, note)
 
     @property
     def inner(self) -> EnvBase:
@@ -112,7 +114,7 @@ class _Host:
         self._finished: Any = None
 
     def carry_out(self, command: Any) -> None:
-        """CallFunction what is asked, and answer."""
+        """Do what is asked, and answer."""
         self._raised = []
         self._recreated.clear()
         if isinstance(command, SetLayout):
