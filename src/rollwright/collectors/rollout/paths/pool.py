@@ -161,7 +161,8 @@ class PoolPath(Path):
             stamp = self._stamp()
             made = [row.copy() for row in acted.unbind(0)]
             for row in made:
-                row.set(VERSION, torch.tensor(stamp) if isinstance(stamp, int) else NonTensorData(stamp))
+                value: Any = torch.tensor(stamp) if isinstance(stamp, int) else NonTensorData(stamp)
+                row.set(VERSION, value)
             acted = LazyStackedTensorDict.lazy_stack(made, 0)
         self._env.async_step_and_maybe_reset_send(acted, env_index=ready)
         self._roots.clear()
