@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
-from tests.collectors.llm.shares import delivered_under_kills, expected, tally
+from tests.collectors.llm.shares import delivered_under_kills, expected, make, tally, turns
 
 MODES = {
     "turns": {"dialog_turns_per_batch": 10},
@@ -20,3 +22,18 @@ def test_replaced_workers_go_on_behind_what_was_delivered(mode, stored):
     found, killed = delivered_under_kills(3, 1, stored=stored, **MODES[mode])
     assert killed == 3
     assert found == wanted, tally(found, wanted)
+
+
+@pytest.mark.parametrize("options", [*MODES.values(), {"dialog_turns_per_batch": 20, "cat_results": 0}], ids=str)
+@pytest.mark.timeout(60)
+def test_workers_in_step_end_one_by_one_with_their_data(options):
+    env = {"prompts": 5}  # three prompts for one worker, and two for the other
+    found, sizes = collections.Counter(), []
+    with make(env=env, sync=True, **options) as collector:
+        for batch in collector:
+            found.update(turns(batch))
+            sizes.append(tuple(batch.batch_size))
+        assert collector.completed
+    wanted = expected(env=env, **{name: value for name, value in options.items() if name != "cat_results"})
+    assert found == wanted, tally(found, wanted)
+    assert min(min(size) for size in sizes) > 0

@@ -18,7 +18,7 @@ __all__ = ["Gather"]
 
 
 class Gather(Strategy):
-    """Each batch is of one rollout of every worker.
+    """Each batch is of one rollout of every worker whose data is not over.
 
     Args:
         orders: asks workers.
@@ -41,8 +41,8 @@ class Gather(Strategy):
     def ready(self) -> bool:
         """See :class:`Strategy`."""
         self.ask()
-        count, arrived = len(self._workers), len(self._results)
-        if self._least <= arrived < count and not self._interrupted:
+        count, arrived = len(self._taking_part()), len(self._results)
+        if min(self._least, count) <= arrived < count and not self._interrupted:
             self._interrupted = True
             for worker in self._workers:
                 self._orders.group.interrupt(worker)
@@ -50,7 +50,11 @@ class Gather(Strategy):
 
     def has_next(self) -> bool:
         """See :class:`Strategy`."""
-        return len(self._results) == len(self._workers)
+        return bool(self._results) and all(worker.index in self._results for worker in self._taking_part())
+
+    def _taking_part(self) -> list[Member]:
+        """The workers of this round: all, less those whose data is over, and who have no part in it."""
+        return [w for w in self._workers if w.index not in self._orders.over or w.index in self._results]
 
     def is_hopeless(self) -> bool:
         """See :class:`Strategy`."""
@@ -62,9 +66,10 @@ class Gather(Strategy):
         begins = not self._results and not orders.num_in_progress
         if (begins and orders.held) or orders.group.num_pauses:
             return
-        if begins and not orders.may_begin(sum(map(orders.frames_of, self._workers))):
+        taking_part = self._taking_part()
+        if begins and not orders.may_begin(sum(map(orders.frames_of, taking_part))):
             return
-        for worker in self._workers:
+        for worker in taking_part:
             if worker.index not in self._results and worker.available and not worker.runs:
                 if self._layout is not None and self._block is None:
                     self._block = orders.store.take(self._layout)
@@ -72,7 +77,7 @@ class Gather(Strategy):
 
     def next_rollouts(self) -> list[Result]:
         """See :class:`Strategy`."""
-        return [self._results[worker.index] for worker in self._workers]
+        return [self._results[worker.index] for worker in self._taking_part()]
 
     def remove(self, results: Collection[Result]) -> None:
         """See :class:`Strategy`."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, place
 from rollwright.collectors.workers.memory.blocks import Join
 from rollwright.collectors.workers.memory.store import Block
 from rollwright.collectors.workers.messages import Collected
 from rollwright.data.compact import is_table, join_tables
-from rollwright.data.layout import MASK, TRAJ_IDS, is_dense, stack_frames
+from rollwright.data.layout import MASK, TRAJ_IDS, blank_frame, is_dense, stack_frames
 
 __all__ = ["Result", "are_alike", "batch_of", "joined", "mark_taken", "restored"]
 
@@ -130,7 +130,9 @@ def _joined_extras(results: Sequence[Result], join: Join) -> dict[NestedKey, Any
 
 
 def _stacked(batches: Sequence[TensorDictBase], join: Join) -> TensorDictBase:
-    """Join by copying; lazily where shapes differ."""
+    """Join by copying; lazily where shapes differ. Rollouts that ended early, with their data, are filled up."""
+    if join == "stack" or (join == "first" and batches[0].ndim > 1):
+        batches = [_filled_up(batch, max(other.batch_size[-1] for other in batches)) for batch in batches]
     if join == "stack":
         return stack_frames(list(batches), 0, None)
     ndim = batches[0].ndim
@@ -145,6 +147,18 @@ def _stacked(batches: Sequence[TensorDictBase], join: Join) -> TensorDictBase:
         ) from error
     stacked.names = [*[None] * (ndim - 1), "time"]
     return cast(TensorDictBase, stacked)
+
+
+def _filled_up(batch: TensorDictBase, steps: int) -> TensorDictBase:
+    """A lazy stack of frames with ``steps`` of them: those that were not taken hold nothing, and have the id -1."""
+    missing = steps - batch.batch_size[-1]
+    if not missing or not isinstance(batch, LazyStackedTensorDict) or batch.stack_dim != batch.ndim - 1:
+        return batch
+    frames = batch.tensordicts
+    filled: Any = LazyStackedTensorDict(
+        *frames, *(blank_frame(frames) for _ in range(missing)), stack_dim=batch.stack_dim, stack_dim_name="time"
+    )
+    return cast(TensorDictBase, filled)
 
 
 def are_alike(one: TensorDictBase, other: TensorDictBase) -> bool:
