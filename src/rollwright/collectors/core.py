@@ -320,6 +320,18 @@ class Path(ABC):
         """
         raise NotImplementedError
 
+    def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+        """Saved states for another number of workers.
+
+        Args:
+            states: of :meth:`state_dict`, of all workers.
+            count: of those that go on.
+
+        Raises:
+            ValueError: they cannot be divided anew.
+        """
+        raise ValueError("what is in progress belongs to the environment of one worker.")
+
     def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any] | None:
         """What :meth:`load_state_dict` of another process needs to go on behind what was delivered.
 

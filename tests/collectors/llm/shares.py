@@ -23,7 +23,8 @@ def make(num_collectors: int = 2, *, env=None, delay_s: float = 0.0005, **option
     given = {"prompts": 30, "repeats": 4, **(env or {})}
     how = {"on_worker_failure": "restart", "max_restarts": 1000, "restart_delay": 0.0} if num_collectors else {}
     count = {"num_collectors": num_collectors} if num_collectors else {}
-    env = partial(FakeEnv.rewarded if given.pop("rewarded", False) else FakeEnv, 5, **given)
+    kind = FakeEnv.rewarded if given.pop("rewarded", False) else FakeEnv
+    env = partial(kind, given.pop("slots", 5), **given)
     return LLMCollector(env, policy_factory=partial(FakePolicy, delay_s=delay_s), **count, **how, **options)
 
 

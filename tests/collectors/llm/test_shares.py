@@ -6,6 +6,7 @@ import collections
 
 import pytest
 from tests.collectors.llm.shares import delivered_under_kills, expected, make, tally, turns
+from tests.collectors.llm.test_resume import copied
 
 MODES = {
     "turns": {"dialog_turns_per_batch": 10},
@@ -37,3 +38,29 @@ def test_workers_in_step_end_one_by_one_with_their_data(options):
     wanted = expected(env=env, **{name: value for name, value in options.items() if name != "cat_results"})
     assert found == wanted, tally(found, wanted)
     assert min(min(size) for size in sizes) > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore:.*delivers whole batches")
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_another_number_of_workers_goes_on_from_a_saved_state(mode, before, after):
+    found = collections.Counter()
+    with make(before, env={"prompts": 14}, **MODES[mode]) as first:
+        for _ in range(6):
+            found.update(turns(first.next()))
+        state = copied(first.state_dict())
+    with make(after, env={"prompts": 14, "slots": 12}, **MODES[mode]) as second:
+        second.load_state_dict(state)
+        for batch in second:
+            found.update(turns(batch))
+    wanted = expected(env={"prompts": 14}, **MODES[mode])
+    assert found == wanted, tally(found, wanted)
+
+
+def test_fewer_workers_without_room_for_what_is_in_progress_say_so():
+    with make(3, dialog_turns_per_batch=10) as first:
+        for _ in range(3):
+            first.next()
+        state = copied(first.state_dict())
+    with make(1, dialog_turns_per_batch=10) as second, pytest.raises(ValueError, match=r"room for 5.*num_collectors=3"):
+        second.load_state_dict(state)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import queue
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
 
+from rollwright.collectors.arguments import checked_state
 from rollwright.collectors.factory import BackendOptions
 from rollwright.collectors.llm.interface import LENGTH_UNKNOWN, Dialogues, environment_of
 from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import ConversationOptions
 from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.errors import WorkerError
 
 __all__ = ["MultiLLMCollector", "made_with_workers"]
 
@@ -65,6 +68,41 @@ class MultiLLMCollector(Dialogues, MultiCollector):
             static_seed: no effect.
         """
         return super().set_seed(seed, static_seed=True)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
+        """Go on from a saved state, also of another number of workers: the data is divided anew.
+
+        Then, whole conversations that were not delivered begin again, and turns that were delivered go on.
+
+        Raises:
+            KeyError, TypeError: it is the state of something else, or none.
+            ValueError: what is in progress cannot be divided anew; with the reason.
+        """
+        super().load_state_dict(self._divided(checked_state(state_dict)), **kwargs)
+
+    def _divided(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        count, saved = self.num_workers, [name for name in state if re.fullmatch(r"worker\d+", str(name))]
+        if not saved or len(saved) == count or "undelivered" not in state:
+            return state
+        waiting = state["undelivered"]["waiting"]
+        if self.own_options.sync and waiting:
+            raise ValueError(
+                f"state_dict: expected the state of {count} workers in step, got that of {len(saved)}, with "
+                f"rollouts of theirs that make no batch of {count}. Pass num_collectors={len(saved)}, or sync=False."
+            )
+        names = [f"worker{i}" for i in range(len(saved))]
+        states = [{**state[name], "traj_pool": state["traj_pool"]} for name in names]
+        try:
+            [parts] = self._calls.between("divided", [((states, count), {})], workers=[0])
+        except WorkerError as error:
+            raise ValueError(
+                f"state_dict: expected the state of {count} workers, got that of {len(saved)}, which cannot be divided "
+                f"anew: {error} Pass num_collectors={len(saved)}."
+            ) from error
+        others = {name: value for name, value in state.items() if name not in saved}
+        moved = [{**result, "worker": result["worker"] % count} for result in waiting]
+        others["undelivered"] = {**state["undelivered"], "waiting": moved}
+        return {**others, **{f"worker{i}": part for i, part in enumerate(parts)}}
 
     def _change_options(self, **changes: Any) -> None:
         self._calls.in_all("change_options", **changes)

@@ -59,6 +59,18 @@ class PromptSource(ABC):
     def shard(self, index: int, count: int) -> None:
         """Hand out each ``count``-th group only, from ``index`` on; before the first draw."""
 
+    def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+        """Places of ``count`` parts of the data, behind all that was delivered of the parts that it had before.
+
+        Args:
+            states: of :meth:`state_dict`, one for each of those parts.
+            count: number of parts.
+
+        Raises:
+            ValueError: the data cannot be divided anew.
+        """
+        raise ValueError(f"{type(self).__name__} does not divide its data anew. Implement divided().")
+
     @abstractmethod
     def set_seed(self, seed: int) -> None:
         """Shuffle by ``seed`` from the start of the data on, and give it to the origins; before the first draw."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -189,6 +189,29 @@ class DatasetSource(PromptSource):
                 "delivered": [[position, sorted(repeats)] for position, repeats in sorted(self._delivered.items())],
                 "reader": self._reader.state_dict(),
             }
+
+    def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+        """See :meth:`PromptSource.divided`."""
+        before = {state["shard"][0]: state for state in states}
+        if sorted(before) != list(range(len(states))) or any(state["shard"][1] != len(states) for state in states):
+            raise ValueError(f"states: expected those of all parts, got {[state['shard'] for state in states]}.")
+        every = set(range(self.repeats))
+        ahead = {position: set(repeats) for state in states for position, repeats in state["delivered"]}
+        lowest = min(state["position"] for state in states)  # all before it is delivered
+        highest = max(state["position"] for state in states)
+        for position in range(lowest, highest):
+            if position < before[position % len(states)]["position"]:
+                ahead[position] = every
+        reader = min((state["reader"] for state in states), key=lambda saved: saved.get("position", 0))
+        parts = []
+        for index in range(count):
+            low = lowest + (index - lowest) % count
+            while ahead.get(low) == every:
+                low += count
+            mine = [[p, sorted(ahead[p])] for p in sorted(ahead) if p >= low and p % count == index]
+            found = {"shard": [index, count], "position": low, "delivered": mine, "reader": reader}
+            parts.append({"seed": states[0]["seed"], "repeats": self.repeats, **found})
+        return parts
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`PromptSource.load_state_dict`.

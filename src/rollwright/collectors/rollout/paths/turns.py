@@ -18,6 +18,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright.collectors.core import Path
 from rollwright.collectors.rollout.paths.dialogs import Dialog, EndedTurn, own, packed, place_in, unpacked
+from rollwright.collectors.rollout.paths.division import divided
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.prompts import renamed
 from rollwright.data.layout import TRAJ_IDS
@@ -531,6 +532,13 @@ class TurnPath(Path):
         dialogs = [self._latest(dialog) for dialog in self._dialogs if dialog is not None]
         left = {number: opening for number, opening in self._undelivered.items() if number not in done}
         return {**self._saved([saved for saved in dialogs if saved is not None], left), "also": also}
+
+    def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+        """See :meth:`Path.divided`; whole conversations that were not delivered begin again."""
+        sources = self._conversations.source.divided([state["source"] for state in states], count)
+        if self._delivers_whole:
+            return [place_in(source, len(self._rows)) for source in sources]
+        return divided(states, sources, num_rows=len(self._rows), num_slots=len(self._dialogs))
 
     def _latest(self, dialog: Dialog) -> torch.Tensor | None:
         """A conversation, without a wait for what follows its last answer; None: it can only begin again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -325,6 +325,16 @@ class WorkerCollector(Reachable):
         """:meth:`load_state_dict`, whatever was published before."""
         self.load_state_dict(state_dict, **kwargs)
         self._feed.skip()
+
+    def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+        """States of ``count`` workers, made of those of another number of them.
+
+        Raises:
+            ValueError: they cannot be divided anew.
+        """
+        paths = self._rollout.path.divided([state["trajectories"] for state in states], count)
+        first = {name: states[0][name] for name in ("env_state_dict", "policy_version", "traj_pool")}
+        return [{**first, "trajectories": path, "held": None} for path in paths]
 
     def stats(self) -> dict[str, Any]:
         """Counts, rates and episodes."""
