@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import queue
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+PROMPTS = 6
+
+
 class Talks:
     """Answers 0 to 3 times, by its row, then it is over."""
 
@@ -45,14 +49,14 @@ class Talks:
         self.left = state["left"]
 
 
-def chats(slots=3, *, prompts=8, transform=None, **options):
+def chats(slots=3, *, prompts=PROMPTS, transform=None, **options):
     rows = [{"text": "x" * (1 + number), "turns": number * 7 % 4} for number in range(prompts)]
     options = {"epochs": 1, "environment": Talks, **options}
     env = ChatEnv.from_dataloader(rows, tokenizer=llm_models.tokenizer(), batch_size=slots, **options)
     return env if transform is None else TransformedEnv(env, transform)
 
 
-def texts(slots=3, *, prompts=8, **options):
+def texts(slots=3, *, prompts=PROMPTS, **options):
     rows = [{"text": "x" * (1 + number)} for number in range(prompts)]
     return LLMEnv.from_dataloader(rows, tokenizer=llm_models.tokenizer(), batch_size=slots, epochs=1, **options)
 
@@ -140,11 +144,11 @@ def test_data_that_is_over_ends_a_collector_of_any_policy(slots):
         for batch in collector:
             found |= turns(batch)
         stats = collector.stats()
-    assert {name[0] for name in found} == set(range(8))
-    assert {name[0]: name[3] for name in sorted(found)} == {number: number * 7 % 4 for number in range(8)}
+    assert {name[0] for name in found} == set(range(PROMPTS))
+    assert {name[0]: name[3] for name in sorted(found)} == {number: number * 7 % 4 for number in range(PROMPTS)}
     assert stats["completed"]
     assert stats["frames"] == len(found)
-    assert stats["episodes"] == 8
+    assert stats["episodes"] == PROMPTS
     assert stats["conversations_in_progress"] == 0
 
 
@@ -153,11 +157,10 @@ def test_data_that_is_over_ends_a_collector_of_any_policy(slots):
 OPTIONS = [{"dialog_turns_per_batch": 6}, {"trajs_per_batch": 2}, {"groups_per_batch": 1}]
 
 
-@pytest.mark.parametrize("transform", [None, StepCounter])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
-def test_nothing_is_skipped_and_nothing_comes_twice(options, transform):
+def test_nothing_is_skipped_and_nothing_comes_twice(options):
     def make():
-        return LLMCollector(chats(repeats=2, transform=transform and transform()), answer, **options)
+        return LLMCollector(chats(repeats=2, transform=StepCounter()), answer, **options)
 
     with make() as collector:
         expected = {}
@@ -175,7 +178,7 @@ def test_nothing_is_skipped_and_nothing_comes_twice(options, transform):
         collector.load_state_dict(state)
     collector.shutdown()
     assert found == expected
-    assert len(expected) == 2 * sum(1 + number * 7 % 4 for number in range(8))
+    assert len(expected) == 2 * sum(1 + number * 7 % 4 for number in range(PROMPTS))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
@@ -216,7 +219,7 @@ def test_what_was_held_counts_as_delivered_after_a_restore_into_a_collector_that
             new = turns(batch)
             assert not new.keys() & done.keys()
             done |= new
-    assert len(done) == 2 * sum(1 + number * 7 % 4 for number in range(8))
+    assert len(done) == 2 * sum(1 + number * 7 % 4 for number in range(PROMPTS))
 
 
 def test_conversations_that_cannot_be_saved_begin_again():
@@ -238,7 +241,7 @@ def test_conversations_that_cannot_be_saved_begin_again():
         collector = make()
         collector.load_state_dict(state)
     collector.shutdown()
-    assert len(found) == sum(1 + number * 7 % 4 for number in range(8))
+    assert len(found) == sum(1 + number * 7 % 4 for number in range(PROMPTS))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
@@ -263,7 +266,7 @@ def test_an_error_begins_conversations_again(options):
         found.update({name: text for name, text in turns(batch).items() if name not in found})
     collector.shutdown()
     assert failed == 2
-    assert len(found) == sum(1 + number * 7 % 4 for number in range(8))
+    assert len(found) == sum(1 + number * 7 % 4 for number in range(PROMPTS))
 
 
 def test_reset_drops_what_is_in_progress_and_counts_it():
@@ -275,15 +278,15 @@ def test_reset_drops_what_is_in_progress_and_counts_it():
         assert collector.stats()["conversations_dropped"] == going_on
         state = copied(collector.state_dict())
         dropped = {0, 1, 2}
-        left = {int(index) for batch in collector for index in batch["prompt_index"].reshape(-1)}
+        left = {name[0] for batch in collector for name in turns(batch)}
         assert not dropped & left
     with LLMCollector(chats(), answer, dialog_turns_per_batch=3) as again:
         again.load_state_dict(state)
-        assert {int(index) for batch in again for index in batch["prompt_index"].reshape(-1)} == left
+        assert {name[0] for batch in again for name in turns(batch)} == left
 
 
 def test_buffers_and_queues_get_turns_alone():
-    expected = sum(1 + number * 7 % 4 for number in range(8))
+    expected = sum(1 + number * 7 % 4 for number in range(PROMPTS))
     buffer = ReplayBuffer(storage=LazyStackStorage(100), batch_size=4)
     with LLMCollector(chats(), answer, dialog_turns_per_batch=6, replay_buffer=buffer) as collector:
         assert all(each is None for each in collector)
@@ -299,7 +302,7 @@ def test_a_seed_begins_the_data_again():
     with LLMCollector(chats(), answer, dialog_turns_per_batch=6) as collector:
         collector.next()
         collector.set_seed(3)
-        assert {int(index) for batch in collector for index in batch["prompt_index"].reshape(-1)} == set(range(8))
+        assert {name[0] for batch in collector for name in turns(batch)} == set(range(PROMPTS))
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -309,6 +312,48 @@ def test_whole_conversations_of_several_slots_go_into_a_buffer(native, stored):
     with LLMCollector(chats(), wrapper() if native else answer, trajs_per_batch=1, **options) as collector:
         list(collector)
         assert collector.stats()["conversations_undelivered"] == 0
-        assert collector.stats()["episodes"] == 8
+        assert collector.stats()["episodes"] == PROMPTS
     if stored:
-        assert len(options["replay_buffer"]) == sum(1 + number * 7 % 4 for number in range(8))
+        assert len(options["replay_buffer"]) == sum(1 + number * 7 % 4 for number in range(PROMPTS))
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_what_is_unfinished_at_the_end_is_counted_and_named(native, async_envs):
+    if async_envs and not native:
+        pytest.skip("all take their turns together")
+    options = {"dialog_turns_per_batch": 3, "total_dialog_turns": 6, "async_envs": async_envs, "groups_per_batch": 2}
+    with LLMCollector(chats(repeats=2), wrapper() if native else answer, **options) as collector:
+        with pytest.warns(
+            UserWarning, match=r"without a batch of whole groups: \d turns .* prompt 0 \(epoch 0, repeat 0\)"
+        ):
+            assert list(collector) == []
+        stats = collector.stats()
+    names = stats["conversations_unfinished"]
+    assert len(names) == len(set(names)) >= stats["conversations_in_progress"] + stats["conversations_undelivered"] > 0
+    assert "prompt 0 (epoch 0, repeat 1)" in names
+    options = {"dialog_turns_per_batch": 3, "async_envs": async_envs}
+    with LLMCollector(chats(), wrapper() if native else answer, **options) as collector:
+        list(collector)
+        assert collector.stats()["conversations_unfinished"] == []
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
+@pytest.mark.slow
+def test_two_workers_share_the_data_and_go_on_where_it_was(options):
+    def make():
+        return LLMCollector(partial(chats, repeats=2), answer, num_collectors=2, **options)
+
+    found = {}
+    with make() as first:
+        for _ in range(2):
+            found |= turns(first.next())
+        with warnings.catch_warnings(action="ignore"):
+            state = first.state_dict()
+    with make() as second:
+        second.load_state_dict(state)
+        for batch in second:
+            new = turns(batch)
+            assert not new.keys() & found.keys()
+            found |= new
+    assert len(found) == 2 * sum(1 + number * 7 % 4 for number in range(PROMPTS))

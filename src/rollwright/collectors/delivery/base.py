@@ -153,13 +153,23 @@ class RolloutDelivery(Delivery):
         held = 0 if self.assembler is None else self.assembler.frames_held
         if held and not self._delivered_trajectories and not self._warned_of_end:
             self._warned_of_end = True
-            warnings.warn(
-                f"{self.rollout.owner} ends without a batch of whole trajectories: frames_held={held} frames "
-                "belong to fewer complete trajectories than trajs_per_batch asks for, or to none. Pass a larger "
-                "total_frames, or a smaller max_frames_per_traj.",
-                UserWarning,
-                stacklevel=3,
+            warnings.warn(self._end_without_batch(held), UserWarning, stacklevel=3)
+
+    def _end_without_batch(self, held: int) -> str:
+        owner, names = self.rollout.owner, self.rollout.stats().get("conversations_unfinished")
+        if names is None:
+            return (
+                f"{owner} ends without a batch of whole trajectories: frames_held={held} frames belong to fewer "
+                "complete trajectories than trajs_per_batch asks for, or to none. Pass a larger total_frames, or a "
+                "smaller max_frames_per_traj."
             )
+        of = "groups" if self.rollout.options.groups_per_batch else "conversations"
+        more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+        return (
+            f"{owner} ends without a batch of whole {of}: {held} turns were taken in {', '.join(names[:3])}{more}, and "
+            'are not delivered; stats()["conversations_unfinished"] names all of these. Pass a larger '
+            f"total_dialog_turns, or more data, or ask for fewer {of} in a batch."
+        )
 
     def collect_trajectories(self) -> None:
         """Collect a batch, and hand it to the assembler; where that fails, its trajectories end there."""

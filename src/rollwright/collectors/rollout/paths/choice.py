@@ -268,7 +268,7 @@ def _on_tensordicts(parts: PathParts, entries: dict[NestedKey, Entry], why: str)
     stale = stages.stale_actions(env, parts.acting.policy)
     act = stages.build_act(parts.acting.call, lambda td: td, stages.action_check(env), fresh_outputs=True, stale=stale)
     if options.track_policy_version:
-        act = stages.tag_act(act, parts.version, env.batch_size)
+        act = stages.tag_act(act, parts.version)
     return TensorDictActor(
         act,
         entries,

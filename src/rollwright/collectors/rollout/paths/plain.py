@@ -13,7 +13,7 @@ from rollwright._keys import NestedKey, as_tuple, leaf_keys, unravel
 from rollwright.collectors.core import Path
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.parts import PathParts
-from rollwright.collectors.rollout.paths.prompts import Prompts, blanked
+from rollwright.collectors.rollout.paths.prompts import Prompts, acted_on_others, blanked
 from rollwright.collectors.rollout.paths.recording import Recorder
 from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.policy_trial import action_forms
@@ -62,7 +62,7 @@ class PlainPath(Path):
             current_has_no_device=self._has_no_device,
         )
         if options.track_policy_version:
-            act, random = (stages.tag_act(stage, parts.stamp, env.batch_size) for stage in (act, random))
+            act, random = (stages.tag_act(stage, parts.stamp) for stage in (act, random))
             step = stages.tag_step(step)
         self._policy, self._random, self._step = act, random, step
         self._acting = act
@@ -167,12 +167,15 @@ class PlainPath(Path):
 
     def act(self, t: int) -> None:
         """See :meth:`Path.act`."""
-        self._current = self._acting(cast(TensorDictBase, self._current))
+        current = cast(TensorDictBase, self._current)
+        if self._prompts is not None and (without := self._prompts.before_step()):
+            self._without[t] = without
+            self._current = acted_on_others(self._acting, current, without)
+        else:
+            self._current = self._acting(current)
 
     def step(self, t: int) -> None:
         """See :meth:`Path.step`."""
-        if self._prompts is not None and (without := self._prompts.before_step()):
-            self._without[t] = without
         self._frame, self._current = self._step(cast(TensorDictBase, self._current))
 
     def record(self, t: int) -> None:

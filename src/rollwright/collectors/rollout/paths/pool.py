@@ -159,10 +159,10 @@ class PoolPath(Path):
         acted = self._move_back(self._policy(current))
         if self._stamp is not None:
             stamp = self._stamp()
+            tag: Any = torch.tensor(stamp) if isinstance(stamp, int) else NonTensorData(stamp)
             made = [row.copy() for row in acted.unbind(0)]
             for row in made:
-                value: Any = torch.tensor(stamp) if isinstance(stamp, int) else NonTensorData(stamp)
-                row.set(VERSION, value)
+                row.set(VERSION, tag)
             acted = LazyStackedTensorDict.lazy_stack(made, 0)
         self._env.async_step_and_maybe_reset_send(acted, env_index=ready)
         self._roots.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -159,12 +159,20 @@ class Prompts:
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""
         env = self._env
+        going_on = [at for at, goes_on in zip(env.openings, env.in_progress, strict=True) if at is not None and goes_on]
         return {
-            "conversations_in_progress": sum(env.in_progress),
+            "conversations_in_progress": len(going_on),
             "conversations_dropped": self._dropped + env.num_dropped,
             "conversations_undelivered": len(self._undelivered),
+            "conversations_unfinished": names_of([*self._undelivered.values(), *going_on]),
             "turns_ahead": 0,
         }
+
+
+def names_of(openings: Iterable[Opening]) -> list[str]:
+    """Names of conversations, for people; each once."""
+    origins = dict.fromkeys(opening.draw.origin for opening in openings)
+    return [f"prompt {each.index} (epoch {each.epoch}, repeat {each.repeat})" for each in origins]
 
 
 def renamed(openings: dict[int, Opening], held: Iterable[tuple[int, TensorDictBase]]) -> dict[int, Opening]:
@@ -176,6 +184,20 @@ def renamed(openings: dict[int, Opening], held: Iterable[tuple[int, TensorDictBa
         if place in known:
             found[number] = known[place]
     return found
+
+
+def acted_on_others(
+    act: Callable[[TensorDictBase], TensorDictBase], current: TensorDictBase, rows: list[int]
+) -> TensorDictBase:
+    """``act`` on a current TensorDict ``[slots]`` without ``rows``, which repeat the first one of the others."""
+    each: list[Any] = list(current.unbind(0))
+    others = [row for row in range(len(each)) if row not in rows]
+    acted = act(LazyStackedTensorDict(*[each[row] for row in others], stack_dim=0)).unbind(0)
+    for row, made in zip(others, acted, strict=True):
+        each[row] = made
+    for row in rows:
+        each[row] = acted[0].copy()
+    return LazyStackedTensorDict(*each, stack_dim=0)
 
 
 def blanked(frame: TensorDictBase, rows: list[int]) -> TensorDictBase:

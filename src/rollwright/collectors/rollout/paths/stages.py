@@ -184,14 +184,14 @@ def finite_check(env: EnvBase) -> Callable[[TensorDictBase, Iterable[NestedKey]]
     return check
 
 
-def tag_act(act: Stage, version: Callable[[], int | str], batch_size: torch.Size) -> Stage:
-    """``act``, which also writes ``"policy_version"``, of ``batch_size``: that of the weights that act.
+def tag_act(act: Stage, version: Callable[[], int | str]) -> Stage:
+    """``act``, which also writes ``"policy_version"``, of the batch size of its data: that of the weights that act.
 
     int64, or text where versions are UUIDs.
     """
 
     def tagged(current: TensorDictBase) -> TensorDictBase:
-        acting = version()
+        acting, batch_size = version(), current.batch_size
         tag: Any = acting
         if isinstance(acting, int):
             tag = torch.full(batch_size, acting, dtype=torch.int64)

@@ -20,7 +20,7 @@ from rollwright.collectors.core import Path
 from rollwright.collectors.rollout.paths.dialogs import Dialog, EndedTurn, own, packed, place_in, unpacked
 from rollwright.collectors.rollout.paths.division import divided
 from rollwright.collectors.rollout.paths.parts import PathParts
-from rollwright.collectors.rollout.paths.prompts import renamed
+from rollwright.collectors.rollout.paths.prompts import names_of, renamed
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.records import RecordLayout, empty_record, record
@@ -591,11 +591,14 @@ class TurnPath(Path):
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""
         begun = [dialog for dialog in self._dialogs if dialog is not None and not dialog.is_untouched]
+        ended = [each.opening for row in self._rows for each in row]
+        left = [*self._undelivered.values(), *ended, *(dialog.opening for dialog in begun)]
         ahead = sum(len(row) for row in self._rows) + sum(len(dialog.held) for dialog in begun)
         return {
             "conversations_in_progress": len(begun) + len(self._again),
             "conversations_dropped": self.conversations_dropped,
             "conversations_undelivered": len(self._undelivered),
+            "conversations_unfinished": names_of(left),
             "turns_ahead": ahead,
         }
 
