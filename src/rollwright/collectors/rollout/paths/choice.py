@@ -103,10 +103,10 @@ def dialogue_parts(env: EnvBase, policy: Any, options: CollectorOptions) -> tupl
         return found[0], engine
     if options.async_envs and not goes_by_itself(env, options):
         raise ValueError(
-            "async_envs=True: expected an AsyncEnvPool without transforms, of environments of batch size [], or "
-            "conversations (LLMEnv, ChatEnv), with no transforms but StepCounter(), "
+            "async_envs=True: expected conversations (LLMEnv, ChatEnv), with no transforms but StepCounter(), "
             "RewardSum() and PolicyVersion(), and a policy with an engine (TransformersWrapper) that neither pads nor "
-            f"draws several samples, got {env} and {type(policy).__name__}. Leave async_envs out."
+            "draws several samples; or an AsyncEnvPool without transforms, of environments of batch size []. Got "
+            f"{env} and {type(policy).__name__}. Leave async_envs out."
         )
     return None
 
