@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.counts import CallCounter, OperationCounter
 from benchmarks.llm_cases import CHAT, FLAT, Case, check_lengths, generate, make_model, make_tokenizer, prompts_of
 
 from benchmarks import llm
+from rollwright.modules.llm import Request, Sampling, TransformersEngine
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.llm
@@ -50,6 +52,29 @@ def test_generation_by_hand_gives_the_log_probs_of_its_tokens(tokenizer, model):
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *answer.tolist()]])).logits[0, len(prompt) - 1 : -1]
         torch.testing.assert_close(found, logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_token_costs_no_more_operations_than_by_hand(batch, tokenizer, model):
+    prompts = prompts_of(Case(FLAT, batch, 0), tokenizer)
+    requests = [Request(key, torch.tensor(prompt), key) for key, prompt in enumerate(prompts)]
+
+    def counts(new):
+        engine = TransformersEngine(model, tokenizer=tokenizer, sampling=Sampling(max_new_tokens=new))
+        found = []
+        for call in (lambda: engine.generate(requests), lambda: generate(model, prompts, new)):
+            call()
+            operations, calls = OperationCounter(), CallCounter()
+            with operations:
+                call()
+            with calls:
+                call()
+            found.append((operations.operations, calls.events["call"]))
+        return torch.tensor(found, dtype=torch.float64)
+
+    ours, by_hand = (counts(33) - counts(17)) / 16  # what happens once for a response, cancels out
+    assert ours[0] <= by_hand[0]
+    assert ours[1] <= by_hand[1] + 12  # Python calls
 
 
 def test_answers_of_another_length_are_an_error():

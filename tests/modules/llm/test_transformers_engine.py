@@ -174,6 +174,44 @@ def test_each_token_has_the_version_that_sampled_it() -> None:
     assert engine.version == "one"
 
 
+def test_a_version_set_while_a_response_is_generated_holds_from_the_next_token_on() -> None:
+    lm, calls = model(), []
+    engine = TransformersEngine(lm, sampling=Sampling(max_new_tokens=6))
+
+    def hook(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            engine.version = 9
+
+    lm.register_forward_pre_hook(hook)
+    (done,) = engine.generate([Request(0, torch.arange(5), 0)])
+    assert done.versions.tolist() == [0, 0, 0, 9, 9, 9]  # type: ignore[union-attr]
+
+
+def test_other_threads_are_let_in_between_two_tokens() -> None:
+    lm, begun, changed = model(), threading.Event(), threading.Event()
+    engine = TransformersEngine(lm, sampling=Sampling(max_new_tokens=400))
+    lm.register_forward_hook(lambda *_: begun.set())
+
+    def change() -> None:
+        assert begun.wait(30)
+        engine.version = 7
+        engine.submit([Request("late", torch.arange(4), 1, max_new_tokens=1)])
+        changed.set()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    engine.submit([Request("long", torch.arange(5), 0)])
+    found = engine.results()
+    thread.join(30)
+    assert changed.is_set()
+    done = {completion.key: completion for completion in (*found, *_all(engine).values())}
+    stamps = done["long"].versions.tolist()  # type: ignore[union-attr]
+    assert stamps == sorted(stamps)
+    assert {*stamps} == {0, 7}
+    assert [completion.key for completion in found] == ["late"]
+
+
 def test_cancel_gives_the_tokens_so_far() -> None:
     engine = TransformersEngine(model(), sampling=Sampling(max_new_tokens=6), max_batch_size=2)
     engine.submit([Request(key, torch.arange(5), key) for key in range(3)])

@@ -5,7 +5,7 @@ vLLM apply them. Tokens that tie with the last one kept are kept too.
 
 A row draws with two numbers in [0, 1) for each token: hashes (SplitMix64) of its seed and of the token's place in the
 response. The first one picks a block of the vocabulary by the inverse of its cumulative probabilities, the second one
-a token of that block. Nothing of it depends on other rows, and sums are float64.
+a token of that block. Nothing of it depends on other rows; probabilities are float32, and their sums float64.
 
 What is guaranteed: equal logits and equal seeds give equal tokens, in any batch. Logits themselves change with the size
 of a batch by float32's rounding (about 1e-7 of their scale), because matrix products are summed in another order. The
