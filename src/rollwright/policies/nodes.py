@@ -18,7 +18,7 @@ from rollwright.errors import NotNative
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.noise import Noise
 
-__all__ = ["Ask", "FunctionCall", "Chain", "Draw", "Layer", "Node", "Outputs", "Own", "Step", "Values", "as_tensor"]
+__all__ = ["Ask", "Chain", "Draw", "FunctionCall", "Layer", "Node", "Outputs", "Own", "Step", "Values", "as_tensor"]
 
 Values = list[Any]  # one tensor (or None) per slot
 Step = Callable[[Values], None]

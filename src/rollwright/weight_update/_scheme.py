@@ -187,7 +187,7 @@ class WeightSyncScheme:
         model, name = self.model, self.model_id or "policy"
         state = self.state_of(model if weights is None else weights, name)
         if isinstance(model, nn.Module):
-            kind, signature, optional = describe(model, name)
+            kind, signature, optional, _ = describe(model, name)
             check_state(state, signature, name, kind=kind, optional=optional)
         return state
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from rollwright.weight_update._board import Board, ModelWeights, Publication
 from rollwright.weight_update._destination import Destination
 from rollwright.weight_update.forms import State
 
-__all__ = ["HasModels", "HeldWeights", "WeightFeed"]
+__all__ = ["HasModels", "HeldWeights", "StateReceiver", "WeightFeed"]
 
 _PASSES_BEFORE_PAUSE = 3
 
@@ -24,7 +25,15 @@ class HasModels(Protocol):
         """The model that an id names."""
 
 
-class HeldWeights:
+class StateReceiver(ABC):
+    """In place of a module: receives whole states, once they are known to be whole."""
+
+    @abstractmethod
+    def receive(self, state: State) -> None:
+        """Take weights, which nobody else writes."""
+
+
+class HeldWeights(StateReceiver):
     """In place of a model that is elsewhere: keeps the last weights that came for it.
 
     Attributes:
@@ -34,7 +43,7 @@ class HeldWeights:
     def __init__(self) -> None:
         self.state: State | None = None
 
-    def keep(self, state: State) -> None:
+    def receive(self, state: State) -> None:
         """Take weights."""
         self.state = state
 
@@ -158,8 +167,8 @@ class WeightFeed:
 
     def _copy(self, target: Any, model_id: str, weights: ModelWeights, *, at_once: bool) -> Callable[[], None] | None:
         """Copy weights in place; where that is not enough, or too early, returns what to do once they are whole."""
-        if isinstance(target, HeldWeights):
-            return partial(target.keep, {**_copies(weights), **weights.extras})
+        if isinstance(target, StateReceiver):
+            return partial(target.receive, {**_copies(weights), **weights.extras})
         destination = self._destinations.get(model_id)
         if destination is None or not destination.fits(target, weights.specs):
             destination = Destination(target, weights.specs, weights.tensors, model_id)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -15,7 +15,9 @@ __all__ = [
     "Signature",
     "State",
     "check_state",
+    "Description",
     "describe",
+    "of_part",
     "flat_state",
     "is_extra",
     "prepare",
@@ -113,8 +115,34 @@ def signature_of(module: nn.Module) -> Signature:
     }
 
 
-def describe(target: Any, name: str) -> tuple[str, Signature, set[str]]:
-    """What :func:`check_state` needs of a model: its class, its signature, and what else it takes.
+class Description(NamedTuple):
+    """What :func:`check_state` needs of a model.
+
+    Attributes:
+        kind: its class.
+        signature: what it takes.
+        optional: names that it takes beside those.
+        part: the name of the model in modules that hold it, whose states it takes, too; None: it has none.
+    """
+
+    kind: str
+    signature: Signature
+    optional: set[str]
+    part: str | None = None
+
+
+def of_part(state: State, names: Set[str], part: str) -> State:
+    """The weights of a module's part, where ``state`` is that of a module which holds it; else ``state``.
+
+    >>> of_part({"model.weight": 1, "head.weight": 2}, {"weight"}, "model")
+    {'weight': 1}
+    """
+    inner = {key.removeprefix(f"{part}."): value for key, value in state.items() if key.startswith(f"{part}.")}
+    return inner if names <= inner.keys() else state
+
+
+def describe(target: Any, name: str) -> Description:
+    """What :func:`check_state` needs of a model.
 
     Args:
         target: the model.
@@ -128,7 +156,7 @@ def describe(target: Any, name: str) -> tuple[str, Signature, set[str]]:
             f"{name}: {type(target).__name__} is no nn.Module and takes no weights. "
             "Pass a module as policy, or do not update its weights."
         )
-    return type(target).__name__, signature_of(target), unsaved_buffers(target)
+    return Description(type(target).__name__, signature_of(target), unsaved_buffers(target))
 
 
 def check_state(state: State, signature: Signature, name: str, *, kind: str, optional: set[str] | None = None) -> None:
@@ -179,7 +207,7 @@ def prepare(target: Any, weights: Any, name: str) -> Callable[[], None]:
         TypeError: the target has no weights, or ``weights`` is none of these.
         ValueError: names or shapes differ.
     """
-    kind, signature, beside = describe(target, name)
+    kind, signature, beside, _ = describe(target, name)
     state = flat_state(weights, name)
     check_state(state, signature, name, kind=kind, optional=beside)
     buffers = [(target.get_buffer(key), state.pop(key)) for key in sorted(beside & state.keys())]

@@ -21,6 +21,7 @@ from rollwright.envs.base import EnvBase
 from rollwright.modules import RandomPolicy
 from rollwright.modules.llm.engine import Engine
 from rollwright.modules.signature import Call, speak_tensordict
+from rollwright.weight_update.forms import Description, describe
 
 __all__ = ["ActingPolicy", "accelerate", "check_policy", "making_policy"]
 
@@ -131,6 +132,11 @@ class ActingPolicy:
         assert self.engine is not None
         number = self._version + 1
         self.engine.update_weights(weights, self._tracker.at(number) if hasattr(self._tracker, "at") else number)
+
+    def describe_engine(self) -> Description | None:
+        """What the model of the engine takes; None: the engine alone knows."""
+        model = getattr(self.engine, "model", None)
+        return Description(*describe(model, "policy")[:3], part="model") if isinstance(model, nn.Module) else None
 
     def close(self) -> None:
         """Close an engine that was made for this collector alone."""

@@ -9,7 +9,15 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from rollwright.weight_update.forms import Signature, State, check_state, flat_state, prepare, split_by_worker
+from rollwright.weight_update.forms import (
+    Description,
+    State,
+    check_state,
+    flat_state,
+    of_part,
+    prepare,
+    split_by_worker,
+)
 from rollwright.weight_update.publisher import Update
 
 __all__ = ["Update", "parse_update", "parse_update_for_workers", "pick_weights", "prepare", "snapshot"]
@@ -77,7 +85,7 @@ def parse_update_for_workers(
     num_workers: int,
     devices: Sequence[torch.device | None] = (),
     fallback: nn.Module | None = None,
-    signature: Callable[[int, str], tuple[str, Signature, set[str]]],
+    describe: Callable[[int, str], Description | None],
     state_of: Callable[[str, Any], State] | None = None,
 ) -> list[Update]:
     """What an update publishes to which workers; all of it is checked, nothing is copied.
@@ -90,8 +98,8 @@ def parse_update_for_workers(
         num_workers: how many there are.
         devices: of their policies.
         fallback: where the policy's weights are read when nothing is given.
-        signature: gives, for a worker and a model, what :func:`~rollwright.weight_update.forms.describe` says of
-            the model in that worker.
+        describe: gives, for a worker and a model, what :func:`~rollwright.weight_update.forms.describe` says of
+            the model in that worker; None: it checks weights itself.
         state_of: makes the weights for a model flat; None:
             :func:`~rollwright.weight_update.forms.flat_state`.
 
@@ -123,8 +131,10 @@ def parse_update_for_workers(
     for update in updates:
         for worker in range(num_workers) if update.workers is None else update.workers:
             for model, state in update.models.items():
-                kind, expected, optional = signature(worker, model)
-                check_state(state, expected, model, kind=kind, optional=optional)
+                found = describe(worker, model)
+                if found is not None:
+                    own = state if found.part is None else of_part(state, found.signature.keys(), found.part)
+                    check_state(own, found.signature, model, kind=found.kind, optional=found.optional)
     return updates
 
 

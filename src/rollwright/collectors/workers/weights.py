@@ -21,6 +21,7 @@ from rollwright.collectors.workers.schedules.schedule import Schedule
 from rollwright.errors import WorkerError
 from rollwright.weight_update import WeightSyncScheme
 from rollwright.weight_update.feed import HasModels
+from rollwright.weight_update.forms import Description
 from rollwright.weight_update.publisher import Publisher
 from rollwright.weight_update.receiving import Relay
 
@@ -59,7 +60,7 @@ class WorkersWeights(CollectorWeights):
         self._group, self._schedule, self._publisher = group, schedule, publisher
         self._options, self._policy, self._acts_at_random, self._check = options, policy, acts_at_random, check
         self._relay = Relay(collector)
-        self._signatures: dict[tuple[int, str], Any] = {}
+        self._descriptions: dict[tuple[int, str], Description | None] = {}
         self._version = 0
         self.after_fork()
         on_fork(self, WorkersWeights.after_fork)
@@ -118,7 +119,7 @@ class WorkersWeights(CollectorWeights):
             num_workers=len(self._group.workers),
             devices=self._devices(),
             fallback=self._policy if isinstance(self._policy, nn.Module) else None,
-            signature=self._signature,
+            describe=self._describe,
             state_of=lambda name, weights: self._publisher.scheme(name).state_of(weights, name),
         )
         return self._publish(updates)
@@ -144,7 +145,7 @@ class WorkersWeights(CollectorWeights):
         self._version = version
         for member, saved in zip(self._group.workers, workers, strict=True):
             member.counters.counts[Count.PUBLISHED] = of_worker = int(saved.get("policy_version", version))
-            weights = saved.get("policy_state_dict")
+            weights = saved.get("policy_state_dict", saved.get("engine_state_dict"))
             models = {} if weights is None else {"policy": dict(weights)}
             self._publisher.publish([Update([member.index], models)], of_worker)
 
@@ -176,13 +177,13 @@ class WorkersWeights(CollectorWeights):
             self._group.wait(fresh, _LAG_S, lambda: f"rollouts to end that are max_policy_lag={limit} versions old")
             yield
 
-    def _signature(self, worker: int, model_id: str) -> Any:
+    def _describe(self, worker: int, model_id: str) -> Description | None:
         """What a model takes, in a worker; asked once."""
         key = (worker, model_id)
-        if key not in self._signatures:
+        if key not in self._descriptions:
             [found] = self._group.call("describe_model", [((model_id,), {})], workers=[worker], again=True)
-            self._signatures[key] = found
-        return self._signatures[key]
+            self._descriptions[key] = found
+        return self._descriptions[key]
 
     def _devices(self) -> list[Any]:
         ready = [worker.ready for worker in self._group.workers]

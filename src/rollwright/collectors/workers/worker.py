@@ -248,7 +248,7 @@ class Worker:
         if self._feed.due:
             self._counters.state, before = WorkerState.TAKING_WEIGHTS, self._counters.state
             with self._collector.observer.spending("weights"):
-                self._collector.take_version(self._feed.apply(self._collector))
+                self._collector.take_weights()
             self._counters.state = before
 
     def _ask(self, form: BatchForm) -> BlockPart | None:

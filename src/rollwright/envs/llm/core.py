@@ -12,7 +12,7 @@ import torch
 from rollwright.data.llm.turns import FinishReason, Message, Origin
 from rollwright.errors import EnvError
 
-__all__ = ["Answer", "Conversations", "PromptDraw", "Opening", "Outcome", "PromptSource"]
+__all__ = ["Answer", "Conversations", "Opening", "Outcome", "PromptDraw", "PromptSource"]
 
 
 @dataclass(frozen=True, slots=True)

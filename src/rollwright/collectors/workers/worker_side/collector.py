@@ -27,7 +27,7 @@ from rollwright.collectors.profiling import Profile, ProfileConfig
 from rollwright.collectors.rollout.devices import module_device
 from rollwright.collectors.rollout.environment import making_env
 from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
-from rollwright.collectors.rollout.policy import making_policy
+from rollwright.collectors.rollout.policy import ActingPolicy, making_policy
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.collectors.weights.local import LocalWeights
@@ -40,8 +40,8 @@ from rollwright.collectors.workers.worker_side.observer import WorkerObserver
 from rollwright.collectors.workers.worker_side.places import Publications, packed_place
 from rollwright.collectors.workers.worker_side.trajectory_ids import StridedIds
 from rollwright.envs.base import EnvBase
-from rollwright.weight_update.feed import WeightFeed
-from rollwright.weight_update.forms import describe
+from rollwright.weight_update.feed import StateReceiver, WeightFeed
+from rollwright.weight_update.forms import Description, State, describe
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.worker import WorkerSpec
@@ -156,6 +156,10 @@ class WorkerCollector(Reachable):
     def _taken_notes(self) -> list[tuple[type[Warning], str]]:
         notes, self.observer.notes = self.observer.notes, []
         return notes
+
+    def take_weights(self) -> None:
+        """Take what was published, and act with its version; an engine takes whole states."""
+        self.take_version(self._feed.apply(_WeightTargets(self, self._rollout.acting)))
 
     def take_version(self, version: int) -> None:
         """Act with another version of the weights."""
@@ -352,8 +356,11 @@ class WorkerCollector(Reachable):
         """The model that an id names."""
         return self._rollout.get_model(model_id, self)
 
-    def describe_model(self, model_id: str) -> Any:
-        """What a model takes; see :func:`~rollwright.weight_update.forms.describe`."""
+    def describe_model(self, model_id: str) -> Description | None:
+        """What a model takes; see :func:`~rollwright.weight_update.forms.describe`. None: its engine checks weights."""
+        acting = self._rollout.acting
+        if model_id == "policy" and acting.engine is not None:
+            return acting.describe_engine()
         return describe(self.get_model(model_id), model_id)
 
     def update_policy_weights_(self, policy_or_weights: Any = None, *, weights: Any = None, **options: Any) -> int:
@@ -421,3 +428,27 @@ def _is(value: Any, window: torch.Tensor) -> bool:
         and value.dtype == window.dtype
         and ((value.data_ptr() == window.data_ptr() and value.stride() == window.stride()) or not value.numel())
     )
+
+
+class _WeightTargets:
+    """Where published weights go: to modules, and to the engine of the policy."""
+
+    def __init__(self, collector: WorkerCollector, acting: ActingPolicy) -> None:
+        self._collector, self._acting = collector, acting
+
+    def get_model(self, model_id: str) -> Any:
+        """Where the weights of a model go."""
+        if model_id == "policy" and self._acting.engine is not None:
+            return _EngineWeights(self._acting)
+        return self._collector.get_model(model_id)
+
+
+class _EngineWeights(StateReceiver):
+    """In place of the module of a policy with an engine."""
+
+    def __init__(self, acting: ActingPolicy) -> None:
+        self._acting = acting
+
+    def receive(self, state: State) -> None:
+        """See :class:`StateReceiver`."""
+        self._acting.update_engine(state)

@@ -1,0 +1,136 @@
+"""New weights of a policy with an engine, in every form; each token is stamped with the version that sampled it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tests import llm_models
+from tests.collectors.llm.fakes import FakeEngine, FakeEnv, FakePolicy
+from torch import nn
+
+from rollwright.collectors.llm import LLMCollector
+from rollwright.envs.llm import LLMEnv
+from rollwright.modules.llm import TransformersWrapper
+from rollwright.weight_update.forms import of_part, prepare
+
+pytestmark = pytest.mark.llm
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def wrapper():
+    return TransformersWrapper(
+        llm_models.model(), tokenizer=llm_models.tokenizer(), generate_kwargs={"max_new_tokens": 4}
+    )
+
+
+def env():
+    return LLMEnv.from_dataloader(
+        [{"text": "one"}, {"text": "two"}], tokenizer=llm_models.tokenizer(), batch_size=1, epochs=None
+    )
+
+
+def trained():
+    """A model that is not the engine's: always of one token."""
+    model = llm_models.model()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()
+    return model
+
+
+FORMS = {
+    "module": trained,
+    "state dict": lambda: trained().state_dict(),
+    "TensorDict": lambda: TensorDict.from_module(trained()).data,
+    "state dict of the wrapper": lambda: {f"model.{key}": value for key, value in trained().state_dict().items()},
+}
+
+
+def versions(batch):
+    return {int(version) for row in batch.reshape(-1).unbind(0) for version in row["tokens_policy_version"]}
+
+
+def changed(batch):
+    """Whether all tokens have the probability that the trained model gives to all of them."""
+    found = torch.cat([row["log_probs"] for row in batch.reshape(-1).unbind(0)])
+    return bool((found == found[0]).all())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_another_model_go_to_the_engine(form):
+    options = {"dialog_turns_per_batch": 1, "track_policy_version": True}
+    with LLMCollector(env(), wrapper(), **options) as collector:
+        first = collector.next()
+        assert versions(first) == {0}
+        assert not changed(first)
+        assert collector.update_policy_weights_(FORMS[form]()) == 1
+        batch = collector.next()
+        assert versions(batch) == {1}
+        assert changed(batch)
+        with pytest.raises(ValueError, match="names differ"):
+            collector.update_policy_weights_({"other": torch.ones(1)})
+        assert collector.policy_version == 1
+        assert versions(collector.next()) == {1}
+
+
+class EngineWithModel(FakeEngine):
+    """Checks weights as an engine of transformers does, by the names of its model."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Linear(3, 1)
+
+    def update_weights(self, weights, version=None):
+        prepare(self.model, of_part(weights, self.model.state_dict().keys(), "model"), "the engine")()
+        super().update_weights(weights, version)
+
+
+class PolicyWithModel(FakePolicy):
+    def __init__(self):
+        self.engine = EngineWithModel()
+
+
+def linear(value):
+    made = nn.Linear(3, 1)
+    nn.init.constant_(made.weight, value)
+    return made
+
+
+IN_WORKERS = [
+    linear,
+    lambda value: linear(value).state_dict(),
+    lambda value: TensorDict.from_module(linear(value)).data,
+    lambda value: {f"model.{key}": weight for key, weight in linear(value).state_dict().items()},
+]
+
+
+def test_weights_go_to_the_engines_of_workers_in_every_form():
+    options = {"dialog_turns_per_batch": 2, "track_policy_version": True, "num_collectors": 1}
+    with LLMCollector(partial(FakeEnv, 2, epochs=None), policy_factory=PolicyWithModel, **options) as collector:
+        assert versions(collector.next()) == {0}
+        for version, form in enumerate(IN_WORKERS, 1):
+            assert collector.update_policy_weights_(form(float(version))) == version
+            next(found for found in collector if versions(found) == {version})
+            assert collector.get_distant_attr("policy.engine.model.weight")[0].tolist() == [[version] * 3]
+        with pytest.raises(ValueError, match="names differ"):
+            collector.update_policy_weights_({"other": torch.ones(1)})
+
+
+def test_an_engine_without_a_module_gets_weights_in_a_worker_too():
+    make = partial(FakeEnv, 2, epochs=None)
+    options = {"dialog_turns_per_batch": 2, "track_policy_version": True, "num_collectors": 1}
+    with LLMCollector(make, policy_factory=FakePolicy, **options) as collector:
+        collector.next()
+        collector.update_policy_weights_({"weight": torch.ones(3)})
+        next(found for found in collector if versions(found) == {1})
+        [weights] = collector.get_distant_attr("policy.engine.weights")
+        assert weights["weight"].tolist() == [1.0, 1.0, 1.0]
