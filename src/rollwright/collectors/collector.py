@@ -412,10 +412,14 @@ class Collector(BaseCollector):
 
     # State ------------------------------------------------------------------------------------
 
-    def state_dict(self) -> OrderedDict[str, Any]:
+    def state_dict(self, *, engine_weights: bool = False) -> OrderedDict[str, Any]:
         """What it takes to go on from here, bit for bit, in this process or another; for use between batches.
 
         ``torch.load(..., weights_only=True)`` reads it. Saving changes nothing in the run.
+
+        Args:
+            engine_weights: save the weights of the policy's engine, too, live: ``engine_state_dict``. A collector that
+                loads them gives them to its engine.
 
         Returns:
             ``policy_state_dict`` (where the policy is a module; less what is never copied, such as an engine) and
@@ -430,6 +434,9 @@ class Collector(BaseCollector):
         Warns:
             UserWarning: something could not be saved; once for each collector.
 
+        Raises:
+            TypeError: ``engine_weights=True``, and there is no engine with weights in this process.
+
         Example:
             >>> from rollwright.envs import GymEnv
             >>> first, second = (Collector(lambda: GymEnv("CartPole-v1"), frames_per_batch=32) for _ in range(2))
@@ -441,7 +448,7 @@ class Collector(BaseCollector):
             True
         """
         with self._background.between_batches():
-            state = self._saved_state.save()
+            state = self._saved_state.save(engine_weights=engine_weights)
         if state["unsaved"] and not self._has_warned_of_unsaved:
             self._has_warned_of_unsaved = True
             reset = "begins its environment anew, with new trajectory ids"

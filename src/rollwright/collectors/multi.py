@@ -417,12 +417,13 @@ class MultiCollector(BaseCollector):
         if workers is None and self.options.delivers_whole:
             self._forget()
 
-    def state_dict(self) -> OrderedDict[str, Any]:
+    def state_dict(self, *, engine_weights: bool = False) -> OrderedDict[str, Any]:
         """See :meth:`Collector.state_dict`: that of each worker is at ``"worker0"``, ``"worker1"``...
 
         ``frames``, ``iter``, ``policy_version`` and ``traj_pool`` (the next trajectory id) are those of all.
         """
-        states = self._calls.between("state_dict", [((), {})] * self.num_workers)
+        options = {"engine_weights": True} if engine_weights else {}
+        states = self._calls.between("state_dict", [((), options)] * self.num_workers)
         state: OrderedDict[str, Any] = OrderedDict((f"worker{i}", saved) for i, saved in enumerate(states))
         schedule = self._schedule.state_dict({worker.index: worker.num_at_answer for worker in self._group.workers})
         state["frames"], state["iter"] = schedule["frames"], self._schedule.batches

@@ -14,7 +14,7 @@ from torch import nn
 from rollwright.collectors.llm import LLMCollector
 from rollwright.envs.llm import LLMEnv
 from rollwright.modules.llm import TransformersWrapper
-from rollwright.weight_update.forms import of_part, prepare
+from rollwright.weight_update.forms import flat_state, of_part, prepare
 
 pytestmark = pytest.mark.llm
 
@@ -90,7 +90,7 @@ class EngineWithModel(FakeEngine):
         self.model = nn.Linear(3, 1)
 
     def update_weights(self, weights, version=None):
-        prepare(self.model, of_part(weights, self.model.state_dict().keys(), "model"), "the engine")()
+        prepare(self.model, of_part(flat_state(weights, "it"), self.model.state_dict().keys(), "model"), "the engine")()
         super().update_weights(weights, version)
 
 
@@ -123,6 +123,39 @@ def test_weights_go_to_the_engines_of_workers_in_every_form():
             assert collector.get_distant_attr("policy.engine.model.weight")[0].tolist() == [[version] * 3]
         with pytest.raises(ValueError, match="names differ"):
             collector.update_policy_weights_({"other": torch.ones(1)})
+
+
+def test_a_saved_state_has_the_weights_of_the_engine_where_asked():
+    policies = [PolicyWithModel() for _ in range(2)]
+    first, second = (LLMCollector(FakeEnv(2), policy, dialog_turns_per_batch=2) for policy in policies)
+    first.update_policy_weights_(linear(3.0))
+    assert "engine_state_dict" not in first.state_dict()
+    state = first.state_dict(engine_weights=True)
+    second.load_state_dict(state)
+    assert policies[1].engine.model.weight.tolist() == [[3.0] * 3]
+    assert policies[1].engine.version == 1
+    third = LLMCollector(FakeEnv(2), FakePolicy(), dialog_turns_per_batch=2)
+    with pytest.raises(TypeError, match=r"engine_weights=True: .* got FakeEngine"):
+        third.state_dict(engine_weights=True)
+    for collector in (first, second, third):
+        collector.shutdown()
+
+
+def test_a_saved_state_of_workers_has_the_weights_of_their_engines_where_asked():
+    make = partial(LLMCollector, partial(FakeEnv, 2), policy_factory=PolicyWithModel, groups_per_batch=1)
+    with make(num_collectors=1) as first:
+        first.update_policy_weights_(linear(3.0))
+        state = first.state_dict(engine_weights=True)
+    with make(num_collectors=1) as second:
+        second.load_state_dict(state)
+        assert second.get_distant_attr("policy.engine.model.weight")[0].tolist() == [[3.0] * 3]
+
+
+def test_the_engine_that_a_factory_made_is_closed_where_the_construction_fails():
+    policy = FakePolicy()
+    with pytest.raises(TypeError, match="weight_updater"):
+        LLMCollector(FakeEnv(2), policy_factory=lambda: policy, dialog_turns_per_batch=2, weight_updater=lambda: 3)
+    assert policy.engine.closed
 
 
 def test_an_engine_without_a_module_gets_weights_in_a_worker_too():

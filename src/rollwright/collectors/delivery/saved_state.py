@@ -39,8 +39,11 @@ class SavedState:
     def __init__(self, rollout: Rollout, delivery: RolloutDelivery) -> None:
         self._rollout, self._delivery = rollout, delivery
 
-    def save(self) -> OrderedDict[str, Any]:
+    def save(self, *, engine_weights: bool = False) -> OrderedDict[str, Any]:
         """Tensors, numbers, strings, and dictionaries and lists of them.
+
+        Args:
+            engine_weights: also those of the policy's engine.
 
         Nothing of it changes when the collector goes on, but for ``policy_state_dict`` and ``env_state_dict``: these
         are live, as everywhere in torch.
@@ -61,6 +64,8 @@ class SavedState:
         else:
             trajectories, unsaved = own[0], [*own[1], *unheld]
             state["env_state_dict"] = {}
+        if engine_weights:
+            state["engine_state_dict"] = rollout.acting.engine_state()
         state.update(frames=rollout.frames, iter=self._delivery.batches, policy_version=rollout.acting.version)
         state["traj_pool"] = rollout.ids.state_dict()
         state["trajectories"] = trajectories
@@ -86,6 +91,8 @@ class SavedState:
         if "policy_state_dict" in state and isinstance(rollout.policy, nn.Module):
             kept = rollout.policy.state_dict() if never_copied_in(rollout.policy) else {}
             rollout.policy.load_state_dict({**kept, **state["policy_state_dict"]}, **kwargs)
+        if "engine_state_dict" in state:
+            rollout.acting.update_engine(state["engine_state_dict"])
         of_path = "row_ids" in (state.get("trajectories") or ())
         if not of_path:
             rollout.env.load_state_dict(state["env_state_dict"], **kwargs)

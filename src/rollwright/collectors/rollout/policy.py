@@ -128,10 +128,32 @@ class ActingPolicy:
         self.version = self._version
 
     def update_engine(self, weights: Any) -> None:
-        """Give the engine new weights, between two tokens; their version is counted next."""
-        assert self.engine is not None
+        """Give the engine new weights, between two tokens; their version is counted next.
+
+        Raises:
+            ValueError: there is no engine.
+        """
+        if self.engine is None:
+            raise ValueError(
+                f"weights of an engine: the policy ({type(self.policy).__name__}) has none. Pass one with an engine."
+            )
         number = self._version + 1
         self.engine.update_weights(weights, self._tracker.at(number) if hasattr(self._tracker, "at") else number)
+
+    def engine_state(self) -> dict[str, Any]:
+        """The weights of the engine's model, live.
+
+        Raises:
+            TypeError: there is no engine, or its weights are not in this process.
+        """
+        model = getattr(self.engine, "model", None)
+        if not isinstance(model, nn.Module):
+            what = "a policy without an engine" if self.engine is None else type(self.engine).__name__
+            raise TypeError(
+                f"engine_weights=True: expected an engine whose model is an nn.Module, got {what}. Save its weights "
+                "where they are, and leave engine_weights out."
+            )
+        return dict(model.state_dict())
 
     def describe_engine(self) -> Description | None:
         """What the model of the engine takes; None: the engine alone knows."""

@@ -313,10 +313,10 @@ class WorkerCollector(Reachable):
         self._delivery.forget()
         return last
 
-    def state_dict(self) -> OrderedDict[str, Any]:
+    def state_dict(self, *, engine_weights: bool = False) -> OrderedDict[str, Any]:
         """What :meth:`load_state_dict` needs to go on."""
         self._check_between_batches()
-        return self._saved_state.save()
+        return self._saved_state.save(engine_weights=engine_weights)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """Go on from a saved state."""
