@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.variants import in_turn
 
 from rollwright.collectors import Collector, Interruptor
 from rollwright.data import (
@@ -79,8 +80,7 @@ def yielded(make):
 # Content -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ENVS)
+@pytest.mark.parametrize(("kind", "way"), in_turn(ENVS, [*WAYS]))
 def test_the_buffer_holds_what_would_have_been_yielded(fill, yielded, same, kind, way):
     batches = yielded(kind)
     if way == "by step":  # time by time, all environments at each

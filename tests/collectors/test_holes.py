@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.variants import in_turn
 
 from rollwright.collectors.delivery.assembler import TrajectoryAssembler
 from rollwright.collectors.rollout.rollout import Rollout
@@ -53,9 +54,8 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("buffered", [False, True])
 @pytest.mark.parametrize(("owner", "name", "after"), PLACES)
-@pytest.mark.parametrize("at", range(1, 5))
+@pytest.mark.parametrize(("at", "buffered"), in_turn(range(1, 5), (False, True)))
 def test_an_interrupt_while_frames_are_taken_in(make, count, monkeypatch, owner, name, after, at, buffered):
     env = CountingBatchedEnv(max_steps=torch.tensor([9, 14, 25]), batch_size=[3])
     buffer = ReplayBuffer(storage=LazyTensorStorage(10_000)) if buffered else None

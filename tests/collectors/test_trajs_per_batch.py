@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.variants import in_turn
 
 from rollwright.collectors import Collector, Interruptor
 from rollwright.collectors.delivery.assembler import TrajectoryAssembler
@@ -82,8 +83,7 @@ def test_padded_is_the_same_frames_with_a_mask(seeded, same, kind):
         assert not any(bool(value.any()) for value in batch[~mask].values(True, True))
 
 
-@pytest.mark.parametrize("kind", ENVS)
-@pytest.mark.parametrize("steps", [1, 7, 100])
+@pytest.mark.parametrize(("kind", "steps"), in_turn(ENVS, [1, 7, 100]))
 def test_frames_per_batch_does_not_change_what_is_delivered(seeded, same, kind, steps):
     """A batch of other size, or of one step, gives the same trajectories in the same order."""
     frames = steps * {"single": 1, "mock": 1, "grid": 4}.get(kind, 3)

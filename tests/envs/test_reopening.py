@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +40,6 @@ def batch(request: pytest.FixtureRequest) -> Make:
     yield make
     for env in made:
         env.close(raise_if_closed=False)
-    gc.collect()
 
 
 def test_a_reset_opens_it_again(batch: Make) -> None:

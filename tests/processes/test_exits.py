@@ -48,7 +48,12 @@ def leave_open(say, how):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(
     ("method", "how", "daemon"),
-    [("fork", "raise", False), ("fork", "return", True), ("spawn", "raise", False), ("forkserver", "return", True)],
+    [
+        ("fork", "raise", False),
+        ("fork", "return", True),
+        pytest.param("spawn", "raise", False, marks=pytest.mark.slow),
+        ("forkserver", "return", True),
+    ],
 )
 def test_children_of_multiprocessing_end_with_what_they_left_open(method, how, daemon, capfd):
     context = multiprocessing.get_context(method)

@@ -230,7 +230,7 @@ def test_a_state_loaded_meanwhile_decides_what_follows(tools, started):
     assert buffer.sample() is not None
 
 
-@pytest.mark.parametrize("pauses", [1, 2])
+@pytest.mark.parametrize("pauses", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_pause_is_no_time_of_waiting(tools, started, pauses):
     collector, buffer = started(buffer=limited(tools, timeout_s=0.8))
     for _ in range(pauses):
@@ -301,11 +301,11 @@ def test_iteration_waits_for_another_thread_that_samples(tools, make):
 
 def test_a_balanced_loop_by_hand_never_waits(tools, make):
     buffer = limited(tools, min_size=ROLLOUT)
-    collector = make(CountingEnv(max_steps=9), None, frames_per_batch=24, replay_buffer=buffer, total_frames=2400)
+    collector = make(CountingEnv(max_steps=9), None, frames_per_batch=24, replay_buffer=buffer, total_frames=1200)
     for _ in collector:
         for _ in range(3):  # 48 items for 24 frames
             buffer.sample()
-    assert buffer.limiter.sampled == 100 * 3 * BATCH
+    assert buffer.limiter.sampled == 50 * 3 * BATCH
 
 
 # Construction --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from tensordict.nn import TensorDictModule, TensorDictSequential
+from tests.variants import in_turn
 from torch import nn
 
 from rollwright.collectors import Collector
@@ -33,8 +34,7 @@ def test_reset_with_a_seed(both, lab, env):
     both(lab.envs[env], "one-hot", script=at(1, lambda c: c.reset(seed=11)), batches=3)
 
 
-@pytest.mark.parametrize("index", [0, -1, [0, 1], slice(None), [], [True, False]], ids=str)
-@pytest.mark.parametrize("env", BATCHED)
+@pytest.mark.parametrize(("index", "env"), in_turn([0, -1, [0, 1], slice(None), [], [True, False]], BATCHED))
 def test_reset_of_some(both, lab, env, index):
     def act(collector):
         rows = index

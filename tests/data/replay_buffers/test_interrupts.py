@@ -80,7 +80,7 @@ def test_a_buffer_works_after_ctrl_c_at_any_moment(storage, shared):
     buffer.storage.ledger.timeout_s = buffer.storage.ledger.lock._timeout_s = 2.0
     buffer.extend(FRAMES)
     signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
-    interrupts, until = 0, time.monotonic() + 1.5
+    interrupts, until = 0, time.monotonic() + 0.7
     while time.monotonic() < until:
         try:
             signal.setitimer(signal.ITIMER_REAL, 1e-4 + 3e-4 * float(torch.rand(())))
@@ -96,7 +96,7 @@ def test_a_buffer_works_after_ctrl_c_at_any_moment(storage, shared):
         assert buffer.write_count == before + 10
         assert len(buffer.sample()) == 4
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    assert interrupts > 50
+    assert interrupts > 25
 
 
 def test_ctrl_c_comes_through_in_a_fork_of_another_thread():

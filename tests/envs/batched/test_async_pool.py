@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tests.variants import in_turn
 
 from rollwright.collectors import Collector
 from rollwright.data import Categorical, Composite, Unbounded
@@ -107,8 +108,7 @@ def plain(td: TensorDictBase) -> TensorDictBase:
 # As a SerialEnv ------------------------------------------------------------------------------------
 
 
-@backends
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "backend"), in_turn(KINDS, [*BACKENDS]))
 def test_steps_and_resets_equal_those_of_serial_env(make: Any, backend: str, kind: str) -> None:
     serial, pool = SerialEnv(len(KINDS[kind]), KINDS[kind]), make(KINDS[kind], backend=backend)
     assert pool.batch_size == serial.batch_size
@@ -192,7 +192,7 @@ def test_every_environment_has_the_stream_it_has_alone(make: Any, backend: str) 
     for i in range(4):
         assert differing_key(expected[i], plain(roots[i])) is None
     ends = 0
-    for _ in range(250):
+    for _ in range(150):
         idle = draw.sample(sorted(roots), draw.randint(min(1, len(roots)), len(roots))) if roots else []
         if idle:
             sent = torch.stack([alone[i].rand_action(roots.pop(i)) for i in idle])

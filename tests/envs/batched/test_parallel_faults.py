@@ -131,8 +131,7 @@ def test_failure_is_an_error_that_names_the_environment(what: str, native: bool)
     env.close()
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("what", ["raise", "kill", "stuck"])
+@pytest.mark.parametrize(("what", "native"), in_turn(["raise", "kill", "stuck"], [False, True]))
 def test_environment_is_made_anew_and_its_trajectory_ends(what: str, native: bool) -> None:
     env = batch(faulty(), faulty(4, what), faulty(), faulty(), on_env_failure="recreate")
     with pytest.warns(RuntimeWarning, match=r"ParallelEnv\[1\] was recreated, and its trajectory ends as truncated"):

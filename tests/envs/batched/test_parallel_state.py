@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tests.variants import in_turn
 
 from rollwright.data import Composite, OneHot, Unbounded
 from rollwright.envs import EnvBase, GymEnv, SerialEnv, TransformedEnv
@@ -68,8 +69,7 @@ def go_on(env: EnvBase, td: TensorDictBase) -> TensorDictBase:
     return env.rollout(20, auto_reset=False, tensordict=td.clone(), break_when_any_done=False)
 
 
-@pytest.mark.parametrize("outside", [False, True])
-@pytest.mark.parametrize("create", [cartpole, bookkept, Noisy])
+@pytest.mark.parametrize(("create", "outside"), in_turn([cartpole, bookkept, Noisy], [False, True]))
 def test_checkpoint_restores_to_the_bit(make: Make, create: Callable[[], EnvBase], outside: bool) -> None:
     def batch() -> Any:
         env = make(create)

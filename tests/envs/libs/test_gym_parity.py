@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from tests.variants import in_turn
 
 from rollwright.envs.base import EnvBase
 from rollwright.envs.libs import EnvPoolEnv, GymEnv, GymWrapper
@@ -123,8 +124,7 @@ def assert_batch_equals_single_loops(maker: str, task: str, num_steps: int) -> N
         assert_same(got, expected)
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("task", OPTIONS)
+@pytest.mark.parametrize(("maker", "task"), in_turn(MAKERS, [*OPTIONS]))
 def test_batch_equals_single_loops(maker: str, task: str) -> None:
     assert_batch_equals_single_loops(maker, task, 250)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.variants import in_turn
 
 from rollwright.collectors import Collector
 from rollwright.data.postprocs import MultiStep
@@ -32,8 +33,10 @@ def collected(n_steps, sampler):
     return buffer
 
 
-@pytest.mark.parametrize("options", [{}, {"end_key": DONE}, {"end_key": ("next", "terminated")}])
-@pytest.mark.parametrize("kind", ["uniform", "once each", "by priority"])
+OPTIONS = [{}, {"end_key": DONE}, {"end_key": ("next", "terminated")}]
+
+
+@pytest.mark.parametrize(("kind", "options"), in_turn(["uniform", "once each", "by priority"], OPTIONS))
 def test_batches_are_as_full_as_without(kind, options):
     def sampler():
         if kind == "by priority":

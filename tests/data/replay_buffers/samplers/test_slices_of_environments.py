@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.variants import in_turn
 
 from rollwright.collectors import Collector
 from rollwright.data.replay_buffers import (
@@ -21,8 +22,10 @@ def cart_pole():
     return GymEnv("CartPole-v1")
 
 
-@pytest.mark.parametrize("layout", ["flat", "flat, many environments", "two dimensions", "time inside rows"])
-@pytest.mark.parametrize("kind", ["uniform", "once each", "by priority"])
+LAYOUTS = ["flat", "flat, many environments", "two dimensions", "time inside rows"]
+
+
+@pytest.mark.parametrize(("layout", "kind"), in_turn(LAYOUTS, ["uniform", "once each", "by priority"]))
 def test_observations_follow_one_another(layout, kind):
     many = layout != "flat"
     storage = {
