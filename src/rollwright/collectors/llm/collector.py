@@ -85,17 +85,17 @@ class LLMCollector(Dialogues, Collector):
         given = self.llm_options.track_policy_version
         return version_of(self.env) if given is True else given or None
 
-    def state_dict(self) -> OrderedDict[str, Any]:
+    def state_dict(self, *, engine_weights: bool = False) -> OrderedDict[str, Any]:
         """See :meth:`Collector.state_dict`; with a ``PolicyVersion``, ``version_tracker`` is its state, too."""
-        state = super().state_dict()
-        given = self.llm_options.track_policy_version
+        state = super().state_dict(engine_weights=engine_weights)
+        given = self._tracker
         if hasattr(given, "get_extra_state"):
             state["version_tracker"] = given.get_extra_state()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """See :meth:`Collector.load_state_dict`."""
-        given = self.llm_options.track_policy_version
+        given = self._tracker
         if "version_tracker" in state_dict and hasattr(given, "set_extra_state"):
             given.set_extra_state(state_dict["version_tracker"])
         super().load_state_dict(state_dict, **kwargs)

@@ -80,4 +80,5 @@ class _Part:
 
 
 def _of(parts: list[_Part], opening: Any) -> _Part:
-    return parts[opening.draw.origin.group % len(parts)]
+    group: int = opening.draw.origin.group
+    return parts[group % len(parts)]
