@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rollwright.collectors.rollout.paths.dialogs import EndedTurn, packed, place_in, unpacked
+from rollwright.envs.llm.core import Opening
 
 __all__ = ["divided"]
 
@@ -79,6 +80,5 @@ class _Part:
         }
 
 
-def _of(parts: list[_Part], opening: Any) -> _Part:
-    group: int = opening.draw.origin.group
-    return parts[group % len(parts)]
+def _of(parts: list[_Part], opening: Opening) -> _Part:
+    return parts[opening.draw.origin.group % len(parts)]
