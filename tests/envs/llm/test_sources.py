@@ -296,3 +296,14 @@ def test_kills_lose_and_double_nothing(
         if over and not running:
             break
     assert got == wanted
+
+
+def test_what_is_delivered_after_a_load_and_before_a_draw_is_not_drawn_again():
+    rows = [{"text": str(number)} for number in range(3)]
+    source, restored = DatasetSource(rows, repeats=2, epochs=1), DatasetSource(rows, repeats=2, epochs=1)
+    first, second = source.draw(), source.draw()
+    source.delivered(first.origin)
+    restored.load_state_dict(source.state_dict())
+    restored.claim(second.origin)
+    restored.delivered(second.origin)
+    assert restored.draw().row["text"] == "1"

@@ -151,6 +151,7 @@ class DatasetSource(PromptSource):
                 self._before.pop(self._low, None)
                 self._claimed -= {(self._low, repeat) for repeat in range(self.repeats)}
                 self._low += self._count
+            self._next = max(self._next, self._low)  # after a load, more may be delivered than was drawn
             self._reader.forget_before(self._low)
 
     def _check(self, origin: Origin) -> None:
