@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +16,7 @@ from rollwright.data.specs import Composite, NonTensor, Unbounded
 from rollwright.envs.base import EnvBase
 from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.core import Answer, Opening, Outcome
-from rollwright.envs.llm.slot_row import SlotRow
+from rollwright.envs.llm.slot_row import SlotRow, Slots
 from rollwright.errors import EnvError
 
 if TYPE_CHECKING:
@@ -56,7 +54,6 @@ class ConversationEnv(EnvBase):
         conversations: the same without TensorDicts, for collectors.
         tokenizer: as given.
         layout: of the records that a collector makes.
-        num_dropped: conversations that a reset has ended: their prompts count as delivered.
 
     Raises:
         ValueError: messages are prompts, and there is no tokenizer.
@@ -64,7 +61,7 @@ class ConversationEnv(EnvBase):
 
     returns_copies = True
     # save_remote() saves what changes; the rest is what the constructor was given.
-    _not_saved = ("conversations", "tokenizer", "num_dropped", "_rows", "_blank", "_vacant", "_again")
+    _not_saved = ("conversations", "tokenizer", "_slots", "_blank")
 
     def __init__(
         self,
@@ -86,11 +83,8 @@ class ConversationEnv(EnvBase):
         self._end_token_ids = tuple(end_token_ids)
         # A model that finds an answer beside a prompt would take that for the last one.
         self.ends_with_step = ("history", "text", "tokens", "log_probs", "masks") if nested else _FLAT
-        self._rows: list[SlotRow | None] = [None] * conversations.num_slots
-        self._vacant: set[int] = set()  # slots that the data has no conversation for
-        self._again: deque[Opening] = deque()  # conversations to begin again, before others are drawn
+        self._slots = Slots(conversations, self._chain)
         self._blank: TokenChain | None = None
-        self.num_dropped = 0
         self._set_specs()
 
     def _set_specs(self) -> None:
@@ -139,12 +133,13 @@ class ConversationEnv(EnvBase):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         marks = None if tensordict is None else tensordict.get("_reset", None)
+        slots = self._slots
         for slot in range(self.conversations.num_slots):
-            if marks is None or bool(marks[slot].any()) or self._rows[slot] is None:
-                self._open(slot)
-        if marks is None or not any(self._rows):
+            if marks is None or bool(marks[slot].any()) or slots.rows[slot] is None:
+                slots.open(slot)
+        if marks is None or not any(slots.rows):
             self._check_data()
-        return self._stacked([self._observed(self._shown(slot)) for slot in range(len(self._rows))])
+        return self._stacked([self._observed(slots.shown(slot)) for slot in range(len(slots.rows))])
 
     def _check_data(self) -> None:
         if self.is_over:
@@ -152,34 +147,6 @@ class ConversationEnv(EnvBase):
                 "dataset: all its epochs are over, or it is empty, and there is no prompt for the next conversation. "
                 "Pass more data, or epochs=None to read it again and again."
             )
-
-    def _open(self, slot: int) -> None:
-        row = self._rows[slot]
-        if row is not None and not row.turn and slot not in self._vacant:
-            return
-        if row is not None and not row.over and slot not in self._vacant:
-            self.num_dropped += 1
-            self.conversations.source.delivered(row.opening.draw.origin)
-        try:
-            if self._again:
-                opening = self._again.popleft()
-                self.conversations.load(slot, opening, opening.messages, {})
-            else:
-                opening = self.conversations.open(slot)
-        except StopIteration:
-            self._vacant.add(slot)
-            return
-        self._vacant.discard(slot)
-        self._rows[slot] = SlotRow(opening, self._chain(opening))
-
-    def _shown(self, slot: int) -> SlotRow:
-        """The conversation that a row shows: its own, or another one where its slot is vacant."""
-        if slot in self._vacant:
-            live = (row for other, row in enumerate(self._rows) if row is not None and other not in self._vacant)
-            slot_row = next(live, self._rows[slot] or next(row for row in self._rows if row is not None))
-        else:
-            slot_row = cast(SlotRow, self._rows[slot])
-        return slot_row
 
     def _chain(self, opening: Opening) -> TokenChain | None:
         if not self._has_tokens:
@@ -240,7 +207,7 @@ class ConversationEnv(EnvBase):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._check_data()
         rows = enumerate(tensordict.unbind(0))
-        answers = {slot: self._answer(slot, row) for slot, row in rows if slot not in self._vacant}
+        answers = {slot: self._answer(slot, row) for slot, row in rows if slot not in self._slots.vacant}
         self.conversations.submit(answers)
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(answers):
@@ -253,15 +220,15 @@ class ConversationEnv(EnvBase):
                 )
             outcomes |= came
         followed = {slot: self._follow(slot, answers[slot], outcomes[slot]) for slot in answers}
-        return self._stacked([followed.get(slot) or self._vacated(slot) for slot in range(len(self._rows))])
+        return self._stacked([followed.get(slot) or self._vacated(slot) for slot in range(len(self._slots.rows))])
 
     def _vacated(self, slot: int) -> dict[str, Any]:
         """Below ``"next"`` where there is no conversation: done, so that a reset looks for one."""
         flags = {"terminated": torch.tensor([True]), "truncated": torch.tensor([False]), "done": torch.tensor([True])}
-        return self._observed(self._shown(slot)) | flags | {"reward": torch.zeros(1)}
+        return self._observed(self._slots.shown(slot)) | flags | {"reward": torch.zeros(1)}
 
     def _answer(self, slot: int, td: TensorDictBase) -> Answer:
-        row = self._rows[slot]
+        row = self._slots.rows[slot]
         if row is None or row.over:
             raise EnvError(
                 f"slot {slot}: there is no prompt to answer: the conversation is over, or was not begun. Call reset() "
@@ -284,7 +251,7 @@ class ConversationEnv(EnvBase):
         return _data(td.get(key, None))
 
     def _follow(self, slot: int, answer: Answer, outcome: Outcome) -> dict[str, Any]:
-        row = cast(SlotRow, self._rows[slot])
+        row = cast(SlotRow, self._slots.rows[slot])
         message = answer.message if outcome.response is None else outcome.response
         row.follow(answer, message, outcome)
         if isinstance(outcome.reward, torch.Tensor):
@@ -312,7 +279,7 @@ class ConversationEnv(EnvBase):
         Raises:
             EnvError: it has not ended, or its reward was one of a whole group.
         """
-        row = self._rows[slot]
+        row = self._slots.rows[slot]
         if row is None or not row.over:
             raise EnvError(f"slot {slot}: its conversation has not ended. Resume one that has.")
         self.conversations.resume(slot, messages)
@@ -322,7 +289,7 @@ class ConversationEnv(EnvBase):
 
     def resumed(self, slot: int) -> int:
         """How often the conversation of a slot was resumed."""
-        row = self._rows[slot]
+        row = self._slots.rows[slot]
         return 0 if row is None else row.resumed
 
     # The object itself ------------------------------------------------------------------------------
@@ -335,20 +302,22 @@ class ConversationEnv(EnvBase):
     @property
     def openings(self) -> list[Opening | None]:
         """How the conversations of the slots began; None: none was begun, or the data is over."""
-        return [None if row is None or slot in self._vacant else row.opening for slot, row in enumerate(self._rows)]
+        return self._slots.openings
 
     @property
     def in_progress(self) -> list[bool]:
         """Whether the conversations of the slots have an answer, and go on."""
-        return [
-            row is not None and slot not in self._vacant and row.turn > 0 and not row.over
-            for slot, row in enumerate(self._rows)
-        ]
+        return self._slots.in_progress
+
+    @property
+    def num_dropped(self) -> int:
+        """Conversations that a reset has ended: their prompts count as delivered."""
+        return self._slots.num_dropped
 
     @property
     def is_over(self) -> bool:
         """Whether the data is over, and all conversations are."""
-        return len(self._vacant) == len(self._rows)
+        return self._slots.is_over
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Write short random answers, for tests of the environment."""
@@ -357,7 +326,8 @@ class ConversationEnv(EnvBase):
         most = 1000 if self.tokenizer is None else len(self.tokenizer)
         kind = "tokens" if self._has_tokens else "text"
         values: list[Any] = [
-            torch.randint(most, (int(torch.randint(1, 5, ())),)) if self._has_tokens else "answer" for _ in self._rows
+            torch.randint(most, (int(torch.randint(1, 5, ())),)) if self._has_tokens else "answer"
+            for _ in self._slots.rows
         ]
         if self._has_tokens:
             stack = LazyStackedTensorDict(*[TensorDict({"value": value}) for value in values], stack_dim=0)
@@ -385,9 +355,7 @@ class ConversationEnv(EnvBase):
 
     def abandon(self) -> None:
         """Forget the conversations in progress; the next reset draws others."""
-        self._rows = [None] * len(self._rows)
-        self._vacant.clear()
-        self._again.clear()
+        self._slots.abandon()
 
     def begin_again(self, openings: Iterable[Opening]) -> None:
         """Begin conversations again, before others are drawn.
@@ -395,19 +363,16 @@ class ConversationEnv(EnvBase):
         Args:
             openings: of conversations that nobody got, see :attr:`openings`.
         """
-        self._again.extend(openings)
+        self._slots.again.extend(openings)
 
     def interrupted(self) -> list[Opening]:
         """Take the conversations in progress out of their slots, for :meth:`begin_again`."""
-        found = [opening for opening in self.openings if opening is not None]
-        self._rows = [None] * len(self._rows)
-        self._vacant.clear()
-        return found
+        return self._slots.interrupted()
 
     def renew(self) -> None:
         """End what is in progress, and begin the next conversations; the next reset shows them."""
-        for slot in range(len(self._rows)):
-            self._open(slot)
+        for slot in range(len(self._slots.rows)):
+            self._slots.open(slot)
 
     def get_extra_state(self) -> Any:
         """Part of ``state_dict()``: the place in the data, which follows what was delivered."""
@@ -420,42 +385,16 @@ class ConversationEnv(EnvBase):
 
     def save_remote(self) -> tuple[dict[str, Any], list[str]]:
         """The conversations in progress, for :func:`~rollwright.envs.checkpoint.save_env`, and what cannot be saved."""
-        rows: list[Any] = []
-        for slot, row in enumerate(self._rows):
-            if row is None or slot in self._vacant:
-                rows.append(None)
-                continue
-            try:
-                rows.append(row.state_dict({} if row.over else self.conversations.state(slot)))
-            except Exception as error:
-                return {}, [f"{type(self).__name__}: the conversation of slot {slot}: {type(error).__name__}: {error}"]
-        state = {"rows": rows, "vacant": sorted(self._vacant), "again": list(self._again)}
         try:
-            pickled = pickle.dumps(state, protocol=5)
+            return {"conversations": self._slots.saved()}, []
         except Exception as error:
-            return {}, [f"{type(self).__name__}: its conversations: {type(error).__name__}: {error}"]
-        return {
-            "conversations": torch.frombuffer(bytearray(pickled), dtype=torch.uint8),
-            "dropped": self.num_dropped,
-        }, []
+            return {}, [f"{type(self).__name__}: {type(error).__name__}: {error}"]
 
     def load_remote(self, state: Mapping[str, Any]) -> None:
         """Go on with conversations that :meth:`save_remote` has saved, from the place in the data of that time."""
         self.abandon()
-        if not state:
-            return
-        self.num_dropped = int(state["dropped"])
-        saved = pickle.loads(state["conversations"].cpu().numpy().tobytes())
-        for slot, row in enumerate(saved["rows"]):
-            if row is None:
-                continue
-            loaded = self._rows[slot] = SlotRow(row["opening"], self._chain(row["opening"]))
-            loaded.load_state_dict(row)
-            self.conversations.load(slot, loaded.opening, loaded.messages, row["conversation"])
-        self._vacant.update(saved["vacant"])
-        self._again.extend(saved["again"])
-        for opening in self._again:
-            self.conversations.source.claim(opening.draw.origin)
+        if state:
+            self._slots.load(state["conversations"])
 
     def delivered(self, tensordict: TensorDictBase) -> None:
         """Note that conversations have reached who uses them; for a loop without a collector, which does that itself.

@@ -1,15 +1,19 @@
-"""SlotRow: the conversation of one row of an environment, with its tokens."""
+"""SlotRow and Slots: the conversations of the rows of an environment, with their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import pickle
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
 
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.turns import Message
-from rollwright.envs.llm.core import Answer, Opening, Outcome
+from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome
 
-__all__ = ["SlotRow"]
+__all__ = ["SlotRow", "Slots"]
 
 
 class SlotRow:
@@ -82,3 +86,128 @@ class SlotRow:
         self.messages = list(state_dict["messages"])
         self.turn, self.resumed, self.over = state_dict["turn"], state_dict["resumed"], state_dict["over"]
         self._text = state_dict["text"]
+
+
+class Slots:
+    """The conversations of all rows, and those that begin next.
+
+    Args:
+        conversations: what they are made of.
+        chain: makes the tokens of a conversation that begins; None: it has none.
+
+    Attributes:
+        rows: of the slots; None: none was begun.
+        vacant: slots that the data has no conversation for.
+        again: conversations to begin again, before others are drawn.
+        num_dropped: conversations that ended because another one was begun in their slot.
+    """
+
+    def __init__(self, conversations: Conversations, chain: Callable[[Opening], TokenChain | None]) -> None:
+        self._conversations, self._chain = conversations, chain
+        self.rows: list[SlotRow | None] = [None] * conversations.num_slots
+        self.vacant: set[int] = set()
+        self.again: deque[Opening] = deque()
+        self.num_dropped = 0
+
+    def open(self, slot: int) -> None:
+        """Begin the next conversation, unless nothing was answered in the one that is there.
+
+        One that is in progress is dropped, and its prompt counts as delivered.
+
+        Raises:
+            ValueError: its prompt cannot be read; names the conversation.
+        """
+        row = None if slot in self.vacant else self.rows[slot]
+        if row is not None and not row.turn:
+            return
+        if row is not None and not row.over:
+            self.num_dropped += 1
+            self._conversations.source.delivered(row.opening.draw.origin)
+        try:
+            if self.again:
+                opening = self.again.popleft()
+                self._conversations.load(slot, opening, opening.messages, {})
+            else:
+                opening = self._conversations.open(slot)
+        except StopIteration:
+            self.vacant.add(slot)
+            return
+        self.vacant.discard(slot)
+        try:
+            self.rows[slot] = SlotRow(opening, self._chain(opening))
+        except ValueError as error:
+            at = opening.draw.origin
+            where = f"the conversation of prompt {at.index} (epoch {at.epoch}, repeat {at.repeat}), turn 0"
+            raise ValueError(f"{where}: {error}") from error
+
+    def shown(self, slot: int) -> SlotRow:
+        """The conversation that a row shows: its own, or another one where its slot is vacant."""
+        if slot not in self.vacant:
+            return cast(SlotRow, self.rows[slot])
+        live = (row for other, row in enumerate(self.rows) if row is not None and other not in self.vacant)
+        return next(live, None) or self.rows[slot] or next(row for row in self.rows if row is not None)
+
+    @property
+    def openings(self) -> list[Opening | None]:
+        """How the conversations began; None: none was, or the data is over."""
+        return [None if row is None or slot in self.vacant else row.opening for slot, row in enumerate(self.rows)]
+
+    @property
+    def in_progress(self) -> list[bool]:
+        """Whether the conversations have an answer, and go on."""
+        return [
+            row is not None and slot not in self.vacant and row.turn > 0 and not row.over
+            for slot, row in enumerate(self.rows)
+        ]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all slots are vacant."""
+        return len(self.vacant) == len(self.rows)
+
+    def abandon(self) -> None:
+        """Forget all conversations."""
+        self.interrupted()
+        self.again.clear()
+
+    def interrupted(self) -> list[Opening]:
+        """Take the conversations out of their slots."""
+        found = [opening for opening in self.openings if opening is not None]
+        self.rows = [None] * len(self.rows)
+        self.vacant.clear()
+        return found
+
+    def saved(self) -> torch.Tensor:
+        """A pickle of all, uint8 ``[bytes]``.
+
+        Raises:
+            EnvError: a conversation cannot be saved, and why.
+        """
+        rows: list[Any] = []
+        for slot, row in enumerate(self.rows):
+            if row is None or slot in self.vacant:
+                rows.append(None)
+            else:
+                rows.append(row.state_dict({} if row.over else self._conversations.state(slot)))
+        state = {
+            "rows": rows,
+            "vacant": sorted(self.vacant),
+            "again": list(self.again),
+            "dropped": self.num_dropped,
+        }
+        return torch.frombuffer(bytearray(pickle.dumps(state, protocol=5)), dtype=torch.uint8)
+
+    def load(self, saved: torch.Tensor) -> None:
+        """Go on with what :meth:`saved` has saved."""
+        state = pickle.loads(saved.cpu().numpy().tobytes())
+        for slot, row in enumerate(state["rows"]):
+            if row is None:
+                continue
+            loaded = self.rows[slot] = SlotRow(row["opening"], self._chain(row["opening"]))
+            loaded.load_state_dict(row)
+            self._conversations.load(slot, loaded.opening, loaded.messages, row["conversation"])
+        self.vacant.update(state["vacant"])
+        self.again.extend(state["again"])
+        self.num_dropped = int(state["dropped"])
+        for opening in self.again:
+            self._conversations.source.claim(opening.draw.origin)
