@@ -357,3 +357,14 @@ def test_two_workers_share_the_data_and_go_on_where_it_was(options):
             assert not new.keys() & found.keys()
             found |= new
     assert len(found) == 2 * sum(1 + number * 7 % 4 for number in range(PROMPTS))
+
+
+def test_a_prompt_that_cannot_be_read_names_its_conversation():
+    env = LLMEnv.from_dataloader([{"text": ""}], tokenizer=llm_models.tokenizer())
+    with (
+        LLMCollector(env, answer, dialog_turns_per_batch=1) as collector,
+        pytest.raises(
+            ValueError, match=r"conversation of prompt 0 \(epoch 0, repeat 0\), turn 0: .*at least one token"
+        ),
+    ):
+        collector.next()
