@@ -16,6 +16,7 @@ from rollwright.collectors.llm import LLMCollector
 from rollwright.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from rollwright.envs import StepCounter, TransformedEnv
 from rollwright.envs.llm import ChatEnv, LLMEnv
+from rollwright.errors import EnvError
 from rollwright.modules.llm import TransformersWrapper
 
 pytestmark = [pytest.mark.llm, pytest.mark.usefixtures("_one_thread")]

@@ -82,7 +82,7 @@ def test_what_transforms_remember_is_part_of_the_state():
 
 
 def test_a_transform_that_comes_later_is_obeyed():
-    env = chats(transform=StepCounter())
+    env = chats(prompts=20, transform=StepCounter())
     with LLMCollector(env, wrapper(), dialog_turns_per_batch=3) as collector:
         collector.next()
         env.append_transform(RewardSum())
