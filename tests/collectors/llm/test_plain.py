@@ -364,8 +364,6 @@ def test_a_prompt_that_cannot_be_read_names_its_conversation():
     env = LLMEnv.from_dataloader([{"text": ""}], tokenizer=llm_models.tokenizer())
     with (
         LLMCollector(env, answer, dialog_turns_per_batch=1) as collector,
-        pytest.raises(
-            ValueError, match=r"conversation of prompt 0 \(epoch 0, repeat 0\), turn 0: .*at least one token"
-        ),
+        pytest.raises(EnvError, match=r"conversation of prompt 0 \(epoch 0, repeat 0\), turn 0: .*at least one token"),
     ):
         collector.next()
