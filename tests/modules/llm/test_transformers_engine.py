@@ -189,9 +189,15 @@ def test_a_version_set_while_a_response_is_generated_holds_from_the_next_token_o
 
 
 def test_other_threads_are_let_in_between_two_tokens() -> None:
-    lm, begun, changed = model(), threading.Event(), threading.Event()
+    lm, begun, changed, calls = model(), threading.Event(), threading.Event(), []
     engine = TransformersEngine(lm, sampling=Sampling(max_new_tokens=400))
-    lm.register_forward_hook(lambda *_: begun.set())
+
+    def hook(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 3:  # tokens follow each other
+            begun.set()
+
+    lm.register_forward_hook(hook)
 
     def change() -> None:
         assert begun.wait(30)
