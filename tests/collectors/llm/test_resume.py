@@ -131,3 +131,22 @@ def test_a_group_that_waits_for_its_reward_is_saved(options):
         collector.load_state_dict(state)
     collector.shutdown()
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"slots": 2}, "saved with 3 environments that take turns, and this collector has 2 environments"),
+        ({"async_envs": True}, "saved with 3 environments that take turns, and this collector has async_envs=True"),
+    ],
+)
+def test_the_state_of_another_make_is_refused_and_changes_nothing(change, says):
+    options = {"dialog_turns_per_batch": 6}
+    with made(**options) as first, made(**{**options, **change}) as second, made(**{**options, **change}) as plain:
+        first.next()
+        with pytest.raises(ValueError, match=says):
+            second.load_state_dict(copied(first.state_dict()))
+        found, expected = (
+            {name: tokens for name, (_, tokens) in rows(each.next()).items()} for each in (second, plain)
+        )
+        assert found == expected

@@ -127,3 +127,11 @@ def test_a_batch_that_is_not_lazy_gets_advantages_too() -> None:
 def test_an_unknown_return_is_an_error() -> None:
     with pytest.raises(ValueError, match="trajectory_return must be None, 'sum', 'mean' or 'max'; got 'first'"):
         group_advantages(_rewarded([[1.0]], [7]), trajectory_return="first")  # type: ignore[arg-type]
+
+
+def test_records_without_rewards_or_groups_are_named() -> None:
+    batch = _rewarded([[1.0], [0.0]], [7, 7])
+    with pytest.raises(KeyError, match="reward_key: a record has no entry"):
+        group_advantages(batch, reward_key="rewards")
+    with pytest.raises(KeyError, match="group_key: a record has no entry"):
+        group_advantages(batch, group_key="groups")

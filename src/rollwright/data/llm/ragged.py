@@ -177,6 +177,10 @@ def _entry(record: Any, key: tuple[str, ...]) -> Any:
     value = record
     for name in key:
         keys = value.keys() if is_tensor_collection(value) else ()
+        if value is not record and not keys:
+            raise KeyError(
+                f"a record has no entry {key!r}; what {name!r} was looked for in is a {type(value).__name__}"
+            )
         value = value.get(name) if name in keys else None
         if value is None:
             raise KeyError(f"a record has no entry {key!r}; where {name!r} was looked for it has {sorted(keys)}")

@@ -116,10 +116,16 @@ def group_advantages(
 
     Raises:
         ValueError: ``trajectory_return`` is none of these.
+        KeyError: records have no reward or no group at these keys.
     """
     if trajectory_return not in (None, "sum", "mean", "max"):
         raise ValueError(f"trajectory_return must be None, 'sum', 'mean' or 'max'; got {trajectory_return!r}")
     rows = flat_records(batch)
+    for name, key in (("reward_key", reward_key), ("group_key", group_key)):
+        if rows and rows[0].get(key, None) is None:
+            raise KeyError(
+                f"{name}: a record has no entry {key!r}; it has {sorted(map(str, rows[0].keys(True, True)))}"
+            )
     taken = [_is_turn(one) for one in rows]
     rewards = [_column(one[reward_key]) for one in rows]
     returns = rewards if trajectory_return is None else _returns(rows, rewards, taken, trajectory_return)

@@ -558,7 +558,21 @@ class TurnPath(Path):
         return packed(dialog.state_dict(of_environment))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
-        """See :meth:`Path.load_state_dict`."""
+        """See :meth:`Path.load_state_dict`.
+
+        Raises:
+            ValueError: it was saved with another number of environments, or another ``async_envs``.
+        """
+        saved_rows = unpacked(state_dict["rows"])
+        if len(saved_rows) != len(self._rows):
+            saved, own_rows = (
+                "async_envs=True, or one environment" if number == 1 else f"{number} environments that take turns"
+                for number in (len(saved_rows), len(self._rows))
+            )
+            raise ValueError(
+                f"state_dict: it was saved with {saved}, and this collector has {own_rows}. Make it with the same "
+                "batch_size of the environment, and the same async_envs."
+            )
         self.forget()
         source = self._conversations.source
         source.load_state_dict(state_dict["source"])
@@ -567,8 +581,8 @@ class TurnPath(Path):
                 source.delivered(origin)
             source.load_state_dict(source.state_dict())  # groups are as large as what is left of them
         names = _Names(None if ids_are_free else self._fresh_id)
-        for row, saved in zip(self._rows, unpacked(state_dict["rows"]), strict=True):
-            row.extend(replace(each, id=names.of(each.id)) for each in saved)
+        for row, turns in zip(self._rows, saved_rows, strict=True):
+            row.extend(replace(each, id=names.of(each.id)) for each in turns)
         self._undelivered = {names.of(number): at for number, at in unpacked(state_dict["undelivered"]).items()}
         self._again.extend(unpacked(state_dict["again"]))
         dialogs = [saved for saved in map(unpacked, state_dict["dialogs"]) if saved["slot"] < len(self._dialogs)]
