@@ -534,6 +534,28 @@ def test_a_reply_that_is_wrong_is_named(make: Any, returned: Any, message: str) 
         ask(conversations, "a")
 
 
+class Mute:
+    def __init__(self, row: Any) -> None:
+        pass
+
+
+class BadEnd(Mute):
+    def reply(self, messages: Any) -> Any:
+        return "", 1.0, True
+
+    def close(self) -> None:
+        raise KeyError("file")
+
+
+def test_an_environment_without_a_reply_or_with_a_close_that_raises_is_named(make: Any) -> None:
+    with pytest.raises(EnvError, match=r"conversation 0 from prompt 0 .*: the environment Mute has no method reply"):
+        make(dialogue=Dialogue(Mute)).open(0)
+    conversations = make(dialogue=Dialogue(BadEnd))
+    conversations.open(0)
+    with pytest.raises(EnvError, match=r"conversation 0 from prompt 0 .*: the environment BadEnd raised KeyError when"):
+        ask(conversations, "a")
+
+
 def test_an_environment_that_cannot_be_made_is_named(make: Any) -> None:
     conversations = make(dialogue=Dialogue(lambda row: row["gold"]))
     with pytest.raises(EnvError, match=r"prompt 0 .*: the environment raised KeyError when it was made from its row"):

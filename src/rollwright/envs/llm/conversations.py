@@ -140,6 +140,11 @@ class DatasetConversations(Conversations):
                 f"{place(opening.draw.origin)}: the environment raised {type(error).__name__} when it was made from "
                 f"its row: {error}. Correct the class, or the row."
             ) from error
+        if environment is not None and not callable(getattr(environment, "reply", None)):
+            raise EnvError(
+                f"{place(opening.draw.origin)}: the environment {type(environment).__name__} has no method reply. "
+                "Write reply(self, messages), which returns messages, reward and whether it is over."
+            )
         return Talk(opening, environment)
 
     def _drop(self, slot: int) -> None:

@@ -182,14 +182,24 @@ class Talk:
             self.environment.load_state_dict(state["environment"])
 
     def close(self) -> None:
-        """End tools and environment."""
+        """End tools and environment.
+
+        Raises:
+            EnvError: the environment raised.
+        """
         for session in self._sessions.values():
             session.close()
         self._sessions.clear()
         environment, self.environment = self.environment, None
         close = getattr(environment, "close", None)
         if callable(close):
-            close()
+            try:
+                close()
+            except Exception as error:
+                raise EnvError(
+                    f"{place(self.origin)}: the environment {type(environment).__name__} raised {type(error).__name__} "
+                    f"when it was closed: {error}. Correct its method close."
+                ) from error
 
 
 @dataclass(slots=True, eq=False)
