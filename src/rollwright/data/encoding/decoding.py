@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.encoding.classes import class_at
@@ -29,6 +29,7 @@ from rollwright.data.encoding.layout import (
     TEXT,
 )
 from rollwright.data.encoding.objects import load_object
+from rollwright.data.unchecked import unchecked_td
 
 __all__ = ["Decoder", "DecodingError", "length_of", "write_length"]
 
@@ -212,9 +213,9 @@ class _Plan:
         parts = [(name, self._node(node, (*path, name), depth + 1)) for name, node in zip(names, nodes, strict=True)]
 
         def build(memory: Any, first: int, numbers: Numbers) -> Any:  # of what was a TensorDict, and needs no tests
-            return TensorDict._new_unsafe(
+            return unchecked_td(
                 {name: part(memory, first, numbers) for name, part in parts},
-                batch_size=torch.Size(numbers[sizes]) if ndim else _ROOT,
+                torch.Size(numbers[sizes]) if ndim else _ROOT,
             )
 
         return build
@@ -288,7 +289,7 @@ def _non_tensor(value: Any, batch_size: Numbers) -> Any:
     made: Any = NonTensorData.__new__(NonTensorData)
     made.__dict__.update(
         _BLANK,
-        _tensordict=TensorDict._new_unsafe({}, batch_size=_ROOT),
+        _tensordict=unchecked_td({}),
         _non_tensordict={**_BLANK["_non_tensordict"], "data": value},
     )
     return made

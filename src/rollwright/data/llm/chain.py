@@ -83,9 +83,10 @@ class TokenChain:
         self._end = frozenset(end_token_ids) | ({end} if isinstance(end, int) else set(end or ()))
         self._tokenizer = tokenizer
         self._reserve = max(reserve, 16)
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Begin again, without tokens and messages."""
         self._buffer = torch.empty(self._reserve, dtype=torch.int64)
         self._size = 0
         self._num_prompt = 0
@@ -103,7 +104,7 @@ class TokenChain:
     def new(self) -> TokenChain:
         """A chain with the same tokenizer, template and options, without tokens."""
         chain = copy.copy(self)
-        chain._clear()
+        chain.clear()
         return chain
 
     @property
@@ -129,7 +130,7 @@ class TokenChain:
         Raises:
             ValueError: the template does not accept the messages, or the prompt is empty.
         """
-        self._clear()
+        self.clear()
         if isinstance(prompt, torch.Tensor):
             if len(prompt) and (least := int(prompt.min())) < 0:
                 raise ValueError(
@@ -240,7 +241,7 @@ class TokenChain:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with a conversation that was saved; the one in progress is dropped."""
-        self._clear()
+        self.clear()
         self._append(state_dict["tokens"])
         self._num_prompt = int(state_dict["num_prompt"])
         self.messages = list(state_dict["messages"])

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, lazy_stack
 
 from rollwright.data.llm.turns import Message
 from rollwright.data.specs import Composite, NonTensor
+from rollwright.data.unchecked import unchecked_td
 
 __all__ = ["ChatHistory", "History", "message_columns"]
 
@@ -80,7 +81,7 @@ class History(_NoCast):  # type: ignore[misc]
             for key, values in columns.items()
             if key in ("role", "content") or stop > start
         }
-        history: History = cls._from_tensordict(TensorDict._new_unsafe(source, batch_size=batch))
+        history: History = cls._from_tensordict(unchecked_td(source, batch))
         return history
 
     @classmethod
@@ -208,6 +209,12 @@ class ChatHistory(_NoCast):  # type: ignore[misc]
     prompt: Any = None
     response: Any = None
     full: Any = None
+
+    @classmethod
+    def of(cls, histories: dict[str, History]) -> ChatHistory:
+        """Of batch size ``[]``, from histories by name; fields that are not given are not in it."""
+        made: ChatHistory = cls._from_tensordict(unchecked_td(histories, nested=False))
+        return made
 
     @classmethod
     def default_spec(cls, shape: Sequence[int] = ()) -> Composite:

@@ -13,6 +13,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 from rollwright._keys import NestedKey
 from rollwright.data.llm.history import ChatHistory, History, cells, message_columns
 from rollwright.data.llm.turns import Turn
+from rollwright.data.unchecked import unchecked_td
 
 __all__ = ["RecordLayout", "empty_record", "record", "records", "stack_records"]
 
@@ -169,7 +170,7 @@ def _emptied(key: str, value: Any) -> Any:
         return History.from_chats([])
     if isinstance(value, ChatHistory):
         names = value.keys()
-        return ChatHistory._from_tensordict(_td({name: History.from_chats([]) for name in names}))
+        return ChatHistory.of({name: History.from_chats([]) for name in names})
     if isinstance(value, TensorDict):
         return empty_record(value)
     if isinstance(value, torch.Tensor):
@@ -234,7 +235,7 @@ def _histories(turn: Turn) -> tuple[ChatHistory, ChatHistory]:
         "full": full,
     }
     then = {"prompt": History.of_columns(columns, 0, end)}
-    return ChatHistory._from_tensordict(_td(now)), ChatHistory._from_tensordict(_td(then))
+    return ChatHistory.of(now), ChatHistory.of(then)
 
 
 def _masks(size: int, split: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,4 +276,4 @@ def _set(target: TensorDict, key: NestedKey, value: Any) -> None:
 
 
 def _td(entries: Any) -> TensorDict:
-    return TensorDict._new_unsafe(entries, batch_size=_BATCH, nested=False)
+    return unchecked_td(entries, nested=False)

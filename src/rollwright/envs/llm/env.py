@@ -13,6 +13,7 @@ from rollwright.data.llm.history import ChatHistory, History
 from rollwright.data.llm.records import RecordLayout
 from rollwright.data.llm.turns import FinishReason, Message, Origin, turn_seed
 from rollwright.data.specs import Composite, NonTensor, Unbounded
+from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.base import EnvBase
 from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.core import Answer, Opening, Outcome
@@ -425,4 +426,4 @@ def _data(value: Any) -> Any:
 
 
 def _td(entries: Any) -> TensorDict:
-    return TensorDict._new_unsafe(entries, batch_size=torch.Size([]))
+    return unchecked_td(entries)

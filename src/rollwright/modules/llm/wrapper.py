@@ -14,6 +14,7 @@ from rollwright._keys import NestedKey
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.records import RecordLayout, record
 from rollwright.data.llm.turns import Message, Origin, Turn
+from rollwright.data.unchecked import unchecked_td
 from rollwright.modules.llm._rows import entry, rows_of, stacked, tokens_of, write
 from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
 from rollwright.modules.llm.sampling import child_seed
@@ -274,7 +275,7 @@ class EngineWrapper(TensorDictModuleBase):
             (renamed.get(name, name) if nested else name): value for name, value in entries.items() if name in kept
         }
         chosen["seconds"] = entries["seconds"].select(*completion.seconds)
-        result = TensorDict._new_unsafe(chosen, batch_size=torch.Size(()))
+        result = unchecked_td(chosen)
         for name, value in completion.extras.items():
             result.set((names.tokens, name) if nested else name, value)
         return result

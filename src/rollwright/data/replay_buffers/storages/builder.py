@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from rollwright._keys import NestedKey, as_tuple
+from rollwright.data.unchecked import unchecked_td
 
 __all__ = ["TensorDictBuilder"]
 
@@ -51,5 +52,5 @@ class TensorDictBuilder:
         for (level, name), value in zip(self._entries, values, strict=True):
             levels[level][name] = value
         for level, above, name in self._inner:
-            levels[above][name] = TensorDict._new_unsafe(levels[level], batch_size=batch_size, device=device)
-        return TensorDict._new_unsafe(levels[0], batch_size=batch_size, device=device)
+            levels[above][name] = unchecked_td(levels[level], batch_size, device=device)
+        return unchecked_td(levels[0], batch_size, device=device)
