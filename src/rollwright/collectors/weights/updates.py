@@ -85,7 +85,7 @@ def parse_update_for_workers(
     num_workers: int,
     devices: Sequence[torch.device | None] = (),
     fallback: nn.Module | None = None,
-    describe: Callable[[int, str], Description | None],
+    signature: Callable[[int, str], Description | None],
     state_of: Callable[[str, Any], State] | None = None,
 ) -> list[Update]:
     """What an update publishes to which workers; all of it is checked, nothing is copied.
@@ -98,7 +98,7 @@ def parse_update_for_workers(
         num_workers: how many there are.
         devices: of their policies.
         fallback: where the policy's weights are read when nothing is given.
-        describe: gives, for a worker and a model, what :func:`~rollwright.weight_update.forms.describe` says of
+        signature: gives, for a worker and a model, what :func:`~rollwright.weight_update.forms.describe` says of
             the model in that worker; None: it checks weights itself.
         state_of: makes the weights for a model flat; None:
             :func:`~rollwright.weight_update.forms.flat_state`.
@@ -131,7 +131,7 @@ def parse_update_for_workers(
     for update in updates:
         for worker in range(num_workers) if update.workers is None else update.workers:
             for model, state in update.models.items():
-                found = describe(worker, model)
+                found = signature(worker, model)
                 if found is not None:
                     own = state if found.part is None else of_part(state, found.signature.keys(), found.part)
                     check_state(own, found.signature, model, kind=found.kind, optional=found.optional)

@@ -119,7 +119,7 @@ class WorkersWeights(CollectorWeights):
             num_workers=len(self._group.workers),
             devices=self._devices(),
             fallback=self._policy if isinstance(self._policy, nn.Module) else None,
-            describe=self._describe,
+            signature=self._describe,
             state_of=lambda name, weights: self._publisher.scheme(name).state_of(weights, name),
         )
         return self._publish(updates)
