@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 import signal
+import tempfile
 import threading
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -184,7 +187,9 @@ def after_reset(make, kind):
 
 def profiling(make, kind):
     collector = new(make, kind)
-    collector.enable_profile(num_rollouts=50, activities=["cpu"], save_path="/dev/null")
+    folder = tempfile.mkdtemp()
+    weakref.finalize(collector, shutil.rmtree, folder)
+    collector.enable_profile(num_rollouts=50, activities=["cpu"], save_path=f"{folder}/trace.json")
     collector.next()
     return collector
 
