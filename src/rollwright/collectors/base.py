@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from tensordict import TensorDictBase
 
-from rollwright.collectors.attribute_paths import Reachable
+from rollwright.collectors.attribute_paths import Reachable, resolve
+from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile, ProfileConfig
 from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
 from rollwright.collectors.weights.receiving import CollectorWeights
 from rollwright.collectors.weights.updates import pick_weights
+from rollwright.errors import require
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ class BaseCollector(Reachable, ABC):
     :meth:`next`, and a context manager that shuts down on exit.
     """
 
+    closed: bool
+    options: CollectorOptions
     _hooks: Hooks
     _profile: Profile
     _weights: CollectorWeights
@@ -47,6 +51,26 @@ class BaseCollector(Reachable, ABC):
     @abstractmethod
     def _construct(self, create_env_fn: Any, policy: Callable[..., Any] | None, options: dict[str, Any]) -> None:
         """Make the parts of the collector."""
+
+    def is_initialized(self) -> bool:
+        """Whether the collector can collect: it was constructed, and not shut down."""
+        return not self.closed
+
+    @classmethod
+    def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
+        """This class as an actor of Ray: ``Collector.as_remote({"num_gpus": 1}).remote(create_env_fn, policy, ...)``.
+
+        Args:
+            remote_config: what Ray reserves for it: ``num_cpus``, ``num_gpus``, ``memory``.
+
+        Returns:
+            A class of actors.
+
+        Raises:
+            MissingExtraError: Ray is not installed.
+        """
+        ray: Any = require("ray", extra="ray", purpose="as_remote()")
+        return ray.remote(**remote_config)(cls) if remote_config else ray.remote(cls)
 
     # Iteration --------------------------------------------------------------------------------
 
@@ -172,13 +196,29 @@ class BaseCollector(Reachable, ABC):
         """Number of updates of the weights so far."""
         return self._weights.version
 
-    def get_policy_version(self) -> int:
+    def get_policy_version(self) -> Any:
         """Same as :attr:`policy_version`."""
         return self.policy_version
 
-    def increment_version(self) -> int:
+    def increment_version(self) -> Any:
         """Count an update of the weights; returns the new version."""
-        return self._weights.count_update()
+        self._weights.count_update()
+        return self.policy_version
+
+    def get_policy_model(self) -> Any:
+        """The model of the policy: what an engine runs, or the policy itself."""
+        policy = self.get_model("policy")
+        return getattr(policy, "model", policy)
+
+    def getattr_rb(self, attr: str) -> Any:
+        """An attribute of the replay buffer, by name or path.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if not hasattr(self.options.replay_buffer, "sample"):
+            raise RuntimeError(f"getattr_rb: this collector has no replay buffer to read {attr!r} of.")
+        return resolve(self.options.replay_buffer, attr)
 
     @property
     def weight_updater(self) -> WeightUpdaterBase | None:

@@ -12,7 +12,15 @@ from rollwright._options import with_options
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.delivery.queues import QueueClosed
 from rollwright.collectors.factory import BackendOptions
-from rollwright.collectors.llm.interface import LENGTH_UNKNOWN, Dialogues, environment_of
+from rollwright.collectors.llm.interface import (
+    LENGTH_UNKNOWN,
+    checked_postproc,
+    environment_of,
+    in_own_words,
+    log_batch,
+    queue_of,
+    version_by,
+)
 from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.llm.workers import made_with_workers
 from rollwright.collectors.options import ConversationOptions
@@ -30,7 +38,7 @@ _GRACE_S = 2.0  # for what is in progress at shutdown
 
 
 @with_options(LLMOptions, BackendOptions, WorkerOptions, leave_out=["num_workers"])
-class LLMCollector(Dialogues, Collector):
+class LLMCollector(Collector):
     """Collects dialogues: a language model answers, an environment follows, until the conversation is over.
 
     A frame is a turn: what the model read, what it wrote, and what followed. A conversation is a trajectory. Where the
@@ -75,6 +83,10 @@ class LLMCollector(Dialogues, Collector):
         self.llm_options = LLMOptions.parse(options, owner)
         return ConversationOptions(**self.llm_options.translated())
 
+    @staticmethod
+    def _in_own_words(rounding: str) -> str:
+        return in_own_words(rounding)
+
     def _use_tracker(self) -> None:
         """Stamp turns with the versions of a ``PolicyVersion``: the user's, or the environment's."""
         if self._tracker is not None:
@@ -84,6 +96,30 @@ class LLMCollector(Dialogues, Collector):
     def _tracker(self) -> Any:
         given = self.llm_options.track_policy_version
         return version_of(self.env) if given is True else given or None
+
+    @property
+    def policy_version(self) -> Any:
+        """Version of the weights: an integer or a UUID; None without ``track_policy_version``."""
+        given = self.llm_options.track_policy_version
+        return version_by(given and (self._tracker or True), self._weights.version)
+
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        """Turns in a batch, over all environments."""
+        return self.frames_per_batch
+
+    @property
+    def total_dialog_turns(self) -> float:
+        """Turns to take in all; infinity without an end."""
+        return self.total_frames
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase] | None) -> None:
+        """Apply another function to each batch from the next one on.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        self._change_options(postproc=checked_postproc(postproc))
 
     def state_dict(self, *, engine_weights: bool = False) -> OrderedDict[str, Any]:
         """See :meth:`Collector.state_dict`; with a ``PolicyVersion``, ``version_tracker`` is its state, too."""
@@ -103,7 +139,8 @@ class LLMCollector(Dialogues, Collector):
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """See :meth:`Collector.iterator`."""
         for batch in super().iterator():
-            self._log_batch()
+            if self.llm_options.verbose:
+                log_batch(self)
             yield batch
             batch = None  # its memory is the consumer's alone
 
@@ -118,8 +155,9 @@ class LLMCollector(Dialogues, Collector):
         Answers, tools and rewards that a thread waits for have two seconds more, or half of ``timeout``. Conversations
         that they are missing from are not delivered, and counted in ``stats()["conversations_in_progress"]``.
         """
-        if self._writer is not None:
-            self._writer.closed = True
+        writer = queue_of(self.options)
+        if writer is not None:
+            writer.closed = True
         path = self._rollout.path
         if isinstance(path, TurnPath):
             path.end_waits(_GRACE_S if timeout is None else min(_GRACE_S, timeout / 2))

@@ -11,7 +11,14 @@ from tensordict import TensorDictBase
 
 from rollwright.collectors.arguments import checked_state
 from rollwright.collectors.factory import BackendOptions
-from rollwright.collectors.llm.interface import LENGTH_UNKNOWN, Dialogues, environment_of
+from rollwright.collectors.llm.interface import (
+    LENGTH_UNKNOWN,
+    checked_postproc,
+    environment_of,
+    in_own_words,
+    log_batch,
+    version_by,
+)
 from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import ConversationOptions
@@ -21,7 +28,7 @@ from rollwright.errors import WorkerError
 __all__ = ["MultiLLMCollector", "made_with_workers"]
 
 
-class MultiLLMCollector(Dialogues, MultiCollector):
+class MultiLLMCollector(MultiCollector):
     """Collects dialogues in several processes; ``LLMCollector(..., num_collectors=N)`` makes it.
 
     Each worker has an environment and a policy of its own, and takes the conversations of each N-th group. All have
@@ -48,10 +55,38 @@ class MultiLLMCollector(Dialogues, MultiCollector):
         given = {name: options[name] for name in vars(own) if name in options}
         super()._construct(create_env_fn, policy, {**given, **self.llm_options.translated()})
 
+    @staticmethod
+    def _in_own_words(rounding: str) -> str:
+        return in_own_words(rounding)
+
+    @property
+    def policy_version(self) -> Any:
+        """Version of the weights; None without ``track_policy_version``."""
+        return version_by(self.llm_options.track_policy_version, self._weights.version)
+
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        """Turns in a batch, over all environments."""
+        return self.frames_per_batch
+
+    @property
+    def total_dialog_turns(self) -> float:
+        """Turns to take in all; infinity without an end."""
+        return self.total_frames
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase] | None) -> None:
+        """Apply another function to each batch from the next one on.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        self._change_options(postproc=checked_postproc(postproc))
+
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """See :meth:`MultiCollector.iterator`."""
         for batch in super().iterator():
-            self._log_batch()
+            if self.llm_options.verbose:
+                log_batch(self)
             yield batch
             batch = None  # its memory is the consumer's alone
 
