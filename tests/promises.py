@@ -22,9 +22,9 @@ PROMISES = {
         "a frame's arrays are written once, where the consumer reads them; what is copied is counted",
         (
             "benchmarks/test_counts.py",
-            "collectors/test_blocks.py",
-            "collectors/test_counts.py",
-            "collectors/test_written_once.py",
+            "collectors/delivery/test_blocks.py",
+            "collectors/rollout/test_counts.py",
+            "collectors/delivery/test_written_once.py",
             "collectors/workers/test_nothing_lost.py",
             "collectors/workers/test_store.py",
         ),
@@ -32,9 +32,9 @@ PROMISES = {
     "p2": Promise(
         "boundaries of trajectories come from the environment; terminated and truncated are never mixed up",
         (
-            "collectors/test_batches.py",
-            "collectors/test_frames.py",
-            "collectors/test_holes.py",
+            "collectors/rollout/test_batches.py",
+            "collectors/rollout/test_frames.py",
+            "collectors/delivery/test_holes.py",
             "collectors/workers/test_frames.py",
             "data/replay_buffers/samplers/test_slices_property.py",
             "envs/libs/test_gym_parity.py",
@@ -43,12 +43,16 @@ PROMISES = {
     ),
     "p3": Promise(
         "every frame names its trajectory and, where tracked, the version of the weights that acted",
-        ("collectors/test_ids_of_buffers.py", "collectors/test_trajectories.py", "collectors/workers/test_shapes.py"),
+        (
+            "collectors/delivery/test_ids_of_buffers.py",
+            "collectors/rollout/test_trajectories.py",
+            "collectors/workers/test_shapes.py",
+        ),
     ),
     "p4": Promise(
         "a policy acts with exactly one published version of its weights",
         (
-            "collectors/background/test_weights.py",
+            "collectors/delivery/background/test_weights.py",
             "collectors/workers/test_torn_weights.py",
             "weight_update/test_board.py",
             "weight_update/test_processes.py",
@@ -56,13 +60,13 @@ PROMISES = {
     ),
     "p5": Promise(
         "trajs_per_batch gives whole trajectories or nothing, whatever is killed meanwhile",
-        ("collectors/test_trajs_per_batch.py", "collectors/workers/test_storm.py"),
+        ("collectors/delivery/test_trajs_per_batch.py", "collectors/workers/test_storm.py"),
     ),
     "p6": Promise(
         "the same seed gives the same bits, and a restored run goes on bit for bit",
         (
-            "collectors/test_resume.py",
-            "collectors/test_seeds.py",
+            "collectors/delivery/test_resume.py",
+            "collectors/rollout/test_seeds.py",
             "collectors/workers/test_equality.py",
             "collectors/workers/test_resume.py",
             "envs/checkpoint/test_checkpoint.py",
@@ -88,10 +92,10 @@ PROMISES = {
     "p8": Promise(
         "what runs on arrays equals the plain path, bit for bit",
         (
-            "collectors/paths/test_groups.py",
-            "collectors/paths/test_interplay.py",
-            "collectors/paths/test_options.py",
-            "collectors/paths/test_pairs.py",
+            "collectors/rollout/paths/test_groups.py",
+            "collectors/rollout/paths/test_interplay.py",
+            "collectors/rollout/paths/test_options.py",
+            "collectors/rollout/paths/test_pairs.py",
             "envs/transforms/test_pairs.py",
             "policies/test_parity.py",
             "policies/test_registration.py",

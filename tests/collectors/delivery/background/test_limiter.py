@@ -58,8 +58,8 @@ def cut_off(collector):
 ALONE = """
 import time, traceback
 import pytest
-from tests.collectors.background import conftest as tools
-from tests.collectors.background.test_limiter import BATCH, MARGIN, RATIO, ROLLOUT, limited, sample_on
+from tests.collectors.delivery.background import conftest as tools
+from tests.collectors.delivery.background.test_limiter import BATCH, MARGIN, RATIO, ROLLOUT, limited, sample_on
 from tests.patience import patient
 from rollwright.collectors import Collector
 from rollwright.envs import GymEnv

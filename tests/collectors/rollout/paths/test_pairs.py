@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.collectors.paths.conftest import ENVS
+from tests.collectors.rollout.paths.conftest import ENVS
 from tests.variants import in_turn
 
 # What a policy does hardly depends on these, and each run of them is slow or one of many.
