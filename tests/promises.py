@@ -23,8 +23,8 @@ PROMISES = {
         (
             "benchmarks/test_counts.py",
             "collectors/delivery/test_blocks.py",
-            "collectors/rollout/test_counts.py",
             "collectors/delivery/test_written_once.py",
+            "collectors/rollout/test_counts.py",
             "collectors/workers/test_nothing_lost.py",
             "collectors/workers/test_store.py",
         ),
@@ -32,9 +32,9 @@ PROMISES = {
     "p2": Promise(
         "boundaries of trajectories come from the environment; terminated and truncated are never mixed up",
         (
+            "collectors/delivery/test_holes.py",
             "collectors/rollout/test_batches.py",
             "collectors/rollout/test_frames.py",
-            "collectors/delivery/test_holes.py",
             "collectors/workers/test_frames.py",
             "data/replay_buffers/samplers/test_slices_property.py",
             "envs/libs/test_gym_parity.py",
