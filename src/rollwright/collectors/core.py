@@ -293,6 +293,9 @@ class Path(ABC):
     def dropped(self) -> None:  # noqa: B027
         """Trajectories that ended and were not delivered never will be: on purpose."""
 
+    def look_ahead(self) -> None:  # noqa: B027
+        """Begin what the next rollout begins with, so that :attr:`is_over` says whether there is any."""
+
     def save_undelivered(self) -> torch.Tensor | None:
         """Where the trajectories come from that ended and were not delivered; None: :meth:`state_dict` has that."""
         return None

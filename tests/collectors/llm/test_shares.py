@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import collections
+import pickle
+from types import SimpleNamespace
 
 import pytest
-from tests.collectors.llm.shares import delivered_under_kills, expected, make, tally, turns
+import torch
+from tensordict import TensorDict
+from tests.collectors.llm.shares import buffer, delivered_under_kills, expected, make, tally, turns
 from tests.collectors.llm.test_resume import copied
+
+from rollwright._memory import Segment
+from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.workers.counters import WorkerCounters
+from rollwright.collectors.workers.worker_side.places import PlaceInData, Publications
 
 MODES = {
     "turns": {"dialog_turns_per_batch": 10},
@@ -64,3 +73,34 @@ def test_fewer_workers_without_room_for_what_is_in_progress_say_so():
         state = copied(first.state_dict())
     with make(1, dialog_turns_per_batch=10) as second, pytest.raises(ValueError, match=r"room for 5.*num_collectors=3"):
         second.load_state_dict(state)
+
+
+# What a worker announces before it writes ----------------------------------------------------------------------------
+
+
+def test_a_publication_that_follows_says_whether_the_last_one_was_published():
+    rb, sent = buffer(), []
+    counters, options = WorkerCounters(Segment(), 0), CollectorOptions(frames_per_batch=1, replay_buffer=rb)
+    publications = Publications(counters, options, sent.append)
+    known = PlaceInData(counters, options)
+    for number in range(4):
+        publications.begin(SimpleNamespace(place=lambda ids, number=number: number), None)
+        known.announce(sent[-1])
+        if number != 2:
+            rb.extend(TensorDict({"a": torch.zeros(2)}, [2]))
+    assert [message.last_is_published for message in sent] == [False, True, True, False]
+    assert pickle.loads(known.of_dead()) == 3
+    publications.begin(SimpleNamespace(place=lambda ids: 4), None)
+    known.announce(sent[-1])
+    assert pickle.loads(known.of_dead()) == 3, "number 4 was announced and not written"
+    rb.shutdown()
+
+
+def test_a_replaced_worker_sees_that_its_share_is_over():
+    with make(0, trajs_per_batch=2) as first, make(0, trajs_per_batch=2) as second:
+        assert sum(1 for _ in first)
+        path = second._rollout.path
+        path.load_state_dict(first._rollout.path.place(), ids_are_free=True)
+        path.look_ahead()
+        assert path.is_over
+        assert list(second) == []

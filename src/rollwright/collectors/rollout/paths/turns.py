@@ -162,6 +162,11 @@ class TurnPath(Path):
                 "empty, or all its epochs are over. Pass more data, or more epochs."
             )
 
+    def look_ahead(self) -> None:
+        """See :meth:`Path.look_ahead`."""
+        if not self._started:
+            self._reset(range(len(self._dialogs)))
+
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
         """See :meth:`Path.reset_some`."""
         self._reset(marked.reshape(-1).nonzero().reshape(-1).tolist())

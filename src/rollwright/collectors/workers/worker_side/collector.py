@@ -124,6 +124,7 @@ class WorkerCollector(Reachable):
         rollout.path.keeps_place, self._moved = spec.keeps_place, False
         if spec.place is not None:
             rollout.path.load_state_dict(pickle.loads(spec.place), ids_are_free=True)
+            rollout.path.look_ahead()  # the one before may have been killed behind its last rollout
 
     # For the worker ---------------------------------------------------------------------------
 

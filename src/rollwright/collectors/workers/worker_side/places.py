@@ -53,7 +53,7 @@ class Publications:
         place, ledger = packed_place(path.place(ids)), _ledger(self._options)
         if place is None or ledger is None:
             return
-        last_is_published = self._number > 0 and _is_published(ledger, self._counts[_count(self._number - 1)])
+        last_is_published = self._number > 0 and _is_published(ledger, self._counts[_count(self._number)])
         self._number += 1
         count = _count(self._number)
         self._counts[count] = 0  # of the one before the last, whose end the collector knows
