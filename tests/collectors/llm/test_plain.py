@@ -318,11 +318,8 @@ def test_whole_conversations_of_several_slots_go_into_a_buffer(native, stored):
         assert len(options["replay_buffer"]) == sum(1 + number * 7 % 4 for number in range(PROMPTS))
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("async_envs", [False, True])
+@pytest.mark.parametrize(("native", "async_envs"), [(False, False), (True, False), (True, True)])
 def test_what_is_unfinished_at_the_end_is_counted_and_named(native, async_envs):
-    if async_envs and not native:
-        pytest.skip("all take their turns together")
     options = {"dialog_turns_per_batch": 3, "total_dialog_turns": 6, "async_envs": async_envs, "groups_per_batch": 2}
     with LLMCollector(chats(repeats=2), wrapper() if native else answer, **options) as collector:
         with pytest.warns(
