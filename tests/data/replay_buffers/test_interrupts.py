@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -69,19 +68,18 @@ def test_other_threads_are_not_concerned():
     assert seen == [signal.default_int_handler]
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("storage", "shared"), [(LazyTensorStorage, False), (LazyTensorStorage, True), (ListStorage, False)]
+)
 def test_a_buffer_works_after_ctrl_c_at_any_moment(storage, shared):
-    if shared and storage is ListStorage:
-        return
     buffer = ReplayBuffer(
         storage=storage(1000), batch_size=4, sampler=SliceSampler(slice_len=2, traj_key="episode"), shared=shared
     )
     buffer.storage.ledger.timeout_s = buffer.storage.ledger.lock._timeout_s = 2.0
     buffer.extend(FRAMES)
     signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
-    interrupts, until = 0, time.monotonic() + 0.7
-    while time.monotonic() < until:
+    interrupts = 0
+    while interrupts < 60:
         try:
             signal.setitimer(signal.ITIMER_REAL, 1e-4 + 3e-4 * float(torch.rand(())))
             while True:
@@ -96,7 +94,6 @@ def test_a_buffer_works_after_ctrl_c_at_any_moment(storage, shared):
         assert buffer.write_count == before + 10
         assert len(buffer.sample()) == 4
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    assert interrupts > 25
 
 
 def test_ctrl_c_comes_through_in_a_fork_of_another_thread():
