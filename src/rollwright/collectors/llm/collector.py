@@ -25,7 +25,8 @@ from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.llm.workers import made_with_workers
 from rollwright.collectors.options import ConversationOptions
 from rollwright.collectors.rollout.environment import version_of
-from rollwright.collectors.rollout.paths.turns import TurnPath, WaitsEnded
+from rollwright.collectors.rollout.paths.conversations.exchange import WaitsEnded
+from rollwright.collectors.rollout.paths.conversations.turns import TurnPath
 from rollwright.collectors.workers.options import WorkerOptions
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from rollwright.collectors.rollout.devices import Devices, Syncs, module_device
 from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.choice import choose_path, dialogue_parts, goes_by_itself, plain_path
+from rollwright.collectors.rollout.paths.conversations.rows import rows_of
 from rollwright.collectors.rollout.paths.parts import PathParts
-from rollwright.collectors.rollout.paths.prompts import prompts_of
 from rollwright.collectors.rollout.policy import ActingPolicy
 from rollwright.collectors.rollout.policy_errors import check_inputs, entries_of, explained
 from rollwright.collectors.rollout.policy_trial import Trial
@@ -134,7 +134,7 @@ class Rollout:
             ids=ids,
             memory=memory,
             timer=self.timer,
-            prompts=prompts_of(env, delivers_whole=options.delivers_whole),
+            conversations=rows_of(env, delivers_whole=options.delivers_whole),
             hand_over=self._hand_over,
         )
         self._use(choose_path(self._parts, strict=True))

@@ -94,9 +94,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return NotImplemented
 
 
-_FORMER_MODULES = {  # in states that were saved before these had public names
+_FORMER_MODULES = {  # in states that were saved before these had their names
     "rollwright.envs.checkpoint.snapshot": "rollwright.envs.checkpoint.snapshot",
     "rollwright.envs.libs._codecs": "rollwright.envs.libs.codecs",
+    "rollwright.collectors.rollout.paths.dialogs": "rollwright.collectors.rollout.paths.conversations.dialogs",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from rollwright.envs.base import EnvBase
 from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.core import Answer, Opening, Outcome
 from rollwright.envs.llm.slot_row import SlotRow, Slots
+from rollwright.envs.llm.undelivered import Undelivered
 from rollwright.errors import EnvError
 
 if TYPE_CHECKING:
@@ -311,9 +312,9 @@ class ConversationEnv(EnvBase):
         return self._slots.in_progress
 
     @property
-    def num_dropped(self) -> int:
-        """Conversations that a reset has ended: their prompts count as delivered."""
-        return self._slots.num_dropped
+    def undelivered(self) -> Undelivered:
+        """The conversations that nobody got: they have ended, or are to begin again."""
+        return self._slots.undelivered
 
     @property
     def is_over(self) -> bool:
@@ -358,16 +359,8 @@ class ConversationEnv(EnvBase):
         """Forget the conversations in progress; the next reset draws others."""
         self._slots.abandon()
 
-    def begin_again(self, openings: Iterable[Opening]) -> None:
-        """Begin conversations again, before others are drawn.
-
-        Args:
-            openings: of conversations that nobody got, see :attr:`openings`.
-        """
-        self._slots.again.extend(openings)
-
     def interrupted(self) -> list[Opening]:
-        """Take the conversations in progress out of their slots, for :meth:`begin_again`."""
+        """Take the conversations in progress out of their slots, so that they can begin again."""
         return self._slots.interrupted()
 
     def renew(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -11,7 +9,9 @@ import torch
 
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.turns import Message
+from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome
+from rollwright.envs.llm.undelivered import Undelivered
 
 __all__ = ["SlotRow", "Slots"]
 
@@ -98,16 +98,14 @@ class Slots:
     Attributes:
         rows: of the slots; None: none was begun.
         vacant: slots that the data has no conversation for.
-        again: conversations to begin again, before others are drawn.
-        num_dropped: conversations that ended because another one was begun in their slot.
+        undelivered: conversations that nobody got.
     """
 
     def __init__(self, conversations: Conversations, chain: Callable[[Opening], TokenChain | None]) -> None:
         self._conversations, self._chain = conversations, chain
         self.rows: list[SlotRow | None] = [None] * conversations.num_slots
         self.vacant: set[int] = set()
-        self.again: deque[Opening] = deque()
-        self.num_dropped = 0
+        self.undelivered = Undelivered(conversations)
 
     def open(self, slot: int) -> None:
         """Begin the next conversation, unless nothing was answered in the one that is there.
@@ -121,14 +119,9 @@ class Slots:
         if row is not None and not row.turn:
             return
         if row is not None and not row.over:
-            self.num_dropped += 1
-            self._conversations.source.delivered(row.opening.draw.origin)
+            self.undelivered.drop([row.opening])
         try:
-            if self.again:
-                opening = self.again.popleft()
-                self._conversations.load(slot, opening, opening.messages, {})
-            else:
-                opening = self._conversations.open(slot)
+            opening = self.undelivered.open(slot)
         except StopIteration:
             self.vacant.add(slot)
             return
@@ -166,9 +159,9 @@ class Slots:
         return len(self.vacant) == len(self.rows)
 
     def abandon(self) -> None:
-        """Forget all conversations."""
+        """Forget all conversations in progress, and those to begin again."""
         self.interrupted()
-        self.again.clear()
+        self.undelivered.again.clear()
 
     def interrupted(self) -> list[Opening]:
         """Take the conversations out of their slots."""
@@ -192,14 +185,14 @@ class Slots:
         state = {
             "rows": rows,
             "vacant": sorted(self.vacant),
-            "again": list(self.again),
-            "dropped": self.num_dropped,
+            "again": list(self.undelivered.again),
+            "dropped": self.undelivered.num_dropped,
         }
-        return torch.frombuffer(bytearray(pickle.dumps(state, protocol=5)), dtype=torch.uint8)
+        return packed(state)
 
     def load(self, saved: torch.Tensor) -> None:
         """Go on with what :meth:`saved` has saved."""
-        state = pickle.loads(saved.cpu().numpy().tobytes())
+        state = unpacked(saved)
         for slot, row in enumerate(state["rows"]):
             if row is None:
                 continue
@@ -207,7 +200,4 @@ class Slots:
             loaded.load_state_dict(row)
             self._conversations.load(slot, loaded.opening, loaded.messages, row["conversation"])
         self.vacant.update(state["vacant"])
-        self.again.extend(state["again"])
-        self.num_dropped = int(state["dropped"])
-        for opening in self.again:
-            self._conversations.source.claim(opening.draw.origin)
+        self.undelivered.load_again(state["again"], state["dropped"])

@@ -16,11 +16,11 @@ from rollwright.collectors.rollout.environment import conversations_of
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import FlatActor, TensorDictActor
 from rollwright.collectors.rollout.paths.arrays import ArrayPath
+from rollwright.collectors.rollout.paths.conversations.turns import TurnPath
 from rollwright.collectors.rollout.paths.groups import GroupedPath
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.plain import PlainPath
 from rollwright.collectors.rollout.paths.pool import PoolPath
-from rollwright.collectors.rollout.paths.turns import TurnPath
 from rollwright.collectors.rollout.policy import accelerate
 from rollwright.data.llm.records import RecordLayout
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form

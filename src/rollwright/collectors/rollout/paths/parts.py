@@ -12,7 +12,7 @@ from rollwright._memory import MemoryPool
 from rollwright.collectors.core import TrajectoryIds
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.devices import Devices, Syncs
-from rollwright.collectors.rollout.paths.prompts import Prompts
+from rollwright.collectors.rollout.paths.conversations.rows import ConversationRows
 from rollwright.collectors.rollout.policy import ActingPolicy
 from rollwright.collectors.rollout.stats import StageTimer
 from rollwright.data.compact import BoundaryKeeper
@@ -37,7 +37,7 @@ class PathParts:
         ids: hands out trajectory ids.
         memory: provides the memory of batches.
         timer: where the stages of a step are noted.
-        prompts: of an environment of conversations; None: it is another one.
+        conversations: the rows of an environment of conversations; None: it is another one.
         hand_over: leaves the current batch to the plain path: called with the frames so far, the current TensorDict
             after the policy has acted, the keeper of boundaries, and the reason.
     """
@@ -51,7 +51,7 @@ class PathParts:
     ids: TrajectoryIds
     memory: MemoryPool
     timer: StageTimer
-    prompts: Prompts | None
+    conversations: ConversationRows | None
     hand_over: HandOver
 
     @property

@@ -12,8 +12,8 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from rollwright._keys import NestedKey, as_tuple, leaf_keys, unravel
 from rollwright.collectors.core import Path
 from rollwright.collectors.rollout.paths import stages
+from rollwright.collectors.rollout.paths.conversations.rows import ConversationRows, acted_on_others, blanked
 from rollwright.collectors.rollout.paths.parts import PathParts
-from rollwright.collectors.rollout.paths.prompts import Prompts, acted_on_others, blanked
 from rollwright.collectors.rollout.paths.recording import Recorder
 from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.policy_trial import action_forms
@@ -42,7 +42,7 @@ class PlainPath(Path):
         self._has_no_device = devices.current_has_no_device
         self._replaces_ids = options.track_traj_ids and options.reset_when_done
         self._current: TensorDictBase | None = None
-        self._prompts, self._has_ids = parts.prompts, options.track_traj_ids
+        self._rows, self._has_ids = parts.conversations, options.track_traj_ids
         self._renews = options.reset_at_each_iter
         self._without: dict[int, list[int]] = {}  # by time: rows that the data had no conversation for
 
@@ -106,15 +106,15 @@ class PlainPath(Path):
 
     @current.setter
     def current(self, current: TensorDictBase | None) -> None:
-        if current is None and self._prompts is not None:
-            self._prompts.start_over()
+        if current is None and self._rows is not None:
+            self._rows.start_over()
         self._current = current
 
     def forget(self) -> None:
         """See :meth:`Path.forget`."""
         self._current = None
-        if self._prompts is not None:
-            self._prompts.forget()
+        if self._rows is not None:
+            self._rows.forget()
 
     def reset(self, **kwargs: Any) -> None:
         """See :meth:`Path.reset`."""
@@ -168,7 +168,7 @@ class PlainPath(Path):
     def act(self, t: int) -> None:
         """See :meth:`Path.act`."""
         current = cast(TensorDictBase, self._current)
-        if self._prompts is not None and (without := self._prompts.before_step()):
+        if self._rows is not None and (without := self._rows.before_step()):
             self._without[t] = without
             self._current = acted_on_others(self._acting, current, without)
         else:
@@ -186,11 +186,11 @@ class PlainPath(Path):
             self._frame.update(self._blanks)
         self._recorder.write(t, self._frame)
         self._ended = end_of_trajectory(self._frame.get("next"), self._env.done_groups, self._env.ndim)
-        if self._prompts is not None:
+        if self._rows is not None:
             self._ended[self._without.get(t, [])] = False
-            self._prompts.after_step(self._ended, self._frame.get(IDS) if self._has_ids else None)
+            self._rows.after_step(self._ended, self._frame.get(IDS) if self._has_ids else None)
         if self._replaces_ids:
-            self.replace_ids(self._ended if self._prompts is None else self._prompts.begun(self._ended))
+            self.replace_ids(self._ended if self._rows is None else self._rows.begun(self._ended))
         if self._keeper is not None:
             self._keeper.keep(t, self._frame.get("next"), self._ended)
 
@@ -204,11 +204,11 @@ class PlainPath(Path):
         if self._keeper is not None:
             self._keeper.keep(steps - 1, self._frame.get("next"), ~self._ended)  # no root repeats them in this batch
             batch = self._keeper.finish(batch)
-        return batch if self._prompts is None else self._finish_turns(batch, steps, self._prompts)
+        return batch if self._rows is None else self._finish_turns(batch, steps, self._rows)
 
-    def _finish_turns(self, batch: TensorDictBase, steps: int, prompts: Prompts) -> TensorDictBase:
+    def _finish_turns(self, batch: TensorDictBase, steps: int, rows: ConversationRows) -> TensorDictBase:
         """Close a batch of turns: without the times that were not taken, and flat without blank rows."""
-        prompts.finish(renew=self._renews)
+        rows.finish(renew=self._renews)
         without = self._without
         self.frames_taken = steps * self._env.numel() - sum(map(len, without.values()))
         if steps < batch.batch_size[-1]:
@@ -232,40 +232,40 @@ class PlainPath(Path):
     @property
     def is_over(self) -> bool:
         """See :attr:`Path.is_over`."""
-        return self._prompts is not None and self._prompts.is_over
+        return self._rows is not None and self._rows.is_over
 
     def row_ids(self) -> NDArray[Any] | None:
         """See :meth:`Path.row_ids`."""
         ids = super().row_ids()
-        return ids if ids is None or self._prompts is None else self._prompts.row_ids(ids)
+        return ids if ids is None or self._rows is None else self._rows.row_ids(ids)
 
     def delivered(self, ids: Iterable[int] | None = None) -> None:
         """See :meth:`Path.delivered`."""
-        if self._prompts is not None:
-            self._prompts.delivered(ids)
+        if self._rows is not None:
+            self._rows.undelivered.delivered(ids)
 
     def lost(self, ids: Iterable[int]) -> None:
         """See :meth:`Path.lost`."""
-        if self._prompts is not None:
-            self._prompts.lost(ids)
+        if self._rows is not None:
+            self._rows.undelivered.lost(ids)
 
     def dropped(self) -> None:
         """See :meth:`Path.dropped`."""
-        if self._prompts is not None:
-            self._prompts.dropped()
+        if self._rows is not None:
+            self._rows.undelivered.dropped()
 
     def save_undelivered(self) -> torch.Tensor | None:
         """See :meth:`Path.save_undelivered`."""
-        return None if self._prompts is None else self._prompts.save()
+        return None if self._rows is None else self._rows.undelivered.save_ended()
 
     def load_undelivered(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
         """See :meth:`Path.load_undelivered`."""
-        if self._prompts is not None:
-            self._prompts.load(saved, held)
+        if self._rows is not None:
+            self._rows.load(saved, held)
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""
-        return {} if self._prompts is None else self._prompts.stats()
+        return {} if self._rows is None else self._rows.stats()
 
 
 def _without(outputs: TensorDictBase, frame: TensorDictBase) -> TensorDictBase | None:

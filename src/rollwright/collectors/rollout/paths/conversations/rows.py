@@ -1,4 +1,4 @@
-"""Prompts: which conversations of an environment on TensorDicts have ended, and which of them were delivered."""
+"""ConversationRows: which conversations the rows of an environment on TensorDicts are in, and where they end."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from rollwright.collectors.rollout.paths.dialogs import packed, unpacked
 from rollwright.data.layout import TRAJ_IDS, blank_frame
 from rollwright.data.llm.records import empty_record
 from rollwright.envs.base import EnvBase
+from rollwright.envs.checkpoint.packed import unpacked
 from rollwright.envs.llm.core import Opening
 from rollwright.envs.llm.env import ConversationEnv
+from rollwright.envs.llm.undelivered import Undelivered
 
-__all__ = ["Prompts", "prompts_of"]
+__all__ = ["ConversationRows", "acted_on_others", "blanked", "renamed", "rows_of"]
 
 
-def prompts_of(env: EnvBase, *, delivers_whole: bool) -> Prompts | None:
-    """The prompts of an environment of conversations, with or without transforms; None: it is none."""
-    return None if _inside(env) is None else Prompts(env, delivers_whole=delivers_whole)
+def rows_of(env: EnvBase, *, delivers_whole: bool) -> ConversationRows | None:
+    """The rows of an environment of conversations, with or without transforms; None: it is none."""
+    return None if _inside(env) is None else ConversationRows(env, delivers_whole=delivers_whole)
 
 
 def _inside(env: EnvBase) -> ConversationEnv | None:
@@ -31,11 +32,8 @@ def _inside(env: EnvBase) -> ConversationEnv | None:
     return inside if isinstance(inside, ConversationEnv) else None
 
 
-class Prompts:
-    """Follows the conversations of an environment from prompt to delivery.
-
-    The place in the data follows what was delivered: a conversation that ended counts when :meth:`delivered` names it,
-    and what nobody will get begins again.
+class ConversationRows:
+    """Follows the conversations of an environment, step by step, and has its :class:`Undelivered` know of their ends.
 
     Args:
         env: an environment of conversations, with or without transforms.
@@ -46,15 +44,17 @@ class Prompts:
         self._outer, self._delivers_whole = env, delivers_whole
         self._now: list[Opening | None] = []
         self._ended: dict[int, Opening] = {}  # in the current batch, by trajectory id
-        self._undelivered: dict[int, Opening] = {}  # in batches before
-        self._last_ended: list[int] = []
-        self._dropped = 0
 
     @property
     def _env(self) -> ConversationEnv:
         env = _inside(self._outer)  # another one where it was recreated
         assert env is not None
         return env
+
+    @property
+    def undelivered(self) -> Undelivered:
+        """The conversations that nobody got."""
+        return self._env.undelivered
 
     @property
     def is_over(self) -> bool:
@@ -91,46 +91,22 @@ class Prompts:
         Args:
             renew: end what is in progress, and begin the next conversations.
         """
-        self._last_ended = list(self._ended)
-        self._undelivered |= self._ended
+        self.undelivered.ended(self._ended)
         self._ended = {}
         if renew:
             self._env.renew()
 
-    # Delivery -----------------------------------------------------------------------------------------
-
-    def delivered(self, ids: Iterable[int] | None) -> None:
-        """See :meth:`Path.delivered`."""
-        source = self._env.conversations.source
-        for number in self._last_ended if ids is None else ids:
-            opening = self._undelivered.pop(number, None)
-            if opening is not None:
-                source.delivered(opening.draw.origin)
-
-    def lost(self, ids: Iterable[int]) -> None:
-        """See :meth:`Path.lost`."""
-        self._env.begin_again(self._undelivered.pop(number) for number in ids if number in self._undelivered)
-
-    def dropped(self) -> None:
-        """See :meth:`Path.dropped`."""
-        self._dropped += len(self._undelivered)
-        self.delivered(list(self._undelivered))
-
     def start_over(self) -> None:
         """After an error: what nobody got begins again."""
-        lost = dict(self._ended)
-        if not self._delivers_whole:  # else those of earlier batches are held, and will be delivered
-            lost = self._undelivered | lost
-            self._undelivered = {}
-        self._ended, self._last_ended = {}, []
+        ended, self._ended = list(self._ended.values()), {}
         env = self._env
-        again = [*lost.values(), *env.interrupted()]
-        env.begin_again(again)
+        env.undelivered.start_over([*ended, *env.interrupted()], holds_ended=self._delivers_whole)
 
     def forget(self) -> None:
         """See :meth:`Path.forget`."""
-        self._ended, self._undelivered, self._last_ended = {}, {}, []
+        self._ended = {}
         self._env.abandon()
+        self.undelivered.forget()
 
     def row_ids(self, ids: Any) -> Any:
         """Ids of the trajectories that rows go on with; -1 where a row has no conversation, or begins one."""
@@ -138,41 +114,22 @@ class Prompts:
 
     # State --------------------------------------------------------------------------------------------
 
-    def save(self) -> torch.Tensor:
-        """Conversations that ended and were not delivered."""
-        return packed(self._undelivered)
-
     def load(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
-        """Go on from what :meth:`save` saved.
-
-        Args:
-            saved: see there.
-            held: ids of the trajectories that are held now, and their first frames.
-        """
-        if saved is None:
-            return
-        openings = unpacked(saved)
-        self._undelivered = renamed(openings, held)
-        for opening in self._undelivered.values():
-            self._env.conversations.source.claim(opening.draw.origin)
+        """Go on with conversations that have ended, see :meth:`Path.load_undelivered`."""
+        if saved is not None:
+            self.undelivered.load_ended(renamed(unpacked(saved), held))
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""
-        env = self._env
+        env, undelivered = self._env, self.undelivered
         going_on = [at for at, goes_on in zip(env.openings, env.in_progress, strict=True) if at is not None and goes_on]
         return {
             "conversations_in_progress": len(going_on),
-            "conversations_dropped": self._dropped + env.num_dropped,
-            "conversations_undelivered": len(self._undelivered),
-            "conversations_unfinished": names_of([*self._undelivered.values(), *going_on]),
+            "conversations_dropped": undelivered.num_dropped,
+            "conversations_undelivered": len(undelivered),
+            "conversations_unfinished": undelivered.names([*undelivered.openings.values(), *going_on]),
             "turns_ahead": 0,
         }
-
-
-def names_of(openings: Iterable[Opening]) -> list[str]:
-    """Names of conversations, for people; each once."""
-    origins = dict.fromkeys(opening.draw.origin for opening in openings)
-    return [f"prompt {each.index} (epoch {each.epoch}, repeat {each.repeat})" for each in origins]
 
 
 def renamed(openings: dict[int, Opening], held: Iterable[tuple[int, TensorDictBase]]) -> dict[int, Opening]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from rollwright.collectors.rollout.paths.dialogs import EndedTurn, packed, place_in, unpacked
+from rollwright.collectors.rollout.paths.conversations.dialogs import EndedTurn
+from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Opening
 
-__all__ = ["divided"]
+__all__ = ["divided", "place_in"]
 
 
 def divided(
@@ -47,6 +48,19 @@ def divided(
         )
     started = any(state["row_ids"] is not None for state in states)
     return [part.state(started) for part in found]
+
+
+def place_in(source: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
+    """The state of a path of which nothing is kept but the place in the data."""
+    return {
+        "source": source,
+        "dialogs": [],
+        "rows": packed([[] for _ in range(num_rows)]),
+        "row_ids": None,
+        "undelivered": packed({}),
+        "again": packed([]),
+        "dropped": 0,
+    }
 
 
 class _Part:

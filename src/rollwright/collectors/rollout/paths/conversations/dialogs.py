@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +13,7 @@ from rollwright.data.llm.turns import FinishReason, Message, Turn
 from rollwright.envs.llm.core import Answer, Opening, Outcome
 from rollwright.modules.llm.engine import Completion, Engine
 
-__all__ = ["Dialog", "EndedTurn", "own", "packed", "place_in", "unpacked"]
+__all__ = ["Dialog", "EndedTurn", "name_of", "own"]
 
 
 @dataclass(slots=True)
@@ -76,6 +75,11 @@ class Dialog:
         else:
             chain.open(opening.messages)
         return cls(slot, opening, chain, messages=list(opening.messages))
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return name_of(self.opening, self.number)
 
     @property
     def is_untouched(self) -> bool:
@@ -198,17 +202,11 @@ class Dialog:
         )
 
 
-def place_in(source: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
-    """The state of a path of which nothing is kept but the place in the data."""
-    return {
-        "source": source,
-        "dialogs": [],
-        "rows": packed([[] for _ in range(num_rows)]),
-        "row_ids": None,
-        "undelivered": packed({}),
-        "again": packed([]),
-        "dropped": 0,
-    }
+def name_of(opening: Opening, number: int) -> str:
+    """The name of a conversation and its turn, for messages."""
+    origin = opening.draw.origin
+    where = f"epoch {origin.epoch}, repeat {origin.repeat}"
+    return f"the conversation of prompt {origin.index} ({where}), turn {number}"
 
 
 def own(ended: EndedTurn) -> EndedTurn:
@@ -219,13 +217,3 @@ def own(ended: EndedTurn) -> EndedTurn:
 def _own_turn(turn: Turn) -> Turn:
     following = turn.next_prompt
     return replace(turn, tokens=turn.tokens.clone(), next_prompt=None if following is None else following.clone())
-
-
-def packed(state: Any) -> torch.Tensor:
-    """A pickle as uint8 ``[bytes]``, which ``torch.load(..., weights_only=True)`` reads."""
-    return torch.frombuffer(bytearray(pickle.dumps(state, protocol=5)), dtype=torch.uint8)
-
-
-def unpacked(state: torch.Tensor) -> Any:
-    """What :func:`packed` has packed."""
-    return pickle.loads(state.cpu().numpy().tobytes())

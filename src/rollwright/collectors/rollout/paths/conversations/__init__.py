@@ -1,0 +1,1 @@
+"""Execution paths of conversations: turns of an engine, and rows of an environment on TensorDicts."""

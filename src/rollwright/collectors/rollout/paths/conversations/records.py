@@ -1,0 +1,66 @@
+"""RecordMaker: TensorDicts of the turns of a batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+from rollwright.collectors.rollout.paths.conversations.dialogs import EndedTurn
+from rollwright.data.layout import TRAJ_IDS
+from rollwright.data.llm.records import RecordLayout, empty_record, record
+
+__all__ = ["RecordMaker"]
+
+Times = Sequence[Sequence[EndedTurn | None]]
+
+
+class RecordMaker:
+    """Makes TensorDicts of turns.
+
+    Args:
+        layout: of records.
+        batch_size: of the environment.
+        flat: a batch is ``[N]``; False: ``[*env, T]``.
+        streams: there is one row, and a frame is ``[]``.
+    """
+
+    def __init__(self, layout: RecordLayout, batch_size: Sequence[int], *, flat: bool, streams: bool) -> None:
+        self._layout, self._batch_size, self._flat, self._streams = layout, batch_size, flat or streams, streams
+
+    def _record(self, ended: EndedTurn) -> TensorDict:
+        return record(ended.turn, self._layout, ended.id)
+
+    def frame(self, turns: Sequence[EndedTurn | None]) -> TensorDictBase:
+        """The turns of one time."""
+        found = [self._record(each) for each in turns if each is not None]
+        return found[0] if self._streams else cast(TensorDictBase, self._nested(found))
+
+    def batch(self, times: Times) -> TensorDictBase:
+        """The turns of a batch, by time and row; None: the row has none then."""
+        rows = list(zip(*times, strict=True))
+        if self._flat:
+            records = [self._record(each) for row in rows for each in row if each is not None]
+            return cast(TensorDictBase, LazyStackedTensorDict(*records, stack_dim=0, stack_dim_name="time"))
+        return self._stacked([[None if each is None else self._record(each) for each in row] for row in rows])
+
+    def _stacked(self, rows: list[list[TensorDict | None]]) -> TensorDictBase:
+        """``[*env, T]`` of records by row; what was not taken is blank."""
+        times = list(zip(*rows, strict=True))
+        if any(made is None for made in itertools.chain(*times)):
+            blank = empty_record(next(made for made in itertools.chain(*times) if made is not None))
+            blank.set(TRAJ_IDS, torch.tensor(-1))
+            times = [tuple(blank if made is None else made for made in each) for each in times]
+        steps = [self._nested(list(each)) for each in times]
+        return cast(
+            TensorDictBase, LazyStackedTensorDict(*steps, stack_dim=len(self._batch_size), stack_dim_name="time")
+        )
+
+    def _nested(self, rows: list[Any]) -> Any:
+        """Records of one time as ``[*env]``."""
+        for size in reversed(self._batch_size):
+            rows = [LazyStackedTensorDict(*rows[i : i + size], stack_dim=0) for i in range(0, len(rows), size)]
+        return rows[0]

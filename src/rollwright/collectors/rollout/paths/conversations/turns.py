@@ -1,0 +1,320 @@
+"""TurnPath: an engine answers, conversations follow, on messages and tokens; a TensorDict is made of each turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+
+from rollwright.collectors.core import Path
+from rollwright.collectors.rollout.paths.conversations import saving
+from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, EndedTurn
+from rollwright.collectors.rollout.paths.conversations.division import divided, place_in
+from rollwright.collectors.rollout.paths.conversations.exchange import Exchange
+from rollwright.collectors.rollout.paths.conversations.records import RecordMaker
+from rollwright.collectors.rollout.paths.conversations.rows import renamed
+from rollwright.collectors.rollout.paths.conversations.slots import Dialogs
+from rollwright.collectors.rollout.paths.parts import PathParts
+from rollwright.data.llm.chain import TokenChain
+from rollwright.data.llm.records import RecordLayout
+from rollwright.envs.llm.core import Conversations
+from rollwright.envs.llm.transforms import TurnHook
+from rollwright.errors import EnvError, NotNative
+from rollwright.modules.llm.engine import Engine
+
+__all__ = ["TurnPath"]
+
+
+class TurnPath(Path):
+    """Takes turns of conversations: the engine answers, the environment follows.
+
+    One turn of each conversation in turn, ``[*env, T]``; with ``streams``, turns in the order in which they end,
+    ``[N]``: conversations whose environment is ready generate while others step. A conversation whose outcome waits for
+    others (a reward of a whole group) lets those others go ahead; their turns are kept for the next batch.
+
+    Which tokens are sampled depends on prompt, epoch, repeat, turn and seed alone (:func:`turn_seed`), hence neither on
+    the slot nor on the order.
+
+    Args:
+        parts: what it is made of.
+        conversations: of the environment.
+        engine: of the policy.
+        hooks: finds what the environment's transforms do with a complete turn; an error where they cannot.
+        layout: of records.
+        streams: see above.
+        how: for ``stats()``.
+    """
+
+    calls_policy = False
+
+    def __init__(
+        self,
+        parts: PathParts,
+        conversations: Conversations,
+        engine: Engine,
+        *,
+        hooks: Callable[[], list[TurnHook]],
+        layout: RecordLayout,
+        streams: bool,
+        how: Mapping[str, str],
+    ) -> None:
+        self.how = dict(how)
+        self._conversations, self._find_hooks, self._streams = conversations, hooks, streams
+        self._ids, self._storing = parts.ids, parts.devices.storing
+        self._delivers_whole = whole = parts.options.delivers_whole
+        self._resets = parts.options.reset_at_each_iter
+        self._chain = TokenChain(
+            engine.tokenizer,
+            conversations.template,
+            history=getattr(conversations, "history", "keep"),
+            end_token_ids=engine.end_ids,
+        ).new
+        self._dialogs = Dialogs(conversations, self._chain, streams=streams, holds=whole, fresh_id=self._fresh_id)
+        self._undelivered = self._dialogs.undelivered
+        self._exchange = Exchange(conversations, engine, self._dialogs, hooks=hooks(), before_asking=self._keep_before)
+        flat = parts.options.flatten_data and not whole  # else the delivery needs the rows
+        self._records = RecordMaker(layout, parts.env.batch_size, flat=flat, streams=streams)
+        self._batch: list[list[EndedTurn | None]] = []
+        self._ended: list[tuple[float, int]] = []
+        self._started = False
+
+    def check(self) -> None:
+        """See :meth:`Path.check`: transforms may have been added."""
+        self._exchange.hooks = self._find_hooks()
+
+    def _keep_before(self, dialog: Dialog) -> None:
+        """Save a conversation that may be asked for before the turn is complete."""
+        if self.keeps_place and not self._delivers_whole and (self._streams or self._dialogs.row_of(dialog)):
+            dialog.before = saving.packed_or_none(dialog, self._conversations)
+
+    # The conversations --------------------------------------------------------------------------
+
+    @property
+    def started(self) -> bool:
+        """See :attr:`Path.started`."""
+        return self._started
+
+    @property
+    def current(self) -> TensorDictBase | None:
+        """See :attr:`Path.current`: None; there is no TensorDict between two turns."""
+        return None
+
+    @current.setter
+    def current(self, current: TensorDictBase | None) -> None:
+        """Begin the conversations in progress again: after an error, a turn may have been taken in part."""
+        self._exchange.cancel(self._dialogs)
+        taken = [each.opening for times in self._batch for each in times if each is not None]
+        self._undelivered.start_over([*taken, *self._dialogs.openings()], holds_ended=self._delivers_whole)
+        self._clear()
+
+    def forget(self) -> None:
+        """See :meth:`Path.forget`."""
+        self._exchange.cancel(self._dialogs)
+        self._undelivered.forget()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._dialogs.clear()
+        self._batch = []
+        self._started = False
+
+    def reset(self, **kwargs: Any) -> None:
+        """See :meth:`Path.reset`; a conversation in which nothing was asked yet stays."""
+        self._reset(range(len(self._dialogs.slots)))
+        self._started = True
+        if self.is_over:
+            raise EnvError(
+                f"{type(self._conversations).__name__}: there is no prompt to begin a conversation with: the data is "
+                "empty, or all its epochs are over. Pass more data, or more epochs."
+            )
+
+    def look_ahead(self) -> None:
+        """See :meth:`Path.look_ahead`."""
+        if not self._started:
+            self._reset(range(len(self._dialogs.slots)))
+
+    def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
+        """See :meth:`Path.reset_some`."""
+        self._reset(marked.reshape(-1).nonzero().reshape(-1).tolist())
+
+    def _reset(self, slots: Iterable[int]) -> None:
+        found = {slot: self._dialogs.slots[slot] for slot in slots}
+        stale = {slot: dialog for slot, dialog in found.items() if dialog is None or not dialog.is_untouched}
+        self._exchange.cancel(stale.values())
+        for dialog in stale.values():
+            if dialog is not None:
+                self._dialogs.drop(dialog)
+        for slot in stale:
+            self._dialogs.open(slot)
+
+    @property
+    def is_over(self) -> bool:
+        """See :attr:`Path.is_over`."""
+        return self._dialogs.are_over
+
+    def set_ids(self, ids: torch.Tensor) -> None:
+        """See :meth:`Path.set_ids`."""
+        for dialog, number in zip(self._dialogs.slots, ids.reshape(-1).tolist(), strict=True):
+            if dialog is not None:
+                dialog.id = number
+
+    def replace_ids(self, ended: torch.Tensor) -> None:
+        """See :meth:`Path.replace_ids`."""
+        for slot in ended.reshape(-1).nonzero().reshape(-1).tolist():
+            if (dialog := self._dialogs.slots[slot]) is not None:
+                dialog.id = self._fresh_id()
+
+    def _fresh_id(self) -> int:
+        return int(self._ids.take(1)[0])
+
+    def end_waits(self, in_s: float) -> None:
+        """Wait no longer than ``in_s`` seconds from now on for answers, tools and rewards; called by any thread.
+
+        What waits then raises :class:`WaitsEnded`, and its conversations count as not delivered.
+        """
+        self._exchange.end_waits(in_s)
+
+    # A rollout ----------------------------------------------------------------------------------------
+
+    def conform(self, outputs: TensorDictBase | None) -> None:
+        """See :meth:`Path.conform`."""
+
+    def begin(self, *, random: bool) -> None:
+        """See :meth:`Path.begin`."""
+        if random:
+            raise NotNative("random actions are no answers of an engine")
+        self._batch = []
+
+    def act(self, t: int) -> None:
+        """See :meth:`Path.act`: answers to all prompts that a turn is to be taken of; of a stream, the next ones."""
+        dialogs = self._dialogs
+        if not self._streams:
+            self._exchange.answer_all([dialog for dialog in dialogs.ready if not dialogs.row_of(dialog)])
+        elif dialogs.lack_turns():
+            self._exchange.stream()
+
+    def step(self, t: int) -> None:
+        """See :meth:`Path.step`: what follows the answers."""
+        if self._streams:
+            self._exchange.complete_one()
+        else:
+            self._exchange.complete_each()
+        self._dialogs.fill()
+
+    def record(self, t: int) -> None:
+        """See :meth:`Path.record`."""
+        self._batch.append([row.popleft() if row else None for row in self._dialogs.rows])
+
+    def frame(self, t: int) -> TensorDictBase:
+        """See :meth:`Path.frame`."""
+        return self._records.frame(self._batch[t])
+
+    def finish(self, steps: int) -> TensorDictBase:
+        """See :meth:`Path.finish`."""
+        times, self._batch = self._batch, []
+        taken = [each for turns in times for each in turns if each is not None]
+        self.frames_taken = len(taken)
+        self._undelivered.ended({each.id: each.opening for each in taken if each.ended is not None})
+        self._ended = [each.ended for each in taken if each.ended is not None]
+        if self._resets:  # now, so that it shows whether the data is over
+            self._reset(range(len(self._dialogs.slots)))
+        batch = self._records.batch(times)
+        return batch if self._storing is None else batch.to(self._storing)
+
+    def ended(self) -> Sequence[tuple[float, int]]:
+        """See :meth:`Path.ended`."""
+        return self._ended
+
+    # Delivery and state ------------------------------------------------------------------------------
+
+    def row_ids(self) -> NDArray[Any] | None:
+        """See :meth:`Path.row_ids`."""
+        return self._dialogs.row_ids() if self._started else None
+
+    def delivered(self, ids: Iterable[int] | None = None) -> None:
+        """See :meth:`Path.delivered`."""
+        self._undelivered.delivered(ids)
+
+    def lost(self, ids: Iterable[int]) -> None:
+        """See :meth:`Path.lost`."""
+        self._undelivered.lost(ids)
+
+    def dropped(self) -> None:
+        """See :meth:`Path.dropped`."""
+        self._undelivered.dropped()
+
+    def load_undelivered(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
+        """See :meth:`Path.load_undelivered`: they have the ids that the delivery gave them."""
+        self._undelivered.load_ended(renamed(self._undelivered.openings, held))
+
+    def state_dict(self) -> tuple[dict[str, Any], list[str]]:
+        """See :meth:`Path.state_dict`; waits for tools and rewards that are in progress."""
+        self._exchange.follow_all()
+        unsaved: list[str] = []
+        dialogs = []
+        for dialog in self._dialogs:
+            try:
+                dialogs.append(saving.packed_dialog(dialog, self._conversations))
+            except Exception as error:
+                if not dialog.is_untouched:
+                    unsaved.append(f"{dialog.name} begins again: {type(error).__name__}: {error}")
+        return self._saved(dialogs, self._undelivered.state_dict()), unsaved
+
+    def _saved(self, dialogs: list[torch.Tensor], undelivered: Mapping[str, Any]) -> dict[str, Any]:
+        ids = self.row_ids()
+        saved = saving.save(self._dialogs, dialogs, self._conversations.source.state_dict(), undelivered)
+        return {**saved, "row_ids": None if ids is None else torch.from_numpy(ids)}
+
+    def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any]:
+        """See :meth:`Path.place`: of whole conversations, the place in the data; of turns, what is in progress, too."""
+        done, left = self._undelivered.split(ids)
+        also = [opening.draw.origin for opening in done]
+        if self._delivers_whole:
+            source = self._conversations.source.state_dict()
+            dropped = self._undelivered.num_dropped
+            return {**place_in(source, len(self._dialogs.rows)), "also": also, "dropped": dropped}
+        dialogs = [saving.latest(dialog, self._conversations) for dialog in self._dialogs]
+        known = [saved for saved in dialogs if saved is not None]
+        return {**self._saved(known, self._undelivered.state_dict(left)), "also": also}
+
+    def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+        """See :meth:`Path.divided`; whole conversations that were not delivered begin again."""
+        sources = self._conversations.source.divided([state["source"] for state in states], count)
+        num_rows, num_slots = len(self._dialogs.rows), len(self._dialogs.slots)
+        if self._delivers_whole:
+            return [place_in(source, num_rows) for source in sources]
+        return divided(states, sources, num_rows=num_rows, num_slots=num_slots)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
+        """See :meth:`Path.load_state_dict`.
+
+        Raises:
+            ValueError: it was saved with another number of environments, or another ``async_envs``.
+        """
+        saving.check_rows(state_dict, self._dialogs)
+        self.forget()
+        fresh_id = None if ids_are_free else self._fresh_id
+        saving.load(state_dict, self._dialogs, self._conversations, chain=self._chain, fresh_id=fresh_id)
+        if state_dict["row_ids"] is not None:
+            self._dialogs.fill_all()
+            self._started = True
+
+    def stats(self) -> dict[str, Any]:
+        """See :meth:`Path.stats`."""
+        dialogs, undelivered = self._dialogs, self._undelivered
+        ended = [each.opening for row in dialogs.rows for each in row]
+        left = [*undelivered.openings.values(), *ended, *(dialog.opening for dialog in dialogs.begun)]
+        return {
+            "conversations_in_progress": len(dialogs.begun) + len(undelivered.again),
+            "conversations_dropped": undelivered.num_dropped,
+            "conversations_undelivered": len(undelivered),
+            "conversations_unfinished": undelivered.names(left),
+            "turns_ahead": dialogs.num_ahead(),
+        }
+
+    def close(self) -> None:
+        """See :meth:`Path.close`."""
+        self._exchange.cancel(self._dialogs)

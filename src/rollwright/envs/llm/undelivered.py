@@ -1,0 +1,185 @@
+"""Undelivered: conversations between their prompt and their delivery."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from rollwright.envs.checkpoint.packed import packed, unpacked
+from rollwright.envs.llm.core import Conversations, Opening
+
+__all__ = ["Undelivered"]
+
+
+class Undelivered:
+    """Conversations of an environment that nobody got: they have ended, or are to begin again.
+
+    The place in the data follows what was delivered. A conversation that has ended counts when :meth:`delivered` names
+    it, or when it was dropped on purpose; what nobody will get begins again, before other prompts are drawn.
+
+    Args:
+        conversations: of the environment.
+
+    Attributes:
+        again: conversations to begin again.
+        num_dropped: conversations that were dropped on purpose, and count as delivered.
+
+    Example:
+        >>> from rollwright.envs.llm.conversations import DatasetConversations
+        >>> from rollwright.envs.llm.sources import DatasetSource
+        >>> conversations = DatasetConversations(DatasetSource(["one", "two"], epochs=1), 1)
+        >>> undelivered = Undelivered(conversations)
+        >>> undelivered.ended({7: undelivered.open(0)})
+        >>> undelivered.lost([7])
+        >>> undelivered.open(0).messages
+        [{'role': 'user', 'content': 'one'}]
+        >>> undelivered.open(0).messages
+        [{'role': 'user', 'content': 'two'}]
+        >>> conversations.close()
+    """
+
+    def __init__(self, conversations: Conversations) -> None:
+        self._conversations = conversations
+        self.again: deque[Opening] = deque()
+        self.num_dropped = 0
+        self._ended: dict[int, Opening] = {}  # by trajectory id
+        self._last: list[int] = []  # of them, those that ended in the last batch
+
+    def __len__(self) -> int:
+        """Conversations that have ended."""
+        return len(self._ended)
+
+    @property
+    def openings(self) -> dict[int, Opening]:
+        """How the conversations began that have ended, by trajectory id."""
+        return dict(self._ended)
+
+    # From prompt to end -------------------------------------------------------------------------------
+
+    def open(self, slot: int) -> Opening:
+        """Begin the next conversation in a slot.
+
+        Raises:
+            StopIteration: the data is over.
+        """
+        if not self.again:
+            return self._conversations.open(slot)
+        opening = self.again.popleft()
+        self._conversations.load(slot, opening, opening.messages, {})
+        return opening
+
+    def drop(self, openings: Iterable[Opening]) -> None:
+        """Conversations in progress end here, on purpose: their prompts count as delivered."""
+        for opening in openings:
+            self._conversations.source.delivered(opening.draw.origin)
+            self.num_dropped += 1
+
+    def begin_again(self, openings: Iterable[Opening]) -> None:
+        """Nobody will get these conversations; each begins again once."""
+        self.again.extend({opening.draw.origin: opening for opening in openings}.values())
+
+    def ended(self, openings: Mapping[int, Opening]) -> None:
+        """A batch is complete.
+
+        Args:
+            openings: of the conversations that have ended in it, by trajectory id.
+        """
+        self._ended.update(openings)
+        self._last = list(openings)
+
+    # Delivery -----------------------------------------------------------------------------------------
+
+    def delivered(self, ids: Iterable[int] | None = None) -> None:
+        """Conversations have reached the consumer.
+
+        Args:
+            ids: of their trajectories; None: all that ended in the last batch.
+        """
+        for number in self._last if ids is None else ids:
+            opening = self._ended.pop(number, None)
+            if opening is not None:
+                self._conversations.source.delivered(opening.draw.origin)
+
+    def lost(self, ids: Iterable[int]) -> None:
+        """Conversations could not be delivered, and begin again."""
+        self.begin_again(self._ended.pop(number) for number in list(ids) if number in self._ended)
+
+    def dropped(self) -> None:
+        """What has ended will not be delivered, on purpose."""
+        self.drop(self._ended.values())
+        self._ended = {}
+
+    def start_over(self, openings: Iterable[Opening], *, holds_ended: bool) -> None:
+        """After an error: what nobody got begins again.
+
+        Args:
+            openings: of conversations in progress, and of those that ended in the current batch.
+            holds_ended: whether those of earlier batches are held, and will be delivered.
+        """
+        lost = [] if holds_ended else list(self._ended.values())
+        self._ended = self._ended if holds_ended else {}
+        self._last = []
+        self.begin_again([*lost, *openings])
+
+    def forget(self) -> None:
+        """Draw others: nothing of this is delivered, nor begins again."""
+        self.again.clear()
+        self._ended, self._last = {}, []
+
+    # State --------------------------------------------------------------------------------------------
+
+    def split(self, ids: Iterable[int] | None) -> tuple[list[Opening], dict[int, Opening]]:
+        """Conversations that have ended: those that trajectory ids name, as for :meth:`delivered`, and the others."""
+        named = set(self._last if ids is None else ids)
+        mine = [opening for number, opening in self._ended.items() if number in named]
+        return mine, {number: opening for number, opening in self._ended.items() if number not in named}
+
+    def state_dict(self, ended: Mapping[int, Opening] | None = None) -> dict[str, Any]:
+        """What nobody got.
+
+        Args:
+            ended: of the conversations that have ended, those to be saved; None: all.
+        """
+        return {
+            "undelivered": packed(self._ended if ended is None else ended),
+            "again": packed(list(self.again)),
+            "dropped": self.num_dropped,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], renamed: Callable[[int], int] = int) -> None:
+        """Go on from a saved state; after the source has its place.
+
+        Args:
+            state_dict: of :meth:`state_dict`.
+            renamed: new trajectory ids for those that were saved.
+        """
+        self.load_again(unpacked(state_dict["again"]), state_dict["dropped"])
+        self.load_ended({renamed(number): at for number, at in unpacked(state_dict["undelivered"]).items()})
+
+    def load_again(self, openings: Iterable[Opening], num_dropped: int) -> None:
+        """Conversations to begin again, and how many were dropped."""
+        self.again.extend(openings)
+        self.num_dropped = int(num_dropped)
+        self._claim(self.again)
+
+    def save_ended(self) -> torch.Tensor:
+        """Conversations that have ended, packed."""
+        return packed(self._ended)
+
+    def load_ended(self, openings: Mapping[int, Opening]) -> None:
+        """Conversations that have ended, by the ids that their trajectories have now."""
+        self._ended = dict(openings)
+        self._claim(self._ended.values())
+
+    def _claim(self, openings: Iterable[Opening]) -> None:
+        for opening in openings:
+            self._conversations.source.claim(opening.draw.origin)
+
+    @staticmethod
+    def names(openings: Iterable[Opening]) -> list[str]:
+        """Names of conversations, for people; each once."""
+        origins = dict.fromkeys(opening.draw.origin for opening in openings)
+        return [f"prompt {each.index} (epoch {each.epoch}, repeat {each.repeat})" for each in origins]
