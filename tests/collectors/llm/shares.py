@@ -6,6 +6,7 @@ import collections
 import os
 import random
 import signal
+import time
 import warnings
 from functools import partial
 
@@ -13,16 +14,57 @@ from tests.collectors.llm.fakes import FakeEnv, FakePolicy
 
 from rollwright.collectors.llm import LLMCollector
 from rollwright.data import RaggedStorage, ReplayBuffer
+from rollwright.envs import StepCounter, TransformedEnv
+from rollwright.envs.llm import ChatEnv
 
 KEYS = ("prompt_index", "epoch", "repeat", "turn")
 COUNTED = tuple[int, ...]
 
 
-def make(num_collectors: int = 2, *, env=None, delay_s: float = 0.0005, **options):
-    """A collector of fakes, with workers that are replaced."""
+class Talks:
+    """Replies up to three times."""
+
+    def __init__(self, row):
+        self.left = row["turns"]
+
+    def reply(self, messages):
+        self.left -= 1
+        return [{"role": "user", "content": "again"}], float(len(messages)), self.left < 0
+
+    def state_dict(self):
+        return {"left": self.left}
+
+    def load_state_dict(self, state):
+        self.left = state["left"]
+
+
+def chats(slots: int, *, prompts: int, repeats: int):
+    """An environment on TensorDicts, of text."""
+    rows = [{"text": "x" * (1 + number), "turns": number * 7 % 4} for number in range(prompts)]
+    options = {"input_mode": "text", "environment": Talks, "repeats": repeats, "epochs": 1}
+    env = ChatEnv.from_dataloader(rows, batch_size=slots, group_repeats=True, **options)
+    return TransformedEnv(env, StepCounter())
+
+
+def answers(delay_s: float):
+    """A policy without an engine, whose answer shows what it has read."""
+
+    def answer(td):
+        time.sleep(delay_s)
+        td["text", "response"] = [f"{len(prompt)} letters" for prompt in td["text", "prompt"]]
+        return td
+
+    return answer
+
+
+def make(num_collectors: int = 2, *, env=None, delay_s: float = 0.0005, plain: bool = False, **options):
+    """A collector of fakes, with workers that are replaced; ``plain``: TensorDicts pass."""
     given = {"prompts": 30, "repeats": 4, **(env or {})}
     how = {"on_worker_failure": "restart", "max_restarts": 1000, "restart_delay": 0.0} if num_collectors else {}
     count = {"num_collectors": num_collectors} if num_collectors else {}
+    if plain:
+        env = partial(chats, given.pop("slots", 5), **given)
+        return LLMCollector(env, policy_factory=partial(answers, delay_s), **count, **how, **options)
     kind = FakeEnv.rewarded if given.pop("rewarded", False) else FakeEnv
     env = partial(kind, given.pop("slots", 5), **given)
     return LLMCollector(env, policy_factory=partial(FakePolicy, delay_s=delay_s), **count, **how, **options)

@@ -25,11 +25,17 @@ MODES = {
 }
 
 
+PLAIN = ["turns", "conversations", "groups"]
+
+
 @pytest.mark.parametrize("stored", [False, True], ids=["yielded", "stored"])
-@pytest.mark.parametrize("mode", MODES)
-def test_replaced_workers_go_on_behind_what_was_delivered(mode, stored):
-    wanted = expected(**MODES[mode])
-    found, killed = delivered_under_kills(3, 1, stored=stored, **MODES[mode])
+@pytest.mark.parametrize(
+    ("mode", "plain"), [*((mode, False) for mode in MODES), *((mode, True) for mode in PLAIN)], ids=str
+)
+def test_replaced_workers_go_on_behind_what_was_delivered(mode, plain, stored):
+    options = {name: value for name, value in MODES[mode].items() if name != "async_envs" or not plain}
+    wanted = expected(plain=plain, **options)
+    found, killed = delivered_under_kills(3, 1, stored=stored, plain=plain, **options)
     assert killed == 3
     assert found == wanted, tally(found, wanted)
 

@@ -254,6 +254,20 @@ class PlainPath(Path):
         if self._rows is not None:
             self._rows.undelivered.dropped()
 
+    def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any] | None:
+        """See :meth:`Path.place`."""
+        return None if self._rows is None else self._rows.place(self._current, ids)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
+        """Go on from a :meth:`place`; what :meth:`state_dict` lacks is saved with the environment."""
+        if self._rows is not None:
+            self._current = self._rows.load_place(state_dict)
+
+    def look_ahead(self) -> None:
+        """See :meth:`Path.look_ahead`."""
+        if self._rows is not None and self._current is None:
+            self._rows.look_ahead()
+
     def save_undelivered(self) -> torch.Tensor | None:
         """See :meth:`Path.save_undelivered`."""
         return None if self._rows is None else self._rows.undelivered.save_ended()

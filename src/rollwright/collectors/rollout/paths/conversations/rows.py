@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
+from rollwright.collectors.rollout.state import td_from, td_state
 from rollwright.data.layout import TRAJ_IDS, blank_frame
 from rollwright.data.llm.records import empty_record
 from rollwright.envs.base import EnvBase
+from rollwright.envs.checkpoint import load_env, save_env
 from rollwright.envs.checkpoint.packed import unpacked
 from rollwright.envs.llm.core import Opening
 from rollwright.envs.llm.env import ConversationEnv
@@ -118,6 +120,44 @@ class ConversationRows:
         """Go on with conversations that have ended, see :meth:`Path.load_undelivered`."""
         if saved is not None:
             self.undelivered.load_ended(renamed(unpacked(saved), held))
+
+    def place(self, current: TensorDictBase | None, ids: Iterable[int] | None) -> dict[str, Any]:
+        """See :meth:`Path.place`: of whole conversations, the place in the data; of turns, what is in progress, too.
+
+        Args:
+            current: what the next step is taken from.
+            ids: of trajectories that count as delivered.
+        """
+        undelivered, source = self.undelivered, self._env.conversations.source
+        done, left = undelivered.split(ids)
+        place = {"source": source.state_dict(), "also": [opening.draw.origin for opening in done]}
+        if self._delivers_whole or current is None:
+            return place
+        checkpoint = save_env(self._outer)
+        if checkpoint.unsaved:
+            return place
+        env = self._outer.state_dict()
+        return {**place, "left": left, "env": env, "checkpoint": checkpoint.state, "current": td_state(current)}
+
+    def load_place(self, place: Mapping[str, Any]) -> TensorDictBase | None:
+        """Go on from a :meth:`place`; returns what the next step is taken from, None: a reset comes first."""
+        self.forget()
+        undelivered, source = self.undelivered, self._env.conversations.source
+        if "env" in place:  # of transforms, too
+            self._outer.load_state_dict(place["env"])
+        source.load_state_dict(place["source"])
+        for origin in place["also"]:
+            source.delivered(origin)
+        source.load_state_dict(source.state_dict())  # groups are as large as what is left of them
+        if "checkpoint" not in place:
+            return None
+        load_env(self._outer, place["checkpoint"])
+        undelivered.load_ended(place["left"])
+        return td_from(place["current"])
+
+    def look_ahead(self) -> None:
+        """See :meth:`Path.look_ahead`: the next reset shows what is begun here."""
+        self._env.renew()
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""
