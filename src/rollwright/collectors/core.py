@@ -257,6 +257,13 @@ class Path(ABC):
         """Drop the current TensorDict for good: what it came from has changed."""
         self.current = None
 
+    def go_back(self) -> None:
+        """Nobody gets the last batch, or the one in progress: go on from where it began; else begin all again.
+
+        May be called again.
+        """
+        self.current = None
+
     def ended(self) -> Sequence[tuple[float, int]] | None:
         """Returns and lengths of the trajectories that ended in the last batch; None: the batch shows them."""
         return None

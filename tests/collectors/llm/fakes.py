@@ -211,6 +211,10 @@ class FakeConversations(Conversations):
             self._waiting[slot] = (False, state["waiting"])
             self._groups.setdefault(opening.draw.origin.group, set()).add(slot)
 
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._groups.clear()
+
     def close(self) -> None:
         self.closed = True
 

@@ -181,7 +181,7 @@ class RolloutDelivery(Delivery):
             batch = rollout.collect()
             assembler.take(batch, rollout.steps_taken, rollout.ends_in(batch))
         except BaseException:
-            if rollout.start_over_if_begun():
+            if rollout.go_back_if_begun():
                 assembler.drop_after_error(known + rollout.frames)
             raise
         self._profile.step()
@@ -235,7 +235,7 @@ class RolloutDelivery(Delivery):
     def _collected(self) -> Iterator[TensorDictBase]:
         """A batch; where the ``with`` block raises, nobody gets it, and its trajectories end there."""
         self._profile.start()
-        with self.rollout.or_start_over():
+        with self.rollout.or_go_back():
             yield self.rollout.collect()
         self._profile.step()
 

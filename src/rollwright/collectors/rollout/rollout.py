@@ -262,21 +262,24 @@ class Rollout:
                 self._counting = False
             if self.observer.accepts(self.frames_taken):
                 return batch
-            self.start_over()
+            self._path.go_back()
 
     @contextmanager
-    def or_start_over(self) -> Iterator[None]:
-        """Where the ``with`` block raises, nobody gets its steps: the trajectories in progress end there."""
+    def or_go_back(self) -> Iterator[None]:
+        """Where the ``with`` block raises, nobody gets its steps: the trajectories in progress end there.
+
+        Conversations go on from where the batch began.
+        """
         try:
             yield
         except BaseException:
-            self.start_over_if_begun()
+            self.go_back_if_begun()
             raise
 
-    def start_over_if_begun(self) -> bool:
-        """:meth:`start_over`, if the last rollout came as far as its first step; returns whether it did."""
+    def go_back_if_begun(self) -> bool:
+        """Nobody gets the last batch, if its rollout came as far as its first step; returns whether it did."""
         if self._begun:
-            self.start_over()
+            self._path.go_back()
         return self._begun
 
     def start_over(self) -> None:
@@ -316,7 +319,7 @@ class Rollout:
                 return self._finish(t + 1)
             except BaseException as error:
                 of_policy = explained(error, self._trial(), self._path)
-                self.start_over()  # a step may have been taken in part
+                self._path.go_back()  # a step may have been taken in part
                 if of_policy is None:
                     raise
                 raise of_policy from error

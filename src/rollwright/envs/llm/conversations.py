@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -417,14 +418,34 @@ class DatasetConversations(Conversations):
         if talk.ended is not None:
             self._finish(slot, talk)
 
-    def close(self) -> None:
-        """See :meth:`Conversations.close`."""
+    def clear(self) -> None:
+        """See :meth:`Conversations.clear`; warns where the environment of a conversation cannot be closed."""
+        for error in self._clear():
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+    def _clear(self) -> list[EnvError]:
         self._jobs.forget(lambda key: True)
-        for talk in self._talks.values():
-            talk.close()
-        self._talks.clear()
+        talks, self._talks = list(self._talks.values()), {}
         self._ready.clear()
         self._groups.clear()
+        self._dropped.clear()
         self._ends.clear()
+        errors = []
+        for talk in talks:
+            try:
+                talk.close()
+            except EnvError as error:
+                errors.append(error)
+        return errors
+
+    def close(self) -> None:
+        """See :meth:`Conversations.close`.
+
+        Raises:
+            EnvError: the environment of a conversation raised; all are closed.
+        """
+        errors = self._clear()
         for lane in (*self._lanes, self._for_rewards, self._for_replies):
             lane.close()
+        if errors:
+            raise errors[0]

@@ -212,6 +212,9 @@ class Conversations(ABC):
     def load(self, slot: int, opening: Opening, messages: Sequence[Message], state: Mapping[str, Any]) -> None:
         """Go on with a conversation that was saved; an empty ``state``: begin it again."""
 
+    def clear(self) -> None:  # noqa: B027 - an implementation without groups has nothing to forget
+        """Take the conversations out of all slots, for others to be begun or loaded; their groups lack none of them."""
+
     @abstractmethod
     def close(self) -> None:
         """End processes and threads of tools and rewards. May be called again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from rollwright.data.llm.turns import FinishReason, Message, Origin, turn_seed
 from rollwright.data.specs import Composite, NonTensor, Unbounded
 from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.base import EnvBase
+from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.core import Answer, Opening, Outcome
 from rollwright.envs.llm.slot_row import SlotRow, Slots
@@ -380,7 +381,7 @@ class ConversationEnv(EnvBase):
     def save_remote(self) -> tuple[dict[str, Any], list[str]]:
         """The conversations in progress, for :func:`~rollwright.envs.checkpoint.save_env`, and what cannot be saved."""
         try:
-            return {"conversations": self._slots.saved()}, []
+            return {"conversations": packed(self._slots.state())}, []
         except Exception as error:
             return {}, [f"{type(self).__name__}: {type(error).__name__}: {error}"]
 
@@ -388,7 +389,24 @@ class ConversationEnv(EnvBase):
         """Go on with conversations that :meth:`save_remote` has saved, from the place in the data of that time."""
         self.abandon()
         if state:
-            self._slots.load(state["conversations"])
+            self._slots.load(unpacked(state["conversations"]))
+
+    def progress(self) -> dict[str, Any]:
+        """The conversations in progress, for :meth:`go_back`.
+
+        Raises:
+            EnvError: one cannot be saved, and why.
+        """
+        return self._slots.state()
+
+    def go_back(self, progress: Mapping[str, Any], taken: Iterable[Opening]) -> None:
+        """Go on from where conversations were before; those that were begun since then begin again.
+
+        Args:
+            progress: of :meth:`progress`.
+            taken: those that steps were taken in since then.
+        """
+        self._slots.go_back(progress, taken)
 
     def delivered(self, tensordict: TensorDictBase) -> None:
         """Note that conversations have reached who uses them; for a loop without a collector, which does that itself.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
-
-import torch
 
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.turns import Message
-from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome
 from rollwright.envs.llm.undelivered import Undelivered
 
@@ -166,12 +163,13 @@ class Slots:
     def interrupted(self) -> list[Opening]:
         """Take the conversations out of their slots."""
         found = [opening for opening in self.openings if opening is not None]
+        self._conversations.clear()
         self.rows = [None] * len(self.rows)
         self.vacant.clear()
         return found
 
-    def saved(self) -> torch.Tensor:
-        """A pickle of all, uint8 ``[bytes]``.
+    def state(self) -> dict[str, Any]:
+        """What all need to go on.
 
         Raises:
             EnvError: a conversation cannot be saved, and why.
@@ -182,17 +180,15 @@ class Slots:
                 rows.append(None)
             else:
                 rows.append(row.state_dict({} if row.over else self._conversations.state(slot)))
-        state = {
+        return {
             "rows": rows,
             "vacant": sorted(self.vacant),
             "again": list(self.undelivered.again),
             "dropped": self.undelivered.num_dropped,
         }
-        return packed(state)
 
-    def load(self, saved: torch.Tensor) -> None:
-        """Go on with what :meth:`saved` has saved."""
-        state = unpacked(saved)
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`state` gave."""
         for slot, row in enumerate(state["rows"]):
             if row is None:
                 continue
@@ -201,3 +197,17 @@ class Slots:
             self._conversations.load(slot, loaded.opening, loaded.messages, row["conversation"])
         self.vacant.update(state["vacant"])
         self.undelivered.load_again(state["again"], state["dropped"])
+
+    def go_back(self, state: Mapping[str, Any], taken: Iterable[Opening]) -> None:
+        """Go on from an earlier state.
+
+        Args:
+            state: of :meth:`state`.
+            taken: conversations that steps were taken in since then; they begin again, if they were not there then.
+        """
+        known = {row["opening"].draw.origin for row in state["rows"] if row is not None}
+        known |= {opening.draw.origin for opening in state["again"]}
+        since = [*taken, *self.interrupted(), *self.undelivered.again]
+        self.undelivered.again.clear()
+        self.load(state)
+        self.undelivered.begin_again(opening for opening in since if opening.draw.origin not in known)

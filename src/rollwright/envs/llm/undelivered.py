@@ -124,6 +124,10 @@ class Undelivered:
         self._last = []
         self.begin_again([*lost, *openings])
 
+    def go_back(self, ended: Mapping[int, Opening]) -> None:
+        """Nobody got the last batch: what has ended is what had ended before, by trajectory id."""
+        self._ended, self._last = dict(ended), []
+
     def forget(self) -> None:
         """Draw others: nothing of this is delivered, nor begins again."""
         self.again.clear()

@@ -110,6 +110,13 @@ class PlainPath(Path):
             self._rows.start_over()
         self._current = current
 
+    def go_back(self) -> None:
+        """See :meth:`Path.go_back`."""
+        if self._rows is None:
+            self.current = None
+        else:
+            self._current = self._rows.go_back()
+
     def forget(self) -> None:
         """See :meth:`Path.forget`."""
         self._current = None
@@ -162,6 +169,8 @@ class PlainPath(Path):
         self._acting = self._random if random else self._policy
         self._blanks = self._outputs if random else None
         self._without = {}
+        if self._rows is not None:
+            self._rows.begin(cast(TensorDictBase, self._current))
         if self._keeper is not None:
             self._keeper.begin()
 
@@ -242,7 +251,7 @@ class PlainPath(Path):
     def delivered(self, ids: Iterable[int] | None = None) -> None:
         """See :meth:`Path.delivered`."""
         if self._rows is not None:
-            self._rows.undelivered.delivered(ids)
+            self._rows.delivered(ids)
 
     def lost(self, ids: Iterable[int]) -> None:
         """See :meth:`Path.lost`."""

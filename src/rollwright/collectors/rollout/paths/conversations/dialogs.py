@@ -48,7 +48,7 @@ class Dialog:
         asked: whether an answer is asked for.
         pending: the last answer, while nothing has followed it.
         held: turns that wait for the end of the conversation, where whole ones are delivered.
-        before: its saved state before the last answer was asked for, where that is kept.
+        before: its state before the last answer was asked for, where that is kept.
         memory: of the environment's transforms.
     """
 
@@ -62,7 +62,7 @@ class Dialog:
     asked: bool = False
     pending: Turn | None = None
     held: list[EndedTurn] = field(default_factory=list)
-    before: torch.Tensor | None = None
+    before: dict[str, Any] | None = None
     memory: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

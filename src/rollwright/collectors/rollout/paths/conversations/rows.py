@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from rollwright.collectors.rollout.state import td_from, td_state
 from rollwright.data.layout import TRAJ_IDS, blank_frame
 from rollwright.data.llm.records import empty_record
+from rollwright.data.llm.turns import Origin
 from rollwright.envs.base import EnvBase
 from rollwright.envs.checkpoint import load_env, save_env
 from rollwright.envs.checkpoint.packed import unpacked
@@ -34,6 +36,20 @@ def _inside(env: EnvBase) -> ConversationEnv | None:
     return inside if isinstance(inside, ConversationEnv) else None
 
 
+class _Mark(NamedTuple):
+    """Where a batch began.
+
+    Attributes:
+        progress: of the conversations.
+        current: what its first step was taken from.
+        ended: conversations that had ended, by trajectory id.
+    """
+
+    progress: Mapping[str, Any]
+    current: TensorDictBase
+    ended: Mapping[int, Opening]
+
+
 class ConversationRows:
     """Follows the conversations of an environment, step by step, and has its :class:`Undelivered` know of their ends.
 
@@ -46,6 +62,8 @@ class ConversationRows:
         self._outer, self._delivers_whole = env, delivers_whole
         self._now: list[Opening | None] = []
         self._ended: dict[int, Opening] = {}  # in the current batch, by trajectory id
+        self._mark: _Mark | None = None
+        self._taken: dict[Origin, Opening] = {}  # of the conversations that steps were taken in, since the mark
 
     @property
     def _env(self) -> ConversationEnv:
@@ -65,9 +83,22 @@ class ConversationRows:
 
     # A rollout ----------------------------------------------------------------------------------------
 
+    def begin(self, current: TensorDictBase) -> None:
+        """A batch begins: note where, for :meth:`go_back`.
+
+        Args:
+            current: what the first step is taken from.
+        """
+        self._mark, self._taken = None, {}
+        if self._delivers_whole:
+            return
+        with suppress(Exception):  # conversations may refuse to be saved in any way; they begin again then
+            self._mark = _Mark(self._env.progress(), current.copy(), self.undelivered.openings)
+
     def before_step(self) -> list[int]:
         """Note which conversations a step is taken in; returns the rows that have none."""
         self._now = self._env.openings
+        self._taken.update((opening.draw.origin, opening) for opening in self._now if opening is not None)
         return [slot for slot, opening in enumerate(self._now) if opening is None]
 
     def after_step(self, ended: torch.Tensor, ids: torch.Tensor | None) -> None:
@@ -98,15 +129,34 @@ class ConversationRows:
         if renew:
             self._env.renew()
 
+    def go_back(self) -> TensorDictBase | None:
+        """Nobody gets the last batch: go on from where it began.
+
+        Returns:
+            What its first step was taken from; None: a reset comes first, and what was in progress begins again.
+        """
+        if self._mark is None:
+            self.start_over()
+            return None
+        self._ended = {}
+        self.undelivered.go_back(self._mark.ended)
+        self._env.go_back(self._mark.progress, self._taken.values())
+        return self._mark.current.copy()
+
+    def delivered(self, ids: Iterable[int] | None) -> None:
+        """See :meth:`Path.delivered`."""
+        self._mark = None
+        self.undelivered.delivered(ids)
+
     def start_over(self) -> None:
         """After an error: what nobody got begins again."""
-        ended, self._ended = list(self._ended.values()), {}
+        ended, self._ended, self._mark = list(self._ended.values()), {}, None
         env = self._env
         env.undelivered.start_over([*ended, *env.interrupted()], holds_ended=self._delivers_whole)
 
     def forget(self) -> None:
         """See :meth:`Path.forget`."""
-        self._ended = {}
+        self._ended, self._mark = {}, None
         self._env.abandon()
         self.undelivered.forget()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from rollwright.data.llm.chain import TokenChain
 from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Conversations, Opening
 
-__all__ = ["check_rows", "latest", "load", "packed_dialog", "packed_or_none", "save"]
+__all__ = ["Mark", "before_answer", "check_rows", "latest", "load", "packed_dialog", "save"]
 
 
 def packed_dialog(dialog: Dialog, conversations: Conversations) -> torch.Tensor:
@@ -28,19 +28,20 @@ def packed_dialog(dialog: Dialog, conversations: Conversations) -> torch.Tensor:
     return packed(dialog.state_dict(conversations.ended_state(dialog.slot)))
 
 
-def packed_or_none(dialog: Dialog, conversations: Conversations) -> torch.Tensor | None:
-    """The same; None: the environment cannot save it."""
+def before_answer(dialog: Dialog, conversations: Conversations) -> dict[str, Any] | None:
+    """A conversation whose last answer was not taken, or not asked for; None: it can only begin again."""
+    if dialog.pending is not None:
+        return dialog.before
     try:
-        return packed_dialog(dialog, conversations)
+        return dialog.state_dict(conversations.state(dialog.slot))
     except Exception:  # the environment may fail in any way
         return None
 
 
 def latest(dialog: Dialog, conversations: Conversations) -> torch.Tensor | None:
-    """A conversation, without a wait for what follows its last answer; None: it can only begin again."""
-    if dialog.asked or dialog.pending is not None:
-        return dialog.before
-    return packed_or_none(dialog, conversations)
+    """The same, packed."""
+    found = before_answer(dialog, conversations)
+    return None if found is None else packed(found)
 
 
 def save(
@@ -111,12 +112,65 @@ def load(
     openings: list[Opening] = [*ended, *(saved["opening"] for saved in saved_dialogs)]
     for opening in openings:
         source.claim(opening.draw.origin)
-    for saved in saved_dialogs:
+    _put(dialogs, saved_dialogs, conversations, chain=chain, names=names)
+
+
+def _put(
+    dialogs: Dialogs,
+    states: Iterable[Mapping[str, Any]],
+    conversations: Conversations,
+    *,
+    chain: Callable[[], TokenChain],
+    names: _Names,
+) -> None:
+    """Put conversations that were saved into their slots."""
+    for saved in states:
         dialog = Dialog.loaded(saved, chain())
         dialog.id = names.of(dialog.id)
         dialog.held = [replace(each, id=dialog.id) for each in dialog.held]
         dialogs.slots[dialog.slot] = dialog
         conversations.load(dialog.slot, dialog.opening, dialog.messages, saved["environment"])
+
+
+class Mark:
+    """Where a batch began: conversations in progress, their turns that were not taken, and what nobody got.
+
+    Args:
+        dialogs: the slots and rows.
+        conversations: of the environment.
+    """
+
+    def __init__(self, dialogs: Dialogs, conversations: Conversations) -> None:
+        self._conversations = conversations
+        begun = [dialog for dialog in dialogs if dialog.number]  # the others begin again
+        found = {dialog.opening.draw.origin: before_answer(dialog, conversations) for dialog in begun}
+        unsaved = {origin for origin, state in found.items() if state is None}
+        self._states = {origin: state for origin, state in found.items() if state is not None}
+        self._rows = [[each for each in row if each.opening.draw.origin not in unsaved] for row in dialogs.rows]
+        undelivered = dialogs.undelivered
+        self._ended, self._again = undelivered.openings, list(undelivered.again)
+
+    def go_back(self, dialogs: Dialogs, taken: Iterable[Opening], chain: Callable[[], TokenChain]) -> None:
+        """Put slots and rows back to where they were; what was begun since then begins again.
+
+        Args:
+            dialogs: the slots and rows.
+            taken: of the turns of the batch that nobody gets.
+            chain: makes the tokens of a conversation.
+        """
+        undelivered = dialogs.undelivered
+        ended = [at for number, at in undelivered.openings.items() if number not in self._ended]
+        since = [*self._again, *taken, *ended, *dialogs.openings(), *undelivered.again]
+        kept = {*self._states, *(each.opening.draw.origin for row in self._rows for each in row)}
+        self._conversations.clear()
+        dialogs.clear()
+        undelivered.go_back(self._ended)
+        undelivered.again.clear()
+        undelivered.begin_again(opening for opening in since if opening.draw.origin not in kept)
+        for row, turns in zip(dialogs.rows, self._rows, strict=True):
+            row.extend(turns)
+        _put(dialogs, self._states.values(), self._conversations, chain=chain, names=_Names(None))
+        dialogs.vacate()
 
 
 class _Names:

@@ -91,6 +91,7 @@ class Dialogs:
     def open(self, slot: int) -> None:
         """Begin the next conversation."""
         self.slots[slot] = None
+        self._vacant.discard(slot)
         try:
             opening = self.undelivered.open(slot)
         except StopIteration:
@@ -111,12 +112,10 @@ class Dialogs:
     def fill(self) -> None:
         """Begin conversations where others have ended, in order of slots, whichever of them ended first."""
         self.open_with_id(sorted(self._vacant))
-        self._vacant.clear()
 
-    def fill_all(self) -> None:
-        """Begin conversations in all slots that have none."""
+    def vacate(self) -> None:
+        """Have :meth:`fill` begin conversations in all slots that have none."""
         self._vacant.update(slot for slot, dialog in enumerate(self.slots) if dialog is None)
-        self.fill()
 
     def keep(self, dialog: Dialog, ended: EndedTurn) -> None:
         """A turn is complete."""

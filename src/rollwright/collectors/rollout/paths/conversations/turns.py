@@ -20,7 +20,7 @@ from rollwright.collectors.rollout.paths.conversations.slots import Dialogs
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.records import RecordLayout
-from rollwright.envs.llm.core import Conversations
+from rollwright.envs.llm.core import Conversations, Opening
 from rollwright.envs.llm.transforms import TurnHook
 from rollwright.errors import EnvError, NotNative
 from rollwright.modules.llm.engine import Engine
@@ -80,15 +80,18 @@ class TurnPath(Path):
         self._batch: list[list[EndedTurn | None]] = []
         self._ended: list[tuple[float, int]] = []
         self._started = False
+        self._mark: saving.Mark | None = None  # where the batch began, until it is delivered
+        self._finished: list[Opening] = []  # of its turns, when it is complete
 
     def check(self) -> None:
         """See :meth:`Path.check`: transforms may have been added."""
         self._exchange.hooks = self._find_hooks()
 
     def _keep_before(self, dialog: Dialog) -> None:
-        """Save a conversation that may be asked for before the turn is complete."""
-        if self.keeps_place and not self._delivers_whole and (self._streams or self._dialogs.row_of(dialog)):
-            dialog.before = saving.packed_or_none(dialog, self._conversations)
+        """Keep what is needed of a conversation whose turn may not be complete when the batch is."""
+        ahead = self._streams or self._dialogs.row_of(dialog)
+        keeps = ahead and dialog.number and not self._delivers_whole
+        dialog.before = saving.before_answer(dialog, self._conversations) if keeps else None
 
     # The conversations --------------------------------------------------------------------------
 
@@ -110,6 +113,16 @@ class TurnPath(Path):
         self._undelivered.start_over([*taken, *self._dialogs.openings()], holds_ended=self._delivers_whole)
         self._clear()
 
+    def go_back(self) -> None:
+        """See :meth:`Path.go_back`."""
+        if self._mark is None:
+            self.current = None
+            return
+        self._exchange.cancel(self._dialogs)
+        taken = [each.opening for times in self._batch for each in times if each is not None]
+        self._mark.go_back(self._dialogs, [*self._finished, *taken], self._chain)
+        self._batch, self._finished = [], []
+
     def forget(self) -> None:
         """See :meth:`Path.forget`."""
         self._exchange.cancel(self._dialogs)
@@ -117,8 +130,9 @@ class TurnPath(Path):
         self._clear()
 
     def _clear(self) -> None:
+        self._conversations.clear()
         self._dialogs.clear()
-        self._batch = []
+        self._batch, self._mark = [], None
         self._started = False
 
     def reset(self, **kwargs: Any) -> None:
@@ -186,7 +200,9 @@ class TurnPath(Path):
         """See :meth:`Path.begin`."""
         if random:
             raise NotNative("random actions are no answers of an engine")
-        self._batch = []
+        self._dialogs.fill()
+        self._batch, self._finished = [], []
+        self._mark = None if self._delivers_whole else saving.Mark(self._dialogs, self._conversations)
 
     def act(self, t: int) -> None:
         """See :meth:`Path.act`: answers to all prompts that a turn is to be taken of; of a stream, the next ones."""
@@ -216,7 +232,7 @@ class TurnPath(Path):
         """See :meth:`Path.finish`."""
         times, self._batch = self._batch, []
         taken = [each for turns in times for each in turns if each is not None]
-        self.frames_taken = len(taken)
+        self.frames_taken, self._finished = len(taken), [each.opening for each in taken]
         self._undelivered.ended({each.id: each.opening for each in taken if each.ended is not None})
         self._ended = [each.ended for each in taken if each.ended is not None]
         if self._resets:  # now, so that it shows whether the data is over
@@ -236,6 +252,7 @@ class TurnPath(Path):
 
     def delivered(self, ids: Iterable[int] | None = None) -> None:
         """See :meth:`Path.delivered`."""
+        self._mark = None
         self._undelivered.delivered(ids)
 
     def lost(self, ids: Iterable[int]) -> None:
@@ -299,7 +316,8 @@ class TurnPath(Path):
         fresh_id = None if ids_are_free else self._fresh_id
         saving.load(state_dict, self._dialogs, self._conversations, chain=self._chain, fresh_id=fresh_id)
         if state_dict["row_ids"] is not None:
-            self._dialogs.fill_all()
+            self._dialogs.vacate()
+            self._dialogs.fill()
             self._started = True
 
     def stats(self) -> dict[str, Any]:
