@@ -257,10 +257,13 @@ class Path(ABC):
         """Drop the current TensorDict for good: what it came from has changed."""
         self.current = None
 
-    def go_back(self) -> None:
+    def go_back(self, *, keeps: bool = True) -> None:
         """Nobody gets the last batch, or the one in progress: go on from where it began; else begin all again.
 
         May be called again.
+
+        Args:
+            keeps: whether steps that were taken may be kept for the next batch; if not, they are taken again.
         """
         self.current = None
 

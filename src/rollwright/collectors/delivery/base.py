@@ -14,7 +14,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from rollwright._keys import NestedKey, is_private, key_str
 from rollwright.collectors.core import Delivery, never
 from rollwright.collectors.delivery.assembler import Trajectory, TrajectoryAssembler
-from rollwright.collectors.delivery.grouping import GroupAssembler, source_of
+from rollwright.collectors.delivery.grouping import GroupAssembler, group_sizes
 from rollwright.collectors.delivery.rows import RowRange
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.paths.stages import IDS
@@ -40,7 +40,7 @@ def make_assembler(rollout: Rollout) -> TrajectoryAssembler | None:
     """What puts trajectories together, where whole ones are delivered."""
     options = rollout.options
     if options.groups_per_batch is not None:
-        return GroupAssembler(rollout.num_rows, source_of(rollout.env).group_size)
+        return GroupAssembler(rollout.num_rows, group_sizes(rollout.env))
     return None if options.trajs_per_batch is None else TrajectoryAssembler(rollout.num_rows)
 
 

@@ -8,28 +8,33 @@ from typing import Any, cast
 
 from rollwright._keys import NestedKey
 from rollwright.collectors.delivery.assembler import Trajectory, TrajectoryAssembler
+from rollwright.collectors.rollout.paths.conversations.pool import is_pool_of_conversations
 from rollwright.data.llm.turns import Origin
 from rollwright.envs.base import EnvBase
+from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.llm.core import PromptSource
 
-__all__ = ["GroupAssembler", "source_of"]
+__all__ = ["GroupAssembler", "group_sizes"]
 
 _ORIGIN: tuple[NestedKey, ...] = ("prompt_index", "epoch", "repeat", "group_id")
 
 
-def source_of(env: EnvBase) -> PromptSource:
-    """The data of an environment of conversations.
+def group_sizes(env: EnvBase) -> Callable[[Origin], int]:
+    """How many conversations the group has that a conversation from somewhere belongs to.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the environment has no conversations.
     """
     source = getattr(getattr(env, "conversations", None), "source", None)
-    if not isinstance(source, PromptSource):
-        raise ValueError(
-            f"groups_per_batch: expected an environment whose conversations begin with prompts of a dataset, such as "
-            f"LLMEnv or ChatEnv, got {env}. Pass trajs_per_batch=, which takes any environment."
-        )
-    return source
+    if isinstance(source, PromptSource):
+        return source.group_size
+    if isinstance(env, AsyncEnvPool) and is_pool_of_conversations(env):
+        sizes: list[int] = env.repeats
+        return lambda origin: sizes[origin.group % len(sizes)]
+    raise ValueError(
+        f"groups_per_batch: expected an environment whose conversations begin with prompts of a dataset, such as "
+        f"LLMEnv or ChatEnv, got {env}. Pass trajs_per_batch=, which takes any environment."
+    )
 
 
 class GroupAssembler(TrajectoryAssembler):

@@ -12,6 +12,7 @@ from torch import nn
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
+from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.closing import closed_on_error
 from rollwright.envs.llm.core import Conversations
 from rollwright.envs.llm.transforms import PolicyVersion, TurnHook, turn_hooks
@@ -114,9 +115,13 @@ def conversations_of(env: EnvBase) -> tuple[Conversations, list[TurnHook]] | Non
 
 def _share_data(env: EnvBase, options: CollectorOptions) -> None:
     """Leave the other workers their part of the prompts."""
+    if options.num_shards <= 1:
+        return
     found = getattr(env, "conversations", None)
-    if options.num_shards > 1 and isinstance(found, Conversations):
+    if isinstance(found, Conversations):
         found.source.shard(options.worker_idx or 0, options.num_shards)
+    elif isinstance(env, AsyncEnvPool) and hasattr(env, "share_data"):
+        env.share_data(options.worker_idx or 0, options.num_shards)
 
 
 def _check_names(env: EnvBase, options: CollectorOptions) -> None:

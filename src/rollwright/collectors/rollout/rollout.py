@@ -262,7 +262,7 @@ class Rollout:
                 self._counting = False
             if self.observer.accepts(self.frames_taken):
                 return batch
-            self._path.go_back()
+            self._path.go_back(keeps=False)
 
     @contextmanager
     def or_go_back(self) -> Iterator[None]:
@@ -513,8 +513,8 @@ class Rollout:
             The seed of the last environment.
         """
         seed = checked_seed(seed)
-        last = self.env.set_seed(seed, static_seed=static_seed)
         self._path.forget()
+        last = self.env.set_seed(seed, static_seed=static_seed)
         return seed if last is None else last
 
     # State ------------------------------------------------------------------------------------

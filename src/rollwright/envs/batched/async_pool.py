@@ -238,6 +238,19 @@ class AsyncEnvPool(AsyncHalves):
                 raise
         return self._slots.look_up(name)
 
+    def call(self, env_index: int, name: str, *args: Any) -> Any:
+        """Call a method of one environment, and return what it returns.
+
+        Raises:
+            RuntimeError: the environment is busy.
+        """
+        if env_index in self.busy:
+            raise RuntimeError(
+                f"call: environment {env_index} has not been received from since it was sent something. Call "
+                f"async_*_recv() first; busy are {self.busy}."
+            )
+        return self._slots.call(env_index, name, args)
+
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close all environments and end their threads or processes, within seconds, whatever they do.
 

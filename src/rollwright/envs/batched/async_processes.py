@@ -141,6 +141,10 @@ class ProcessSlots(Slots):
             return values
         return lambda *args, **kwargs: self._ask(calls.call, name, args, kwargs)
 
+    def call(self, row: int, name: str, args: tuple[Any, ...]) -> Any:
+        """See :class:`Slots`."""
+        return self._ask(calls.call, name, args, {}, rows=[row])[0]
+
     def pids(self) -> list[int | None]:
         """Of the processes; None for one that has ended."""
         return self._processes.pids()

@@ -60,6 +60,10 @@ class Slots(ABC):
         """An attribute of each, as a list; or a function that calls a method of each."""
 
     @abstractmethod
+    def call(self, row: int, name: str, args: tuple[Any, ...]) -> Any:
+        """What a method of one environment returns, which is not busy."""
+
+    @abstractmethod
     def close(self, *, hurries: bool = False) -> tuple[list[Exception], list[str]]:
         """Close all, within seconds: what they raised, and what had to be left behind or killed.
 

@@ -209,6 +209,10 @@ class ThreadSlots(Slots):
         values = [getattr(env, name) for env in self.facts]
         return call_each(values) if all(callable(value) for value in values) else values
 
+    def call(self, row: int, name: str, args: tuple[Any, ...]) -> Any:
+        """See :class:`Slots`."""
+        return getattr(self.facts[row], name)(*args)
+
     def _leave(self) -> None:
         for place in self._places:
             place.stop(0.0)

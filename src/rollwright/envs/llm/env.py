@@ -18,6 +18,7 @@ from rollwright.envs.base import EnvBase
 from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.core import Answer, Opening, Outcome
+from rollwright.envs.llm.pooled import Pooled
 from rollwright.envs.llm.slot_row import SlotRow, Slots
 from rollwright.envs.llm.undelivered import Undelivered
 from rollwright.errors import EnvError
@@ -31,7 +32,7 @@ _NUMBERS = ("seed", "group_id", "repeat", "prompt_index", "epoch", "turn", "sequ
 _FLAT = ("text_response", "tokens_response", "log_probs", "assistant_mask", "tokens_policy_version", "attention_mask")
 
 
-class ConversationEnv(EnvBase):
+class ConversationEnv(Pooled, EnvBase):
     """Conversations as an environment of batch size ``[slots]``, one row for each; base of ``LLMEnv`` and ``ChatEnv``.
 
     A reset writes prompts, and a step reads answers and writes the next prompts. A prompt that was not answered stays
@@ -64,7 +65,7 @@ class ConversationEnv(EnvBase):
 
     returns_copies = True
     # save_remote() saves what changes; the rest is what the constructor was given.
-    _not_saved = ("conversations", "tokenizer", "_slots", "_blank")
+    _not_saved = ("conversations", "tokenizer", "_slots", "_blank", "_keeps_ended")
 
     def __init__(
         self,
@@ -257,6 +258,8 @@ class ConversationEnv(EnvBase):
         row = cast(SlotRow, self._slots.rows[slot])
         message = answer.message if outcome.response is None else outcome.response
         row.follow(answer, message, outcome)
+        if row.over:
+            self._note_end(row.opening)
         if isinstance(outcome.reward, torch.Tensor):
             raise EnvError(
                 f"reward: that of slot {slot} has one number for each token, which only LLMCollector with an engine "
@@ -287,6 +290,7 @@ class ConversationEnv(EnvBase):
             raise EnvError(f"slot {slot}: its conversation has not ended. Resume one that has.")
         self.conversations.resume(slot, messages)
         row.resume(messages)
+        self._note_resumption(row.opening)
         entries = self._observed(row) | {name: torch.tensor([False]) for name in ("terminated", "truncated", "done")}
         return _td(entries) if self.device is None else _td(entries).to(self.device)
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.turns import Message
-from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome
+from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome, PromptSource
 from rollwright.envs.llm.undelivered import Undelivered
 
 __all__ = ["SlotRow", "Slots"]
@@ -138,6 +138,11 @@ class Slots:
         return next(live, None) or self.rows[slot] or next(row for row in self.rows if row is not None)
 
     @property
+    def source(self) -> PromptSource:
+        """Hands out prompts."""
+        return self._conversations.source
+
+    @property
     def openings(self) -> list[Opening | None]:
         """How the conversations began; None: none was, or the data is over."""
         return [None if row is None or slot in self.vacant else row.opening for slot, row in enumerate(self.rows)]
@@ -161,8 +166,9 @@ class Slots:
         self.undelivered.again.clear()
 
     def interrupted(self) -> list[Opening]:
-        """Take the conversations out of their slots."""
-        found = [opening for opening in self.openings if opening is not None]
+        """Take the conversations out of their slots; returns those that have not ended."""
+        shown = zip(self.rows, self.openings, strict=True)
+        found = [opening for row, opening in shown if row is not None and opening is not None and not row.over]
         self._conversations.clear()
         self.rows = [None] * len(self.rows)
         self.vacant.clear()

@@ -17,7 +17,8 @@ __all__ = ["Undelivered"]
 class Undelivered:
     """Conversations of an environment that nobody got: they have ended, or are to begin again.
 
-    The place in the data follows what was delivered. A conversation that has ended counts when :meth:`delivered` names
+    The place in the data follows what was delivered. Those that have ended are known by the ids of their trajectories,
+    or by what else the caller names them with. A conversation that has ended counts when :meth:`delivered` names
     it, or when it was dropped on purpose; what nobody will get begins again, before other prompts are drawn.
 
     Args:
@@ -45,15 +46,15 @@ class Undelivered:
         self._conversations = conversations
         self.again: deque[Opening] = deque()
         self.num_dropped = 0
-        self._ended: dict[int, Opening] = {}  # by trajectory id
-        self._last: list[int] = []  # of them, those that ended in the last batch
+        self._ended: dict[Any, Opening] = {}  # by trajectory id
+        self._last: list[Any] = []  # of them, those that ended in the last batch
 
     def __len__(self) -> int:
         """Conversations that have ended."""
         return len(self._ended)
 
     @property
-    def openings(self) -> dict[int, Opening]:
+    def openings(self) -> dict[Any, Opening]:
         """How the conversations began that have ended, by trajectory id."""
         return dict(self._ended)
 
@@ -81,7 +82,7 @@ class Undelivered:
         """Nobody will get these conversations; each begins again once."""
         self.again.extend({opening.draw.origin: opening for opening in openings}.values())
 
-    def ended(self, openings: Mapping[int, Opening]) -> None:
+    def ended(self, openings: Mapping[Any, Opening]) -> None:
         """A batch is complete.
 
         Args:
@@ -92,7 +93,7 @@ class Undelivered:
 
     # Delivery -----------------------------------------------------------------------------------------
 
-    def delivered(self, ids: Iterable[int] | None = None) -> None:
+    def delivered(self, ids: Iterable[Any] | None = None) -> None:
         """Conversations have reached the consumer.
 
         Args:
@@ -103,9 +104,13 @@ class Undelivered:
             if opening is not None:
                 self._conversations.source.delivered(opening.draw.origin)
 
-    def lost(self, ids: Iterable[int]) -> None:
+    def lost(self, ids: Iterable[Any]) -> None:
         """Conversations could not be delivered, and begin again."""
-        self.begin_again(self._ended.pop(number) for number in list(ids) if number in self._ended)
+        self.begin_again(self.take(ids))
+
+    def take(self, ids: Iterable[Any]) -> list[Opening]:
+        """Conversations that had ended, which are not among them any more."""
+        return [self._ended.pop(number) for number in list(ids) if number in self._ended]
 
     def dropped(self) -> None:
         """What has ended will not be delivered, on purpose."""
@@ -124,7 +129,7 @@ class Undelivered:
         self._last = []
         self.begin_again([*lost, *openings])
 
-    def go_back(self, ended: Mapping[int, Opening]) -> None:
+    def go_back(self, ended: Mapping[Any, Opening]) -> None:
         """Nobody got the last batch: what has ended is what had ended before, by trajectory id."""
         self._ended, self._last = dict(ended), []
 
@@ -135,13 +140,13 @@ class Undelivered:
 
     # State --------------------------------------------------------------------------------------------
 
-    def split(self, ids: Iterable[int] | None) -> tuple[list[Opening], dict[int, Opening]]:
+    def split(self, ids: Iterable[Any] | None) -> tuple[list[Opening], dict[Any, Opening]]:
         """Conversations that have ended: those that trajectory ids name, as for :meth:`delivered`, and the others."""
         named = set(self._last if ids is None else ids)
         mine = [opening for number, opening in self._ended.items() if number in named]
         return mine, {number: opening for number, opening in self._ended.items() if number not in named}
 
-    def state_dict(self, ended: Mapping[int, Opening] | None = None) -> dict[str, Any]:
+    def state_dict(self, ended: Mapping[Any, Opening] | None = None) -> dict[str, Any]:
         """What nobody got.
 
         Args:
@@ -153,7 +158,7 @@ class Undelivered:
             "dropped": self.num_dropped,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], renamed: Callable[[int], int] = int) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], renamed: Callable[[Any], Any] | None = None) -> None:
         """Go on from a saved state; after the source has its place.
 
         Args:
@@ -161,7 +166,8 @@ class Undelivered:
             renamed: new trajectory ids for those that were saved.
         """
         self.load_again(unpacked(state_dict["again"]), state_dict["dropped"])
-        self.load_ended({renamed(number): at for number, at in unpacked(state_dict["undelivered"]).items()})
+        ended = unpacked(state_dict["undelivered"])
+        self.load_ended(ended if renamed is None else {renamed(number): at for number, at in ended.items()})
 
     def load_again(self, openings: Iterable[Opening], num_dropped: int) -> None:
         """Conversations to begin again, and how many were dropped."""
@@ -173,7 +179,7 @@ class Undelivered:
         """Conversations that have ended, packed."""
         return packed(self._ended)
 
-    def load_ended(self, openings: Mapping[int, Opening]) -> None:
+    def load_ended(self, openings: Mapping[Any, Opening]) -> None:
         """Conversations that have ended, by the ids that their trajectories have now."""
         self._ended = dict(openings)
         self._claim(self._ended.values())

@@ -16,6 +16,7 @@ from rollwright.collectors.rollout.environment import conversations_of
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import FlatActor, TensorDictActor
 from rollwright.collectors.rollout.paths.arrays import ArrayPath
+from rollwright.collectors.rollout.paths.conversations.pool import ConversationPoolPath, is_pool_of_conversations
 from rollwright.collectors.rollout.paths.conversations.turns import TurnPath
 from rollwright.collectors.rollout.paths.groups import GroupedPath
 from rollwright.collectors.rollout.paths.parts import PathParts
@@ -55,7 +56,9 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
         return turns
     if goes_by_itself(parts.env, parts.options):
         call, fresh = accelerate(parts.acting.call, parts.options)
-        return PoolPath(parts, cast(AsyncEnvPool, parts.env), call, fresh_outputs=fresh)
+        pool = cast(AsyncEnvPool, parts.env)
+        kind = ConversationPoolPath if pool.ndim > 1 else PoolPath
+        return kind(parts, pool, call, fresh_outputs=fresh)
     against: dict[str, str] = {}
     arrays = _tried(against, "env", lambda: arrays_of(parts))
     random = None if arrays is None else _tried(against, "env", lambda: _random(parts, arrays))
@@ -105,7 +108,8 @@ def dialogue_parts(env: EnvBase, policy: Any, options: CollectorOptions) -> tupl
         raise ValueError(
             "async_envs=True: expected conversations (LLMEnv, ChatEnv), with no transforms but StepCounter(), "
             "RewardSum() and PolicyVersion(), and a policy with an engine (TransformersWrapper) that neither pads nor "
-            "draws several samples; or an AsyncEnvPool without transforms, of environments of batch size []. Got "
+            "draws several samples; or an AsyncEnvPool without transforms, of environments of batch size [], or "
+            "of LLMEnv or ChatEnv with batch_size=1. Got "
             f"{env} and {type(policy).__name__}. Leave async_envs out."
         )
     return None
@@ -113,7 +117,9 @@ def dialogue_parts(env: EnvBase, policy: Any, options: CollectorOptions) -> tupl
 
 def goes_by_itself(env: EnvBase, options: CollectorOptions) -> bool:
     """Whether frames of a pool are collected in the order in which its environments are ready."""
-    if not isinstance(env, AsyncEnvPool) or env.ndim != 1 or options.async_envs is False:
+    if not isinstance(env, AsyncEnvPool) or options.async_envs is False:
+        return False
+    if env.ndim != 1 and not is_pool_of_conversations(env):
         return False
     return options.track_traj_ids and options.reset_when_done and options.extend_buffer
 

@@ -110,7 +110,7 @@ class PlainPath(Path):
             self._rows.start_over()
         self._current = current
 
-    def go_back(self) -> None:
+    def go_back(self, *, keeps: bool = True) -> None:
         """See :meth:`Path.go_back`."""
         if self._rows is None:
             self.current = None

@@ -22,20 +22,22 @@ from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.errors import EnvError, NotNative
 from rollwright.modules.signature import Call
 
-__all__ = ["PoolPath"]
+__all__ = ["PoolFrame", "PoolPath"]
 
 
-class _Frame(NamedTuple):
+class PoolFrame(NamedTuple):
     """A frame that is ready for a batch.
 
     Attributes:
         td: the frame, of batch size ``[]``.
         id: of its trajectory.
+        index: of its environment.
         ended: return and length of the trajectory, with its last frame; None before.
     """
 
     td: TensorDictBase
     id: int
+    index: int
     ended: tuple[float, int] | None
 
 
@@ -72,9 +74,9 @@ class PoolPath(Path):
         self._roots: dict[int, TensorDictBase] = {}  # of environments that wait for an action
         self._id = [-1] * env.num_envs
         self._totals = [(0.0, 0)] * env.num_envs  # return and length so far
-        self._held: list[list[_Frame]] = [[] for _ in range(env.num_envs)]
-        self._row: deque[_Frame] = deque()
-        self._batch: list[_Frame] = []
+        self._held: list[list[PoolFrame]] = [[] for _ in range(env.num_envs)]
+        self._row: deque[PoolFrame] = deque()
+        self._batch: list[PoolFrame] = []
         self._ended: list[tuple[float, int]] = []
         self._started = False
 
@@ -96,6 +98,11 @@ class PoolPath(Path):
         self._roots.clear()
         self._row.clear()
         self._batch = []
+
+    def forget(self) -> None:
+        """See :meth:`Path.forget`."""
+        self._drain()
+        self.current = None
 
     def _drain(self) -> None:
         """Wait for steps that are in progress; nobody gets them."""
@@ -164,8 +171,12 @@ class PoolPath(Path):
             for row in made:
                 row.set(VERSION, tag)
             acted = LazyStackedTensorDict.lazy_stack(made, 0)
-        self._env.async_step_and_maybe_reset_send(acted, env_index=ready)
+        self._env.async_step_and_maybe_reset_send(self._sent(acted), env_index=ready)
         self._roots.clear()
+
+    def _sent(self, acted: TensorDictBase) -> TensorDictBase:
+        """What environments are sent, of a current TensorDict ``[n]``."""
+        return acted
 
     def step(self, t: int) -> None:
         """See :meth:`Path.step`: steps that have ended; waits until there is a frame to record."""
@@ -173,21 +184,33 @@ class PoolPath(Path):
             self.act(t)
             self._receive()
 
-    def _receive(self) -> None:
-        stepped, following = self._env.async_step_and_maybe_reset_recv()
-        ends = end_of_trajectory(stepped.get("next"), self._env.done_groups, 1).reshape(-1).tolist()
+    def _receive(self, index: int | None = None) -> None:
+        """Take the steps that have ended; of one environment, if that is named."""
+        chosen = None if index is None else [index]
+        stepped, following = self._env.async_step_and_maybe_reset_recv(env_index=chosen)
+        ends = end_of_trajectory(stepped.get("next"), self._env.done_groups, self._env.ndim).reshape(-1).tolist()
         for frame, root, over in zip(stepped.unbind(0), following.unbind(0), ends, strict=True):
-            index = first_index(frame.get(INDEX))
-            total, length = self._totals[index]
-            total += sum(float(frame.get(("next", key)).sum()) for key in self._env.reward_keys)
-            ended = (total, length + 1) if over else None
-            self._keep(index, _Frame(frame.exclude(INDEX), self._id[index], ended))
-            self._totals[index] = (0.0, 0) if over else (total, length + 1)
-            self._roots[index] = root
-            if over:
-                self._id[index] = int(self._ids.take(1)[0])
+            self._take(first_index(frame.get(INDEX)), frame.exclude(INDEX), root, over)
 
-    def _keep(self, index: int, frame: _Frame) -> None:
+    def _take(self, index: int, frame: TensorDictBase, root: TensorDictBase, over: bool) -> None:
+        """A step has ended.
+
+        Args:
+            index: of the environment.
+            frame: the step, ``[]``.
+            root: what the next one is taken from, ``[]``.
+            over: whether its trajectory ends with it.
+        """
+        total, length = self._totals[index]
+        total += sum(float(frame.get(("next", key)).sum()) for key in self._env.reward_keys)
+        ended = (total, length + 1) if over else None
+        self._keep(index, PoolFrame(frame, self._id[index], index, ended))
+        self._totals[index] = (0.0, 0) if over else (total, length + 1)
+        self._roots[index] = root
+        if over:
+            self._id[index] = int(self._ids.take(1)[0])
+
+    def _keep(self, index: int, frame: PoolFrame) -> None:
         if not self._delivers_whole:
             self._row.append(frame)
             return

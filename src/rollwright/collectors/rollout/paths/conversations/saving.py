@@ -14,7 +14,7 @@ from rollwright.data.llm.chain import TokenChain
 from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Conversations, Opening
 
-__all__ = ["Mark", "before_answer", "check_rows", "latest", "load", "packed_dialog", "save"]
+__all__ = ["Mark", "Names", "before_answer", "check_rows", "latest", "load", "packed_dialog", "save"]
 
 
 def packed_dialog(dialog: Dialog, conversations: Conversations) -> torch.Tensor:
@@ -98,7 +98,7 @@ def load(
         chain: makes the tokens of a conversation.
         fresh_id: hands out other trajectory ids than those that were saved; None: these are free.
     """
-    source, names = conversations.source, _Names(fresh_id)
+    source, names = conversations.source, Names(fresh_id)
     source.load_state_dict(state_dict["source"])
     if also := state_dict.get("also"):
         for origin in also:
@@ -121,7 +121,7 @@ def _put(
     conversations: Conversations,
     *,
     chain: Callable[[], TokenChain],
-    names: _Names,
+    names: Names,
 ) -> None:
     """Put conversations that were saved into their slots."""
     for saved in states:
@@ -169,17 +169,18 @@ class Mark:
         undelivered.begin_again(opening for opening in since if opening.draw.origin not in kept)
         for row, turns in zip(dialogs.rows, self._rows, strict=True):
             row.extend(turns)
-        _put(dialogs, self._states.values(), self._conversations, chain=chain, names=_Names(None))
+        _put(dialogs, self._states.values(), self._conversations, chain=chain, names=Names(None))
         dialogs.vacate()
 
 
-class _Names:
+class Names:
     """New ids for saved ones, each the same wherever it stands; or the saved ones."""
 
     def __init__(self, fresh: Callable[[], int] | None) -> None:
         self._fresh, self._known = fresh, {-1: -1}
 
     def of(self, number: int) -> int:
+        """The id that a saved one has now."""
         if self._fresh is None:
             return number
         if number not in self._known:

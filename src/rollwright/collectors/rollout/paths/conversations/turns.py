@@ -113,7 +113,7 @@ class TurnPath(Path):
         self._undelivered.start_over([*taken, *self._dialogs.openings()], holds_ended=self._delivers_whole)
         self._clear()
 
-    def go_back(self) -> None:
+    def go_back(self, *, keeps: bool = True) -> None:
         """See :meth:`Path.go_back`."""
         if self._mark is None:
             self.current = None
