@@ -31,13 +31,13 @@ class PoolFrame(NamedTuple):
     Attributes:
         td: the frame, of batch size ``[]``.
         id: of its trajectory.
-        index: of its environment.
+        env_index: of its environment.
         ended: return and length of the trajectory, with its last frame; None before.
     """
 
     td: TensorDictBase
     id: int
-    index: int
+    env_index: int
     ended: tuple[float, int] | None
 
 

@@ -35,12 +35,12 @@ class _Ended(NamedTuple):
     """A conversation that has ended and was not delivered.
 
     Attributes:
-        index: of its environment.
+        env_index: of its environment.
         name: of it there.
         text: its name for people.
     """
 
-    index: int
+    env_index: int
     name: Name
     text: str
 
@@ -104,7 +104,7 @@ class ConversationPoolPath(PoolPath):
 
     def _named(self, frame: PoolFrame) -> _Ended:
         group, repeat = _name(frame.td)
-        return _Ended(frame.index, (group // len(self._every), repeat), _text(frame.td))
+        return _Ended(frame.env_index, (group // len(self._every), repeat), _text(frame.td))
 
     # Beginning ----------------------------------------------------------------------------------------
 
@@ -127,12 +127,12 @@ class ConversationPoolPath(PoolPath):
         chosen = list(chosen)
         self._settle(chosen)
         for index in chosen:
-            gone = [frame for frame in (*self._held[index], *self._row) if frame.index == index]
+            gone = [frame for frame in (*self._held[index], *self._row) if frame.env_index == index]
             self._num_dropped += len(
                 {frame.id for frame in gone} | ({self._id[index]} if self._began(index) else set())
             )
             self._notes[index].dropped += [self._named(frame).name for frame in gone if frame.ended is not None]
-        self._row = deque(frame for frame in self._row if frame.index not in chosen)
+        self._row = deque(frame for frame in self._row if frame.env_index not in chosen)
         for index in chosen:
             self._open(index)
 
@@ -213,7 +213,7 @@ class ConversationPoolPath(PoolPath):
         held = self._undelivered if self._delivers_whole else {}  # of earlier batches: they will be delivered
         for index in self._every:
             self._flush(index)
-            self._env.call(index, "begin_again", [each.name for each in held.values() if each.index == index])
+            self._env.call(index, "begin_again", [each.name for each in held.values() if each.env_index == index])
         self._undelivered = dict(held)
         self._empty()
 
@@ -262,22 +262,22 @@ class ConversationPoolPath(PoolPath):
         """See :meth:`Path.delivered`."""
         self._finished = []
         for each in self._found(self._last if ids is None else ids):
-            self._notes[each.index].delivered.append(each.name)
+            self._notes[each.env_index].delivered.append(each.name)
 
     def lost(self, ids: Iterable[int]) -> None:
         """See :meth:`Path.lost`."""
         for each in self._found(ids):
-            self._notes[each.index].lost.append(each.name)
+            self._notes[each.env_index].lost.append(each.name)
 
     def dropped(self) -> None:
         """See :meth:`Path.dropped`."""
         self._num_dropped += len(self._undelivered)
         for each in self._found(self._undelivered):
-            self._notes[each.index].dropped.append(each.name)
+            self._notes[each.env_index].dropped.append(each.name)
 
     def load_undelivered(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
         """See :meth:`Path.load_undelivered`: they have the ids that the delivery gave them."""
-        known = {(each.index, each.name): each for each in self._undelivered.values()}
+        known = {(each.env_index, each.name): each for each in self._undelivered.values()}
         self._undelivered = {}
         for number, frame in held:
             found = self._named(PoolFrame(frame[0], number, -1, None))
@@ -385,5 +385,5 @@ def _loaded(saved: Iterable[Mapping[str, Any]], names: Names) -> list[PoolFrame]
         assert td is not None
         number, ended = names.of(each["id"]), each["ended"]
         td.set(("collector", "traj_ids"), torch.tensor(number))
-        found.append(PoolFrame(td, number, each["index"], None if ended is None else (ended[0], ended[1])))
+        found.append(PoolFrame(td, number, each["env_index"], None if ended is None else (ended[0], ended[1])))
     return found
