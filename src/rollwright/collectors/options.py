@@ -287,6 +287,11 @@ class CollectorOptions:
         """Whether complete trajectories are delivered."""
         return self.trajs_per_batch is not None or self.groups_per_batch is not None
 
+    @property
+    def stores_rows(self) -> bool:
+        """Whether an element of a replay buffer is the part of a batch that one environment took."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationOptions(CollectorOptions):
@@ -310,3 +315,8 @@ class ConversationOptions(CollectorOptions):
     only_last_steps: bool = False  # type: ignore[misc]
     flatten_data: bool = False  # type: ignore[misc]
     num_shards: Annotated[int, whole(1)] = 1  # type: ignore[misc]
+
+    @property
+    def stores_rows(self) -> bool:
+        """See :attr:`CollectorOptions.stores_rows`."""
+        return self.replay_buffer is not None and not self.flatten_data and not self.delivers_whole

@@ -70,6 +70,12 @@ class Stored(RolloutDelivery):
     def _check_slices(self) -> None:
         sampler = getattr(self._buffer, "sampler", None)
         env = self.rollout.env
+        if self.rollout.options.stores_rows and isinstance(sampler, SliceSampler) and self.rollout.num_rows > 1:
+            raise ValueError(
+                "flatten_data=False: an element of the buffer would be all turns that one environment took in a batch, "
+                f"and {type(sampler).__name__} draws slices of single turns. Leave flatten_data out, or pass another "
+                "sampler."
+            )
         tracked = self.rollout.options.track_traj_ids or not isinstance(sampler, SliceSampler)
         if self._flat and not tracked and env.numel() > 1:
             raise ValueError(
@@ -104,8 +110,9 @@ class Stored(RolloutDelivery):
         self._buffer.add(frame)
 
     def _extend(self, data: TensorDictBase) -> None:
-        """Write frames, flattened where the storage has one dimension."""
-        self._buffer.extend(data.reshape(-1) if self._flat and data.ndim != 1 else data)
+        """Write frames, flattened where the storage has one dimension, unless an element is to be a row of them."""
+        flat = self._flat and data.ndim != 1 and not self.rollout.options.stores_rows
+        self._buffer.extend(data.reshape(-1) if flat else data)
 
 
 class StoredBatches(Stored):

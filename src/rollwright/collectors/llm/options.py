@@ -60,7 +60,8 @@ class LLMOptions:
             generate while others step. False: one turn of each environment in turn, ``[*env, T]``. None: True if
             the environment is an :class:`~rollwright.envs.AsyncEnvPool`.
         flatten_data: deliver ``[N]`` in place of ``[*env, T]``, environment after environment. None: True with
-            ``replay_buffer`` or ``queue``.
+            ``replay_buffer`` or ``queue``. False with a ``replay_buffer``: an element of it is what one environment
+            took in a batch, ``[T]``, in place of a single turn; its trajectory ids are -1 where the data was over.
         reset_at_each_iter: begin every batch with new conversations. Those in progress are dropped, and counted in
             ``stats()["conversations_dropped"]``; one in which nothing was generated yet stays.
         postproc: applied to each batch; its result is delivered.
@@ -125,6 +126,11 @@ asks for turns of any. Drop one of the two.
         self._check_completed()
         if self.queue is not None and self.replay_buffer is not None:
             raise ValueError("queue and replay_buffer both say where turns go. Drop one of the two.")
+        if self.queue is not None and self.flatten_data is False:
+            raise ValueError(
+                "flatten_data=False: a queue gets each turn as an item of its own. Leave flatten_data out, or pass a "
+                "replay_buffer, which gets the turns of each environment as one element."
+            )
 
     def _check_completed(self) -> None:
         if self.yield_completed_trajectories is False:
