@@ -19,7 +19,7 @@ _Packages = dict[str, tuple[ModuleSpec | None, tuple[str, ...]]]  # outermost on
 
 _lock = threading.RLock()  # a pickle may hold another
 _is_found: dict[tuple[str, str], bool] = {}  # by a module's name and file
-_last: tuple[list[Any], list[str]] = ([], [])  # the modules there were, and the names of those not found
+_last: tuple[list[Any], list[Any], dict[str, Any]] = ([], [], {})  # modules: all, those undecided, those not found
 _registered: list[ModuleType] = []  # while something is pickled
 _depth = threading.local()  # of the pickles in progress in a thread
 
@@ -73,27 +73,46 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _strangers() -> list[str]:
-    """Names of the modules that another process would not find, or would mistake for others."""
+    """Names of the modules that another process would not find, or would mistake for others.
+
+    Only new modules are looked at: in a forked process, a look at a module copies the memory that it lies in.
+    """
     global _last
+    seen, undecided, strangers = _last
     modules = list(sys.modules.values())
-    if modules != _last[0]:
+    if modules != seen:
+        decided = {id(module) for module in seen}.difference(map(id, undecided))
         packages: _Packages = {}
-        _last = modules, [name for module in modules if (name := _name_of_stranger(module, packages))]
-    return _last[1]
+        undecided = []
+        strangers = {name: module for name, module in strangers.items() if sys.modules.get(name) is module}
+        for module in (module for module in modules if id(module) not in decided):
+            file = _file_of(module)
+            if file is None:
+                undecided.append(module)
+            elif not _is_importable(module, file, packages):
+                strangers[_dict_of(module)["__name__"]] = module
+        _last = modules, undecided, strangers
+    return list(strangers)
 
 
-def _name_of_stranger(module: Any, packages: _Packages) -> str | None:
+def _file_of(module: Any) -> str | None:
+    """Its file; None if nothing is looked up in it by its name, or it has no file, so far."""
     own = _dict_of(module)
     name, file = own.get("__name__"), own.get("__file__")
-    if not isinstance(name, str) or not isinstance(file, str) or not file or name == "__main__":
+    if not isinstance(name, str) or not isinstance(file, str) or name == "__main__":
         return None
-    if sys.modules.get(name) is not module:
-        return None  # nothing is looked up in it by that name
+    return file if file and sys.modules.get(name) is module else None
+
+
+def _is_importable(module: Any, file: str, packages: _Packages) -> bool:
+    """Whether another process finds it by its name."""
+    own = _dict_of(module)
+    name = own["__name__"]
     if (name, file) not in _is_found:
         alias = getattr(own.get("__spec__"), "name", name)  # of collections.abc: that it was imported by
         names = [name, alias] if alias != name and sys.modules.get(alias) is module else [name]
         _is_found[name, file] = any(_finds(each, file, packages) for each in names)
-    return None if _is_found[name, file] else name
+    return _is_found[name, file]
 
 
 def _dict_of(module: Any) -> dict[str, Any]:
