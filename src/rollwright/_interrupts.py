@@ -57,7 +57,7 @@ class Uninterrupted:
             held, self._held = self._held, None
             self._handler(*held)
 
-    def _go_on_in_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a forked child, whose main thread is the one that forked."""
         global _main
         before, _main = _main, threading.main_thread()
@@ -70,4 +70,4 @@ class Uninterrupted:
 uninterrupted = Uninterrupted()
 """The one of this process: there is but one handler of SIGINT."""
 
-os.register_at_fork(after_in_child=uninterrupted._go_on_in_fork)
+os.register_at_fork(after_in_child=uninterrupted.reset_after_fork)

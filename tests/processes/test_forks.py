@@ -21,7 +21,7 @@ class Owner:
         self.pid, self.whole = os.getpid(), True
         self.lock = threading.RLock()
 
-    def renew(self) -> None:
+    def reset_after_fork(self) -> None:
         self.pid = os.getpid()
         self.lock = threading.RLock()
 
@@ -29,33 +29,34 @@ class Owner:
 def test_each_object_is_renewed_in_each_child():
     owners = [Owner() for _ in range(3)]
     for owner in owners:
-        on_fork(owner, Owner.renew)
+        on_fork(owner)
     assert forked(lambda: [owner.pid == os.getpid() for owner in owners]) == [True] * 3
     assert [owner.pid == os.getpid() for owner in owners] == [True] * 3
 
 
 def test_nothing_is_left_of_objects_that_are_gone():
     gc.collect()
-    before = len(forks._reactions)
+    before = len(forks._owners)
     for _ in range(10):
-        on_fork(Owner(), Owner.renew)
+        on_fork(Owner())
     gc.collect()
-    assert len(forks._reactions) <= before
+    assert len(forks._owners) <= before
 
 
 def test_one_that_raises_keeps_no_other_from_its_turn():
-    def fail(owner: Owner) -> None:
-        raise KeyError("mine")
+    class Failing(Owner):
+        def reset_after_fork(self) -> None:
+            raise KeyError("mine")
 
-    first, second = Owner(), Owner()
-    on_fork(first, fail)
-    on_fork(second, Owner.renew)
+    first, second = Failing(), Owner()
+    on_fork(first)
+    on_fork(second)
     assert forked(lambda: second.pid == os.getpid())
 
 
 def test_a_fork_waits_until_a_state_is_whole():
     owner = Owner()
-    on_fork(owner, Owner.renew, lambda owner: owner.lock)
+    on_fork(owner, lambda owner: owner.lock)
     halfway, go_on = threading.Event(), threading.Event()
 
     def change() -> None:
@@ -80,7 +81,7 @@ def test_a_fork_waits_until_a_state_is_whole():
 def test_a_fork_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(forks, "_WAIT_S", 0.01)
     owner = Owner()
-    on_fork(owner, Owner.renew, lambda owner: owner.lock)
+    on_fork(owner, lambda owner: owner.lock)
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -97,16 +98,16 @@ def test_a_fork_does_not_wait_for_ever(monkeypatch):
 
 
 def test_a_fork_takes_all_locks_while_other_threads_make_objects(monkeypatch):
-    monkeypatch.setattr(forks, "_reactions", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(forks, "_owners", weakref.WeakKeyDictionary())
     owners, over = [Owner() for _ in range(50)], threading.Event()
     for owner in owners:
-        on_fork(owner, Owner.renew, lambda owner: owner.lock)
+        on_fork(owner, lambda owner: owner.lock)
 
     def make() -> None:
         while not over.is_set():
             others = [Owner() for _ in range(200)]
             for other in others:
-                on_fork(other, Owner.renew)
+                on_fork(other)
 
     thread, interval = threading.Thread(target=make), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -44,10 +44,8 @@ class ByValue:
         3
     """
 
-    _pickled: bytes | None = None
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    def __init__(self, value: Any, *, pickled: bytes | None = None) -> None:
+        self._value, self._pickled = value, pickled
 
     @property
     def value(self) -> Any:
@@ -62,9 +60,7 @@ class ByValue:
 
 
 def _from_bytes(pickled: bytes) -> ByValue:
-    made = ByValue(None)
-    made._pickled = pickled
-    return made
+    return ByValue(None, pickled=pickled)
 
 
 class Channel:
@@ -93,10 +89,11 @@ class Channel:
         self._wait = select.poll()
         self._wait.register(end.fileno(), select.POLLIN)
         self._held = bytearray()
-        self._begin()
-        on_fork(self, Channel._begin)
+        self.reset_after_fork()
+        on_fork(self)
 
-    def _begin(self) -> None:
+    def reset_after_fork(self) -> None:
+        """Have a lock that nobody holds, and nothing left to send."""
         self._sending = threading.Lock()
         self._unsent = bytearray()
 

@@ -138,6 +138,16 @@ class Child:
         """Whether the process has not ended, and is a child of this one."""
         return self._home is None and bool(self._process.is_alive())
 
+    def hang_up(self) -> Any:
+        """Close the channel, on which the process ends by itself; returns the process."""
+        self.channel.close()
+        return self._process
+
+    def disown(self) -> None:
+        """In a forked process: hang up; the child is one of the process that this one was forked from."""
+        self.channel.close()
+        self._home = os.getppid()
+
     def stopped_s(self) -> float:
         """For how long the process has been seen stopped by a signal (SIGSTOP); to be asked now and then.
 
@@ -263,8 +273,7 @@ _orphans: list[Any] = []  # processes whose Child is gone: they have got Channel
 def _forget_all() -> None:
     """In a forked process, whose copies of open ends would keep its siblings from getting ``ChannelClosed``."""
     for child in list(_living):
-        child.channel.close()
-        child._home = os.getppid()
+        child.disown()
     _living.clear()
     _orphans.clear()
 
@@ -274,10 +283,8 @@ os.register_at_fork(after_in_child=_forget_all)
 
 def _end_all() -> None:
     """End what still runs."""
-    children = [child for child in list(_living) if child.alive]
-    for child in children:
-        child.channel.close()
-    processes = [child._process for child in children] + [process for process in _orphans if process.is_alive()]
+    processes = [child.hang_up() for child in list(_living) if child.alive]
+    processes += [process for process in _orphans if process.is_alive()]
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         processes = [process for process in processes if process.is_alive()]
         for process in processes:

@@ -54,9 +54,9 @@ class FileLocks:
         if self.lasting:
             self._close = weakref.finalize(self, os.close, self._fd)
             self._close.atexit = False
-            on_fork(self, FileLocks._open_anew)
+            on_fork(self)
 
-    def _open_anew(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a forked child, which shares its parent's description so far."""
         try:
             fresh = _opened_anew(self._fd)

@@ -7,27 +7,35 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["not_here", "on_fork"]
+__all__ = ["Forked", "not_here", "on_fork"]
 
-T = TypeVar("T")
 _WAIT_S = 5.0  # of a fork, for all locks together
 
 
-class _Reaction(NamedTuple):
-    reset: Callable[[Any], None]
-    lock_of: Callable[[Any], Any] | None
+class Forked(Protocol):
+    """An object that is reset in forked children."""
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: make new locks, and reset what depended on other threads. It must not wait."""
 
 
-_reactions: weakref.WeakKeyDictionary[Any, _Reaction] = weakref.WeakKeyDictionary()
+T = TypeVar("T", bound=Forked)
 
 
-def _now() -> list[tuple[Any, _Reaction]]:
-    """All owners that live, and their reactions; other threads may add some meanwhile."""
-    owners = [ref() for ref in _reactions.keyrefs()]  # a copy, made in one step: items() would notice the change
-    found = [(owner, _reactions.get(owner)) for owner in owners if owner is not None]
-    return [(owner, reaction) for owner, reaction in found if reaction is not None]
+_owners: weakref.WeakKeyDictionary[Forked, Callable[[Any], Any]] = weakref.WeakKeyDictionary()  # and what has a lock
+
+
+def _now() -> list[tuple[Forked, Callable[[Any], Any]]]:
+    """All owners that live, and what returns the lock of each; other threads may add some meanwhile."""
+    owners = [ref() for ref in _owners.keyrefs()]  # a copy, made in one step: items() would notice the change
+    found = [(owner, _owners.get(owner)) for owner in owners if owner is not None]
+    return [(owner, lock_of) for owner, lock_of in found if lock_of is not None]
+
+
+def _no_lock(owner: Forked) -> None:
+    """For owners whose state may be half changed at a fork."""
 
 
 class _HeldLocks(threading.local):
@@ -40,25 +48,23 @@ class _HeldLocks(threading.local):
 _held = _HeldLocks()
 
 
-def on_fork(owner: T, reset: Callable[[T], None], lock_of: Callable[[T], Any] | None = None) -> None:
-    """Call ``reset(owner)`` in each child that this process forks, as long as ``owner`` lives.
+def on_fork(owner: T, lock_of: Callable[[T], Any] | None = None) -> None:
+    """Call ``owner.reset_after_fork()`` in each child that this process forks, as long as ``owner`` lives.
 
     A lock that another thread held at the fork is held in the child for ever, since that thread is not there; what it
-    guards may be half changed. So ``reset`` makes new locks, and resets what depended on other threads. Where a state
-    has to be whole in the child, ``lock_of`` returns the lock that guards it: a fork waits until it is free, for a
-    few seconds at most.
+    guards may be half changed. Where a state has to be whole in the child, ``lock_of`` returns the lock that guards
+    it: a fork waits until it is free, for a few seconds at most.
 
     Args:
         owner: an object with a weak reference.
-        reset: takes the owner; refers to it in no other way. It must not wait.
         lock_of: takes the owner; an ``RLock``.
 
     Example:
         >>> class Counter:
         ...     def __init__(self):
-        ...         self._begin()
-        ...         on_fork(self, Counter._begin)
-        ...     def _begin(self):
+        ...         self.reset_after_fork()
+        ...         on_fork(self)
+        ...     def reset_after_fork(self):
         ...         self.lock = threading.Lock()
         >>> counter = Counter()
         >>> _ = counter.lock.acquire()
@@ -68,7 +74,7 @@ def on_fork(owner: T, reset: Callable[[T], None], lock_of: Callable[[T], Any] | 
         >>> os.waitpid(pid, 0)[1]
         0
     """
-    _reactions[owner] = _Reaction(reset, lock_of)
+    _owners[owner] = lock_of or _no_lock
 
 
 def not_here(name: str, pid: int) -> RuntimeError:
@@ -86,11 +92,10 @@ def not_here(name: str, pid: int) -> RuntimeError:
 
 def _before() -> None:
     until = time.monotonic() + _WAIT_S
-    for owner, (_, lock_of) in _now():
-        if lock_of is not None:
-            lock = lock_of(owner)
-            if lock.acquire(timeout=max(0.0, until - time.monotonic())):
-                _held.locks.append(lock)
+    for owner, lock_of in _now():
+        lock = lock_of(owner)
+        if lock is not None and lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            _held.locks.append(lock)
 
 
 def _in_parent() -> None:
@@ -101,9 +106,9 @@ def _in_parent() -> None:
 def _in_child() -> None:
     _held.locks.clear()
     failed: list[Exception] = []
-    for owner, (reset, _) in _now():
+    for owner, _ in _now():
         try:
-            reset(owner)
+            owner.reset_after_fork()
         except Exception as error:
             failed.append(error)
     if failed:

@@ -57,9 +57,9 @@ class DaemonThread(ABC):
         self._error: BaseException | None = None
         self._num_torch_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        on_fork(self, DaemonThread._leave_behind)
+        on_fork(self)
 
-    def _leave_behind(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a forked child, to which no thread has come along but the one that forked."""
         self.condition = threading.Condition()
         if self._thread.ident is not None and not self.finished and not self.inside:

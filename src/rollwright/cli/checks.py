@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,8 @@ _COUNT, _MULTISTEP = "step_count", "steps_to_next_obs"
 _VERSION = "policy_version"  # of the step that acted, at the root and below "next": it may change from step to step
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True)
+class Finding:
     """Frames for which something does not hold.
 
     Attributes:

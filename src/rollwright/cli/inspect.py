@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         "episodes": None if episodes is None else _counts(episodes, unfinished),
     }
     if arguments.check:
-        report["findings"] = [finding._asdict() for finding in findings]
+        report["findings"] = [asdict(finding) for finding in findings]
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:

@@ -140,7 +140,7 @@ class Export:
         console.line(f"load it: {variable}minari.load_dataset({self.dataset_id!r})")
 
     def _create(self, episodes: Iterator[Any], env: GymEnv, arguments: argparse.Namespace, console: Console) -> None:
-        single = getattr(env._env.unwrapped, "envs", [env._env])[0]  # Minari wants one environment, not a vector
+        single = getattr(env.gym_env.unwrapped, "envs", [env.gym_env])[0]  # Minari wants one environment, not a vector
         try:
             single.spec.to_json()
         except Exception:  # registered with a class instead of the name of one, for instance

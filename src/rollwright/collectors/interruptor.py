@@ -27,9 +27,9 @@ class Interruptor:
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
-        on_fork(self, Interruptor.after_fork)
+        on_fork(self)
 
-    def after_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a forked child, for the lock inside the event."""
         stopped, self._stopped = self._stopped.is_set(), threading.Event()
         if stopped:

@@ -136,7 +136,7 @@ class MultiCollector(BaseCollector):
         frames = others.get("frames_per_batch", CollectorOptions.frames_per_batch)
         self.requested_frames_per_batch = sum(frames) if isinstance(frames, list | tuple) and own.sync else frames
         self._make_lock()
-        on_fork(self, MultiCollector.after_fork)
+        on_fork(self)
         self._policy = policy
         sent = policy if self.options.policy_factory is None else None
         if sent is not None:
@@ -200,7 +200,7 @@ class MultiCollector(BaseCollector):
     def _make_lock(self) -> None:
         self._taking = threading.Lock()  # a batch: of threads that iterate, one at a time
 
-    def after_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a forked child: whatever is asked here is refused, and there is nothing to shut down."""
         self._make_lock()
         self.closed = self._ended = True

@@ -95,11 +95,12 @@ class Board:
         numbers = np.frombuffer(head, np.int64)
         self._pauses, self._taken = (numbers[begin : begin + _NUM_READERS] for begin in (_PAUSES, _TAKEN))
         self._reader, self._pausing = reader % _NUM_READERS, False
-        self._begin()
-        on_fork(self, Board._begin)
+        self.reset_after_fork()
+        on_fork(self)
         self._slots: list[Slot | None] = [None, None]
 
-    def _begin(self) -> None:
+    def reset_after_fork(self) -> None:
+        """Have a lock that nobody holds."""
         self._publishing = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -183,8 +184,9 @@ class Board:
             start = aligned(self.segment.num_bytes, _GRAIN)
             capacity = aligned(aligned(dumped) + table.num_bytes, _GRAIN)
             self.segment.grow(start + capacity)
-            place = place._replace(start=start, capacity=capacity)
-        place = place._replace(table_id=stamp, table_bytes=dumped)
+        else:
+            start, capacity = place.start, place.capacity
+        place = SlotLocation(stamp, start, capacity, dumped)
         self._slots[number] = None
         for offset, value in enumerate(place):
             self.head[base + 2 + offset] = value

@@ -190,8 +190,7 @@ class RolloutDelivery(Delivery):
         """What is delivered of a trajectory."""
         if not self.rollout.options.only_last_steps:
             return found.pieces
-        last = found.pieces[-1]
-        return [last._replace(start=last.stop - 1)]
+        return [found.pieces[-1].last_row()]
 
     def save_held(self) -> tuple[dict[str, Any] | None, list[str]]:
         """Frames of whole trajectories that are not delivered yet; or None, and why they cannot be saved."""

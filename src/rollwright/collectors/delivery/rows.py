@@ -122,6 +122,10 @@ class RowRange(NamedTuple):
         leaf: torch.Tensor = cast(Any, self.frames.leaves)[key]
         return leaf[self.start : self.stop]
 
+    def last_row(self) -> RowRange:
+        """The range of the last row alone."""
+        return RowRange(self.frames, self.stop - 1, self.stop)
+
     def as_td(self, keys: Sequence[NestedKey]) -> TensorDictBase:
         """All entries that are named, as a view ``[stop - start]``; of ragged frames, all that each has."""
         rows = self.frames.rows(self.start, self.stop)

@@ -12,10 +12,8 @@ from torch import nn
 
 from rollwright.collectors.rollout.policy_copies import is_never_copied, never_copied_in
 from rollwright.envs.base import EnvBase
-from rollwright.envs.batched.async_pool import AsyncEnvPool
-from rollwright.envs.batched.async_processes import ProcessSlots
+from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.batched.hosting.host import Hosted
-from rollwright.envs.batched.parallel import ParallelEnv
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.transforms import Transform, VecNorm
 from rollwright.weight_update.forms import State, prepare
@@ -32,9 +30,8 @@ def freeze(env: EnvBase) -> EnvBase:
             halt()
         if isinstance(module, RecreatedEnv):
             module.on_recreation(_inherit)
-        elsewhere = _ask_of(module)
-        if elsewhere is not None:
-            elsewhere(_freeze_hosted)
+        if isinstance(module, BatchedEnv):
+            module.call_in_hosts(_freeze_hosted)
     return env
 
 
@@ -56,9 +53,8 @@ def check_statistics(env: EnvBase) -> None:
         RuntimeError: they are not.
     """
     for name, module in env.named_modules():
-        elsewhere = _ask_of(module)
-        if elsewhere is not None:
-            elsewhere(_check_hosted)
+        if isinstance(module, BatchedEnv):
+            module.call_in_hosts(_check_hosted)
         if not isinstance(module, VecNorm):
             continue
         written = {*env.observation_keys, *env.reward_keys}
@@ -76,14 +72,6 @@ def check_statistics(env: EnvBase) -> None:
 def _model_id(name: str) -> str:
     """How a user names a transform of an environment, given its name among the modules."""
     return "env." + re.sub(r"\.(?:transforms\.)?(\d+)", r"[\1]", name)
-
-
-def _ask_of(module: nn.Module) -> Callable[..., Any] | None:
-    """What calls a function where environments in other processes are."""
-    if isinstance(module, ParallelEnv):
-        return module._ask
-    slots = module._slots if isinstance(module, AsyncEnvPool) else None
-    return slots._ask if isinstance(slots, ProcessSlots) else None
 
 
 def _freeze_hosted(hosted: Hosted) -> None:

@@ -36,7 +36,7 @@ class SharedPool:
         self.closed = False
         self._home: int | None = None  # in a forked process: the one that has the pool
         self._begin()
-        on_fork(self, SharedPool._leave)
+        on_fork(self)
         self._waking, self._waker = os.pipe()
         for fd in (self._waking, self._waker):
             os.set_blocking(fd, False)
@@ -47,7 +47,7 @@ class SharedPool:
         self.changed = threading.Condition(threading.RLock())
         self._reading = False
 
-    def _leave(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a forked child: the processes are those of its parent."""
         self._begin()
         self._home, self.closed = self._home or os.getppid(), True

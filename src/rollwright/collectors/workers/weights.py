@@ -62,10 +62,10 @@ class WorkersWeights(CollectorWeights):
         self._relay = Relay(collector)
         self._descriptions: dict[tuple[int, str], Description | None] = {}
         self._version = 0
-        self.after_fork()
-        on_fork(self, WorkersWeights.after_fork)
+        self.reset_after_fork()
+        on_fork(self)
 
-    def after_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """Have a lock that nobody holds."""
         self._publishing = threading.Lock()
 

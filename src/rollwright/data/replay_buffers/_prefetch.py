@@ -54,7 +54,7 @@ class Prefetcher(Generic[T]):
     def __init__(self, count: int, make: Callable[[Ticket], T]) -> None:
         self._count, self._make = count, make
         self.reset_after_fork()
-        on_fork(self, Prefetcher.reset_after_fork)  # a child has none of the threads; what they prepare is the parent's
+        on_fork(self)  # a child has none of the threads; what they prepare is the parent's
 
     def reset_after_fork(self) -> None:
         """Begin with nothing prepared."""

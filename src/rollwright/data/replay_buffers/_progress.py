@@ -44,7 +44,7 @@ class ProgressCondition:
 
     def __init__(self) -> None:
         self.reset_after_fork()
-        on_fork(self, ProgressCondition.reset_after_fork)
+        on_fork(self)
 
     def reset_after_fork(self) -> None:
         """Begin with nobody who waits."""

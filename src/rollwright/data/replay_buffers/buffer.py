@@ -113,7 +113,7 @@ class ReplayBuffer:
 
     def _start(self) -> None:
         self.reset_after_fork()
-        on_fork(self, ReplayBuffer.reset_after_fork, lambda buffer: buffer.drawing)  # the sampler has to be whole there
+        on_fork(self, lambda buffer: buffer.drawing)  # the sampler has to be whole there
         self._prefetcher = Prefetcher(self._prefetch, self._draw_prefetched) if self._prefetch else None
 
     def reset_after_fork(self) -> None:

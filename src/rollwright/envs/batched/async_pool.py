@@ -122,7 +122,7 @@ class AsyncEnvPool(AsyncHalves):
         if isinstance(slots, ThreadSlots):
             for i, env in enumerate(slots.facts):
                 self.add_module(f"worker{i}", env)
-            weakref.finalize(self, slots._leave).atexit = False  # threads end when nobody can send any more
+            weakref.finalize(self, slots.stop_threads).atexit = False  # threads end when nobody can send any more
         elif isinstance(slots, ProcessSlots):
             slots.lay_out(self)
         self._slots = slots  # from here on, attributes are looked up in the environments
@@ -196,6 +196,10 @@ class AsyncEnvPool(AsyncHalves):
             if error is not None:
                 raise error
         return {row: cast(TensorDictBase, came[row].outcome) for row in sorted(came)}
+
+    def call_in_hosts(self, function: Callable[..., object]) -> None:
+        """See :class:`BatchedEnv`."""
+        self._slots.call_in_hosts(function)
 
     def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
         self._check_idle("set_seed")

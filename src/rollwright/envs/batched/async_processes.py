@@ -134,6 +134,10 @@ class ProcessSlots(Slots):
         """See :class:`Slots`."""
         self.facts = self._ask(calls.move, device)
 
+    def call_in_hosts(self, function: Callable[..., object]) -> None:
+        """See :class:`Slots`."""
+        self._ask(function)
+
     def look_up(self, name: str) -> Any:
         """See :class:`Slots`."""
         values = self._ask(calls.look_up, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,9 @@ class Slots(ABC):
     @abstractmethod
     def move(self, device: torch.device | str | int) -> None:
         """Move all environments, where none is busy; :attr:`facts` change."""
+
+    def call_in_hosts(self, function: Callable[..., object]) -> None:  # noqa: B027  (threads are in this process)
+        """See :class:`~rollwright.envs.batched.base.BatchedEnv`."""
 
     @abstractmethod
     def look_up(self, name: str) -> Any:

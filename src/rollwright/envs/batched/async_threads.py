@@ -89,7 +89,7 @@ class ThreadSlots(Slots):
             self._await_envs()
         except BaseException:
             self._ends = dict.fromkeys(range(len(self._makers)), LEFT)  # each thread closes what it has made
-            self._leave()
+            self.stop_threads()
             raise
 
     def _tell(self, row: int, serial: int, result: Any) -> None:
@@ -213,14 +213,15 @@ class ThreadSlots(Slots):
         """See :class:`Slots`."""
         return getattr(self.facts[row], name)(*args)
 
-    def _leave(self) -> None:
+    def stop_threads(self) -> None:
+        """Let each thread end when its current call returns; does not wait."""
         for place in self._places:
             place.stop(0.0)
 
     def close(self, *, hurries: bool = False) -> tuple[list[Exception], list[str]]:
         """See :class:`Slots`."""
         self._ends.update({row: GONE for row, place in enumerate(self._places) if place.left_behind})  # in a fork
-        self._leave()
+        self.stop_threads()
         until = time.monotonic() + (SHORT_CLOSE_S if hurries else CLOSE_S)
         awaited = set(range(len(self._places))) - self._lost
         while awaited - self._ends.keys() and (rest := until - time.monotonic()) > 0:

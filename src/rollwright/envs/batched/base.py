@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -93,6 +93,12 @@ class BatchedEnv(EnvBase):
                 )
         if self._moved_to is not None:
             self.to(self._moved_to)
+
+    def call_in_hosts(self, function: Callable[..., object]) -> None:
+        """Call a function in each process that hosts environments, with each :class:`Hosted` there.
+
+        Environments of this process are among the modules of the batch, and are left out.
+        """
 
     def to(self, device: torch.device | str | int | None) -> Self:  # type: ignore[override]
         """Move the environments and the batch; returns the environment."""

@@ -69,7 +69,9 @@ class ParallelArrays(ArrayEnv):
         return self
 
     def _widened(self, entries: dict[NestedKey, Entry]) -> dict[NestedKey, Entry]:
-        return {key: entry._replace(shape=(len(self._rows), *entry.shape)) for key, entry in entries.items()}
+        return {
+            key: Entry((len(self._rows), *entry.shape), entry.dtype, entry.column) for key, entry in entries.items()
+        }
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""

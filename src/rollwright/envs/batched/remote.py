@@ -50,6 +50,10 @@ class RemoteEnvs(BatchedEnv):
         """See :meth:`HostedRows.call`."""
         return self._hosted.call(function, *args, rows=rows)
 
+    def call_in_hosts(self, function: Callable[..., object]) -> None:
+        """See :class:`BatchedEnv`."""
+        self._ask(function)
+
     def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
         last = None
         self._hosted.num_seedings += 1

@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,7 +183,8 @@ class IndexedReader(RowReader):
             )
 
 
-class _Mark(NamedTuple):
+@dataclass(frozen=True)
+class _Mark:
     """A place from which a stream can be read again."""
 
     position: int  # of the next row
@@ -294,12 +296,12 @@ class StreamReader(RowReader):
         self._iterator, self._over = None, False
         self._rows.clear()
         self._marks.clear()
-        self._at, self._epoch, self._start, _ = mark
+        self._at, self._epoch, self._start = mark.position, mark.epoch, mark.start
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`RowReader.state_dict`."""
         mark = self._marks[0] if self._marks else _Mark(self._at, self._epoch, self._start, self._initial)
-        return mark._asdict()
+        return dict(vars(mark))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`RowReader.load_state_dict`."""
@@ -308,11 +310,11 @@ class StreamReader(RowReader):
                 f"dataset: {type(self._dataset).__name__}, an iterator, was read from before a place in it was loaded. "
                 "Load into a new environment, or pass a function that returns an iterator."
             )
-        mark = _Mark(*(state_dict[name] for name in _Mark._fields))
+        mark = _Mark(*(state_dict[name] for name in ("position", "epoch", "start", "loader")))
         if self._stateful and mark.loader is not None:
             self._dataset.load_state_dict(mark.loader)
         else:
-            mark = mark._replace(position=mark.start)
+            mark = _Mark(mark.start, mark.epoch, mark.start, None)
         if self._once and not self._stateful:
             mark = _Mark(0, 0, 0, None)
         self._begin(mark)

@@ -53,7 +53,7 @@ class RowLock:
         self._timeout_s = timeout_s
         self._hint = memoryview(bytearray(8)).cast("q")
         self.reset_after_fork()
-        on_fork(self, RowLock.reset_after_fork)
+        on_fork(self)
 
     def reset_after_fork(self) -> None:
         """Begin with nothing held."""

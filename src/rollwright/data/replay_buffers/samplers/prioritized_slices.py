@@ -160,4 +160,4 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         taken = self._room.take(first).astype(np.int64)
         drawn = self._laid_out(grid, first, None if self.strict_length else taken, length)
         steps = torch.from_numpy(np.full(count, length) if self.pad_output else taken)
-        return drawn._replace(info={WEIGHT: self._weight(first).repeat_interleave(steps)})
+        return Draw(drawn.index, {WEIGHT: self._weight(first).repeat_interleave(steps)}, drawn.slices)

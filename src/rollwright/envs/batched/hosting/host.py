@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._memory import Segment
 from rollwright._processes.channel import ByValue, Channel
-from rollwright.envs.arrays import FLAGS, ArrayEnv
+from rollwright.envs.arrays import FLAGS, ArrayEnv, array_form
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.hosting.messages import (
     AHEAD,
@@ -95,7 +95,7 @@ class Hosted:
             NotNative: it has no such form.
         """
         if self._arrays is None or rebuild:
-            self._arrays = self.env._array_form()
+            self._arrays = array_form(self.env)
         return self._arrays
 
 

@@ -74,7 +74,7 @@ class HostedRows:
         ticket = self.processes.post(command, chosen, layout)
         gathered = self.processes.gather(ticket)
         missed = self.recreation.settle(ticket, gathered, "step")
-        return gathered, missed._replace(failed=missed.failed | due)
+        return gathered, Missed(missed.failed | due, missed.cut)
 
     def post_step(self, command: CommandMaker, rows: range, layout: int) -> tuple[int, frozenset[int]]:
         """Send free rows what they need for a step, but those that wait for a reset; nothing may interrupt this.
