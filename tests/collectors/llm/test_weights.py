@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -9,11 +10,19 @@ import torch
 from tensordict import TensorDict
 from tests import llm_models
 from tests.collectors.llm.fakes import FakeEngine, FakeEnv, FakePolicy
+from tests.collectors.workers.processes import wait_until
 from torch import nn
 
 from rollwright.collectors.llm import LLMCollector
+from rollwright.data.replay_buffers import LazyStackStorage, ReplayBuffer
 from rollwright.envs.llm import LLMEnv
 from rollwright.modules.llm import TransformersWrapper
+from rollwright.weight_update import (
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    VanillaWeightUpdater,
+)
 from rollwright.weight_update.forms import flat_state, of_part, prepare
 
 pytestmark = pytest.mark.llm
@@ -167,3 +176,103 @@ def test_an_engine_without_a_module_gets_weights_in_a_worker_too():
         next(found for found in collector if versions(found) == {1})
         [weights] = collector.get_distant_attr("policy.engine.weights")
         assert weights["weight"].tolist() == [1.0, 1.0, 1.0]
+
+
+def scheme_from(model, cls=SharedMemWeightSyncScheme, strategy="tensordict"):
+    """The two ends of a scheme."""
+    sender = cls(strategy=strategy)
+    sender.init_on_sender("policy", model=model)
+    return sender, copy.copy(sender)
+
+
+@pytest.mark.parametrize("cls", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("source", ["model", "wrapper"])
+def test_schemes_bring_weights_to_the_engine(cls, strategy, source):
+    sent = trained()
+    if source == "wrapper":
+        sent = TransformersWrapper(sent, tokenizer=llm_models.tokenizer(), generate=False)
+    sender, receiver = scheme_from(sent, cls, strategy)
+    with LLMCollector(env(), wrapper(), dialog_turns_per_batch=1, track_policy_version=True) as collector:
+        collector.register_scheme_receiver({"policy": receiver}, synchronize_weights=False)
+        collector.receive_weights()
+        first = collector.next()
+        assert versions(first) == {0}  # nothing was sent
+        assert not changed(first)
+        sender.send()
+        collector.receive_weights()
+        assert collector.policy_version == 1
+        batch = collector.next()
+        assert versions(batch) == {1}
+        assert changed(batch)
+        collector.receive_weights()
+        assert versions(collector.next()) == {1}  # nothing was sent since
+
+
+def test_the_first_weights_of_a_scheme_act_from_the_first_token_on():
+    sender, receiver = scheme_from(trained())
+    sender.connect()
+    options = {"dialog_turns_per_batch": 1, "track_policy_version": True}
+    with LLMCollector(env(), wrapper(), **options) as collector:
+        collector.register_scheme_receiver({"policy": receiver})
+        batch = collector.next()
+        assert versions(batch) == {collector.policy_version} == {1}
+        assert changed(batch)
+
+
+def test_a_scheme_that_sends_nothing_changes_nothing():
+    sender, receiver = scheme_from(trained(), NoWeightSyncScheme)
+    with LLMCollector(env(), wrapper(), dialog_turns_per_batch=1, track_policy_version=True) as collector:
+        collector.register_scheme_receiver({"policy": receiver})
+        sender.send()
+        collector.receive_weights()
+        batch = collector.next()
+        assert versions(batch) == {0}
+        assert not changed(batch)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_schemes_bring_weights_to_an_engine_without_a_module(workers):
+    sender, receiver = scheme_from(linear(3.0))
+    options = {"dialog_turns_per_batch": 2, "track_policy_version": True, "policy_factory": FakePolicy}
+    options |= {"num_collectors": workers} if workers else {}
+    with LLMCollector(partial(FakeEnv, 2, epochs=None), **options) as collector:
+        collector.register_scheme_receiver({"policy": receiver}, synchronize_weights=False)
+        sender.send()
+        collector.receive_weights()
+        next(found for found in collector if versions(found) == {1})
+        weights = collector.getattr_policy("engine.weights")
+        assert (weights[0] if workers else weights)["weight"].tolist() == [[3.0] * 3]
+
+
+def test_weights_of_a_scheme_reach_an_engine_that_generates_in_a_thread():
+    sender, receiver = scheme_from(linear(3.0))
+    policy, buffer = PolicyWithModel(), ReplayBuffer(storage=LazyStackStorage(100_000))
+    options = {"dialog_turns_per_batch": 2, "track_policy_version": True, "replay_buffer": buffer}
+    with LLMCollector(FakeEnv(2, epochs=None), policy, **options) as collector:
+        collector.register_scheme_receiver({"policy": receiver}, synchronize_weights=False)
+        collector.start()
+        assert wait_until(lambda: buffer.write_count > 2)
+        sender.send()
+        collector.receive_weights()
+        assert collector.policy_version == 1
+        written = buffer.write_count
+        assert wait_until(lambda: buffer.write_count > written + 20)
+        assert policy.engine.model.weight.tolist() == [[3.0] * 3]
+    stamped = [int(version) for row in buffer[:] for version in row["tokens_policy_version"]]
+    assert stamped == sorted(stamped)
+    assert set(stamped) == {0, 1}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_weights_that_an_updater_brings_are_counted_once(in_place):
+    policy = wrapper()
+    weights = TensorDict.from_module(policy.model) if in_place else None
+    updater = VanillaWeightUpdater(weight_getter=lambda: TensorDict.from_module(trained()), policy_weights=weights)
+    options = {"dialog_turns_per_batch": 1, "track_policy_version": True, "weight_updater": updater}
+    with LLMCollector(env(), policy, **options) as collector:
+        assert versions(collector.next()) == {0}
+        assert collector.update_policy_weights_() == collector.policy_version == 1
+        batch = collector.next()
+        assert versions(batch) == {1}
+        assert changed(batch)

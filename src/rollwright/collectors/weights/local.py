@@ -10,6 +10,7 @@ from typing import Any
 from rollwright.collectors.delivery.background import Background
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.weights.receiving import CollectorWeights
+from rollwright.collectors.weights.targets import WeightTargets
 from rollwright.collectors.weights.updates import parse_update, prepare, snapshot
 from rollwright.weight_update.feed import HasModels
 
@@ -85,7 +86,11 @@ class LocalWeights(CollectorWeights):
     def receiving(self) -> Iterator[HasModels]:
         """See :class:`CollectorWeights`."""
         with self._background.pause():
-            yield self._collector
+            yield WeightTargets(self._collector, self._rollout.acting, self._worker_idx())
+
+    def pushed(self, before: int) -> int:
+        """See :class:`CollectorWeights`; an updater that has not passed weights on has written them in place."""
+        return self.version if self.version > before else self.count_update()
 
     def received(self, models: Sequence[str]) -> None:
         """See :class:`CollectorWeights`."""

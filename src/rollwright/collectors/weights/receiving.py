@@ -56,6 +56,14 @@ class CollectorWeights(ABC):
     def received(self, models: Sequence[str]) -> None:
         """Schemes have brought new weights for models."""
 
+    def pushed(self, before: int) -> int:
+        """The updater has pushed weights; returns their version.
+
+        Args:
+            before: the version before.
+        """
+        return max(before, self.version)
+
     def update(
         self, given: Any, *, weights_dict: Mapping[str, Any] | None, model_id: str | None, worker_ids: Any
     ) -> int:
@@ -63,7 +71,7 @@ class CollectorWeights(ABC):
         if self.updater is not None and weights_dict is None and model_id in (None, "policy"):
             before = self.version
             self.updater.push_weights(given, worker_ids)
-            return max(before, self.version)
+            return self.pushed(before)
         return self.apply(given, weights_dict=weights_dict, model_id=model_id, worker_ids=worker_ids)
 
     def use_updater(self, updater: Any, collector: Any) -> None:
@@ -92,8 +100,9 @@ class CollectorWeights(ABC):
         """Take weights from schemes whose senders are elsewhere."""
         with self.receiving() as end:
             self.receiver_schemes = register_receivers(end, schemes, synchronize_weights=synchronize_weights)
-            if synchronize_weights:
-                self.received(list(self.receiver_schemes))
+            brought = [model_id for model_id, scheme in self.receiver_schemes.items() if scheme.sends]
+            if synchronize_weights and brought:
+                self.received(brought)
 
     def receive(self, policy_or_weights: Any, weights: Any, policy: Any) -> None:
         """Take weights: those that schemes have brought, or those that are passed.

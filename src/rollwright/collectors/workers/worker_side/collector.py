@@ -27,10 +27,11 @@ from rollwright.collectors.profiling import Profile, ProfileConfig
 from rollwright.collectors.rollout.devices import module_device
 from rollwright.collectors.rollout.environment import making_env
 from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
-from rollwright.collectors.rollout.policy import ActingPolicy, making_policy
+from rollwright.collectors.rollout.policy import making_policy
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.collectors.weights.local import LocalWeights
+from rollwright.collectors.weights.targets import WeightTargets
 from rollwright.collectors.weights.updates import pick_weights
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import WorkerCounters
@@ -40,8 +41,8 @@ from rollwright.collectors.workers.worker_side.observer import WorkerObserver
 from rollwright.collectors.workers.worker_side.places import Publications, packed_place
 from rollwright.collectors.workers.worker_side.trajectory_ids import StridedIds
 from rollwright.envs.base import EnvBase
-from rollwright.weight_update.feed import StateReceiver, WeightFeed
-from rollwright.weight_update.forms import Description, State, describe
+from rollwright.weight_update.feed import WeightFeed
+from rollwright.weight_update.forms import Description, describe
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.worker import WorkerSpec
@@ -160,7 +161,7 @@ class WorkerCollector(Reachable):
 
     def take_weights(self) -> None:
         """Take what was published, and act with its version; an engine takes whole states."""
-        self.take_version(self._feed.apply(_WeightTargets(self, self._rollout.acting)))
+        self.take_version(self._feed.apply(WeightTargets(self, self._rollout.acting)))
 
     def take_version(self, version: int) -> None:
         """Act with another version of the weights."""
@@ -429,27 +430,3 @@ def _is(value: Any, window: torch.Tensor) -> bool:
         and value.dtype == window.dtype
         and ((value.data_ptr() == window.data_ptr() and value.stride() == window.stride()) or not value.numel())
     )
-
-
-class _WeightTargets:
-    """Where published weights go: to modules, and to the engine of the policy."""
-
-    def __init__(self, collector: WorkerCollector, acting: ActingPolicy) -> None:
-        self._collector, self._acting = collector, acting
-
-    def get_model(self, model_id: str) -> Any:
-        """Where the weights of a model go."""
-        if model_id == "policy" and self._acting.engine is not None:
-            return _EngineWeights(self._acting)
-        return self._collector.get_model(model_id)
-
-
-class _EngineWeights(StateReceiver):
-    """In place of the module of a policy with an engine."""
-
-    def __init__(self, acting: ActingPolicy) -> None:
-        self._acting = acting
-
-    def receive(self, state: State) -> None:
-        """See :class:`StateReceiver`."""
-        self._acting.update_engine(state)
