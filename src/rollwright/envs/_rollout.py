@@ -71,6 +71,8 @@ def rollout(  # noqa: D417 - self
             "Pass None for random actions."
         )
     stop_at_any = not break_when_all_done if break_when_any_done is None else break_when_any_done
+    if policy is not None and auto_reset:
+        self.fit_policy(policy)
     act: Call = self.rand_action if policy is None else policy
     if policy is not None and not trust_policy:
         act = speak_tensordict(policy, self, strict=False)

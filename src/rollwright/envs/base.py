@@ -346,6 +346,19 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     # The object itself ------------------------------------------------------------------------
 
+    def fit_policy(self, policy: Any) -> bool:
+        """Take from a policy what the environment lacks, before the two meet; by default, nothing.
+
+        :meth:`rollout` and collectors call it.
+
+        Args:
+            policy: that is going to act.
+
+        Returns:
+            Whether specs have changed.
+        """
+        return False
+
     def check_env_specs(self, **kwargs: Any) -> None:
         """Same as :func:`~rollwright.envs.check_env_specs` of this environment."""
         check_env_specs(self, **kwargs)

@@ -85,6 +85,10 @@ class WrapperEnv(EnvBase):
         """As for the base environment."""
         return self.base_env.batch_locked
 
+    def fit_policy(self, policy: Any) -> bool:
+        """See :meth:`EnvBase.fit_policy`."""
+        return self.base_env.fit_policy(policy)
+
     run_type_checks = property(lambda self: self.base_env.run_type_checks)
     allow_done_after_reset = property(lambda self: self.base_env.allow_done_after_reset)
 

@@ -364,3 +364,31 @@ def test_a_prompt_that_cannot_be_read_names_its_conversation():
         pytest.raises(EnvError, match=r"conversation of prompt 0 \(epoch 0, repeat 0\), turn 0: .*at least one token"),
     ):
         collector.next()
+
+
+@pytest.mark.parametrize("mode", ["history", "text"])
+def test_without_a_tokenizer_of_its_own_an_environment_has_that_of_the_policy(mode):
+    def taken(tokenizer, policy, transform=None):
+        rows = [{"text": "x" * (1 + number), "turns": number * 7 % 4} for number in range(PROMPTS)]
+        env = ChatEnv.from_dataloader(
+            rows, tokenizer=tokenizer, batch_size=3, epochs=1, environment=Talks, input_mode=mode
+        )
+        env = env if transform is None else TransformedEnv(env, transform)
+        with LLMCollector(env, policy=policy, trajs_per_batch=1) as collector:
+            batches = list(collector)
+        records = [record for batch in batches for record in batch.unbind(0)]
+        return {tuple(int(one[key]) for key in KEYS): one["tokens", "full"].tolist() for one in records}
+
+    class Plain:  # no engine that could be found
+        def __init__(self):
+            self.policy = wrapper()
+            self.tokenizer = self.policy.tokenizer
+
+        def __call__(self, td):
+            return self.policy(td)
+
+    expected = taken(llm_models.tokenizer(), wrapper())
+    assert len(expected) == sum(1 + number * 7 % 4 for number in range(PROMPTS))
+    assert taken(None, wrapper()) == expected
+    assert taken(None, Plain()) == expected
+    assert taken(None, Plain(), StepCounter()) == expected

@@ -12,6 +12,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from tests.llm_models import tokenizer
 
+from rollwright.data.llm.history import History
 from rollwright.data.llm.turns import Origin, turn_seed
 from rollwright.data.specs import Composite, Unbounded
 from rollwright.envs import RewardSum, StepCounter, TransformedEnv, check_env_specs
@@ -236,7 +237,7 @@ class PerToken(Until):
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda: chat(tokenizer=None), "tokenizer: messages are written by a chat template"),
+        (lambda: (env := chat(tokenizer=None)).step(env.reset()), "found no answer. Expected .*'response'"),
         (lambda: chat(tokenizer=tokenizer("plain")).reset(), "has no chat template"),
         (lambda: chat(batch_size=0), "batch_size: expected one number, at least 1"),
         (lambda: LLMEnv.from_dataloader([]), "dataset: expected at least one row"),
@@ -251,6 +252,42 @@ class PerToken(Until):
 def test_what_cannot_be_is_an_error_with_a_remedy(act: Any, message: str) -> None:
     with pytest.raises((ValueError, EnvError), match=message):
         act()
+
+
+@pytest.mark.parametrize("key", ["response", "full"])
+def test_a_policy_may_answer_by_a_message(key: str) -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        said = History.from_chats([[{"role": "assistant", "content": f"said {i}"}] for i in range(2)])
+        td["history"].set(key, said if key == "response" else td["history"].prompt.extend(said, inplace=False))
+        return td
+
+    for env in (chat(tokenizer=None), chat()):
+        td = env.rollout(2, policy, break_when_any_done=False)
+        assert [chat[-1]["content"] for chat in td["next", "history"].prompt[:, 0].to_chats()] == ["said 0", "1 to go"]
+        env.close()
+
+
+def test_messages_are_written_by_the_tokenizer_of_the_policy_where_there_is_no_other() -> None:
+    class Policy:
+        def __init__(self) -> None:
+            self.tokenizer = tokenizer("qwen")
+
+        def __call__(self, td: TensorDictBase) -> TensorDictBase:
+            td["text", "response"] = ["yes"] * 2
+            return td
+
+    own, lacking = chat(), chat(tokenizer=None)
+    assert "tokens" not in lacking.reset().keys()  # noqa: SIM118
+    for env in (lacking, TransformedEnv(chat(tokenizer=None), StepCounter())):
+        policy = Policy()
+        found = env.rollout(4, policy, break_when_any_done=False)
+        expected = own.rollout(4, policy, break_when_any_done=False)
+        for one, other in zip(found.reshape(-1).unbind(0), expected.reshape(-1).unbind(0), strict=True):
+            assert torch.equal(one["tokens", "prompt"], other["tokens", "prompt"])
+            assert one["text", "prompt"] == other["text", "prompt"]
+        assert ("tokens", "prompt") in env.observation_keys
+        own.set_seed(0)
+        env.close()
 
 
 def test_a_step_without_a_prompt_is_an_error() -> None:

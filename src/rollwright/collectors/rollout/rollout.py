@@ -103,6 +103,7 @@ class Rollout:
         self.options, self.hooks, self.ids, self.memory, self.owner = options, hooks, ids, memory, owner
         if options.auto_register_policy_transforms:
             env = provide_for_policy(env, policy)
+        env.fit_policy(policy)
         self.env = env
         self.acting = ActingPolicy(policy, given, options, env)
         self.devices = Devices.resolve(options, env.device, module_device(self.policy))

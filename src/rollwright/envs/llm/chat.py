@@ -52,12 +52,7 @@ class ChatEnv(ConversationEnv):
         primers: Composite | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if tokenizer is None and conversations.prompts.mode == "history":
-            raise ValueError(
-                "tokenizer: messages are written by a chat template, so expected a tokenizer, got None. Pass the "
-                "model's tokenizer, or input_mode='text'."
-            )
-        if conversations.template is not None:
+        if conversations.template is not None and tokenizer is not None:
             ChatTemplate(tokenizer, conversations.template)  # one without a chat template is an error now
         super().__init__(conversations, tokenizer, nested=True, columns=primers, device=device)
 
@@ -90,7 +85,8 @@ class ChatEnv(ConversationEnv):
 
         Args:
             dataloader: rows or batches of them; see :class:`DatasetSource` for all that it may be.
-            tokenizer: of the policy's model, with a chat template in history mode.
+            tokenizer: of the policy's model, with a chat template in history mode; None: that of the policy, in a
+                collector and in ``rollout()``. Where there is neither, the prompt is messages, or text, alone.
             input_mode: ``"history"``: the prompt is a string or a list of messages, written by the chat template.
                 ``"text"``, ``"tokens"``: it is read as it is, and replies are appended as they are.
             batch_size: conversations side by side; None: the dataloader's, or 1.

@@ -78,18 +78,38 @@ class ConversationEnv(Pooled, EnvBase):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device=device, batch_size=[conversations.num_slots])
-        self.conversations, self.tokenizer, self.nested = conversations, tokenizer, nested
-        mode = self._mode = conversations.prompts.mode
-        self._has_tokens = tokenizer is not None or mode == "tokens"
-        self._has_text = tokenizer is not None or mode != "tokens"
+        self.conversations, self.nested = conversations, nested
+        self._mode = conversations.prompts.mode
         self._columns = columns
-        self.layout = RecordLayout(nested=nested, history=nested and mode == "history", text=self._has_text)
         self._end_token_ids = tuple(end_token_ids)
         # A model that finds an answer beside a prompt would take that for the last one.
         self.ends_with_step = ("history", "text", "tokens", "log_probs", "masks") if nested else _FLAT
         self._slots = Slots(conversations, self._chain)
+        self._has_own_tokenizer = tokenizer is not None
+        self._use(tokenizer)
+
+    def _use(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        mode = self._mode
+        self._has_tokens = tokenizer is not None or mode == "tokens"
+        self._has_text = tokenizer is not None or mode == "text"
+        self.layout = RecordLayout(nested=self.nested, history=self.nested and mode == "history", text=self._has_text)
         self._blank: TokenChain | None = None
         self._set_specs()
+
+    def fit_policy(self, policy: Any) -> bool:
+        """Use the tokenizer of a policy, where the environment was given none; see :meth:`EnvBase.fit_policy`.
+
+        Conversations in progress begin again then.
+        """
+        found = getattr(policy, "tokenizer", None)
+        reads_tokens = self._mode == "tokens" or not self.nested
+        if reads_tokens or self._has_own_tokenizer or found is None or found is self.tokenizer:
+            return False
+        openings = self.interrupted()
+        self._use(found)
+        self.begin_again(openings)
+        return True
 
     def _set_specs(self) -> None:
         size = self.batch_size
@@ -124,6 +144,9 @@ class ConversationEnv(Pooled, EnvBase):
             for key in self._columns.keys(True, True):
                 observed[str(key)] = self._columns[key].clone().expand(*size, *self._columns[key].shape)
         chosen = ("tokens" if self._has_tokens else "text") + ("" if self.nested else "_response")
+        if not (self._has_tokens or self._has_text):  # messages alone: a policy answers in text, or by a message
+            actions["text"] = Composite(response=text.clone(), shape=size)
+            self.stand_ins = {("text", "response"): ("history", "response")}
         self.observation_spec = Composite(observed, shape=size)
         self.action_spec = Composite({chosen: actions[chosen]}, shape=size)
         if self._has_tokens and self._has_text:  # a policy may answer in text alone
@@ -239,6 +262,10 @@ class ConversationEnv(Pooled, EnvBase):
                 "for it first, or step_and_maybe_reset()."
             )
         tokens, text = self._response(td, "tokens"), self._response(td, "text")
+        message: Message = {"role": "assistant", "content": text}
+        if tokens is None and text is None:
+            message = self._message(slot, td)
+            text = str(message.get("content") or "")
         if row.chain is not None:
             if tokens is None:
                 tokens = torch.tensor(self.tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
@@ -247,8 +274,18 @@ class ConversationEnv(Pooled, EnvBase):
                 text = row.chain.decode(tokens)
         reason = td.get("finish_reason", None)
         reason = FinishReason(str(_data(reason))) if reason is not None else FinishReason.STOP
-        message: Message = {"role": "assistant", "content": text}
+        message["content"] = text
         return Answer(message, text, torch.zeros(0, dtype=torch.int64) if tokens is None else tokens, reason)
+
+    def _message(self, slot: int, td: TensorDictBase) -> Message:
+        """The answer of a policy that writes messages: the last one."""
+        for key in ("response", "full"):
+            given = td.get(("history", key), None) if self._mode == "history" and self.nested else None
+            if isinstance(given, History) and given.numel():
+                found: Message = given.reshape(-1)[-1].to_chats()
+                return found
+        keys = [key if self.nested else f"{key[0]}_response" for key in (("tokens", "response"), ("text", "response"))]
+        raise EnvError(f"slot {slot}: found no answer. Expected {keys[0]!r} or {keys[1]!r}; let the policy write one.")
 
     def _response(self, td: TensorDictBase, kind: str) -> Any:
         key: NestedKey = (kind, "response") if self.nested else f"{kind}_response"

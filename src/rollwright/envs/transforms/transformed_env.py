@@ -207,6 +207,13 @@ class TransformedEnv(WrapperEnv):
         self.empty_cache()
         return self
 
+    def fit_policy(self, policy: Any) -> bool:
+        """See :meth:`EnvBase.fit_policy`."""
+        if not super().fit_policy(policy):
+            return False
+        self.empty_cache()
+        return True
+
     def empty_cache(self) -> None:
         """Forget specs; needed when those of the base environment were changed."""
         self._full_specs.clear()
