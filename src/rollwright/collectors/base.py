@@ -72,6 +72,17 @@ class BaseCollector(Reachable, ABC):
         ray: Any = require("ray", extra="ray", purpose="as_remote()")
         return ray.remote(**remote_config)(cls) if remote_config else ray.remote(cls)
 
+    if not TYPE_CHECKING:  # so that type checkers still know which names there are
+
+        def __getattr__(self, name: str) -> Any:
+            """An option, by its name: ``collector.postproc``."""
+            if name not in ("options", "llm_options", "own_options"):
+                for holder in ("options", "llm_options", "own_options"):
+                    declared = self.__dict__.get(holder)
+                    if declared is not None and name in type(declared).__dataclass_fields__:
+                        return getattr(declared, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     # Iteration --------------------------------------------------------------------------------
 
     @abstractmethod

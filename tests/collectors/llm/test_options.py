@@ -78,6 +78,19 @@ def test_environment_and_policy_are_needed():
         LLMCollector(GymEnv("CartPole-v1"), policy=FakePolicy(), dialog_turns_per_batch=1, async_envs=True)
 
 
+def test_options_can_be_read_from_a_collector(build):
+    plain = build(1, dialog_turns_per_batch=1, flatten_data=True, postproc=len)
+    assert (plain.yield_completed_trajectories, plain.yield_only_last_steps) == (False, False)
+    assert (plain.flatten_data, plain.postproc, plain.replay_buffer, plain.verbose) == (True, len, None, False)
+    last = build(1, yield_only_last_steps=True)
+    assert (last.yield_completed_trajectories, last.yield_only_last_steps) == (True, True)
+    assert build(1, trajs_per_batch=2).trajs_per_batch == 2
+    with pytest.raises(AttributeError, match="has no attribute 'yield_everything'"):
+        plain.yield_everything  # noqa: B018
+    with Collector(GymEnv("CartPole-v1"), frames_per_batch=4, total_frames=8, postproc=len) as frames:
+        assert (frames.postproc, frames.split_trajs, frames.reset_at_each_iter) == (len, None, False)
+
+
 def test_completed_trajectories_come_one_at_a_time(build):
     batches = list(build(3, env={"prompts": 7}, yield_completed_trajectories=True))
     assert len(batches) == 7

@@ -131,6 +131,8 @@ asks for turns of any. Drop one of the two.
                 "flatten_data=False: a queue gets each turn as an item of its own. Leave flatten_data out, or pass a "
                 "replay_buffer, which gets the turns of each environment as one element."
             )
+        object.__setattr__(self, "yield_only_last_steps", bool(self.yield_only_last_steps))
+        object.__setattr__(self, "yield_completed_trajectories", self.delivers_whole)
 
     def _check_completed(self) -> None:
         if self.yield_completed_trajectories is False:

@@ -274,8 +274,9 @@ class ConversationEnv(Pooled, EnvBase):
                 text = row.chain.decode(tokens)
         reason = td.get("finish_reason", None)
         reason = FinishReason(str(_data(reason))) if reason is not None else FinishReason.STOP
-        message["content"] = text
-        return Answer(message, text, torch.zeros(0, dtype=torch.int64) if tokens is None else tokens, reason)
+        return Answer(
+            {**message, "content": text}, text, torch.zeros(0, dtype=torch.int64) if tokens is None else tokens, reason
+        )
 
     def _message(self, slot: int, td: TensorDictBase) -> Message:
         """The answer of a policy that writes messages: the last one."""
