@@ -168,6 +168,19 @@ def test_a_queue_gets_an_item_for_each_turn(build):
     assert {int(turn["prompt_index"]) for turn in turns} == set(range(6))
 
 
+@pytest.mark.parametrize("sink", ["queue", "buffer"])
+def test_blank_turns_at_the_end_of_the_data_are_no_items(build, sink):
+    items, buffer = queue.Queue(), ReplayBuffer(storage=RaggedStorage(100))
+    where = {"queue": items} if sink == "queue" else {"replay_buffer": buffer}
+    batch = {"dialog_turns_per_batch": 5, "flatten_data": False}
+    collector = build(5, env={"prompts": 7, "most_turns": 1}, **batch, **where)
+    for _ in collector:
+        pass
+    found = list(items.queue) if sink == "queue" else [buffer[i] for i in range(len(buffer))]
+    assert [int(each["prompt_index"]) for each in found] == list(range(7))
+    assert collector.stats()["write_count"] == 7
+
+
 def test_a_full_queue_is_waited_for_and_nothing_is_discarded(build):
     items = queue.Queue(maxsize=1)
     collector = build(2, env={"prompts": 6, "most_turns": 1}, dialog_turns_per_batch=2, queue=items)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.collectors.core import never
@@ -18,6 +18,7 @@ from rollwright.collectors.delivery.storage_memory import StorageMemory
 from rollwright.collectors.delivery_options import buffer_of, storage_ndim
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.rollout import Rollout
+from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.replay_buffers import SampleToInsertRatio, SliceSampler
 from rollwright.data.replay_buffers.storages.base import no_objects
 from rollwright.data.specs import Composite, NonTensor
@@ -110,9 +111,13 @@ class Stored(RolloutDelivery):
         self._buffer.add(frame)
 
     def _extend(self, data: TensorDictBase) -> None:
-        """Write frames, flattened where the storage has one dimension, unless an element is to be a row of them."""
-        flat = self._flat and data.ndim != 1 and not self.rollout.options.stores_rows
-        self._buffer.extend(data.reshape(-1) if flat else data)
+        """Write frames, flattened where the storage has one dimension, unless an element is to be a row of them.
+
+        Rows that were not taken are no frames.
+        """
+        if self._flat and data.ndim != 1 and not self.rollout.options.stores_rows:
+            data = _taken(data.reshape(-1))
+        self._buffer.extend(data)
 
 
 class StoredBatches(Stored):
@@ -244,3 +249,12 @@ def await_publication(buffer: Any, stop: Callable[[], bool] = never) -> None:
         ledger: Any = getattr(getattr(member, "storage", None), "ledger", None)
         if ledger is not None:
             ledger.await_published(stop)
+
+
+def _taken(frames: TensorDictBase) -> TensorDictBase:
+    """Frames ``[n]`` of conversations without the blank ones, which stand where the data was over."""
+    ids = frames.get(TRAJ_IDS, None) if isinstance(frames, LazyStackedTensorDict) else None
+    if ids is None or not bool((ids < 0).any()):
+        return frames
+    kept = [frame for frame, number in zip(frames.unbind(0), ids.tolist(), strict=True) if number >= 0]
+    return LazyStackedTensorDict(*kept, stack_dim=0, stack_dim_name="time")
