@@ -33,6 +33,7 @@ def numbered():
 
 ON_TURNS = {
     "StepCounter": StepCounter,
+    "max_steps": lambda: StepCounter(max_steps=2),
     "RewardSum": RewardSum,
     "PolicyVersion": numbered,
     "all": lambda: Compose(StepCounter(), RewardSum(), PolicyVersion()),
@@ -55,8 +56,16 @@ def test_transforms_on_turns_give_what_they_give_on_tensordicts(name, whole):
     for native, plain in zip(*found, strict=True):
         same(native, plain)
     row = found[0][0].reshape(-1)[0]
-    keys = {"StepCounter": "step_count", "RewardSum": "episode_reward", "PolicyVersion": "policy_version"}
+    keys = {
+        "StepCounter": "step_count",
+        "max_steps": "step_count",
+        "RewardSum": "episode_reward",
+        "PolicyVersion": "policy_version",
+    }
     assert all(row.get(("next", keys[each])) is not None for each in keys if name in (each, "all"))
+    if name == "max_steps":
+        longest = max(int(row["turn"]) for batch in found[0] for row in batch.reshape(-1).unbind(0))
+        assert longest == 1  # of the four turns that one would have
 
 
 def test_transforms_around_transforms_work_on_turns_in_their_order():
@@ -103,7 +112,7 @@ ON_TENSORDICTS = {
     "RetrieveLogProb": lambda: RetrieveLogProb(reference),
     "KLRewardTransform": lambda: KLRewardTransform(reference),
     "AddThinkingPrompt": lambda: AddThinkingPrompt(lambda td: td["turn"] < 2),
-    "StepCounter": lambda: StepCounter(max_steps=2),
+    "StepCounter": lambda: StepCounter(max_steps=2, truncated_key="cut"),
 }
 
 

@@ -172,6 +172,8 @@ class Exchange:
             if ended is not None:
                 for hook in self.hooks:
                     hook(ended.turn, dialog.memory)
+                if ended.turn.done:  # perhaps by a hook
+                    ended.ended = dialog.total, dialog.number
                 self._dialogs.keep(dialog, ended)
         return bool(outcomes)
 
