@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.collectors.llm.test_plain import answer, chats, copied, same, texts, turns, wrapper
+from tests import llm_models
+from tests.collectors.llm.test_plain import Talks, answer, chats, copied, same, texts, turns, wrapper
 
 from rollwright.collectors.llm import LLMCollector
 from rollwright.envs import RewardSum, StepCounter, TransformedEnv
-from rollwright.envs.llm import AddThinkingPrompt, KLRewardTransform, PolicyVersion, RetrieveLogProb
-from rollwright.envs.transforms import Compose
+from rollwright.envs.llm import AddThinkingPrompt, ChatEnv, KLRewardTransform, PolicyVersion, RetrieveLogProb
+from rollwright.envs.transforms import Compose, Transform
 
 pytestmark = [pytest.mark.llm, pytest.mark.usefixtures("_one_thread")]
 
@@ -66,6 +67,36 @@ def test_transforms_on_turns_give_what_they_give_on_tensordicts(name, whole):
     if name == "max_steps":
         longest = max(int(row["turn"]) for batch in found[0] for row in batch.reshape(-1).unbind(0))
         assert longest == 1  # of the four turns that one would have
+
+
+class Unchanged(Transform):
+    """Changes nothing, on TensorDicts."""
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_tokens_that_end_an_answer_for_the_policy_do_so_for_the_environment(mode):
+    def lengths(completions, **columns):
+        return [float(len(str(completion))) for completion in completions]
+
+    rows = [{"text": "x" * (1 + number), "tokens": [7] * (1 + number), "turns": number % 3} for number in range(6)]
+    found = []
+    for plain in (False, True):
+        options = {"input_mode": mode, "environment": Talks, "reward_functions": lengths, "epochs": 1, "batch_size": 3}
+        own = None if mode == "tokens" else llm_models.tokenizer()
+        env = ChatEnv.from_dataloader(rows, tokenizer=own, data_key="tokens" if mode == "tokens" else None, **options)
+        policy = wrapper(generate_kwargs={"max_new_tokens": 6, "stop_token_ids": list(range(100, 250))})
+        with LLMCollector(TransformedEnv(env, Unchanged()) if plain else env, policy, trajs_per_batch=1) as collector:
+            assert collector.stats()["paths"]["env"].startswith("plain" if plain else "native")
+            records = [record for batch in collector for record in batch.unbind(0)]
+        keys = ("prompt_index", "turn")
+        found.append(
+            {
+                tuple(int(one[key]) for key in keys): (one["tokens", "full"].tolist(), float(one["next", "reward"]))
+                for one in records
+            }
+        )
+    assert len(found[0]) == 12
+    assert found[0] == found[1]
 
 
 def test_transforms_around_transforms_work_on_turns_in_their_order():

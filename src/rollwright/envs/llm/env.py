@@ -82,6 +82,7 @@ class ConversationEnv(Pooled, EnvBase):
         self._mode = conversations.prompts.mode
         self._columns = columns
         self._end_token_ids = tuple(end_token_ids)
+        self._ends = frozenset(end_token_ids)  # and those of the policy
         # A model that finds an answer beside a prompt would take that for the last one.
         self.ends_with_step = ("history", "text", "tokens", "log_probs", "masks") if nested else _FLAT
         self._slots = Slots(conversations, self._chain)
@@ -98,18 +99,25 @@ class ConversationEnv(Pooled, EnvBase):
         self._set_specs()
 
     def fit_policy(self, policy: Any) -> bool:
-        """Use the tokenizer of a policy, where the environment was given none; see :meth:`EnvBase.fit_policy`.
+        """Use what a policy says of its tokens; see :meth:`EnvBase.fit_policy`.
 
-        Conversations in progress begin again then.
+        The tokenizer, where the environment was given none (but for ``LLMEnv``), and the tokens that end an answer of
+        its engine. Conversations in progress begin again where one of them is new.
         """
         found = getattr(policy, "tokenizer", None)
-        reads_tokens = self._mode == "tokens" or not self.nested
-        if reads_tokens or self._has_own_tokenizer or found is None or found is self.tokenizer:
+        ends = frozenset(getattr(getattr(policy, "engine", None), "end_ids", ())) | frozenset(self._end_token_ids)
+        if self._has_own_tokenizer or not self.nested or found is None:
+            found = self.tokenizer
+        if found is self.tokenizer and ends == self._ends:
             return False
-        openings = self.interrupted()
-        self._use(found)
+        openings = [row.opening for row in self._slots.rows if row is not None and not row.over]
+        self.interrupted()
+        self._ends, self._blank = ends, None
+        changed = found is not self.tokenizer
+        if changed:
+            self._use(found)
         self.begin_again(openings)
-        return True
+        return changed
 
     def _set_specs(self) -> None:
         size = self.batch_size
@@ -184,7 +192,7 @@ class ConversationEnv(Pooled, EnvBase):
                 self.tokenizer,
                 conversations.template,
                 history=conversations.history,
-                end_token_ids=self._end_token_ids,
+                end_token_ids=self._ends,
             )
         chain = self._blank.new()
         if opening.tokens is not None:
