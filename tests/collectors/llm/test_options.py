@@ -172,8 +172,7 @@ def test_a_queue_gets_an_item_for_each_turn(build):
 def test_blank_turns_at_the_end_of_the_data_are_no_items(build, sink):
     items, buffer = queue.Queue(), ReplayBuffer(storage=RaggedStorage(100))
     where = {"queue": items} if sink == "queue" else {"replay_buffer": buffer}
-    batch = {"dialog_turns_per_batch": 5, "flatten_data": False}
-    collector = build(5, env={"prompts": 7, "most_turns": 1}, **batch, **where)
+    collector = build(5, env={"prompts": 7, "most_turns": 1}, dialog_turns_per_batch=5, **where)
     for _ in collector:
         pass
     found = list(items.queue) if sink == "queue" else [buffer[i] for i in range(len(buffer))]

@@ -116,7 +116,7 @@ class ConversationEnv(Pooled, EnvBase):
         changed = found is not self.tokenizer
         if changed:
             self._use(found)
-        self.begin_again(openings)
+        self.undelivered.begin_again(openings)
         return changed
 
     def _set_specs(self) -> None:
