@@ -16,7 +16,8 @@ MOST_FILES = 15  # side by side in a folder, __init__.py not counted
 # From the ground up: a layer imports from layers above it in this list, and from itself. A name stands for the module
 # and all below it, unless a longer one is listed; "=" before it: for the module alone.
 LAYERS = """
-    =rollwright rollwright.errors rollwright._keys rollwright._interrupts rollwright._foreign rollwright._options
+    =rollwright rollwright.errors rollwright._keys rollwright._interrupts rollwright._foreign rollwright._options\
+        rollwright._seeding
     rollwright._memory
     rollwright._processes
     rollwright.data

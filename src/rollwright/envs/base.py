@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, key_str, leaf_keys, without
+from rollwright._seeding import seed_torch
 from rollwright.data.layout import deciding_groups, end_of_trajectory
 from rollwright.envs._checks import check_alive, complete_reset, complete_step, missing_actions
 from rollwright.envs._partial_reset import merge_reset, replace_entries, reset_masks
@@ -271,7 +272,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         """
         self.reopen()
         if seed is not None:
-            torch.manual_seed(seed)
+            seed_torch(seed)
         last = self._seed_envs(seed, static_seed)
         return seed if last is None else last
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from rollwright._memory import Segment
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.failures import ExceptionInfo
+from rollwright._seeding import seed_torch
 from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.delivery.thread import paused_error
 from rollwright.collectors.options import CollectorOptions
@@ -275,6 +275,6 @@ class Worker:
 
 def _seed_all(seed: int) -> None:
     """Seed the global generators: forked processes have them all in one state."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

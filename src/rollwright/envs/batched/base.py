@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from rollwright._seeding import seed_torch
 from rollwright.envs.base import EnvBase
 from rollwright.envs.factories import (
     EACH,
@@ -158,7 +159,7 @@ class BatchedEnv(EnvBase):
         """
         last = super().set_seed(seed, static_seed)
         if seed is not None:
-            torch.manual_seed(seed)  # the environments have left theirs
+            seed_torch(seed)  # the environments have left theirs
         return last
 
     def start(self) -> None:

@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
-import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._memory import Segment
 from rollwright._processes.channel import ByValue, Channel
+from rollwright._seeding import seed_torch
 from rollwright.envs.arrays import FLAGS, ArrayEnv, array_form
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.hosting.messages import (
@@ -302,7 +302,7 @@ def serve_envs(
         torch_seed: for torch's global generator here; those of NumPy and Python are seeded by the system.
         recreates: recreate environments that raise.
     """
-    torch.manual_seed(torch_seed)
+    seed_torch(torch_seed)
     np.random.seed()
     random.seed()
     envs: dict[int, Hosted] = {}
