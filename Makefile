@@ -16,7 +16,7 @@ demo-llm: .venv/.llm .venv/.plot ## teach a tiny language model by GRPO; leaves 
 	$(BIN)/python examples/grpo_tiny.py --seed $(SEED) --plot grpo_curve.png
 
 test: .venv/.dev ## run the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/.dev ## check style and format
 	$(BIN)/ruff check

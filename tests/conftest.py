@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -19,6 +21,11 @@ pytest_plugins = ["pytester"]
 # milliseconds until all threads of its process have had their turn.
 torch.set_num_threads(1)
 
+# Tests start many interpreters. They compile the package once, and not each of them, where containers forbid that.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+FIRST = ("typing", "examples")  # folders of few tests that take long: at the end, one process would wait for another
 _MARKERS: dict[Path, list[str]] = {}
 for _name, _promise in PROMISES.items():
     for _file in _promise.files:
@@ -35,6 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for name in _MARKERS.get(item.path, ()):
             item.add_marker(name)
+    items.sort(key=lambda item: item.path.parent.name not in FIRST)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
