@@ -153,6 +153,7 @@ class Path(ABC):
         how: what runs the environment and the policy, and why; for ``stats()`` and ``repr``.
         finite_keys: entries that are NaN where the policy's numbers are, to be tested once a batch.
         calls_policy: whether the policy reads TensorDicts here; if not, its engine does the work.
+        offers_again: whether complete trajectories whose delivery failed are offered again; if not, they are dropped.
         keeps_place: whether :meth:`place` is asked for at any time, which what is in progress is to be kept for.
         frames_taken: in the last batch, where its last dimension is not the number of steps; None: it is.
     """
@@ -161,6 +162,7 @@ class Path(ABC):
     finite_keys: Sequence[NestedKey] = ()
     frames_taken: int | None = None
     calls_policy: bool = True
+    offers_again: bool = False
     keeps_place: bool = False
 
     def compile(self, arguments: Mapping[str, Any]) -> None:  # noqa: B027 - most paths have nothing to prepare
@@ -291,13 +293,6 @@ class Path(ABC):
 
         Args:
             ids: of them; None: all that ended in the last batch.
-        """
-
-    def lost(self, ids: Iterable[int]) -> None:  # noqa: B027
-        """Trajectories that ended could not be delivered: what can begin again does so.
-
-        Args:
-            ids: of them.
         """
 
     def dropped(self) -> None:  # noqa: B027

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import warnings
 
 import pytest
 from tests.collectors.llm.fakes import FakeUser
 from tests.collectors.llm.shares import Talks, buffer, expected, make, tally, turns
+from tests.collectors.llm.test_resume import copied
 
 MODES = {
     "turns": {"dialog_turns_per_batch": 20},
@@ -117,3 +119,54 @@ def test_an_engine_that_raises():
             found.update(turns(batch))
     assert failed == 2
     assert found == wanted, tally(found, wanted)
+
+
+@pytest.mark.parametrize("calls", [{9, 30, 31}, {14, 25, 40, 41}])
+@pytest.mark.parametrize("mode", ["turns", "stream", "conversations", "groups"])
+def test_groups_that_wait_for_their_reward_are_whole_after_errors(mode, calls, monkeypatch):
+    options = {**MODES[mode], "env": {"prompts": 10, "repeats": 3, "rewarded": True, "slots": 5}}
+    options |= {"dialog_turns_per_batch": 10} if mode == "turns" else {}
+    wanted = expected(**options)
+    fails, reply = Failing(calls), FakeUser.reply
+    monkeypatch.setattr(FakeUser, "reply", lambda self, messages: (fails(), reply(self, messages))[1])
+    found, failed = delivered(**options)
+    assert failed
+    assert found == wanted, tally(found, wanted)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_could_not_be_delivered_at_the_end_of_the_data_is_offered_again(plain):
+    options = {"trajs_per_batch": 1, "env": {"prompts": 3, "repeats": 2}, "plain": plain}
+    wanted = expected(**options)
+    found, failed = delivered(**options, postproc=Failing({2, 6, 7, 9}))
+    assert failed == 4
+    assert found == wanted, tally(found, wanted)
+
+
+@pytest.mark.parametrize("mode", ["stream", "groups"])
+def test_a_state_is_saved_though_what_is_waited_for_raises(mode):
+    options = {**MODES[mode], "async_envs": True, "env": {"prompts": 9, "repeats": 2, "rewarded": True, "slots": 4}}
+    wanted = expected(**options)
+    found, said = collections.Counter(), []
+    collector = make(0, delay_s=0.0, **options)
+    while (batch := collector.next()) is not None:
+        found.update(turns(batch))
+        conversations, fails = collector.env.conversations, Failing({1})
+        outcomes = conversations.outcomes
+        conversations.outcomes = lambda timeout=None, fails=fails, outcomes=outcomes: (fails(), outcomes(timeout))[1]
+        with warnings.catch_warnings(action="ignore"):
+            state = copied(collector.state_dict())
+        conversations.outcomes = outcomes
+        said += state["unsaved"]
+        if len(said) % 2:  # this one goes on, too
+            continue
+        other = make(0, delay_s=0.0, **options)
+        for _ in range(2):
+            other.next()
+        collector.shutdown()
+        collector = other
+        collector.load_state_dict(state)
+    collector.shutdown()
+    assert found == wanted, tally(found, wanted)
+    assert said
+    assert all("asked again" in line and "no connection" in line for line in said)

@@ -44,14 +44,12 @@ def test_the_place_in_the_data_follows_what_was_delivered(conversations):
     assert len(undelivered) == 0
 
 
-def test_what_is_lost_begins_again_once_and_before_others(conversations):
+def test_what_nobody_got_begins_again_once_and_in_the_order_of_the_data_before_others(conversations):
     undelivered = Undelivered(conversations)
-    undelivered.ended(begun(undelivered, 2))
-    undelivered.lost([11, 11, 99])
-    in_progress = undelivered.open(0)
-    assert prompt(in_progress) == "p1"
-    undelivered.start_over([in_progress, in_progress], holds_ended=True)
-    assert drawn(conversations, undelivered, 2) == ["p1", "p2"]
+    first, second, third = begun(undelivered, 3).values()
+    undelivered.ended({10: first})
+    undelivered.start_over([third, second, third], holds_ended=True)
+    assert drawn(conversations, undelivered, 3) == ["p1", "p2", "p3"]
     assert list(undelivered.openings) == [10]
 
 
@@ -75,7 +73,7 @@ def test_what_was_dropped_on_purpose_counts_as_delivered(conversations):
 def test_a_saved_state_goes_on_under_other_ids(conversations):
     undelivered = Undelivered(conversations)
     undelivered.ended(begun(undelivered, 3))
-    undelivered.lost([12])
+    undelivered.begin_again(undelivered.take([12, 12, 99]))
     state = {"source": conversations.source.state_dict(), **undelivered.state_dict()}
     other = DatasetConversations(DatasetSource([f"p{number}" for number in range(6)], epochs=1), 4)
     restored = Undelivered(other)

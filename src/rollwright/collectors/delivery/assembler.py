@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -175,6 +175,10 @@ class TrajectoryAssembler:
     def pop(self, n: int) -> list[Trajectory]:
         """The ``n`` complete trajectories that ended first."""
         return [self._complete.popleft() for _ in range(n)]
+
+    def put_back(self, popped: Sequence[Trajectory]) -> None:
+        """Have trajectories that were popped be the next ones again, in the same order."""
+        self._complete.extendleft(reversed(popped))
 
     def _open(self, envs: Any, serial: int, t: int, ids: NDArray[np.int64]) -> None:
         taken = ids[envs] >= 0  # where nothing was taken, the id is -1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -172,19 +172,36 @@ class RolloutDelivery(Delivery):
         )
 
     def collect_trajectories(self) -> None:
-        """Collect a batch, and hand it to the assembler; where that fails, its trajectories end there."""
+        """Collect a batch, and hand it to the assembler; where that fails, its trajectories end there.
+
+        Conversations go on from where the batch began.
+        """
         rollout, assembler = self.rollout, self.assembler
         assert assembler is not None
         self._profile.start()
         known = assembler.frames_held + assembler.frames_dropped - rollout.frames
         try:
             batch = rollout.collect()
-            assembler.take(batch, rollout.steps_taken, rollout.ends_in(batch))
         except BaseException:
-            if rollout.go_back_if_begun():
+            if rollout.go_back_if_begun() and not rollout.path.offers_again:  # else what goes on has its id still
                 assembler.drop_after_error(known + rollout.frames)
             raise
+        try:
+            assembler.take(batch, rollout.steps_taken, rollout.ends_in(batch))
+        except BaseException:
+            rollout.start_over()
+            assembler.drop_after_error(known + rollout.frames)
+            raise
         self._profile.step()
+
+    def give_back(self, popped: Sequence[Trajectory]) -> None:
+        """The delivery of trajectories has failed: they are offered again, or dropped."""
+        assembler = self.assembler
+        assert assembler is not None
+        if self.rollout.path.offers_again:
+            assembler.put_back(popped)
+        else:
+            assembler.frames_dropped += sum(found.length for found in popped)
 
     def pieces_of(self, found: Trajectory) -> list[RowRange]:
         """What is delivered of a trajectory."""

@@ -52,8 +52,7 @@ class TrajectoryBatches(RolloutDelivery):
             padded = self.rollout.options.traj_format == "padded"
             batch = self._hand_out(pad(found) if padded else copied(pieces))
         except BaseException:
-            self.assembler.frames_dropped += sum(trajectory.length for trajectory in popped)
-            self.rollout.path.lost(trajectory.id for trajectory in popped)
+            self.give_back(popped)
             raise
         self._delivered_trajectories = True
         self.rollout.path.delivered(trajectory.id for trajectory in popped)
@@ -62,12 +61,16 @@ class TrajectoryBatches(RolloutDelivery):
     def next_of_rollout(self) -> list[TensorDictBase]:
         """The trajectories (or groups) that are complete after one more rollout, each ``[length]``."""
         self.collect_trajectories()
-        handed = []
-        while self.assembler.num_complete:
-            found = self.assembler.pop(1)  # of groups: all of one
-            pieces = [piece for trajectory in found for piece in self.pieces_of(trajectory)]
-            handed.append(self._hand_out(copied(pieces)))
-            self.rollout.path.delivered(trajectory.id for trajectory in found)
+        handed, popped = [], []
+        try:
+            while self.assembler.num_complete:
+                found = self.assembler.pop(1)  # of groups: all of one
+                popped += found
+                handed.append(self._hand_out(copied([piece for each in found for piece in self.pieces_of(each)])))
+        except BaseException:
+            self.give_back(popped)
+            raise
+        self.rollout.path.delivered(trajectory.id for trajectory in popped)
         return handed
 
 

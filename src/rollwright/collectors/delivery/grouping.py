@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from rollwright._keys import NestedKey
@@ -82,6 +82,13 @@ class GroupAssembler(TrajectoryAssembler):
     def pop(self, n: int) -> list[Trajectory]:
         """The conversations of the ``n`` groups that were complete first, group after group."""
         return [trajectory for _ in range(n) for trajectory in self._groups.popleft()]
+
+    def put_back(self, popped: Sequence[Trajectory]) -> None:
+        """See :meth:`TrajectoryAssembler.put_back`."""
+        groups: dict[int, list[Trajectory]] = {}
+        for found in popped:
+            groups.setdefault(origin_of(found).group, []).append(found)
+        self._groups.extendleft(reversed(groups.values()))
 
 
 def origin_of(found: Trajectory) -> Origin:

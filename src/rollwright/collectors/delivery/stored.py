@@ -196,8 +196,7 @@ class StoredTrajectories(Stored):
                 self.rollout.observer.publishes(self.rollout.path, [found.id for found in popped])
                 self._write([piece for found in popped for piece in self.pieces_of(found)])
             except BaseException:
-                self.assembler.frames_dropped += sum(found.length for found in popped)
-                self.rollout.path.lost(found.id for found in popped)
+                self.give_back(popped)
                 raise
             self._delivered_trajectories = True
             self.rollout.path.delivered(found.id for found in popped)

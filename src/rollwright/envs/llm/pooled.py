@@ -18,7 +18,7 @@ Name = tuple[int, int]  # of a conversation: its group in the data of its enviro
 class Pooled:
     """Methods of an environment of one conversation that a pool calls, in whatever process the environment is.
 
-    The conversations that have ended are kept, by name, until they are said to be delivered or lost.
+    The conversations that have ended are kept, by name, until they are said to be delivered or dropped.
     """
 
     _slots: Slots
@@ -40,10 +40,9 @@ class Pooled:
         """Keep conversations that have ended from now on, until one of the following names them."""
         self._keeps_ended = True
 
-    def note(self, delivered: Iterable[Name], lost: Iterable[Name], dropped: Iterable[Name]) -> None:
-        """What has come of conversations: they were delivered; they begin again; they ended on purpose."""
+    def note(self, delivered: Iterable[Name], dropped: Iterable[Name]) -> None:
+        """What has come of conversations that have ended: they were delivered, or dropped on purpose."""
         self._undelivered.delivered(delivered)
-        self._undelivered.lost(lost)
         self._undelivered.drop(self._undelivered.take(dropped))
 
     def next_conversation(self) -> bool:

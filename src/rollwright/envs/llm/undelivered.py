@@ -34,7 +34,7 @@ class Undelivered:
         >>> conversations = DatasetConversations(DatasetSource(["one", "two"], epochs=1), 1)
         >>> undelivered = Undelivered(conversations)
         >>> undelivered.ended({7: undelivered.open(0)})
-        >>> undelivered.lost([7])
+        >>> undelivered.start_over([], holds_ended=False)
         >>> undelivered.open(0).messages
         [{'role': 'user', 'content': 'one'}]
         >>> undelivered.open(0).messages
@@ -79,8 +79,12 @@ class Undelivered:
             self.num_dropped += 1
 
     def begin_again(self, openings: Iterable[Opening]) -> None:
-        """Nobody will get these conversations; each begins again once."""
-        self.again.extend({opening.draw.origin: opening for opening in openings}.values())
+        """Nobody will get these conversations; each begins again once.
+
+        Those of earlier groups are first: a group whose reward waits for all of it lets the others go on.
+        """
+        found = {opening.draw.origin: opening for opening in (*self.again, *openings)}
+        self.again = deque(found[origin] for origin in sorted(found, key=lambda origin: (origin.group, origin.repeat)))
 
     def ended(self, openings: Mapping[Any, Opening]) -> None:
         """A batch is complete.
@@ -103,10 +107,6 @@ class Undelivered:
             opening = self._ended.pop(number, None)
             if opening is not None:
                 self._conversations.source.delivered(opening.draw.origin)
-
-    def lost(self, ids: Iterable[Any]) -> None:
-        """Conversations could not be delivered, and begin again."""
-        self.begin_again(self.take(ids))
 
     def take(self, ids: Iterable[Any]) -> list[Opening]:
         """Conversations that had ended, which are not among them any more."""

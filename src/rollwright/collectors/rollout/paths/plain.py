@@ -43,6 +43,7 @@ class PlainPath(Path):
         self._replaces_ids = options.track_traj_ids and options.reset_when_done
         self._current: TensorDictBase | None = None
         self._rows, self._has_ids = parts.conversations, options.track_traj_ids
+        self.offers_again = self._rows is not None
         self._renews = options.reset_at_each_iter
         self._without: dict[int, list[int]] = {}  # by time: rows that the data had no conversation for
 
@@ -252,11 +253,6 @@ class PlainPath(Path):
         """See :meth:`Path.delivered`."""
         if self._rows is not None:
             self._rows.delivered(ids)
-
-    def lost(self, ids: Iterable[int]) -> None:
-        """See :meth:`Path.lost`."""
-        if self._rows is not None:
-            self._rows.undelivered.lost(ids)
 
     def dropped(self) -> None:
         """See :meth:`Path.dropped`."""

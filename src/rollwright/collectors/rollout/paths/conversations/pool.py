@@ -50,11 +50,10 @@ class _Notes:
     """What an environment is to know of its conversations, before the next one is drawn, or the place is saved."""
 
     delivered: list[Name] = field(default_factory=list)
-    lost: list[Name] = field(default_factory=list)
     dropped: list[Name] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.delivered) + len(self.lost) + len(self.dropped)
+        return len(self.delivered) + len(self.dropped)
 
 
 class ConversationPoolPath(PoolPath):
@@ -70,6 +69,8 @@ class ConversationPoolPath(PoolPath):
         call: calls the policy.
         fresh_outputs: whether its outputs are new tensors at each call.
     """
+
+    offers_again = True
 
     def __init__(self, parts: PathParts, env: AsyncEnvPool, call: Call, *, fresh_outputs: bool) -> None:
         super().__init__(parts, env, call, fresh_outputs=fresh_outputs)
@@ -161,7 +162,7 @@ class ConversationPoolPath(PoolPath):
     def _flush(self, index: int) -> None:
         notes, self._notes[index] = self._notes[index], _Notes()
         if len(notes):
-            self._env.call(index, "note", notes.delivered, notes.lost, notes.dropped)
+            self._env.call(index, "note", notes.delivered, notes.dropped)
 
     # A rollout ----------------------------------------------------------------------------------------
 
@@ -171,8 +172,7 @@ class ConversationPoolPath(PoolPath):
         self._finished = []
         busy = set(self._env.busy)
         for index in self._every:
-            waits = index not in busy and index not in self._roots  # its data was over, or it has failed
-            if waits and (index not in self._over or self._notes[index].lost):
+            if index not in busy and index not in self._roots and index not in self._over:  # it has failed
                 self._id[index] = int(self._ids.take(1)[0])
                 self._open(index)
 
@@ -197,7 +197,7 @@ class ConversationPoolPath(PoolPath):
     @property
     def is_over(self) -> bool:
         """See :attr:`Path.is_over`."""
-        return len(self._over) == len(self._every) and not self._row and not any(notes.lost for notes in self._notes)
+        return len(self._over) == len(self._every) and not self._row
 
     # What nobody gets ---------------------------------------------------------------------------------
 
@@ -263,11 +263,6 @@ class ConversationPoolPath(PoolPath):
         self._finished = []
         for each in self._found(self._last if ids is None else ids):
             self._notes[each.env_index].delivered.append(each.name)
-
-    def lost(self, ids: Iterable[int]) -> None:
-        """See :meth:`Path.lost`."""
-        for each in self._found(ids):
-            self._notes[each.env_index].lost.append(each.name)
 
     def dropped(self) -> None:
         """See :meth:`Path.dropped`."""

@@ -138,11 +138,12 @@ class Mark:
     Args:
         dialogs: the slots and rows.
         conversations: of the environment.
+        saves: whether conversations in progress are to go on; if not, they begin again.
     """
 
-    def __init__(self, dialogs: Dialogs, conversations: Conversations) -> None:
+    def __init__(self, dialogs: Dialogs, conversations: Conversations, *, saves: bool) -> None:
         self._conversations = conversations
-        begun = [dialog for dialog in dialogs if dialog.number]  # the others begin again
+        begun = [dialog for dialog in dialogs if saves and dialog.number]  # the others begin again
         found = {dialog.opening.draw.origin: before_answer(dialog, conversations) for dialog in begun}
         unsaved = {origin for origin, state in found.items() if state is None}
         self._states = {origin: state for origin, state in found.items() if state is not None}

@@ -49,6 +49,7 @@ class TurnPath(Path):
     """
 
     calls_policy = False
+    offers_again = True
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class TurnPath(Path):
         self._conversations, self._find_hooks, self._streams = conversations, hooks, streams
         self._ids, self._storing = parts.ids, parts.devices.storing
         self._delivers_whole = whole = parts.options.delivers_whole
+        self._saves = not (streams and whole)  # else nothing of a conversation in progress was taken
         self._resets = parts.options.reset_at_each_iter
         self._chain = TokenChain(
             engine.tokenizer,
@@ -90,7 +92,7 @@ class TurnPath(Path):
     def _keep_before(self, dialog: Dialog) -> None:
         """Keep what is needed of a conversation whose turn may not be complete when the batch is."""
         ahead = self._streams or self._dialogs.row_of(dialog)
-        keeps = ahead and dialog.number and not self._delivers_whole
+        keeps = ahead and dialog.number and self._saves
         dialog.before = saving.before_answer(dialog, self._conversations) if keeps else None
 
     # The conversations --------------------------------------------------------------------------
@@ -202,7 +204,7 @@ class TurnPath(Path):
             raise NotNative("random actions are no answers of an engine")
         self._dialogs.fill()
         self._batch, self._finished = [], []
-        self._mark = None if self._delivers_whole else saving.Mark(self._dialogs, self._conversations)
+        self._mark = saving.Mark(self._dialogs, self._conversations, saves=self._saves)
 
     def act(self, t: int) -> None:
         """See :meth:`Path.act`: answers to all prompts that a turn is to be taken of; of a stream, the next ones."""
@@ -255,10 +257,6 @@ class TurnPath(Path):
         self._mark = None
         self._undelivered.delivered(ids)
 
-    def lost(self, ids: Iterable[int]) -> None:
-        """See :meth:`Path.lost`."""
-        self._undelivered.lost(ids)
-
     def dropped(self) -> None:
         """See :meth:`Path.dropped`."""
         self._undelivered.dropped()
@@ -269,8 +267,14 @@ class TurnPath(Path):
 
     def state_dict(self) -> tuple[dict[str, Any], list[str]]:
         """See :meth:`Path.state_dict`; waits for tools and rewards that are in progress."""
-        self._exchange.follow_all()
         unsaved: list[str] = []
+        try:
+            self._exchange.follow_all()
+        except Exception as error:  # of the environment; the next rollout raises it, if it is still there
+            names = ", ".join(dialog.name for dialog in self._dialogs.waiting)
+            unsaved.append(f"what follows the answer in {names} is lost, and it is asked again: {error}")
+            self._exchange.cancel(self._dialogs)
+            saving.Mark(self._dialogs, self._conversations, saves=self._saves).go_back(self._dialogs, (), self._chain)
         dialogs = []
         for dialog in self._dialogs:
             try:
