@@ -12,10 +12,13 @@ from rollwright.envs.llm.sources import DatasetSource
 from rollwright.envs.llm.tools import (
     FunctionTool,
     JSONToolParser,
+    ParsedAnswer,
     PythonInterpreter,
     TemplateToolParser,
     Tool,
+    ToolCall,
     ToolParser,
+    ToolSession,
     Toolset,
     XMLToolParser,
 )
@@ -38,6 +41,7 @@ __all__ = [
     "LLMEnv",
     "Opening",
     "Outcome",
+    "ParsedAnswer",
     "PolicyVersion",
     "PromptDraw",
     "PromptFormat",
@@ -47,7 +51,9 @@ __all__ = [
     "Reward",
     "TemplateToolParser",
     "Tool",
+    "ToolCall",
     "ToolParser",
+    "ToolSession",
     "Toolset",
     "XMLToolParser",
 ]
