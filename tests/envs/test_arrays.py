@@ -15,7 +15,17 @@ from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv, default_info_dict_reader
 from rollwright.envs.arrays import FLAGS, ArrayTransform, array_form
 from rollwright.envs.libs._turns import InTurn
-from rollwright.envs.transforms import Compose, InitTracker, RewardSum, StepCounter, TensorDictPrimer, Transform
+from rollwright.envs.transforms import (
+    Compose,
+    DoubleToFloat,
+    InitTracker,
+    ObservationNorm,
+    RewardScaling,
+    RewardSum,
+    StepCounter,
+    TensorDictPrimer,
+    Transform,
+)
 from rollwright.envs.transforms.base import map_spec
 from rollwright.errors import EnvError, NotNative
 
@@ -65,6 +75,38 @@ def books(env):
     return TransformedEnv(env, Compose(InitTracker(), StepCounter(max_steps=3), RewardSum(), primer))
 
 
+DOUBLE = spaces.Box(-1.0, 1.0, (2,), np.float64)
+
+
+def scaled(env):
+    """Affine maps one after another: of observations into another entry, of rewards, of what others have added."""
+    return TransformedEnv(
+        env,
+        Compose(
+            StepCounter(4),
+            ObservationNorm(0.3, 1.7, ["observation"]),
+            ObservationNorm(torch.tensor([0.1, 0.2]), torch.tensor([3.0, 7.0]), ["observation"], ["norm"], **INVERSE),
+            ObservationNorm(0.5, 0.1, ["step_count"], ["share"]),
+            RewardScaling(0.1, 1 / 3),
+            RewardSum(),
+            RewardScaling(torch.tensor([0.2]), torch.tensor([0.7]), ["episode_reward"], ["scaled_sum"], **INVERSE),
+        ),
+    )
+
+
+INVERSE = {"standard_normal": True}
+
+
+def floats(env, *keys):
+    return TransformedEnv(env, Compose(DoubleToFloat(*keys), ObservationNorm(1 / 3, 0.7, ["observation"])))
+
+
+def doubles(env):
+    loc, scale = torch.tensor([1 / 3], dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
+    norm = ObservationNorm(loc, scale, ["observation"])
+    return TransformedEnv(env, Compose(norm, RewardScaling(loc, scale), RewardSum(), DoubleToFloat(["reward"])))
+
+
 class Twice(Transform):
     """A user's transform that has an array form."""
 
@@ -100,6 +142,15 @@ ENVS = {
     "a user's transforms": lambda: TransformedEnv(
         walk(), Compose(Twice("observation", "two"), StepCounter(), Twice("two", "four"), Twice("step_count", "even"))
     ),
+    "scaled": lambda: scaled(walk()),
+    "scaled vector": lambda: scaled(vector()),
+    "scaled serial": lambda: scaled(SerialEnv(3, walk)),
+    "serial of scaled": lambda: SerialEnv(3, lambda: scaled(walk())),
+    "floats": lambda: floats(walk(seen=DOUBLE)),
+    "floats of some": lambda: floats(walk(seen=DOUBLE), ["observation"], ["cast"]),
+    "floats of a vector": lambda: floats(vector(seen=DOUBLE)),
+    "doubles": lambda: doubles(walk()),
+    "doubles of a vector": lambda: doubles(vector(seen=DOUBLE)),
     "serial": lambda: SerialEnv(3, walk),
     "serial of vectors": lambda: SerialEnv(2, vector),
     "serial of books": lambda: SerialEnv(2, lambda: books(walk())),
@@ -217,6 +268,13 @@ class Slower(StepCounter):
         return next_tensordict.set("step_count", tensordict["step_count"] + tensordict["step_count"] % 2)
 
 
+class Louder(RewardScaling):
+    """Scales in another way, and has no array form of its own."""
+
+    def _apply_transform(self, obs):
+        return super()._apply_transform(obs).abs()
+
+
 def odd_transform():
     return patched(StepCounter(), "_step")
 
@@ -235,6 +293,12 @@ REFUSED = {
     "a reset_key": lambda: TransformedEnv(walk(), TensorDictPrimer(h=Unbounded(()), reset_key="_reset")),
     "another flag": lambda: TransformedEnv(walk(), StepCounter(3, update_done=False)),
     "its flags are": lambda: TransformedEnv(walk(), StepCounter(3, truncated_key="cut")),
+    "ObservationNorm changes what the environment is given": lambda: TransformedEnv(
+        walk(act=BOX), ObservationNorm(0.0, 2.0, ["observation"], in_keys_inv=["action"])
+    ),
+    "DoubleToFloat changes what the environment is given": lambda: TransformedEnv(walk(act=DOUBLE), DoubleToFloat()),
+    r"changes shape \(1,\) to \(3,\)": lambda: TransformedEnv(walk(), RewardScaling(torch.zeros(3), 2.0)),
+    "Louder works on TensorDicts": lambda: TransformedEnv(walk(), Louder(0.0, 2.0)),
     "differ in their entries": lambda: SerialEnv(2, [walk, lambda: TransformedEnv(walk(), InitTracker())]),
 }
 

@@ -15,7 +15,8 @@ nothing (rewards, flags, counts) is a *column*, ``[*batch]``; for a single envir
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -77,12 +78,14 @@ class ArrayTransform(NamedTuple):
         step: called as ``step(root, out)``, where ``out`` is the content of ``"next"``: observations, rewards, flags.
         reset: called as ``reset(fresh)`` with what a reset returned: observations of all rows. Sets first values of
             what it adds, and changes what :attr:`step` changes.
+        rewards: those that it adds or whose dtype it changes, as :attr:`entries`.
     """
 
     entries: dict[NestedKey, Entry]
     reads: list[NestedKey]
     step: Callable[[Values, Values], None]
     reset: Callable[[Values], None]
+    rewards: Mapping[NestedKey, Entry] = MappingProxyType({})
 
 
 class ArrayEnv(ABC):

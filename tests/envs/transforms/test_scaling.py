@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
 
+from rollwright.collectors import Collector
 from rollwright.data import Bounded, Composite, Unbounded
 from rollwright.envs import (
     Compose,
     DoubleToFloat,
+    GymEnv,
     ObservationNorm,
     RewardScaling,
     RewardSum,
@@ -190,3 +195,57 @@ def test_states_are_cast(ladder):
     env = TransformedEnv(Stateful(), DoubleToFloat())
     assert set(env.transform._pairs_inv()) == {("action", "action"), ("rung", "rung")}
     check_env_specs(env)
+
+
+# On arrays --------------------------------------------------------------------------------------------------------
+
+
+def scaled_pole(seed):
+    env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+    norm = ObservationNorm(torch.zeros(4), torch.full((4,), 1.5), ["observation"])
+    env = TransformedEnv(env, Compose(norm, RewardScaling(0.1, 1 / 3), RewardSum()))
+    env.set_seed(seed)
+    return env
+
+
+def as_on_tensordicts(native, plain):
+    """Whether the next batches of two collectors are equal to the bit."""
+    one, other = native.next(), plain.next()
+    keys = set(one.keys(True, True))
+    return keys == set(other.keys(True, True)) and all(torch.equal(one.get(key), other.get(key)) for key in keys)
+
+
+def collect(seed, **options):
+    torch.manual_seed(0)
+    policy = TensorDictModule(torch.nn.Linear(4, 1), ["observation"], ["value"])
+    act = TensorDictModule(lambda value: (value[..., 0] > 0).long(), ["value"], ["action"])
+    return Collector(scaled_pole(seed), TensorDictSequential(policy, act), frames_per_batch=40, **options)
+
+
+def test_runs_on_arrays_are_those_on_tensordicts_when_numbers_change_and_are_restored():
+    native, plain = collect(3), collect(3, use_buffers=False)
+    assert native.stats()["paths"]["env"].startswith("native")
+    assert as_on_tensordicts(native, plain)
+    for collector in (native, plain):  # in place, as new weights are written
+        collector.update_policy_weights_(
+            {"loc": torch.full((4,), 0.25), "scale": torch.full((4,), 2.0)}, model_id="env.transform[0]"
+        )
+    assert as_on_tensordicts(native, plain)
+    for collector in (native, plain):  # other tensors
+        collector.env.transform[0].loc = torch.full((4,), -0.5)
+        collector.env.transform[1].scale = torch.tensor(0.7)
+    assert as_on_tensordicts(native, plain)
+    state = copy.deepcopy(native.state_dict())
+    restored = collect(4)
+    restored.load_state_dict(state)
+    assert torch.equal(restored.env.transform[0].loc, torch.full((4,), -0.5))
+    assert as_on_tensordicts(restored, plain)
+    for collector in (native, plain, restored):
+        collector.shutdown()
+
+
+def test_numbers_that_overflow_do_so_in_silence():
+    env = TransformedEnv(GymEnv("CartPole-v1"), RewardScaling(3e38, 3e38))
+    with Collector(env, frames_per_batch=4) as collector:
+        assert collector.stats()["paths"]["env"].startswith("native")
+        assert bool(collector.next()["next", "reward"].isinf().all())

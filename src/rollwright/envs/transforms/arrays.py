@@ -55,7 +55,7 @@ class TransformedArrays(WrapperArrays):
         self._env, self._known = env, known
         base = array_form(env.base_env) if base is None else base
         super().__init__(base)
-        self.entries, self.reads = dict(base.entries), list(base.reads)
+        self.entries, self.rewards, self.reads = dict(base.entries), dict(base.rewards), list(base.reads)
         self._parts: list[ArrayTransform] = []
         self._transforms = _chain(env.transform)
         for transform in self._transforms:
@@ -64,9 +64,11 @@ class TransformedArrays(WrapperArrays):
             part = transform.on_arrays(self)  # with the entries of those before
             self._parts.append(part)
             self.entries.update(part.entries)
+            self.rewards.update(part.rewards)
             self.reads += [key for key in part.reads if key not in self.reads]
         self._steps = [part.step for part in self._parts]
-        if self.entries.keys() != {unravel(key) for key in env.observation_keys}:
+        announced = [{unravel(key) for key in keys} for keys in (env.observation_keys, env.reward_keys)]
+        if [self.entries.keys(), self.rewards.keys()] != announced:
             raise NotNative("its specs are not those of its transforms")
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
@@ -16,7 +17,7 @@ from rollwright._keys import NestedKey, as_keys, as_tuple, key_str
 from rollwright.data.layout import DoneGroup, deciding_groups, done_groups
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs._partial_reset import mask_like
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Values
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Values
 from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class Transform(nn.Module):
 
         Args:
             env: the environment that it follows, with the transforms before it. ``env.entries`` holds observations and
-                what a transform has added; rewards are in ``env.rewards``, and keep their shape and dtype.
+                what a transform has added; rewards are in ``env.rewards``.
 
         Returns:
             Functions on dictionaries of arrays, of the shapes that :class:`~rollwright.envs.arrays.Entry` says.
@@ -383,6 +384,44 @@ class EntryTransform(Transform):
     @abstractmethod
     def _change_spec(self, spec: TensorSpec) -> TensorSpec:
         """The spec of an entry as the policy sees it."""
+
+    def _entry_by_entry(
+        self, env: ArrayEnv, change: Callable[[Entry], tuple[np.dtype[Any], Callable[[Any], Any]]]
+    ) -> ArrayTransform:
+        """The array form, for ``on_arrays`` of subclasses.
+
+        Args:
+            env: the environment that it follows.
+            change: for an entry, the dtype of what it becomes, and the function of its values, of the same shape.
+
+        Raises:
+            NotNative: the transform changes what the environment is given, too, or it changes flags.
+        """
+        if self.inverts:
+            raise NotNative(f"{type(self).__name__} changes what the environment is given")
+        entries: dict[NestedKey, Entry] = {}
+        rewards: dict[NestedKey, Entry] = {}
+        calls: list[tuple[NestedKey, NestedKey, Callable[[Any], Any]]] = []
+        for key, out_key in self._pairs():
+            of_reward = key in env.rewards or key in rewards
+            known = {**env.rewards, **rewards} if of_reward else {**env.entries, **entries}
+            if key not in known:
+                raise NotNative(f"{type(self).__name__} changes {key!r}, which is neither an observation nor a reward")
+            entry = known[key]
+            dtype, function = change(entry)
+            (rewards if of_reward else entries)[out_key] = Entry(entry.shape, dtype, entry.column)
+            calls.append((key, out_key, function))
+        of_observations = [call for call in calls if call[1] in entries]
+
+        def step(root: Values, out: Values) -> None:
+            for key, out_key, function in calls:
+                out[out_key] = function(out[key])
+
+        def reset(fresh: Values) -> None:
+            for key, out_key, function in of_observations:
+                fresh[out_key] = function(fresh[key])
+
+        return ArrayTransform(entries, [], step, reset, rewards)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Observations after the change."""

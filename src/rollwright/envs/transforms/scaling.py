@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, unravel
 from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
+from rollwright.data.specs.gymspaces import numpy_dtype
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry
 from rollwright.envs.transforms.base import EntryTransform, KeySeq
+from rollwright.errors import NotNative
 
 __all__ = ["DoubleToFloat", "ObservationNorm", "RewardScaling"]
 
@@ -26,6 +31,11 @@ def _as_float(name: str, value: Number) -> torch.Tensor:
     if not bool(given.isfinite().all()):
         raise ValueError(f"{name}: expected finite numbers, got {value!r}. Look where they become NaN.")
     return given
+
+
+def _as_float32(value: Any) -> Any:
+    with np.errstate(all="ignore"):  # as torch does
+        return value.astype(np.float32)
 
 
 def _mapped(spec: TensorSpec, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorSpec:
@@ -77,6 +87,46 @@ class _Affine(EntryTransform):
     def _change_spec(self, spec: TensorSpec) -> TensorSpec:
         return _mapped(spec, self._apply_transform)
 
+    def _change_array(self, entry: Entry) -> tuple[np.dtype[Any], Callable[[Any], Any]]:
+        """``_apply_transform`` on arrays: the same two operations, each in the dtype in which torch computes it."""
+        one: np.ufunc = np.subtract if self.standard_normal else np.multiply
+        other: np.ufunc = np.divide if self.standard_normal else np.add
+        first, second = ("loc", "scale") if self.standard_normal else ("scale", "loc")
+        numbers = self._buffers
+        given = numbers[first], numbers[second]
+        x, y, *dtypes = self._operands(entry, *given)
+
+        def change(value: Any) -> Any:
+            nonlocal given, x, y
+            if numbers[first] is not given[0] or numbers[second] is not given[1]:  # other tensors were set
+                given = numbers[first], numbers[second]
+                x, y, *_ = self._operands(entry, *given)
+            with np.errstate(all="ignore"):  # as torch does
+                return other(one(value, x, dtype=dtypes[0]), y, dtype=dtypes[1])
+
+        return dtypes[1], change
+
+    def _operands(self, entry: Entry, *numbers: torch.Tensor | None) -> list[Any]:
+        """``loc`` and ``scale`` in order, as views that broadcast to an entry's arrays; the dtypes to compute in."""
+        like = torch.from_numpy(np.zeros((), entry.dtype)).expand(entry.shape)
+        views, dtypes = [], []
+        for number in numbers:
+            if number is None or number.device.type != "cpu":
+                raise NotNative(f"{type(self).__name__} has no loc and scale on the CPU")
+            try:
+                shape = np.broadcast_shapes(entry.shape, number.shape)
+            except ValueError as error:
+                raise NotNative(f"loc and scale of {type(self).__name__} do not fit shape {entry.shape}") from error
+            if shape != entry.shape:
+                raise NotNative(f"{type(self).__name__} changes shape {entry.shape} to {shape}")
+            like = torch.zeros((), dtype=torch.result_type(like, number)).expand(entry.shape)
+            if like.dtype not in (torch.float32, torch.float64):
+                raise NotNative(f"{type(self).__name__} computes in {like.dtype}")
+            view = number.detach().numpy()
+            views.append(view[..., 0] if entry.column and view.ndim else view)
+            dtypes.append(np.dtype(numpy_dtype(like.dtype)))
+        return [*views, *dtypes]
+
     def __repr__(self) -> str:
         numbers = ""
         if self.loc is not None and self.scale is not None and self.loc.numel() == self.scale.numel() == 1:
@@ -113,6 +163,10 @@ class RewardScaling(_Affine):
     ) -> None:
         keys = "reward" if in_keys is None else in_keys
         super().__init__(loc, scale, standard_normal, keys, out_keys)
+
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`."""
+        return self._entry_by_entry(env, self._change_array)
 
 
 class ObservationNorm(_Affine):
@@ -157,6 +211,10 @@ class ObservationNorm(_Affine):
         keys = (in_keys, out_keys, in_keys_inv, out_keys_inv)
         super().__init__(loc, scale, standard_normal, *keys)
         self.eps = eps
+
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`."""
+        return self._entry_by_entry(env, self._change_array)
 
     @property
     def initialized(self) -> bool:
@@ -282,6 +340,10 @@ class DoubleToFloat(EntryTransform):
 
     def _inv_apply_transform(self, state: torch.Tensor) -> torch.Tensor:
         return state.to(torch.float64)
+
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`."""
+        return self._entry_by_entry(env, lambda entry: (np.dtype(np.float32), _as_float32))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Cast ``in_keys``; without an environment and without keys, every float64 entry."""
