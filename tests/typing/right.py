@@ -29,8 +29,20 @@ from rollwright import (
     TransformedEnv,
 )
 from rollwright.collectors import MultiAsyncCollector, MultiSyncCollector, SyncDataCollector
-from rollwright.data import PrioritizedSliceSampler, ReplayBufferEnsemble, SliceSamplerWithoutReplacement
+from rollwright.collectors.llm import LLMCollector
+from rollwright.data import (
+    Composite,
+    PrioritizedSliceSampler,
+    ReplayBufferEnsemble,
+    SliceSamplerWithoutReplacement,
+    Unbounded,
+    stack,
+)
+from rollwright.data.llm import group_advantages
 from rollwright.envs import EnvCreator, StepCounter
+from rollwright.envs.llm import ParsedAnswer, Tool, ToolCall, ToolParser, ToolSession, Toolset
+from rollwright.modules.llm import TransformersWrapper
+from rollwright.weight_update import SharedMemWeightSyncScheme
 
 policy = TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"])
 
@@ -117,3 +129,49 @@ prioritized = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, eps=1e-6, s
 assert_type(prioritized.sample(3), TensorDictBase)
 PrioritizedSliceSampler(100, 1.0, 1.0, slice_len=3, strict_length=False)
 SliceSamplerWithoutReplacement(slice_len=3, span=(True, 2), shuffle=False)
+assert_type(buffer.add(TensorDict({"obs": torch.zeros(())})), int | torch.Tensor)
+assert_type(ReplayBuffer().sample(3, return_info=True), tuple[Any, dict[str, Any]])
+assert_type(ReplayBufferEnsemble(ReplayBuffer()).sample(return_info=True), tuple[Any, dict[str, Any]])
+
+# Specs, and what wraps environments
+assert_type(stack([Composite(x=Unbounded((3,)))] * 2), Composite)
+wrapped = TransformedEnv(env, StepCounter())
+assert_type(wrapped.is_closed, bool)
+assert_type(wrapped.allow_done_after_reset, bool)
+
+
+# Language models
+def talk(turns: LLMCollector, batch: TensorDict, model: nn.Module) -> None:
+    assert_type(turns.next(), TensorDictBase | None)
+    assert_type(turns.policy_version, int | str | None)
+    assert_type(turns.get_policy_version(), int | str | None)
+    assert_type(turns.increment_version(), int | str | None)
+    assert_type(group_advantages(batch), TensorDict)
+    wrapper = TransformersWrapper(model, input_mode="text", log_prob_mode="raw", record_layout="nested")
+    assert_type(wrapper.log_prob(batch, padding_side="left"), torch.Tensor)
+    assert_type(Toolset([]).schemas, list[dict[str, Any]])
+    SharedMemWeightSyncScheme("state_dict")
+
+
+class Shouting(ToolParser):
+    """A parser of a user's own."""
+
+    def parse(self, text: str) -> ParsedAnswer:
+        return ParsedAnswer(text, [ToolCall(name, {}) for name in text.split() if name.isupper()])
+
+
+class Session(ToolSession):
+    """A tool of a user's own, within one conversation."""
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return print
+
+
+class Printer(Tool):
+    """A tool of a user's own."""
+
+    name, schema, timeout_s = "print", {}, 1.0
+
+    def begin(self) -> ToolSession:
+        return Session()

@@ -18,6 +18,8 @@ from rollwright import (
 )
 from rollwright.collectors import MultiSyncCollector, SyncDataCollector
 from rollwright.data import PrioritizedSliceSampler, ReplayBufferEnsemble, SliceSamplerWithoutReplacement
+from rollwright.modules.llm import TransformersWrapper
+from rollwright.weight_update import SharedMemWeightSyncScheme
 
 
 def make() -> GymEnv:
@@ -72,3 +74,10 @@ PrioritizedSliceSampler(100, 1.0, 1.0, slice_length=3)  # error
 LazyTensorStorage("100")  # error
 ReplayBufferEnsemble(ReplayBuffer(), sample_from_al=True)  # error
 TensorDictReplayBuffer().sample("3")  # error
+
+# Language models and weights
+TransformersWrapper("model", input_mode="messages")  # error
+TransformersWrapper("model", log_prob_mode="model")  # error
+TransformersWrapper("model", record_layout="deep")  # error
+TransformersWrapper("model").log_prob(make().reset(), padding_side="both")  # error
+SharedMemWeightSyncScheme(strategy="module")  # error

@@ -18,6 +18,7 @@ from rollwright.collectors.profiling import Profile, ProfileConfig
 from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
 from rollwright.collectors.weights.receiving import CollectorWeights
 from rollwright.collectors.weights.updates import pick_weights
+from rollwright.data.llm.turns import Version
 from rollwright.errors import require
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 
@@ -207,11 +208,11 @@ class BaseCollector(Reachable, ABC):
         """Number of updates of the weights so far."""
         return self._weights.version
 
-    def get_policy_version(self) -> Any:
+    def get_policy_version(self) -> Version | None:
         """Same as :attr:`policy_version`."""
         return self.policy_version
 
-    def increment_version(self) -> Any:
+    def increment_version(self) -> Version | None:
         """Count an update of the weights; returns the new version."""
         self._weights.count_update()
         return self.policy_version

@@ -89,8 +89,15 @@ class WrapperEnv(EnvBase):
         """See :meth:`EnvBase.fit_policy`."""
         return self.base_env.fit_policy(policy)
 
-    run_type_checks = property(lambda self: self.base_env.run_type_checks)
-    allow_done_after_reset = property(lambda self: self.base_env.allow_done_after_reset)
+    @property
+    def run_type_checks(self) -> bool:  # type: ignore[override]
+        """As for the base environment."""
+        return self.base_env.run_type_checks
+
+    @property
+    def allow_done_after_reset(self) -> bool:  # type: ignore[override]
+        """As for the base environment."""
+        return self.base_env.allow_done_after_reset
 
 
 class WrapperArrays(ArrayEnv):

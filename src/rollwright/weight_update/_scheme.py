@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from torch import nn
 
 from rollwright.weight_update._boards import Boards
 from rollwright.weight_update.feed import WeightFeed
-from rollwright.weight_update.forms import State, check_state, describe, flat_state, split_by_worker
+from rollwright.weight_update.forms import State, Strategy, check_state, describe, flat_state, split_by_worker
 
 __all__ = ["WeightSyncScheme"]
 
-STRATEGIES = ("tensordict", "state_dict")
+STRATEGIES: tuple[Strategy, ...] = ("tensordict", "state_dict")
 _NAP_S = 1e-3
+
+
+class _Role(StrEnum):
+    """Of the end of a scheme."""
+
+    SENDER = "sender"
+    RECEIVER = "receiver"
 
 
 class WeightSyncScheme:
@@ -39,7 +47,7 @@ class WeightSyncScheme:
     sends: ClassVar[bool] = True
     """Whether weights travel at all."""
 
-    def __init__(self, strategy: str = "tensordict") -> None:
+    def __init__(self, strategy: Strategy = "tensordict") -> None:
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy: expected {' or '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
         self.strategy = strategy
@@ -51,7 +59,7 @@ class WeightSyncScheme:
         self._initial: Any = None
         self._boards: Boards | None = None
         self._feed: WeightFeed | None = None
-        self._role: str | None = None
+        self._role: _Role | None = None
         self._synchronized = False
 
     @classmethod
@@ -118,7 +126,7 @@ class WeightSyncScheme:
             RuntimeError: it was initialised before.
             ValueError: ``num_workers`` is less than 1, or not the number of devices.
         """
-        self._become("sender", model_id or "policy", context, model)
+        self._become(_Role.SENDER, model_id or "policy", context, model)
         if devices is not None and num_workers not in (None, len(devices)):
             raise ValueError(f"devices: expected one for each of {num_workers} receivers, got {len(devices)}.")
         known = getattr(context, "num_workers", 1) if devices is None else len(devices)
@@ -179,7 +187,7 @@ class WeightSyncScheme:
 
     def _sending(self, what: str) -> Boards:
         """The boards of a sender."""
-        self._check_role("sender", what)
+        self._check_role(_Role.SENDER, what)
         assert self._boards is not None  # of a sender
         return self._boards
 
@@ -219,7 +227,7 @@ class WeightSyncScheme:
         worker = 0 if worker is None else worker
         if not 0 <= worker < len(self._boards):
             raise ValueError(f"worker_idx: expected 0 to {len(self._boards) - 1}, got {worker}.")
-        self._become("receiver", model_id or self.model_id or "policy", context, model)
+        self._become(_Role.RECEIVER, model_id or self.model_id or "policy", context, model)
         self.worker_idx = worker
         self._feed = WeightFeed(self._boards.of(worker))
 
@@ -235,7 +243,7 @@ class WeightSyncScheme:
         Raises:
             RuntimeError: this is not the receiver.
         """
-        self._check_role("receiver", "receive")
+        self._check_role(_Role.RECEIVER, "receive")
         assert self._feed is not None  # of a receiver
         until = time.monotonic() + (timeout or 0.0)
         while not self._feed.due:
@@ -263,11 +271,11 @@ class WeightSyncScheme:
             RuntimeError: it was not initialised.
             TimeoutError: nothing was sent in time.
         """
-        if self._role == "sender":
+        if self._role is _Role.SENDER:
             given = self._initial if weights is None else weights
             if given is not None or self.model is not None:
                 self.send(given)
-        elif self._role == "receiver":
+        elif self._role is _Role.RECEIVER:
             if worker_idx is not None and worker_idx != self.worker_idx:
                 raise ValueError(f"worker_idx: this is receiver {self.worker_idx}, got {worker_idx}.")
             if self.sends and self.receive(timeout) is None:
@@ -289,12 +297,12 @@ class WeightSyncScheme:
     @property
     def initialized_on_sender(self) -> bool:
         """Whether this is the sender."""
-        return self._role == "sender"
+        return self._role is _Role.SENDER
 
     @property
     def initialized_on_receiver(self) -> bool:
         """Whether this is a receiver."""
-        return self._role == "receiver"
+        return self._role is _Role.RECEIVER
 
     @property
     def synchronized_on_sender(self) -> bool:
@@ -318,13 +326,13 @@ class WeightSyncScheme:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(strategy={self.strategy!r})"
 
-    def _become(self, role: str, model_id: str, context: Any, model: Any) -> None:
+    def _become(self, role: _Role, model_id: str, context: Any, model: Any) -> None:
         if self._role is not None:
             raise RuntimeError(f"init_on_{role}: this scheme is a {self._role} already. Make one for each model.")
         self._role, self.model_id, self.context, self._model = role, model_id, context, model
 
-    def _check_role(self, role: str, what: str) -> None:
-        if self._role != role:
+    def _check_role(self, role: _Role, what: str) -> None:
+        if self._role is not role:
             raise RuntimeError(f"{what}: this scheme is no {role}. Call init_on_{role}() first.")
 
 

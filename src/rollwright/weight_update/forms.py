@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -28,6 +28,9 @@ __all__ = [
 
 State = dict[str, Any]
 """Weights by name, as in a ``state_dict``: tensors, and extra state (any object) where :func:`is_extra`."""
+
+Strategy = Literal["tensordict", "state_dict"]
+"""What of a module is sent: parameters and buffers, or what ``state_dict()`` holds."""
 
 Signature = dict[str, "tuple[torch.Size, torch.dtype] | None"]
 """What a model takes: shape and dtype by name; None for extra state. See :func:`signature_of`."""
@@ -54,7 +57,7 @@ def unsaved_buffers(module: nn.Module) -> set[str]:
     }
 
 
-def flat_state(weights: Any, name: str, *, strategy: str = "state_dict") -> State:
+def flat_state(weights: Any, name: str, *, strategy: Strategy = "state_dict") -> State:
     """Weights in any form as a flat state; nothing is copied.
 
     Args:

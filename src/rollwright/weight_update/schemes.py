@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from rollwright.weight_update._scheme import WeightSyncScheme
+from rollwright.weight_update.forms import Strategy
 
 __all__ = ["MultiProcessWeightSyncScheme", "NoWeightSyncScheme", "SharedMemWeightSyncScheme"]
 
@@ -31,7 +32,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, backends=("shared", "thread"))
         True
     """
 
-    def __init__(self, strategy: str = "tensordict", *, per_worker_weights: bool = False) -> None:
+    def __init__(self, strategy: Strategy = "tensordict", *, per_worker_weights: bool = False) -> None:
         super().__init__(strategy)
         self.per_worker_weights = per_worker_weights
 

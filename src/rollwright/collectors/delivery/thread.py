@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from rollwright._processes.threads import DaemonThread
 from rollwright.collectors.rollout.stats import StageTimer
@@ -21,6 +21,7 @@ _STOP_S = 10.0  # for the thread to end, by default
 _NAP_S = 1.0
 
 _Apply = Callable[[], None]
+_Place = Literal["step", "batch"]  # what the thread rests between
 
 
 class CollectorThread(DaemonThread):
@@ -60,7 +61,7 @@ class CollectorThread(DaemonThread):
         self._new_version = False
         self._calm = True  # nothing is asked of the thread
         self._pauses = self._holds = 0  # who wants it to rest between two steps, and between two batches
-        self._resting: str | None = None  # "step" or "batch", while it rests
+        self._resting: _Place | None = None  # while it rests
         self._timer = timer
         self._at_end: _Apply | None = None
 
@@ -90,7 +91,7 @@ class CollectorThread(DaemonThread):
         """Between two batches, in the thread: do what is asked; returns whether the thread goes on."""
         return self._calm or not self._attend("batch")
 
-    def _attend(self, place: str) -> bool:
+    def _attend(self, place: _Place) -> bool:
         """Do what is asked; returns whether the batch (or, between two of them, the thread) ends."""
         with self.condition:
             while True:

@@ -28,6 +28,7 @@ from rollwright.collectors.rollout.environment import version_of
 from rollwright.collectors.rollout.paths.conversations.exchange import WaitsEnded
 from rollwright.collectors.rollout.paths.conversations.turns import TurnPath
 from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.data.llm.turns import Version
 
 if TYPE_CHECKING:
     from rollwright.collectors.keywords import LLMKeywords
@@ -99,7 +100,7 @@ class LLMCollector(Collector):
         return version_of(self.env) if given is True else given or None
 
     @property
-    def policy_version(self) -> Any:
+    def policy_version(self) -> Version | None:  # type: ignore[override]
         """Version of the weights: an integer or a UUID; None without ``track_policy_version``."""
         given = self.llm_options.track_policy_version
         return version_by(given and (self._tracker or True), self._weights.version)

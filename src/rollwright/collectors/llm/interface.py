@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rollwright.collectors.delivery.queues import QueueWriter
+from rollwright.data.llm.turns import Version
 
 if TYPE_CHECKING:
     from rollwright.collectors.base import BaseCollector
@@ -42,7 +43,7 @@ def queue_of(options: CollectorOptions) -> QueueWriter | None:
     return options.replay_buffer if isinstance(options.replay_buffer, QueueWriter) else None
 
 
-def version_by(tracker: Any, updates: int) -> Any:
+def version_by(tracker: Any, updates: int) -> Version | None:
     """The version after a number of updates, as the user counts: an integer or a UUID.
 
     Args:
@@ -52,8 +53,10 @@ def version_by(tracker: Any, updates: int) -> Any:
     if tracker is False:
         return None
     if hasattr(tracker, "at"):  # of the newest weights, which act from the next step of a thread on
-        return tracker.at(updates)
-    return updates if tracker is True or isinstance(tracker.version, int) else tracker.version
+        found: Version = tracker.at(updates)
+    else:
+        found = updates if tracker is True or isinstance(tracker.version, int) else tracker.version
+    return found
 
 
 def checked_postproc(postproc: Any) -> Any:

@@ -23,6 +23,7 @@ from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import ConversationOptions
 from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.data.llm.turns import Version
 from rollwright.errors import WorkerError
 
 __all__ = ["MultiLLMCollector", "made_with_workers"]
@@ -60,7 +61,7 @@ class MultiLLMCollector(MultiCollector):
         return in_own_words(rounding)
 
     @property
-    def policy_version(self) -> Any:
+    def policy_version(self) -> Version | None:  # type: ignore[override]
         """Version of the weights; None without ``track_policy_version``."""
         return version_by(self.llm_options.track_policy_version, self._weights.version)
 

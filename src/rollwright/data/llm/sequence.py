@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
@@ -15,6 +15,8 @@ from rollwright.data.llm.records import RecordLayout, record
 from rollwright.data.llm.turns import Turn
 
 __all__ = ["group_advantages", "training_sequences"]
+
+Batch = TypeVar("Batch", bound=TensorDictBase)
 
 _LAYOUT = RecordLayout(text=False)
 _KEYS = {  # of what a sequence is made: nested, flat
@@ -85,14 +87,14 @@ def training_sequences(source: Any) -> list[TensorDict]:
 
 
 def group_advantages(
-    batch: Any,
+    batch: Batch,
     *,
     reward_key: NestedKey = ("next", "reward"),
     group_key: NestedKey = "group_id",
     advantage_key: NestedKey = "advantage",
     trajectory_return: Literal["sum", "mean", "max"] | None = None,
     scale: bool = True,
-) -> Any:
+) -> Batch:
     """Write the advantage of each record within its group: reward minus mean, over the standard deviation.
 
     With r the rewards of all records of a group (of each token, where rewards are)::

@@ -6,14 +6,27 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-__all__ = ["FinishReason", "Message", "Origin", "Turn", "Version", "turn_seed"]
+__all__ = [
+    "FinishReason",
+    "InputMode",
+    "LayoutName",
+    "LogProbMode",
+    "Message",
+    "Origin",
+    "Turn",
+    "Version",
+    "turn_seed",
+]
 
 Message = Mapping[str, Any]  # a chat message: "role", "content", perhaps "tool_calls", "tool_call_id", "name"
 Version = int | str  # of weights: a number, or a UUID
+InputMode = Literal["history", "text", "tokens"]  # what a prompt is
+LayoutName = Literal["nested", "flat"]  # of the keys of a record
+LogProbMode = Literal["sampled", "raw"]  # of the distribution that was sampled from; of the model's
 
 
 class FinishReason(StrEnum):
@@ -94,7 +107,7 @@ class Turn:
     tokens: torch.Tensor
     num_prompt: int
     log_probs: torch.Tensor | None
-    log_prob_mode: str
+    log_prob_mode: LogProbMode
     versions: torch.Tensor | Sequence[str]
     version: Version
     finish_reason: FinishReason

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Literal, cast, overload
 
 import numpy as np
 import torch
@@ -160,7 +161,7 @@ class ReplayBuffer:
         self.written()
         return self._indices(data, index)
 
-    def add(self, data: Any) -> Any:
+    def add(self, data: Any) -> int | torch.Tensor:
         """Store one element (for a storage of several dimensions: one step of all environments).
 
         Returns:
@@ -201,6 +202,14 @@ class ReplayBuffer:
 
     # Sampling ---------------------------------------------------------------------------------
 
+    @overload
+    def sample(self, batch_size: int | None = None, return_info: Literal[False] = False) -> Any: ...
+    @overload
+    def sample(self, batch_size: int | None = None, *, return_info: Literal[True]) -> tuple[Any, dict[str, Any]]: ...
+    @overload
+    def sample(self, batch_size: int | None, return_info: Literal[True]) -> tuple[Any, dict[str, Any]]: ...
+    @overload
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any: ...
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """A batch of elements, copied.
 
@@ -424,7 +433,7 @@ class ReplayBuffer:
         self._drop_prefetched()
         checkpoint.restore(self, state_dict)
 
-    def dumps(self, path: Any) -> None:
+    def dumps(self, path: str | Path) -> None:
         """Write the buffer to a folder, which :meth:`loads` and ``rollwright inspect`` read.
 
         The folder is replaced as a whole: a kill in the meantime leaves the old one, and so does a full disk.
@@ -434,7 +443,7 @@ class ReplayBuffer:
         """
         checkpoint.dump(self, path)
 
-    def loads(self, path: Any, *, allow_pickle: bool = False) -> None:
+    def loads(self, path: str | Path, *, allow_pickle: bool = False) -> None:
         """Read what :meth:`dumps` wrote.
 
         Args:

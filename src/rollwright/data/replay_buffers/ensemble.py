@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
@@ -183,7 +183,7 @@ class ReplayBufferEnsemble:
         written = [(buffer, rows[where == n]) for n, buffer in enumerate(self.members)]
         return torch.cat([buffer.extend(part) for buffer, part in written if len(part)])
 
-    def add(self, data: Any, *, member: int) -> Any:
+    def add(self, data: Any, *, member: int) -> int | torch.Tensor:
         """Store one element in a member."""
         return self._member(member).add(data)
 
@@ -194,6 +194,14 @@ class ReplayBufferEnsemble:
 
     # Sampling ---------------------------------------------------------------------------------
 
+    @overload
+    def sample(self, batch_size: int | None = None, return_info: Literal[False] = False) -> Any: ...
+    @overload
+    def sample(self, batch_size: int | None = None, *, return_info: Literal[True]) -> tuple[Any, dict[str, Any]]: ...
+    @overload
+    def sample(self, batch_size: int | None, return_info: Literal[True]) -> tuple[Any, dict[str, Any]]: ...
+    @overload
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any: ...
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """A batch ``[members, n]``; see :meth:`ReplayBuffer.sample`.
 
@@ -320,14 +328,14 @@ class ReplayBufferEnsemble:
         if self.limiter is not None:
             self.limiter.load_state_dict(state_dict.get("limiter"))
 
-    def dumps(self, path: Any) -> None:
+    def dumps(self, path: str | Path) -> None:
         """Write each member to a folder of its own inside ``path``."""
         for n, member in enumerate(self.members):
             member.dumps(Path(path) / str(n))
         if self.limiter is not None:
             save(self.limiter.state_dict(), Path(path) / _LIMITER_FILE)
 
-    def loads(self, path: Any, *, allow_pickle: bool = False) -> None:
+    def loads(self, path: str | Path, *, allow_pickle: bool = False) -> None:
         """Read what :meth:`dumps` wrote; see :meth:`ReplayBuffer.loads`."""
         for n, member in enumerate(self.members):
             member.loads(Path(path) / str(n), allow_pickle=allow_pickle)

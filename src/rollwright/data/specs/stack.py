@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -16,7 +16,11 @@ from rollwright.data.specs.stackedcomposite import StackedComposite
 __all__ = ["stack"]
 
 
-def stack(specs: Sequence[TensorSpec], dim: int = 0) -> Any:
+@overload
+def stack(specs: Sequence[Composite], dim: int = 0) -> Composite: ...
+@overload
+def stack(specs: Sequence[TensorSpec], dim: int = 0) -> TensorSpec: ...
+def stack(specs: Sequence[TensorSpec], dim: int = 0) -> TensorSpec:
     """Stack specs along a new dimension; ``torch.stack`` of specs does the same.
 
     Specs that differ in bounds, masks or nothing give one spec; others a :class:`Stacked`, and

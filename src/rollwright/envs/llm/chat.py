@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from rollwright.data.llm.chat_template import ChatTemplate
+from rollwright.data.llm.turns import InputMode
 from rollwright.data.specs import Composite
 from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.env import ConversationEnv
 from rollwright.envs.llm.envs import batch_of
-from rollwright.envs.llm.opening import InputMode, PromptFormat
+from rollwright.envs.llm.opening import PromptFormat
 from rollwright.envs.llm.replies import Dialogue
 from rollwright.envs.llm.sources import DatasetSource
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from rollwright.data.llm.turns import Message
+from rollwright.data.llm.turns import InputMode, Message
 from rollwright.envs.llm.core import Opening, PromptDraw
 from rollwright.envs.llm.rewards import place
 from rollwright.errors import EnvError
 
-__all__ = ["InputMode", "PromptFormat"]
-
-InputMode = Literal["history", "text", "tokens"]
+__all__ = ["PromptFormat"]
 
 
 @dataclass(frozen=True)

@@ -222,8 +222,15 @@ class TransformedEnv(WrapperEnv):
 
     # What belongs to the base environment -----------------------------------------------------
 
-    remedy_when_closed = property(lambda self: self.base_env.remedy_when_closed)
-    is_closed = property(lambda self: self.base_env.is_closed)
+    @property
+    def remedy_when_closed(self) -> str:  # type: ignore[override]
+        """As for the base environment."""
+        return self.base_env.remedy_when_closed
+
+    @property
+    def is_closed(self) -> bool:  # type: ignore[override]
+        """Whether the base environment was closed."""
+        return self.base_env.is_closed
 
     def to(self, device: torch.device | str | int | None) -> Self:  # type: ignore[override]
         """Move the base environment and the transform; returns this environment."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from rollwright.data.llm.turns import FinishReason, Version
+from rollwright.data.llm.turns import FinishReason, LogProbMode, Version
 
 _NO_COPY = (
     "{} holds a language model and responses in progress, and cannot be copied or pickled. Pass policy_factory, a "
@@ -39,7 +39,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
-    log_prob_mode: str = "sampled"
+    log_prob_mode: LogProbMode = "sampled"
 
     def __post_init__(self) -> None:
         for name, kind in (("max_new_tokens", Integral), ("top_k", Integral), ("temperature", Real), ("top_p", Real)):

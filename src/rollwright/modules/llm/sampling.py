@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from rollwright.data.llm.turns import LogProbMode
 from rollwright.modules.llm.engine import Sampling
 
 __all__ = [
@@ -272,7 +273,7 @@ def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampli
     return chosen - torch.logsumexp(logits, -1)
 
 
-def sampling_of(kwargs: dict[str, Any], *, log_prob_mode: str, end_ids: Sequence[int] = ()) -> Sampling:
+def sampling_of(kwargs: dict[str, Any], *, log_prob_mode: LogProbMode, end_ids: Sequence[int] = ()) -> Sampling:
     """Sampling of ``generate_kwargs``.
 
     Raises:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey
+from rollwright.data.llm.turns import InputMode, LayoutName, LogProbMode, Version
 from rollwright.errors import require
 from rollwright.modules.llm._rows import entry, rows_of, tokens_of, write
 from rollwright.modules.llm.causal_lm import CausalLM
@@ -19,6 +20,8 @@ from rollwright.modules.llm.transformers_engine import TransformersEngine
 from rollwright.modules.llm.wrapper import EngineWrapper, Keys
 
 __all__ = ["TransformersWrapper"]
+
+Side = Literal["left", "right"]  # of padding
 
 
 class TransformersWrapper(EngineWrapper):
@@ -99,10 +102,10 @@ class TransformersWrapper(EngineWrapper):
         model: Any,
         *,
         tokenizer: Any = None,
-        input_mode: str | None = None,
+        input_mode: InputMode | None = None,
         generate: bool = True,
         return_log_probs: bool = True,
-        log_prob_mode: str = "sampled",
+        log_prob_mode: LogProbMode = "sampled",
         generate_kwargs: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
@@ -110,11 +113,11 @@ class TransformersWrapper(EngineWrapper):
         num_samples: int | None = None,
         inplace: bool | None = None,
         device: torch.device | str | None = None,
-        record_layout: str | None = None,
+        record_layout: LayoutName | None = None,
         keys: Keys | None = None,
         max_batch_size: int = 64,
         max_length: int | None = None,
-        policy_version: int | str = 0,
+        policy_version: Version = 0,
     ) -> None:
         kwargs = dict(generate_kwargs or {})
         wanted = kwargs.pop("num_return_sequences", kwargs.pop("n", None))
@@ -203,7 +206,7 @@ class TransformersWrapper(EngineWrapper):
         return write(target, written, tensordict.batch_size, self._pad_value if self.pad_output else None)
 
     def get_dist(
-        self, tensordict: TensorDictBase, *, mask_key: NestedKey | None = None, padding_side: str = "left"
+        self, tensordict: TensorDictBase, *, mask_key: NestedKey | None = None, padding_side: Side = "left"
     ) -> TokenDistribution:
         """The distributions of the tokens of each row, with gradients where they are enabled.
 
@@ -219,7 +222,7 @@ class TransformersWrapper(EngineWrapper):
         return self._dist_of(tensordict, mask_key, padding_side)[0]
 
     def log_prob(
-        self, tensordict: TensorDictBase, *, mask_key: NestedKey | None = None, padding_side: str = "right"
+        self, tensordict: TensorDictBase, *, mask_key: NestedKey | None = None, padding_side: Side = "right"
     ) -> torch.Tensor:
         """Log-probabilities of the tokens of each row, with gradients where they are enabled.
 
@@ -235,7 +238,7 @@ class TransformersWrapper(EngineWrapper):
         return dist.log_prob(tokens)
 
     def _dist_of(
-        self, td: TensorDictBase, mask_key: NestedKey | None, side: str
+        self, td: TensorDictBase, mask_key: NestedKey | None, side: Side
     ) -> tuple[TokenDistribution, torch.Tensor]:
         if side not in ("left", "right"):
             raise ValueError(f"padding_side: expected 'left' or 'right', got {side!r}.")
@@ -311,7 +314,7 @@ class TransformersWrapper(EngineWrapper):
         return tokens
 
 
-def _padded(sequences: Sequence[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(sequences: Sequence[torch.Tensor], side: Side) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens ``[rows, longest]``, padded with 0, and which of them are no padding."""
     width = max(map(len, sequences), default=0)
     tokens = torch.zeros(len(sequences), width, dtype=torch.int64)

@@ -7,6 +7,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from rollwright.data.llm.turns import InputMode, LayoutName, LogProbMode
 from rollwright.modules.llm.engine import Engine
 from rollwright.modules.llm.sampling import sampling_of
 from rollwright.modules.llm.vllm_engine import VLLMEngine, import_vllm
@@ -38,16 +39,16 @@ class vLLMWrapper(EngineWrapper):
         model: Any,
         *,
         tokenizer: Any = None,
-        input_mode: str | None = None,
+        input_mode: InputMode | None = None,
         generate: bool = True,
         return_log_probs: bool = True,
-        log_prob_mode: str = "sampled",
+        log_prob_mode: LogProbMode = "sampled",
         generate_kwargs: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         pad_output: bool = False,
         num_samples: int | None = None,
         inplace: bool | None = None,
-        record_layout: str | None = None,
+        record_layout: LayoutName | None = None,
         keys: Keys | None = None,
         policy_version: int | str = 0,
     ) -> None:

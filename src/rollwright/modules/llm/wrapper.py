@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 from rollwright._keys import NestedKey
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.records import RecordLayout, record
-from rollwright.data.llm.turns import Message, Origin, Turn
+from rollwright.data.llm.turns import InputMode, LayoutName, Message, Origin, Turn
 from rollwright.data.unchecked import unchecked_td
 from rollwright.modules.llm._rows import entry, rows_of, stacked, tokens_of, write
 from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
@@ -21,7 +21,6 @@ from rollwright.modules.llm.sampling import child_seed
 
 __all__ = ["EngineWrapper", "Keys"]
 
-InputMode = Literal["history", "text", "tokens"]
 _MODES: tuple[InputMode, ...] = ("history", "text", "tokens")
 _NOWHERE = Origin(0, 0, 0, 0, 0)
 
@@ -70,9 +69,9 @@ class EngineWrapper(TensorDictModuleBase):
         self,
         *,
         tokenizer: Any,
-        input_mode: str | None,
+        input_mode: InputMode | None,
         keys: Keys,
-        record_layout: str | None,
+        record_layout: LayoutName | None,
         return_log_probs: bool,
         pad_output: bool,
         num_samples: int | None,
@@ -228,7 +227,7 @@ class EngineWrapper(TensorDictModuleBase):
         history = entry(row, (self.keys.history, "prompt"))
         return history.to_chats() if hasattr(history, "to_chats") else ()
 
-    def _chain(self, mode: str) -> TokenChain:
+    def _chain(self, mode: InputMode) -> TokenChain:
         """Writes prompts as tokens, as collectors do."""
         if mode not in self._chains:
             ends = () if self.engine is None else self.engine.end_ids

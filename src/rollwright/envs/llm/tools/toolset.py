@@ -97,7 +97,7 @@ class Toolset:
         return _SURROGATE.sub("\ufffd", text)
 
     @property
-    def schemas(self) -> list[Any]:
+    def schemas(self) -> list[dict[str, Any]]:
         """Of all tools, for the chat template."""
         return [dict(tool.schema) for tool in self.tools.values()]
 
