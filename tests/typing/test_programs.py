@@ -18,7 +18,8 @@ RIGHT, WRONG = (Path(__file__).with_name(f"{name}.py") for name in ("right", "wr
 UNREAD = """
 [[tool.mypy.overrides]]
 module = [
-    "huggingface_hub.*", "markdown_it.*", "matplotlib.*", "mpmath.*", "pydantic.*", "pygame.*", "rich.*", "sympy.*",
+    "gymnasium.wrappers.transform_observation", "huggingface_hub.*", "markdown_it.*", "matplotlib.*", "mpmath.*",
+    "pydantic.*", "pygame.*", "rich.*", "sympy.*",
     "torch._dynamo.*", "torch._export.*", "torch._functorch.*", "torch._higher_order_ops.*", "torch._inductor.*",
     "torch._library.*", "torch._native.*", "torch._numpy.*", "torch.ao.*", "torch.distributed.*", "torch.export.*",
     "torch.fx.*", "torch.jit.*", "torch.masked.*", "torch.onnx.*", "torch.package.*", "torch.quantization.*",
