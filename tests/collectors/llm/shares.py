@@ -14,7 +14,7 @@ from tests.collectors.llm.fakes import FakeEnv, FakePolicy
 
 from rollwright.collectors.llm import LLMCollector
 from rollwright.data import RaggedStorage, ReplayBuffer
-from rollwright.envs import StepCounter, TransformedEnv
+from rollwright.envs import AsyncEnvPool, StepCounter, TransformedEnv
 from rollwright.envs.llm import ChatEnv
 
 KEYS = ("prompt_index", "epoch", "repeat", "turn")
@@ -57,13 +57,25 @@ def answers(delay_s: float):
     return answer
 
 
-def make(num_collectors: int = 2, *, env=None, delay_s: float = 0.0005, plain: bool = False, **options):
-    """A collector of fakes, with workers that are replaced; ``plain``: TensorDicts pass."""
+def pool(slots: int, **options):
+    """A pool of environments on TensorDicts, each with a part of the data."""
+    return AsyncEnvPool([partial(part_of_chats, number, slots, **options) for number in range(slots)], stack="lazy")
+
+
+def part_of_chats(number: int, count: int, *, prompts: int, repeats: int):
+    """An environment of one slot that has every ``count``-th prompt."""
+    rows = [{"text": "x" * (1 + each), "turns": each * 7 % 4} for each in range(number, prompts, count)]
+    options = {"input_mode": "text", "environment": Talks, "repeats": repeats, "epochs": 1}
+    return ChatEnv.from_dataloader(rows, batch_size=1, **options)
+
+
+def make(num_collectors: int = 2, *, env=None, delay_s: float = 0.0005, plain: bool | str = False, **options):
+    """A collector of fakes, with workers that are replaced; ``plain``: TensorDicts pass; ``"pool"``: of a pool."""
     given = {"prompts": 30, "repeats": 4, **(env or {})}
     how = {"on_worker_failure": "restart", "max_restarts": 1000, "restart_delay": 0.0} if num_collectors else {}
     count = {"num_collectors": num_collectors} if num_collectors else {}
     if plain:
-        env = partial(chats, given.pop("slots", 5), **given)
+        env = partial(pool if plain == "pool" else chats, given.pop("slots", 5), **given)
         return LLMCollector(env, policy_factory=partial(answers, delay_s), **count, **how, **options)
     kind = FakeEnv.rewarded if given.pop("rewarded", False) else FakeEnv
     env = partial(kind, given.pop("slots", 5), **given)

@@ -8,7 +8,7 @@ import warnings
 from functools import partial
 
 import pytest
-from tests.collectors.llm.shares import Talks
+from tests.collectors.llm.shares import Talks, delivered_under_kills, expected, tally
 from tests.collectors.llm.test_resume import copied
 
 from rollwright.collectors.llm import LLMCollector
@@ -278,3 +278,13 @@ def test_the_state_of_another_pool_is_refused():
         first.next()
         with pytest.raises(ValueError, match="expected that of a pool of 3 environments, got one of 2"):
             second.load_state_dict(copied(first.state_dict()))
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["yielded", "stored"])
+@pytest.mark.parametrize("mode", ["turns", "groups"])
+def test_replaced_workers_go_on_behind_what_was_delivered(mode, stored):
+    options = {**MODES[mode], "env": {"prompts": 24, "repeats": 2, "slots": 3}, "plain": "pool"}
+    wanted = expected(**options)
+    found, killed = delivered_under_kills(3, 2, stored=stored, every=0.3, **options)
+    assert killed == 3
+    assert found == wanted, tally(found, wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rollwright.data.llm.turns import Origin
 from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Opening
 from rollwright.envs.llm.slot_row import Slots
@@ -76,15 +77,25 @@ class Pooled:
         except Exception as error:
             return state, f"{type(error).__name__}: {error}"
 
-    def load_conversation(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`save_conversation` saved."""
+    def load_conversation(self, state: Mapping[str, Any], delivered: Iterable[Name] = ()) -> None:
+        """Go on from what :meth:`save_conversation` saved.
+
+        Args:
+            state: see there.
+            delivered: conversations that had ended and were delivered none the less.
+        """
         self.forget_conversations()
-        self._slots.source.load_state_dict(state["source"])
+        source = self._slots.source
+        source.load_state_dict(state["source"])
+        for group, repeat in delivered:
+            source.delivered(Origin(0, 0, repeat, group, state["source"]["seed"]))
+        source.load_state_dict(source.state_dict())  # groups are as large as what is left of them
         if state["progress"] is None:
             self._undelivered.load_state_dict(state)
         else:
             self._slots.load(unpacked(state["progress"]))
-            self._undelivered.load_ended(unpacked(state["undelivered"]))
+            ended = unpacked(state["undelivered"])
+            self._undelivered.load_ended({name: ended[name] for name in ended.keys() - set(delivered)})
 
     @property
     def repeats(self) -> int:

@@ -316,6 +316,30 @@ class ConversationPoolPath(PoolPath):
         }
         return state, unsaved
 
+    def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any]:
+        """See :meth:`Path.place`; waits for steps that are in progress."""
+        state, _ = self.state_dict()
+        named = set(self._last if ids is None else ids)
+        done = [each for number, each in self._undelivered.items() if number in named]
+        if not self._delivers_whole:
+            left = {number: each for number, each in self._undelivered.items() if number not in named}
+            return {**state, "undelivered": packed(left), "also": packed(done)}
+        sources = [unpacked(saved)["source"] for saved in state["envs"]]  # what was not delivered begins again
+        nothing = {"undelivered": packed({}), "again": packed([]), "dropped": 0, "progress": None}
+        return {
+            **state,
+            "envs": [packed({"source": source, **nothing}) for source in sources],
+            "roots": [None] * len(sources),
+            "undelivered": packed({}),
+            "also": packed(done),
+            "row_ids": None,
+        }
+
+    def look_ahead(self) -> None:
+        """See :meth:`Path.look_ahead`."""
+        if not self._started:
+            self._renew(self._every)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
         """See :meth:`Path.load_state_dict`.
 
@@ -328,9 +352,11 @@ class ConversationPoolPath(PoolPath):
                 f"{len(state_dict.get('envs', ()))}. Make the pool as the one that was saved."
             )
         self.forget()
+        also: list[_Ended] = unpacked(state_dict["also"]) if "also" in state_dict else []
         names = Names(None if ids_are_free else lambda: int(self._ids.take(1)[0]))
         for index in self._every:
-            self._env.call(index, "load_conversation", unpacked(state_dict["envs"][index]))
+            names_of_delivered = [each.name for each in also if each.env_index == index]
+            self._env.call(index, "load_conversation", unpacked(state_dict["envs"][index]), names_of_delivered)
             if (root := td_from(state_dict["roots"][index])) is not None:
                 self._roots[index] = root
                 self._where[index] = _text(root)
