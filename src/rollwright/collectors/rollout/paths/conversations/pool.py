@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from rollwright.collectors.rollout.paths.conversations.pool_notes import (
+    EndedConversation,
+    Notes,
+    loaded_frames,
+    name_of,
+    saved_frames,
+    text_of,
+)
 from rollwright.collectors.rollout.paths.conversations.saving import Names
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.pool import PoolFrame, PoolPath
 from rollwright.collectors.rollout.state import td_from, td_state
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.checkpoint.packed import packed, unpacked
-from rollwright.envs.llm.pooled import Name
 from rollwright.errors import EnvError
 from rollwright.modules.signature import Call
 
@@ -29,31 +35,6 @@ _MANY = 16  # notes that an environment is sent without a need
 def is_pool_of_conversations(env: AsyncEnvPool) -> bool:
     """Whether each environment of a pool is one of a single conversation (``LLMEnv``), with transforms or not."""
     return env.ndim == 2 and env.batch_size[1] == 1 and hasattr(env, "keep_ended")
-
-
-class _Ended(NamedTuple):
-    """A conversation that has ended and was not delivered.
-
-    Attributes:
-        env_index: of its environment.
-        name: of it there.
-        text: its name for people.
-    """
-
-    env_index: int
-    name: Name
-    text: str
-
-
-@dataclass
-class _Notes:
-    """What an environment is to know of its conversations, before the next one is drawn, or the place is saved."""
-
-    delivered: list[Name] = field(default_factory=list)
-    dropped: list[Name] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.delivered) + len(self.dropped)
 
 
 class ConversationPoolPath(PoolPath):
@@ -78,10 +59,10 @@ class ConversationPoolPath(PoolPath):
         self._every = range(env.num_envs)
         self._resets = parts.options.reset_at_each_iter
         self._over: set[int] = set()  # environments whose data is over
-        self._undelivered: dict[int, _Ended] = {}  # in batches, by trajectory id
+        self._undelivered: dict[int, EndedConversation] = {}  # in batches, by trajectory id
         self._last: list[int] = []  # of them, those of the last batch
         self._finished: list[PoolFrame] = []  # the last batch, until it is delivered
-        self._notes = [_Notes() for _ in self._every]
+        self._notes = [Notes() for _ in self._every]
         self._where = [""] * env.num_envs  # names of the conversations in progress
         self._num_dropped = 0
 
@@ -93,19 +74,19 @@ class ConversationPoolPath(PoolPath):
 
     def _take(self, index: int, frame: TensorDictBase, root: TensorDictBase, over: bool) -> None:
         frame, root = frame[0].copy(), root[0]
-        name = _name(frame)
+        name = name_of(frame)
         for td in (frame, frame.get("next")):
             if (group := td.get("group_id", None)) is not None:
                 td.set("group_id", group * len(self._every) + index)
         super()._take(index, frame, root, over)
-        self._where[index] = _text(root)
-        if over and _name(root) == name:  # it repeats what has ended: there is no other one
+        self._where[index] = text_of(root)
+        if over and name_of(root) == name:  # it repeats what has ended: there is no other one
             del self._roots[index]
             self._over.add(index)
 
-    def _named(self, frame: PoolFrame) -> _Ended:
-        group, repeat = _name(frame.td)
-        return _Ended(frame.env_index, (group // len(self._every), repeat), _text(frame.td))
+    def _named(self, frame: PoolFrame) -> EndedConversation:
+        group, repeat = name_of(frame.td)
+        return EndedConversation(frame.env_index, (group // len(self._every), repeat), text_of(frame.td))
 
     # Beginning ----------------------------------------------------------------------------------------
 
@@ -157,10 +138,10 @@ class ConversationPoolPath(PoolPath):
         self._over.discard(index)
         self._env.async_reset_send(env_index=[index])
         self._roots[index] = root = self._env.async_reset_recv(env_index=[index])[0][0]
-        self._where[index] = _text(root)
+        self._where[index] = text_of(root)
 
     def _flush(self, index: int) -> None:
-        notes, self._notes[index] = self._notes[index], _Notes()
+        notes, self._notes[index] = self._notes[index], Notes()
         if len(notes):
             self._env.call(index, "note", notes.delivered, notes.dropped)
 
@@ -222,7 +203,7 @@ class ConversationPoolPath(PoolPath):
         self._settle(self._every)
         self._env.forget_conversations()
         self._undelivered = {}
-        self._notes = [_Notes() for _ in self._every]
+        self._notes = [Notes() for _ in self._every]
         self._empty()
 
     def _empty(self) -> None:
@@ -255,7 +236,7 @@ class ConversationPoolPath(PoolPath):
 
     # Delivery -----------------------------------------------------------------------------------------
 
-    def _found(self, ids: Iterable[int]) -> list[_Ended]:
+    def _found(self, ids: Iterable[int]) -> list[EndedConversation]:
         return [self._undelivered.pop(number) for number in list(ids) if number in self._undelivered]
 
     def delivered(self, ids: Iterable[int] | None = None) -> None:
@@ -307,8 +288,8 @@ class ConversationPoolPath(PoolPath):
             "roots": [td_state(root) for root in roots],
             "ids": list(self._id),
             "totals": [list(each) for each in self._totals],
-            "held": [_saved(frames, again) for frames in self._held],
-            "row": _saved(self._row, again),
+            "held": [saved_frames(frames, again) for frames in self._held],
+            "row": saved_frames(self._row, again),
             "over": sorted(self._over),
             "undelivered": packed(self._undelivered),
             "dropped": self._num_dropped,
@@ -352,14 +333,14 @@ class ConversationPoolPath(PoolPath):
                 f"{len(state_dict.get('envs', ()))}. Make the pool as the one that was saved."
             )
         self.forget()
-        also: list[_Ended] = unpacked(state_dict["also"]) if "also" in state_dict else []
+        also: list[EndedConversation] = unpacked(state_dict["also"]) if "also" in state_dict else []
         names = Names(None if ids_are_free else lambda: int(self._ids.take(1)[0]))
         for index in self._every:
             names_of_delivered = [each.name for each in also if each.env_index == index]
             self._env.call(index, "load_conversation", unpacked(state_dict["envs"][index]), names_of_delivered)
             if (root := td_from(state_dict["roots"][index])) is not None:
                 self._roots[index] = root
-                self._where[index] = _text(root)
+                self._where[index] = text_of(root)
         self._undelivered = {names.of(number): each for number, each in unpacked(state_dict["undelivered"]).items()}
         self._num_dropped = int(state_dict["dropped"])
         if state_dict["row_ids"] is None:
@@ -367,8 +348,8 @@ class ConversationPoolPath(PoolPath):
             return
         self._id = [names.of(number) for number in state_dict["ids"]]
         self._totals = [(total, length) for total, length in state_dict["totals"]]
-        self._held = [_loaded(frames, names) for frames in state_dict["held"]]
-        self._row = deque(_loaded(state_dict["row"], names))
+        self._held = [loaded_frames(frames, names) for frames in state_dict["held"]]
+        self._row = deque(loaded_frames(state_dict["row"], names))
         self._over = set(state_dict["over"])
         self._started = True
 
@@ -384,27 +365,3 @@ class ConversationPoolPath(PoolPath):
             "conversations_undelivered": len(self._undelivered),
             "conversations_unfinished": list(dict.fromkeys(texts)),
         }
-
-
-def _name(td: TensorDictBase) -> Name:
-    return int(td.get("group_id")), int(td.get("repeat"))
-
-
-def _text(td: TensorDictBase) -> str:
-    index, epoch, repeat = (int(td.get(key)) for key in ("prompt_index", "epoch", "repeat"))
-    return f"prompt {index} (epoch {epoch}, repeat {repeat})"
-
-
-def _saved(frames: Iterable[PoolFrame], without: set[int]) -> list[dict[str, Any]]:
-    return [frame._asdict() | {"td": td_state(frame.td)} for frame in frames if frame.id not in without]
-
-
-def _loaded(saved: Iterable[Mapping[str, Any]], names: Names) -> list[PoolFrame]:
-    found = []
-    for each in saved:
-        td = td_from(each["td"])
-        assert td is not None
-        number, ended = names.of(each["id"]), each["ended"]
-        td.set(("collector", "traj_ids"), torch.tensor(number))
-        found.append(PoolFrame(td, number, each["env_index"], None if ended is None else (ended[0], ended[1])))
-    return found
