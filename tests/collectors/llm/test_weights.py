@@ -276,3 +276,16 @@ def test_weights_that_an_updater_brings_are_counted_once(in_place):
         batch = collector.next()
         assert versions(batch) == {1}
         assert changed(batch)
+
+
+def test_weights_of_a_scheme_that_do_not_fit_change_nothing():
+    sender, receiver = scheme_from(nn.Linear(2, 1))
+    with LLMCollector(env(), wrapper(), dialog_turns_per_batch=1, track_policy_version=True) as collector:
+        collector.register_scheme_receiver({"policy": receiver}, synchronize_weights=False)
+        sender.send()
+        with pytest.raises(ValueError, match="names differ"):
+            collector.receive_weights()
+        assert collector.policy_version == 0
+        batch = collector.next()
+        assert versions(batch) == {0}
+        assert not changed(batch)
