@@ -23,6 +23,8 @@ from rollwright._processes.forks import on_fork
 from rollwright.collectors.arguments import checked_seed, checked_state
 from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.base import BaseCollector
+from rollwright.collectors.core import never
+from rollwright.collectors.delivery.queues import QueueBacklog
 from rollwright.collectors.delivery.stored import await_publication
 from rollwright.collectors.delivery_options import warn_of_splits
 from rollwright.collectors.factory import register_backend
@@ -90,6 +92,7 @@ class MultiCollector(BaseCollector):
     _options_kind: type[CollectorOptions] = CollectorOptions
     _may_end = False  # whether the data of a worker may be over
     _ended = False
+    _backlog: QueueBacklog | None = None  # of a queue that gets what the workers collect
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Choose the class by ``sync``."""
@@ -180,6 +183,7 @@ class MultiCollector(BaseCollector):
             frames=counts.frames,
             owner=owner,
             before_batch=self._update_at_each_batch,
+            deliver=None if self._backlog is None else self._deliver_into_queue,
         )
         self._weights: WorkersWeights = WorkersWeights(
             self,
@@ -244,12 +248,30 @@ class MultiCollector(BaseCollector):
             self._update_at_each_batch()
             with self._taking:
                 self._background.await_room()
-                if not self._schedule.ready():
+                if self._backlog is not None:
+                    if not self._deliver_into_queue():
+                        return
+                    found = [None]
+                elif not self._schedule.ready():
                     return
-                found = [self._schedule.next(shaped=self._shaped)]
+                else:
+                    found = [self._schedule.next(shaped=self._shaped)]
             if self.options.replay_buffer is not None:
                 await_publication(self.options.replay_buffer, lambda: self.closed)
             yield found.pop()  # no reference stays here: its memory is the consumer's alone
+
+    def _deliver_into_queue(self, stop: Callable[[], bool] = never) -> bool:
+        """Put what is delivered next into the queue, and what was not put before; False: nothing is to come."""
+        backlog = self._backlog
+        assert backlog is not None
+        came = bool(backlog)
+        backlog.drain()
+        if self._schedule.ready(stop):
+            with backlog.taking() as take:
+                self._schedule.next(stop, shaped=take)
+            backlog.drain()
+            came = True
+        return came
 
     def _update_at_each_batch(self) -> None:
         if self.own_options.update_at_each_batch:
@@ -277,7 +299,8 @@ class MultiCollector(BaseCollector):
     @property
     def completed(self) -> bool:
         """Whether ``total_frames`` were stepped."""
-        return self._schedule.frames >= self.total_frames or self._schedule.is_over
+        over = self._schedule.frames >= self.total_frames or self._schedule.is_over
+        return over and (self._backlog is None or not (self._schedule.has_undelivered or self._backlog))
 
     def start(self) -> None:
         """Keep the workers collecting into the replay buffer, until the end, or :meth:`async_shutdown`.
@@ -393,6 +416,8 @@ class MultiCollector(BaseCollector):
 
     def _forget(self) -> None:
         """Drop what was collected before the last call of workers, and not delivered."""
+        if self._backlog is not None:
+            self._backlog.clear()
         self._schedule.forget({worker.index: worker.num_at_answer for worker in self._group.workers})
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:

@@ -116,8 +116,11 @@ class WeightUpdaterBase(ABC):
             worker_ids = self.all_worker_ids()
         elif isinstance(worker_ids, int | str | torch.device):
             worker_ids = [worker_ids]
-        for worker in [None] if worker_ids is None else worker_ids:
-            if worker is None or not self._skip_update(worker):
+        if worker_ids is None:
+            self._sync_weights_with_worker(server_weights=weights)
+            return
+        for worker in worker_ids:
+            if not self._skip_update(worker):
                 self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
 
     def _get_server_weights(self) -> Any:
@@ -140,7 +143,12 @@ class WeightUpdaterBase(ABC):
 
     @abstractmethod
     def _sync_weights_with_worker(self, *, worker_id: Worker | None = None, server_weights: Any) -> None:
-        """Send weights to one worker."""
+        """Send weights to one worker.
+
+        Args:
+            worker_id: its index or device; left out where :meth:`all_worker_ids` is None: to all in one go.
+            server_weights: in the form that :meth:`_maybe_map_weights` gives them.
+        """
 
 
 class LocalWeightsUpdaterBase(WeightUpdaterBase):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 
@@ -55,9 +54,3 @@ def test_a_thread_that_waits_for_answers_ends_within_the_limit():
     began = time.monotonic()
     collector.shutdown(timeout=10.0)
     assert time.monotonic() - began < patient(5.0)
-
-
-@pytest.mark.parametrize("waiting", [queue.Queue(), queue.SimpleQueue()])
-def test_a_queue_of_this_process_is_refused_with_workers(waiting):
-    with pytest.raises(ValueError, match=r"queue: workers are processes, .* multiprocessing.Manager\(\).Queue"):
-        LLMCollector(FakeEnv, policy_factory=FakePolicy, dialog_turns_per_batch=2, num_collectors=2, queue=waiting)

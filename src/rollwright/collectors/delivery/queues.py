@@ -1,18 +1,24 @@
-"""QueueWriter: puts turns into a queue, one at a time, where other collectors write into a replay buffer."""
+"""Turns are put into a queue, one at a time, where other collectors write into a replay buffer."""
 
 from __future__ import annotations
 
 import inspect
 import queue
+import threading
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn, cast
 
 from tensordict import TensorDictBase
 
+from rollwright._interrupts import uninterrupted
+from rollwright.collectors.rollout.state import td_from, td_state
+from rollwright.data.layout import TRAJ_IDS
 from rollwright.errors import RollwrightError
 
-__all__ = ["QueueClosed", "QueueWriter"]
+__all__ = ["QueueBacklog", "QueueClosed", "QueueWriter"]
 
 _LOOK_S = 0.1  # how often a wait for room looks whether it is to end
 _LIMIT_S = 600.0  # for room, at most
@@ -67,18 +73,30 @@ class QueueWriter:
 
     def add(self, data: TensorDictBase) -> None:
         """Put one item."""
-        if not self._takes_timeout:
-            self.queue.put(data)
-            self.write_count += 1
-            return
-        until = time.monotonic() + self._limit_s
-        while True:
-            try:
+        self.put(lambda: self.try_put(data))
+
+    def try_put(self, data: TensorDictBase) -> bool:
+        """Put one item; False where the queue stays full for a moment."""
+        try:
+            if self._takes_timeout:
                 self.queue.put(data, timeout=_LOOK_S)
-                break
-            except Exception as error:
-                if not _is_full(error):
-                    raise
+            else:
+                self.queue.put(data)
+        except Exception as error:
+            if not self._takes_timeout or not _is_full(error):
+                raise
+            return False
+        self.write_count += 1
+        return True
+
+    def put(self, attempt: Callable[[], bool]) -> None:
+        """Attempt to put something until that succeeds.
+
+        Raises:
+            TimeoutError, QueueClosed: see :meth:`extend`.
+        """
+        until = time.monotonic() + self._limit_s
+        while not attempt():
             self.waiting_for = f"room in the queue ({type(self.queue).__name__}), which is full"
             if self.closed:
                 self.waiting_for = None
@@ -91,7 +109,6 @@ class QueueWriter:
                     f"queue: waited {self._limit_s:g} s for {self.waiting_for}. Take items from it, or make it larger."
                 )
         self.waiting_for = None
-        self.write_count += 1
 
     def sample(self, *args: Any, **kwargs: Any) -> NoReturn:
         """There is nothing to sample from."""
@@ -99,6 +116,77 @@ class QueueWriter:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "waiting_for": None}
+
+
+class QueueBacklog:
+    """Turns that workers have collected, and that the collector's process puts into a queue, each once.
+
+    A worker that is killed has put nothing itself: what has arrived of it is put, and the rest is collected again.
+
+    Args:
+        writer: puts them.
+
+    Attributes:
+        lock: while it is held, nothing arrives, and nothing is put.
+        writer: see above.
+    """
+
+    def __init__(self, writer: QueueWriter) -> None:
+        self.writer = writer
+        self.lock = threading.RLock()
+        self._rows: deque[TensorDictBase] = deque()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @contextmanager
+    def taking(self) -> Iterator[Callable[[Any], None]]:
+        """What adds a batch, ``[n]``; from then on, the lock is held until the end of the ``with`` block."""
+        with ExitStack() as held:
+
+            def take(batch: TensorDictBase | None) -> None:
+                held.enter_context(self.lock)
+                if batch is not None:
+                    self._rows.extend(row for row in batch.reshape(-1).unbind(0) if _is_turn(row))
+
+            yield take
+
+    def drain(self) -> None:
+        """Put all turns.
+
+        Raises:
+            TimeoutError, QueueClosed: see :meth:`QueueWriter.extend`; the turns that were not put stay.
+        """
+        while self._rows:
+            self.writer.put(self._put_first)
+
+    def _put_first(self) -> bool:
+        with self.lock, uninterrupted:
+            if self._rows and not self.writer.try_put(self._rows[0]):
+                return False
+            if self._rows:
+                self._rows.popleft()
+            return True
+
+    def clear(self) -> None:
+        """Drop all turns."""
+        with self.lock:
+            self._rows.clear()
+
+    def state_dict(self) -> list[Any]:
+        """Turns that were not put."""
+        return [td_state(row) for row in self._rows]
+
+    def load_state_dict(self, state: Sequence[Any]) -> None:
+        """Go on from what :meth:`state_dict` saved."""
+        with self.lock:
+            self._rows = deque(cast(Any, td_from(row)) for row in state)
+
+
+def _is_turn(row: TensorDictBase) -> bool:
+    """Whether a row was taken, and is no padding."""
+    ids = row.get(TRAJ_IDS, None)
+    return ids is None or bool(ids >= 0)
 
 
 def _has_timeout(put: Callable[..., Any]) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
 
 from rollwright.collectors.arguments import checked_state
+from rollwright.collectors.delivery.queues import QueueBacklog, QueueClosed, QueueWriter
 from rollwright.collectors.factory import BackendOptions
 from rollwright.collectors.llm.interface import (
     LENGTH_UNKNOWN,
@@ -54,7 +56,17 @@ class MultiLLMCollector(MultiCollector):
         self.llm_options = LLMOptions.parse(others, owner)
         _check_for_workers(self.llm_options)
         given = {name: options[name] for name in vars(own) if name in options}
-        super()._construct(create_env_fn, policy, {**given, **self.llm_options.translated()})
+        asked = self.llm_options.translated()
+        writer = asked["replay_buffer"]
+        if isinstance(
+            writer, QueueWriter
+        ):  # this process puts the turns, so that a worker that is killed puts none twice
+            self._backlog = QueueBacklog(writer)
+            asked["replay_buffer"] = None
+            one_each = "groups_per_batch" if self.llm_options.groups_per_batch else "trajs_per_batch"
+            if self.llm_options.delivers_whole:
+                asked |= {one_each: 1, "traj_format": "cat"}
+        super()._construct(create_env_fn, policy, {**given, **asked})
 
     @staticmethod
     def _in_own_words(rounding: str) -> str:
@@ -105,6 +117,30 @@ class MultiLLMCollector(MultiCollector):
         """
         return super().set_seed(seed, static_seed=True)
 
+    def state_dict(self, *, engine_weights: bool = False) -> OrderedDict[str, Any]:
+        """See :meth:`MultiCollector.state_dict`; turns that are still to be put into the queue are at ``"queue"``."""
+        if self._backlog is None:
+            return super().state_dict(engine_weights=engine_weights)
+        with self._backlog.lock:
+            state = super().state_dict(engine_weights=engine_weights)
+            state["queue"] = self._backlog.state_dict()
+        return state
+
+    def stats(self) -> dict[str, Any]:
+        """See :meth:`MultiCollector.stats`; with a queue, ``write_count`` counts the turns that were put."""
+        found, backlog = super().stats(), self._backlog
+        if backlog is not None:
+            found |= {"write_count": backlog.writer.write_count, "undelivered": found["undelivered"] + len(backlog)}
+            found["waiting_for"] = backlog.writer.waiting_for or found["waiting_for"]
+        return found
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """See :meth:`MultiCollector.shutdown`; a thread that waits for room in the queue ends, too."""
+        if self._backlog is not None:
+            self._backlog.writer.closed = True
+        with contextlib.suppress(QueueClosed):  # what was not put is not delivered, as the state knows
+            super().shutdown(timeout, close_env, raise_on_error)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """Go on from a saved state, also of another number of workers: the data is divided anew.
 
@@ -115,6 +151,8 @@ class MultiLLMCollector(MultiCollector):
             ValueError: what is in progress cannot be divided anew; with the reason.
         """
         super().load_state_dict(self._divided(checked_state(state_dict)), **kwargs)
+        if self._backlog is not None:
+            self._backlog.load_state_dict(state_dict.get("queue", ()))
 
     def _divided(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         count, saved = self.num_workers, [name for name in state if re.fullmatch(r"worker\d+", str(name))]
@@ -150,17 +188,12 @@ def _check_for_workers(options: LLMOptions) -> None:
     """Refuse what workers cannot have.
 
     Raises:
-        ValueError: versions are to be UUIDs, or the queue is one of this process alone.
+        ValueError: versions are to be UUIDs.
     """
     if isinstance(getattr(options.track_policy_version, "version", 0), str):
         raise ValueError(
             "track_policy_version: workers count versions in integers, got a PolicyVersion of UUIDs. Pass True or "
             "PolicyVersion('int'), or collect in this process."
-        )
-    if isinstance(options.queue, queue.Queue | queue.SimpleQueue):
-        raise ValueError(
-            f"queue: workers are processes, and {type(options.queue).__name__} is of this one alone. Pass one that can "
-            "be sent to them, such as multiprocessing.Manager().Queue(), or a replay buffer."
         )
 
 

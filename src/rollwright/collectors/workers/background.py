@@ -35,6 +35,7 @@ class WorkersBackground:
         frames: in a batch.
         owner: name of the collector's class.
         before_batch: called before each batch.
+        deliver: what is done in place of waiting for the next batch: it puts that into a queue; False: there is none.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class WorkersBackground:
         frames: int,
         owner: str,
         before_batch: Callable[[], None],
+        deliver: Callable[[Callable[[], bool]], bool] | None = None,
     ) -> None:
         self._group, self._schedule, self._buffer = group, schedule, buffer
         self._frames, self._owner, self._before_batch = frames, owner, before_batch
+        self._into_queue = deliver
         self._thread: _Thread | None = None
         self._leave_limiter: tuple[Callable[[], None], ...] = ()
         self._limiter = limiter = getattr(buffer, "insert_limiter", None)
@@ -69,7 +72,7 @@ class WorkersBackground:
             RuntimeError: there is no replay buffer, or it runs already.
         """
         self.raise_error()
-        if self._buffer is None:
+        if self._buffer is None and self._into_queue is None:
             raise RuntimeError(
                 "start: this collector has no replay buffer, and nobody would get what the workers collect. Pass "
                 "replay_buffer= to it, or iterate over it."
@@ -82,6 +85,9 @@ class WorkersBackground:
     def _deliver_one(self, stop: Callable[[], bool]) -> bool:
         schedule = self._schedule
         schedule.raise_error()
+        if self._into_queue is not None:
+            self._before_batch()
+            return self._into_queue(stop)
         if not schedule.ready(stop):
             return False
         self._before_batch()

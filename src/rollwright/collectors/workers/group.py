@@ -363,7 +363,7 @@ class WorkerGroup:
         if self.listener is None:  # nothing is made yet that could do without it
             worker.error = error
             raise error
-        again = self.restarts.plan(worker.index, error)
+        again = self.restarts.plan(worker.index, error, goes_on=worker.place.is_known)
         if not again:
             worker.error = self.restarts.verdict(worker.index, error)
         self.listener.lost(worker)

@@ -46,16 +46,27 @@ class Restarts:
         self._errors: dict[int, WorkerError] = {}
         self._at: dict[int, float] = {}
 
-    def plan(self, worker: int, error: WorkerError) -> bool:
-        """Note a failure; whether another worker will be started in place of this one."""
+    def plan(self, worker: int, error: WorkerError, *, goes_on: bool = False) -> bool:
+        """Note a failure; whether another worker will be started in place of this one.
+
+        Args:
+            worker: its index.
+            error: why it failed.
+            goes_on: whether the other one goes on at a place in the data.
+        """
         self._errors[worker] = error
         delay = self._policy.next_delay(worker) if self.wanted else None
         if delay is None:
             return False
         self._at[worker] = self._clock() + delay
+        then = (
+            "the other one goes on behind what was delivered, and takes what was not once more"
+            if goes_on
+            else "its unfinished trajectories end here, and others begin under new ids"
+        )
         self.notes.append(
             f"{_sentence(error)} It is replaced in {delay:.3g} s (number {self.counts[worker]} of {self._policy.most} "
-            "at most); its unfinished trajectories end here, and others begin under new ids."
+            f"at most); {then}."
         )
         return True
 

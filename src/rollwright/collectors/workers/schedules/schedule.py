@@ -350,6 +350,11 @@ class Schedule:
         return [result for _, results in self._pending for result in results] + self.strategy.waiting()
 
     @property
+    def has_undelivered(self) -> bool:
+        """Whether anything has arrived, or a batch was made, that was not delivered."""
+        return bool(self._pending or self._trajectories or self.strategy.waiting())
+
+    @property
     def num_undelivered(self) -> int:
         """Rollouts that have arrived, and of which no batch was made yet."""
         return len(self.strategy.waiting())

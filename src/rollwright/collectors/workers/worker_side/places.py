@@ -80,6 +80,11 @@ class PlaceInData:
         self._known: bytes | None = None
         self._announced: say.Publishes | None = None  # what may be published, or not
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the worker has sent one: nothing else is known to have been delivered."""
+        return self._known is not None or self._announced is not None
+
     def move(self, place: bytes | None) -> None:
         """The worker has sent where it is; None: nothing that is announced is open any more."""
         if place is None and self._announced is not None:
