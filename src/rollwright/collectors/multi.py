@@ -487,7 +487,8 @@ class MultiCollector(BaseCollector):
             ``state``, ``frames``, ``batches``, ``episodes``, ``seconds`` by stage, ``policy_version``, ``restarts``,
             ``waiting_for``), ``workers_alive``, ``restarts``, ``policy_lag`` (published less acting versions, the
             most), ``frames_stale`` (thrown away, see ``max_policy_lag``), ``threads``, ``leases`` (blocks of shared
-            memory that the consumer holds, and batches that were copied because it holds many), ``messages``.
+            memory that the consumer holds, and batches that were copied because it holds many), ``messages``. What
+            paths add (``conversations_in_progress`` and others) is as of the last rollout of each worker.
         """
         buffer = self.options.replay_buffer
         written = {} if buffer is None else {"write_count": getattr(buffer, "write_count", None)}

@@ -67,3 +67,29 @@ def test_a_restored_collector_goes_on_where_the_data_was():
         second.load_state_dict(state)
         groups += [int(batch["group_id"][0]) for batch in second]
     assert sorted(groups) == list(range(20))
+
+
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_conversations_of_all_workers_are_counted_and_named(async_envs):
+    env = partial(FakeEnv, 3, prompts=12, repeats=2)
+    options = {"dialog_turns_per_batch": 6, "async_envs": async_envs, "num_collectors": 2}
+    with LLMCollector(env, policy_factory=FakePolicy, **options) as collector:
+        seen = []
+        for _ in collector:
+            stats = collector.stats()
+            names, open_ = stats["conversations_unfinished"], stats["conversations_in_progress"]
+            assert len(names) == len(set(names)) >= open_ >= 0
+            seen.append(open_)
+        stats = collector.stats()
+    assert max(seen) > 3  # more than one worker has environments
+    assert stats["conversations_in_progress"] == stats["conversations_dropped"] == 0
+    assert stats["conversations_undelivered"] == stats["turns_ahead"] == 0
+    assert stats["conversations_unfinished"] == []
+
+
+def test_conversations_that_a_worker_drops_are_counted():
+    env = partial(FakeEnv, 4, prompts=40)
+    options = {"dialog_turns_per_batch": 8, "reset_at_each_iter": True, "num_collectors": 2}
+    with LLMCollector(env, policy_factory=FakePolicy, **options) as collector:
+        list(collector)
+        assert collector.stats()["conversations_dropped"] > 0

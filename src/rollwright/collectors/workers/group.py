@@ -303,6 +303,7 @@ class WorkerGroup:
                 with self.lock:
                     worker.place.move(message.place)
                     worker.num_collected += 1
+                    worker.of_path = message.of_path or {}
                     block = worker.runs.pop(message.run, None)
                     if listener is not None:
                         listener.collected(worker, message, block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollwright._processes.connection import Connection
@@ -52,6 +53,7 @@ class Member:
         num_collected: rollouts of it that have arrived.
         called: what it was asked to call last.
         place: where in its data who takes its place begins.
+        of_path: what its path added to ``stats()`` at the end of its last rollout.
     """
 
     def __init__(self, spec: WorkerSpec, pool: Pool) -> None:
@@ -61,6 +63,7 @@ class Member:
         self.runs: dict[int, Block | None] = {}
         self.error: WorkerError | None = None
         self.num_collected = 0
+        self.of_path: Mapping[str, Any] = {}
         self._answered = threading.local()
         self.called = ""
         self.place = PlaceInData(self.counters, spec.options)

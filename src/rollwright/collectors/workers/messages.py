@@ -9,6 +9,7 @@ At a :class:`Stop` the worker ends, and its connection raises ``ChannelClosed`` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -198,6 +199,7 @@ class Collected(NamedTuple):
         dropped_frames: thrown away because they were too stale, see ``max_policy_lag``.
         is_over: whether nothing was taken, because the data is over.
         place: see :class:`Place`; of what is written into a replay buffer, :class:`Publishes` has it.
+        of_path: what the path of the worker adds to ``stats()``.
     """
 
     run: int
@@ -213,11 +215,12 @@ class Collected(NamedTuple):
     dropped_frames: int
     is_over: bool = False
     place: bytes | None = None
+    of_path: Mapping[str, Any] | None = None
 
     @classmethod
-    def nothing(cls, run: int, version: int) -> Collected:
+    def nothing(cls, run: int, version: int, of_path: Mapping[str, Any]) -> Collected:
         """The data is over."""
-        return cls(run, 0, 0, False, None, (), {}, (), version, version, 0, is_over=True)
+        return cls(run, 0, 0, False, None, (), {}, (), version, version, 0, is_over=True, of_path=of_path)
 
 
 class Place(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rollwright.collectors.rollout.counts import FrameCounts
@@ -70,7 +71,17 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
         "undelivered": schedule.num_undelivered,
         "paths": next((worker.ready.how for worker in group.workers if worker.ready is not None), {}),
         "waiting_for": schedule.orders.waiting_for,
+        **_of_paths([worker.of_path for worker in group.workers]),
     }
+
+
+def _of_paths(found: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """What paths of workers report, at the end of the last rollout of each: numbers summed up, lists joined."""
+    merged: dict[str, Any] = {}
+    for of_worker in found:
+        for name, value in of_worker.items():
+            merged[name] = merged[name] + value if name in merged else value
+    return merged
 
 
 def _of_worker(group: WorkerGroup, index: int) -> dict[str, Any]:

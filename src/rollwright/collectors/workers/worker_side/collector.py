@@ -187,7 +187,7 @@ class WorkerCollector(Reachable):
             rollout.start_over()
             delivery.forget()
         if rollout.path.is_over:
-            return say.Collected.nothing(order.run, observer.version)
+            return say.Collected.nothing(order.run, observer.version, rollout.path.stats())
         try:
             with observer.spending(None):
                 batch: Any = delivery.next_of_rollout() if isinstance(delivery, TrajectoryBatches) else delivery.next()
@@ -210,6 +210,7 @@ class WorkerCollector(Reachable):
             newest_version=observer.version,
             dropped_frames=dropped,
             place=self._place() if self.options.replay_buffer is None else None,
+            of_path=rollout.path.stats() or None,
         )
 
     def _sorted(self, batch: Any) -> tuple[bool, Any, tuple[NestedKey, ...], dict[NestedKey, tuple[int, ...]]]:
