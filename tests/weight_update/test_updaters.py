@@ -58,6 +58,18 @@ def test_what_is_asked():
     assert len(updater.post_hooks) == 1
 
 
+def test_weights_for_all_in_one_go_come_without_a_worker():
+    class Once(WeightUpdaterBase):
+        given = None
+
+        def _sync_weights_with_worker(self, *, server_weights):
+            self.given = server_weights
+
+    updater = Once()
+    updater.push_weights(3)
+    assert updater.given == 3
+
+
 def test_hooks_are_not_shared():
     one, other = Recording(), Recording()
     one.register_post_hook(print)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import os
 import pickle
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -79,6 +81,16 @@ def test_fewer_workers_without_room_for_what_is_in_progress_say_so():
         state = copied(first.state_dict())
     with make(1, dialog_turns_per_batch=10) as second, pytest.raises(ValueError, match=r"room for 5.*num_collectors=3"):
         second.load_state_dict(state)
+
+
+def test_the_warning_of_a_replacement_says_what_it_goes_on_with():
+    with make(dialog_turns_per_batch=10) as collector:
+        for _ in range(4):
+            collector.next()
+        for worker in collector.stats()["workers"]:
+            os.kill(worker["pid"], signal.SIGKILL)
+        with pytest.warns(RuntimeWarning, match=r"the other one goes on behind what was delivered"):
+            assert sum(1 for _ in collector)
 
 
 # What a worker announces before it writes ----------------------------------------------------------------------------

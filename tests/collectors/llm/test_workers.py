@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from functools import partial
 
 import pytest
+import torch
 from tests.collectors.llm.fakes import FakeEnv, FakePolicy
+from tests.patience import patient
 
 from rollwright.collectors.llm import LLMCollector
+from rollwright.envs.llm import ChatEnv, LLMEnv, Reward
+from rollwright.errors import EnvError, WorkerError
 
 
 def tokens_of(collector, seed=None):
@@ -93,3 +99,71 @@ def test_conversations_that_a_worker_drops_are_counted():
     with LLMCollector(env, policy_factory=FakePolicy, **options) as collector:
         list(collector)
         assert collector.stats()["conversations_dropped"] > 0
+
+
+# What never returns ----------------------------------------------------------------------------------------------
+
+
+def never(completions, **columns):
+    threading.Event().wait()
+
+
+class NeverReplies:
+    def __init__(self, row):
+        pass
+
+    def reply(self, messages):
+        threading.Event().wait()
+
+
+ROWS = [{"tokens": torch.tensor([1 + number]), "text": "?"} for number in range(8)]
+
+
+def rewarded(**limits):
+    return LLMEnv.from_dataloader(ROWS, from_text=False, batch_size=2, reward_functions=Reward(never, **limits))
+
+
+def replied():
+    return ChatEnv.from_dataloader(
+        ROWS, input_mode="tokens", batch_size=2, environment=NeverReplies, reply_timeout_s=0.2
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (
+            partial(rewarded, timeout_s=0.2),
+            r"prompt 0 .*'never' took longer than 0.2 seconds.*Reward\(..., timeout_s=\)",
+        ),
+        (replied, r"prompt 0 .*took longer than 0.2 seconds.*reply_timeout_s="),
+    ],
+    ids=["reward", "reply"],
+)
+def test_what_never_returns_in_a_worker_is_an_error_with_conversation_limit_and_argument(env, message):
+    began = time.monotonic()
+    with (
+        pytest.raises(EnvError, match=message) as caught,
+        LLMCollector(
+            env, policy_factory=FakePolicy, dialog_turns_per_batch=2, num_collectors=1, shutdown_timeout=0.5
+        ) as collector,
+    ):
+        collector.next()
+    assert isinstance(caught.value, WorkerError)
+    assert collector.stats()["workers_alive"] == 0
+    assert time.monotonic() - began < patient(20)
+
+
+def test_a_worker_whose_step_outlasts_its_limit_is_terminated():
+    with (
+        LLMCollector(
+            partial(rewarded, timeout_s=1000.0),
+            policy_factory=FakePolicy,
+            dialog_turns_per_batch=2,
+            num_collectors=1,
+            env_step_timeout=0.5,
+        ) as collector,
+        pytest.raises(WorkerError, match=r"worker 0 has taken longer than env_step_timeout=0.5 s"),
+    ):
+        collector.next()
+    assert collector.stats()["workers_alive"] == 0

@@ -253,7 +253,7 @@ class DatasetConversations(Conversations):
         if end.error is not None:
             slow = isinstance(end.error, TimeoutError) and "took longer than" in str(end.error)
             what = str(end.error) if slow else f"raised {type(end.error).__name__}: {end.error}"
-            remedy = "Make it faster, or give it more time (timeout_s)" if slow else "Correct its method reply"
+            remedy = "Make it faster, or give it more time (reply_timeout_s=)" if slow else "Correct its method reply"
             raise EnvError(f"{where} {what}. {remedy}.") from end.error
         try:
             reply = as_reply(end.value)
