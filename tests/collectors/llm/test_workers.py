@@ -167,3 +167,14 @@ def test_a_worker_whose_step_outlasts_its_limit_is_terminated():
     ):
         collector.next()
     assert collector.stats()["workers_alive"] == 0
+
+
+def test_conversations_that_make_no_batch_at_the_end_are_counted_and_named():
+    env = partial(FakeEnv, 2, prompts=5)
+    with LLMCollector(env, policy_factory=FakePolicy, num_collectors=2, trajs_per_batch=3) as collector:
+        delivered = {int(index) for batch in collector for index in batch["prompt_index"]}
+        stats = collector.stats()
+    left = set(range(5)) - delivered
+    assert (len(delivered), stats["conversations_undelivered"], stats["trajectories_held"]) == (3, 2, 2)
+    assert set(stats["conversations_unfinished"]) == {f"prompt {index} (epoch 0, repeat 0)" for index in left}
+    assert collector.stats()["conversations_unfinished"] == stats["conversations_unfinished"]  # after shutdown, too

@@ -25,7 +25,7 @@ from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import ConversationOptions
 from rollwright.collectors.workers.options import WorkerOptions
-from rollwright.data.llm.turns import Version
+from rollwright.data.llm.turns import Origin, Version
 from rollwright.errors import WorkerError
 
 __all__ = ["MultiLLMCollector", "made_with_workers"]
@@ -102,6 +102,18 @@ class MultiLLMCollector(MultiCollector):
                 log_batch(self)
             yield batch
             batch = None  # its memory is the consumer's alone
+
+    def stats(self) -> dict[str, Any]:
+        """See :meth:`MultiCollector.stats`; with complete conversations that no batch was made of yet."""
+        found = super().stats()
+        held = [origin for turns in self._schedule.trajectories_held for origin in _origins(turns)]
+        if held:
+            found["conversations_undelivered"] += len(held)
+            found["conversations_unfinished"] = [
+                *found["conversations_unfinished"],
+                *(origin.name for origin in dict.fromkeys(held)),
+            ]
+        return found
 
     def __len__(self) -> int:
         if self.options.total_frames == -1:
@@ -182,6 +194,13 @@ class MultiLLMCollector(MultiCollector):
         self._calls.in_all("change_options", **changes)
         self.options = self.options.override(**changes)
         self._group.change_options(**changes)
+
+
+def _origins(turns: TensorDictBase) -> list[Origin]:
+    """Where conversations come from, each once."""
+    columns = [turns.get(key).reshape(-1).tolist() for key in ("prompt_index", "epoch", "repeat", "group_id")]
+    places = dict.fromkeys(zip(*columns, strict=True))
+    return [Origin(index, epoch, repeat, group, 0) for index, epoch, repeat, group in places]
 
 
 def _check_for_workers(options: LLMOptions) -> None:

@@ -69,6 +69,7 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
         "forced": list(group.forced),
         "messages": schedule.orders.num_messages,
         "undelivered": schedule.num_undelivered,
+        "trajectories_held": len(schedule.trajectories_held),
         "paths": next((worker.ready.how for worker in group.workers if worker.ready is not None), {}),
         "waiting_for": schedule.orders.waiting_for,
         **_of_paths([worker.of_path for worker in group.workers]),

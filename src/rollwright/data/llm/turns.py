@@ -57,6 +57,11 @@ class Origin:
     group: int
     seed: int
 
+    @property
+    def name(self) -> str:
+        """Of the conversation, for people."""
+        return f"prompt {self.index} (epoch {self.epoch}, repeat {self.repeat})"
+
 
 def turn_seed(origin: Origin, turn: int) -> int:
     """The seed of the generator that samples one turn: 63 bits, made of seed, prompt, epoch, repeat and turn.

@@ -191,5 +191,4 @@ class Undelivered:
     @staticmethod
     def names(openings: Iterable[Opening]) -> list[str]:
         """Names of conversations, for people; each once."""
-        origins = dict.fromkeys(opening.draw.origin for opening in openings)
-        return [f"prompt {each.index} (epoch {each.epoch}, repeat {each.repeat})" for each in origins]
+        return [origin.name for origin in dict.fromkeys(opening.draw.origin for opening in openings)]

@@ -355,6 +355,11 @@ class Schedule:
         return bool(self._pending or self._trajectories or self.strategy.waiting())
 
     @property
+    def trajectories_held(self) -> list[TensorDictBase]:
+        """Complete trajectories that no batch was made of yet."""
+        return list(self._trajectories.copy())
+
+    @property
     def num_undelivered(self) -> int:
         """Rollouts that have arrived, and of which no batch was made yet."""
         return len(self.strategy.waiting())
