@@ -2,6 +2,7 @@
 
 from rollwright.data.compact import restore_next
 from rollwright.data.layout import join_trajectories, split_trajectories, trajectories
+from rollwright.data.llm.history import History
 from rollwright.data.postprocs import MultiStep
 from rollwright.data.replay_buffers import (
     ImmutableDatasetWriter,
@@ -51,6 +52,7 @@ __all__ = [
     "Bounded",
     "Categorical",
     "Composite",
+    "History",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyStackStorage",

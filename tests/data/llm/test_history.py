@@ -143,3 +143,9 @@ def test_the_wrong_number_of_dimensions_is_an_error() -> None:
         history.append(history)
     with pytest.raises(ValueError, match="dim must be a batch dimension"):
         history.extend(history, dim=1)
+
+
+def test_histories_are_found_beside_storages():
+    from rollwright import data
+
+    assert data.History is History
