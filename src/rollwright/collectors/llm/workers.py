@@ -103,18 +103,6 @@ class MultiLLMCollector(MultiCollector):
             yield batch
             batch = None  # its memory is the consumer's alone
 
-    def stats(self) -> dict[str, Any]:
-        """See :meth:`MultiCollector.stats`; with complete conversations that no batch was made of yet."""
-        found = super().stats()
-        held = [origin for turns in self._schedule.trajectories_held for origin in _origins(turns)]
-        if held:
-            found["conversations_undelivered"] += len(held)
-            found["conversations_unfinished"] = [
-                *found["conversations_unfinished"],
-                *(origin.name for origin in dict.fromkeys(held)),
-            ]
-        return found
-
     def __len__(self) -> int:
         if self.options.total_frames == -1:
             raise TypeError(LENGTH_UNKNOWN)
@@ -139,8 +127,16 @@ class MultiLLMCollector(MultiCollector):
         return state
 
     def stats(self) -> dict[str, Any]:
-        """See :meth:`MultiCollector.stats`; with a queue, ``write_count`` counts the turns that were put."""
+        """See :meth:`MultiCollector.stats`; with a queue, ``write_count`` counts the turns that were put.
+
+        Complete conversations that no batch was made of yet count as undelivered.
+        """
         found, backlog = super().stats(), self._backlog
+        held = dict.fromkeys(origin for turns in self._schedule.trajectories_held for origin in _origins(turns))
+        if held:
+            found["conversations_undelivered"] += len(held)
+            names = [origin.name for origin in held]
+            found["conversations_unfinished"] = [*found["conversations_unfinished"], *names]
         if backlog is not None:
             found |= {"write_count": backlog.writer.write_count, "undelivered": found["undelivered"] + len(backlog)}
             found["waiting_for"] = backlog.writer.waiting_for or found["waiting_for"]
