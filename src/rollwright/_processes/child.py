@@ -101,6 +101,14 @@ class Child:
         """A file descriptor that is ready to be read when the process has ended."""
         return int(self._process.sentinel)
 
+    @property
+    def host(self) -> None:
+        """This machine."""
+
+    def clock(self) -> float:
+        """Of this machine, in seconds."""
+        return time.monotonic()
+
     # Messages, see Connection --------------------------------------------------------------------
 
     def filenos(self) -> tuple[int, ...]:

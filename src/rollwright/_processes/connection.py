@@ -43,6 +43,13 @@ class Connection(Protocol):
     def pid(self) -> int | None:
         """Number of the process, where it runs on this machine."""
 
+    @property
+    def host(self) -> str | None:
+        """Name of the machine that it runs on; None: this one."""
+
+    def clock(self) -> float:
+        """Of its machine, in seconds, when that was last heard of: it stands still while the machine is silent."""
+
     def filenos(self) -> tuple[int, ...]:
         """File descriptors to wait for until they can be read.
 

@@ -37,9 +37,16 @@ class Heartbeats:
         """The time of a process begins now."""
         self._last.pop(place, None)
 
-    def is_silent(self, place: int, value: Any, limit_s: float | None) -> bool:
-        """Whether a value has not changed for longer than the limit; None: there is no limit now."""
-        now = self._clock()
+    def is_silent(self, place: int, value: Any, limit_s: float | None, now: float | None = None) -> bool:
+        """Whether a value has not changed for longer than the limit.
+
+        Args:
+            place: of the process.
+            value: that it changes.
+            limit_s: None: there is none at this time.
+            now: by the clock of the process's machine, where that is another.
+        """
+        now = self._clock() if now is None else now
         last, since, looked_at = self._last.get(place, (value, now, now))
         if limit_s is None or value != last:
             since = now

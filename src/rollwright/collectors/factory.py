@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from rollwright._options import Check, check_fields, names_of, whole
+from rollwright.collectors.workers.backends import BACKENDS, num_workers_of
 from rollwright.collectors.workers.options import WorkerOptions
 
-__all__ = ["BackendOptions", "local_options", "make_with_workers", "register_backend"]
+__all__ = ["BackendOptions", "local_options", "make_with_workers", "register_workers"]
 
 _LOCAL = (None, "direct")
-_backends: dict[str, Callable[..., Any]] = {}  # classes of collectors with workers, by names of `backend`
+_makers: list[Callable[..., Any]] = []  # of collectors with workers
 
 
 def _known_backend(name: str, value: object) -> object:
-    if value not in (*_LOCAL, *_backends):
-        known = ", ".join(repr(backend) for backend in (*_LOCAL, *_backends))
+    if value not in (*_LOCAL, *BACKENDS):
+        known = ", ".join(repr(backend) for backend in (*_LOCAL, *BACKENDS))
         raise ValueError(f"{name}: expected {' or '.join(known.rsplit(', ', 1))}, got {value!r}.")
     return value
 
@@ -27,14 +28,15 @@ class BackendOptions:
     """Where ``Collector(...)`` collects.
 
     Attributes:
-        num_collectors: number of workers, each with an environment and a policy of its own; None: collect in this
-            process, unless ``backend`` names another.
+        num_collectors: number of workers, each with an environment and a policy of its own; on other machines, number
+            of groups of workers; None: collect in this process, unless ``backend`` names another.
         backend: ``"direct"``: in this process; ``"process"`` or ``"multiprocessing"``: in workers, one for each
-            function in ``create_env_fn`` unless ``num_collectors`` is given; None: as ``num_collectors`` says.
+            function in ``create_env_fn`` unless ``num_collectors`` is given; ``"tcp"``: in groups of workers that share
+            nothing with this process, on any machine; None: as ``num_collectors`` says.
     """
 
     num_collectors: Annotated[int | None, whole(1)] = None
-    backend: Annotated[Literal["direct", "process", "multiprocessing"] | None, Check(_known_backend)] = None
+    backend: Annotated[Literal["direct", "process", "multiprocessing", "tcp"] | None, Check(_known_backend)] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -45,12 +47,9 @@ class BackendOptions:
         return self.num_collectors is None and self.backend in _LOCAL
 
 
-def register_backend(*names: str, make: Callable[..., Any]) -> None:
-    """Let ``Collector(..., backend=name)`` call ``make``, with ``num_workers`` in place of ``num_collectors``.
-
-    The first one that is registered serves ``num_collectors`` without a ``backend``.
-    """
-    _backends.update(dict.fromkeys(names, make))
+def register_workers(make: Callable[..., Any]) -> None:
+    """Let ``Collector(..., num_collectors=n)`` call ``make``, with ``num_workers`` in place of ``num_collectors``."""
+    _makers[:] = [make]
 
 
 def make_with_workers(args: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -75,11 +74,17 @@ def make_with_workers(args: Sequence[Any], options: Mapping[str, Any]) -> Any:
             raise ValueError(
                 f"num_collectors={count} asks for processes, backend='direct' for none. Drop one of the two."
             )
-        given["num_workers"] = count
-    elif not isinstance(args[0] if args else options.get("create_env_fn"), Sequence):
-        given.setdefault("num_workers", 1)
-    make = next(iter(_backends.values())) if where.backend is None else _backends[where.backend]
-    return make(*args, **given)
+    makers = args[0] if args else options.get("create_env_fn")
+    backend = where.backend or "process"
+    in_each = num_workers_of(backend, given.get("backend_options"))
+    if isinstance(makers, Sequence) and in_each > 1:
+        makers = [maker for maker in makers for _ in range(in_each)]  # one for each group
+        args, given = (makers, *args[1:]), {name: value for name, value in given.items() if name != "create_env_fn"}
+    if count is not None:
+        given["num_workers"] = count * in_each
+    elif not isinstance(makers, Sequence):
+        given.setdefault("num_workers", in_each)
+    return _makers[0](*args, backend=backend, **given)
 
 
 def local_options(options: Mapping[str, Any]) -> dict[str, Any]:

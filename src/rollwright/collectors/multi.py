@@ -27,7 +27,7 @@ from rollwright.collectors.core import never
 from rollwright.collectors.delivery.queues import QueueBacklog
 from rollwright.collectors.delivery.stored import await_publication
 from rollwright.collectors.delivery_options import warn_of_splits
-from rollwright.collectors.factory import register_backend
+from rollwright.collectors.factory import register_workers
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.counts import announce_rounding
@@ -615,4 +615,4 @@ class MultiAsyncCollector(MultiCollector):
     _sync = False
 
 
-register_backend("process", "multiprocessing", make=MultiCollector)
+register_workers(MultiCollector)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ByValue
-from rollwright._processes.connection import Connection, ExitReason
+from rollwright._processes.connection import ExitReason
 from rollwright._processes.heartbeats import Heartbeats
 from rollwright._processes.pool import Answer, Pool
 from rollwright.collectors.workers import messages as say
@@ -20,10 +20,11 @@ from rollwright.collectors.workers.member import Listener, Member
 from rollwright.collectors.workers.memory.store import Block
 from rollwright.collectors.workers.restarts import Restarts
 from rollwright.collectors.workers.shared_pool import SharedPool
-from rollwright.collectors.workers.watching import START_S, Watchdog
+from rollwright.collectors.workers.watching import Watchdog
 from rollwright.errors import WorkerError
 
 if TYPE_CHECKING:
+    from rollwright.collectors.workers.transport import Transport
     from rollwright.collectors.workers.worker import WorkerSpec
 
 __all__ = ["WorkerGroup"]
@@ -38,7 +39,7 @@ class WorkerGroup:
 
     Args:
         specs: of the workers.
-        connect: starts a worker, and returns the connection to it.
+        transport: starts workers, and reaches them.
         restarts: what is done about workers that fail.
         watch: finds those that are stuck.
         forget: takes the index of each worker that is gone.
@@ -54,7 +55,7 @@ class WorkerGroup:
         self,
         specs: Sequence[WorkerSpec],
         *,
-        connect: Callable[[WorkerSpec], Connection],
+        transport: Transport,
         restarts: Restarts,
         watch: Watchdog,
         forget: Callable[[int], None],
@@ -63,7 +64,9 @@ class WorkerGroup:
         self._shared = SharedPool(self._pool, self._tend, restarts.next_in)
         self.workers = [Member(spec, self._pool) for spec in specs]
         self.listener: Listener | None = None
-        self._connect, self._forget = connect, forget
+        self._transport, self._forget = transport, forget
+        if transport.fileno() >= 0:
+            self._pool.watch(transport.fileno(), transport.read)
         self.restarts, self.watch = restarts, watch
         self._warned: dict[tuple[type[Warning], str], bool] = {}  # noted by workers, and whether it was passed on
         self.forced: list[str] = []
@@ -83,7 +86,7 @@ class WorkerGroup:
                 self._launch(worker)
             self.wait(
                 lambda: all(worker.ready is not None for worker in self.workers),
-                START_S,
+                self.watch.start_timeout_s,
                 lambda: "environments and policies to be made: " + _doing(w for w in self.workers if not w.ready),
             )
         except BaseException:
@@ -98,7 +101,7 @@ class WorkerGroup:
         worker.counters.state = WorkerState.STARTING
         worker.counters.counts[Count.OLDEST] = -1
         self.watch.heartbeats.begin(worker.index)
-        self._pool.add(worker.index, self._connect(worker.spec))
+        self._pool.add(worker.index, self._transport.connect(worker.spec))
 
     # Waiting ----------------------------------------------------------------------------------
 
@@ -209,7 +212,7 @@ class WorkerGroup:
         if missing:
             self.wait(
                 lambda: all(worker.available or worker.error is not None for worker in missing),
-                START_S,
+                self.watch.start_timeout_s,
                 lambda: _doing(missing),
             )
             self._check_ready(missing)
@@ -259,8 +262,13 @@ class WorkerGroup:
         def is_late() -> bool:
             if timeout_s is not None:
                 return time.monotonic() - began > timeout_s
-            beats = [(index, self.workers[index].counters.counts[Count.BEAT]) for index in due]
-            late = [index for index, beat in beats if heartbeats.is_silent(index, beat, _STUCK_S)]  # each is looked at
+            asked = [self.workers[index] for index in due]
+            beats = [(worker, worker.counters.counts[Count.BEAT]) for worker in asked]
+            late = [  # each is looked at
+                worker
+                for worker, beat in beats
+                if heartbeats.is_silent(worker.index, beat, _STUCK_S, worker.remote_clock())
+            ]
             return bool(late)
 
         if not self.wait(lambda: not due, None, lambda: what, abandon=is_late):
@@ -340,6 +348,12 @@ class WorkerGroup:
     def _flushed(self, index: int) -> None:
         self.workers[index].counters.call_attention()  # it may have read all that was there before
 
+    def published(self, version: int, workers: Iterable[int]) -> None:
+        """Weights of a version were published to some workers."""
+        for index in workers:
+            self.workers[index].counters.counts[Count.PUBLISHED] = version
+        self._transport.published()
+
     # Failures ---------------------------------------------------------------------------------
 
     def _lost(self, index: int, loss: ExitReason) -> None:
@@ -373,6 +387,7 @@ class WorkerGroup:
 
     def _tend(self) -> None:
         """Start those whose time has come, and find those that are stuck."""
+        self._transport.tend()
         for index in self.restarts.due():
             worker = self.workers[index]
             seed, place = worker.spec.seed + len(self.workers), worker.place.of_dead()

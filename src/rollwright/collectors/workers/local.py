@@ -1,37 +1,71 @@
-"""Workers in processes of this machine."""
+"""LocalTransport: workers in processes of this machine, which share memory with the collector."""
 
 from __future__ import annotations
 
 import dataclasses
 import pickle
+from typing import TYPE_CHECKING
 
 from rollwright._processes.channel import ByValue
 from rollwright._processes.child import Child
 from rollwright.collectors.workers.worker import WorkerSpec, serve
 
-__all__ = ["connect"]
+if TYPE_CHECKING:
+    from rollwright.collectors.workers.options import WorkerOptions
+
+__all__ = ["LocalTransport", "Options", "transport", "unsendable"]
+
+Options = None
+"""See :mod:`~rollwright.collectors.workers.backends`."""
 
 
-def connect(spec: WorkerSpec, *, start_method: str | None, num_threads: int) -> Child:
-    """Start a worker.
+class LocalTransport:
+    """See :class:`~rollwright.collectors.workers.transport.Transport`.
 
     Args:
-        spec: what it is made of.
-        start_method: of its process, see :class:`~rollwright._processes.child.Child`.
-        num_threads: that torch uses there.
-
-    Raises:
-        TypeError: a part of it cannot be pickled.
+        start_method: of the processes, see :class:`~rollwright._processes.child.Child`.
+        num_threads: that torch uses in each.
     """
-    try:
-        return Child(
-            serve, spec, name=f"rollwright-worker-{spec.index}", start_method=start_method, num_threads=num_threads
-        )
-    except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
-        raise _unsendable(spec, error) from error
+
+    def __init__(self, *, start_method: str | None, num_threads: int) -> None:
+        self._start_method, self._num_threads = start_method, num_threads
+
+    def fileno(self) -> int:
+        """There is none: each worker has its own."""
+        return -1
+
+    def read(self) -> None:
+        """There is nothing."""
+
+    def tend(self) -> None:
+        """There is nothing."""
+
+    def connect(self, spec: WorkerSpec) -> Child:
+        """See :class:`~rollwright.collectors.workers.transport.Transport`."""
+        try:
+            return Child(
+                serve,
+                spec,
+                name=f"rollwright-worker-{spec.index}",
+                start_method=self._start_method,
+                num_threads=self._num_threads,
+            )
+        except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
+            raise unsendable(spec, error) from error
+
+    def published(self) -> None:
+        """Workers read it themselves."""
+
+    def close(self) -> None:
+        """There is nothing."""
 
 
-def _unsendable(spec: WorkerSpec, error: Exception) -> Exception:
+def transport(options: None, own: WorkerOptions, num_workers: int) -> LocalTransport:
+    """See :mod:`~rollwright.collectors.workers.backends`."""
+    return LocalTransport(start_method=own.start_method, num_threads=own.threads_of(num_workers))
+
+
+def unsendable(spec: WorkerSpec, error: Exception) -> Exception:
     """Why a worker could not be started: the part of its spec that cannot be pickled, if that is it."""
     parts = {"create_env_fn": spec.create_env_fn, "init_fn": spec.init_fn}
     parts |= {field.name: getattr(spec.options, field.name) for field in dataclasses.fields(spec.options)}

@@ -67,11 +67,17 @@ class Member:
         self._answered = threading.local()
         self.called = ""
         self.place = PlaceInData(self.counters, spec.options)
+        self._host: str | None = None
 
     @property
     def connection(self) -> Connection | None:
         """To its process; None: it is gone."""
         return self._pool[self.index]
+
+    def remote_clock(self) -> float | None:
+        """Of the machine that it runs on, where that is another; see :class:`Connection`."""
+        connection = self.connection
+        return None if connection is None or connection.host is None else connection.clock()
 
     @property
     def alive(self) -> bool:
@@ -98,7 +104,10 @@ class Member:
     @property
     def name(self) -> str:
         """For messages."""
-        return f"worker {self.index}"
+        connection = self.connection
+        if connection is not None:
+            self._host = connection.host
+        return f"worker {self.index}" if self._host is None else f"worker {self.index} on {self._host}"
 
     @property
     def num_at_answer(self) -> int:

@@ -13,8 +13,10 @@ from rollwright._keys import key_str
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, seconds, whole
 from rollwright._processes.start.methods import check_start_method
 from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.workers.backends import BACKENDS, check_backend
 from rollwright.collectors.workers.memory.blocks import Join
 from rollwright.collectors.workers.messages import Ready
+from rollwright.collectors.workers.watching import START_S
 from rollwright.envs.base import EnvBase
 
 __all__ = ["WorkerOptions", "check_join", "factories_of", "options_of_workers"]
@@ -26,6 +28,12 @@ _LISTS = (list, tuple)
 
 def _start_method(name: str, value: object) -> object:
     check_start_method(name, value)
+    return value
+
+
+def _backend(name: str, value: object) -> object:
+    if value not in BACKENDS:
+        raise ValueError(f"{name}: expected {' or '.join(map(repr, BACKENDS))}, got {value!r}.")
     return value
 
 
@@ -54,6 +62,8 @@ class WorkerOptions:
         max_restarts: how often one worker is replaced, in all, before it is an error.
         restart_delay: seconds before the first replacement of a worker; twice as long before each further one, but
             after the worker was at work for more than ten times its last delay.
+        start_timeout: seconds for a worker to make its environment and its policy; on other machines also to be
+            started, which a queue or a cluster that grows may take long for.
         env_step_timeout: seconds that one step may take before its worker counts as failed; None: no limit.
         max_policy_lag: versions of the weights that may have been published, when a batch is delivered (with a replay
             buffer: written), since the one that acted first in it; None: any number.
@@ -65,6 +75,9 @@ class WorkerOptions:
         max_batches_held: batches (of one worker, where ``sync=False``) that the consumer may hold as views of shared
             memory; beyond that it gets copies.
         shutdown_timeout: seconds that workers have to end by themselves.
+        backend: where workers run: ``"process"``: in processes of this machine; ``"tcp"``: in groups on this machine or
+            on others, which share nothing with this process.
+        backend_options: of the backend: see :class:`~rollwright.collectors.workers.remote.options.RemoteOptions`.
     """
 
     num_workers: Annotated[int | None, whole(1)] = None
@@ -79,14 +92,18 @@ class WorkerOptions:
     on_worker_failure: Literal["raise", "restart"] = "raise"
     max_restarts: Annotated[int, whole(0)] = 3
     restart_delay: Annotated[float, seconds()] = 0.1
+    start_timeout: Annotated[float, seconds(positive=True)] = START_S
     env_step_timeout: Annotated[float | None, seconds(positive=True)] = None
     max_policy_lag: Annotated[int | None, whole(0)] = None
     policy_lag: Literal["wait", "drop"] = "wait"
     max_batches_held: Annotated[int, whole(1)] = 8
     shutdown_timeout: Annotated[float, seconds()] = 10.0
+    backend: Annotated[Literal["process", "multiprocessing", "tcp"], Check(_backend)] = "process"
+    backend_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_backend(self.backend, self.backend_options, start_method=self.start_method)
         self._check_batches()
 
     def _check_batches(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -15,8 +14,8 @@ from rollwright._processes.pickling import dumps
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.counts import FrameCounts
 from rollwright.collectors.rollout.policy_copies import never_copied_in
+from rollwright.collectors.workers.backends import transport_of
 from rollwright.collectors.workers.group import WorkerGroup
-from rollwright.collectors.workers.local import connect
 from rollwright.collectors.workers.memory.store import BlockStore
 from rollwright.collectors.workers.options import WorkerOptions, check_join
 from rollwright.collectors.workers.restarts import Restarts
@@ -76,13 +75,14 @@ class Workers:
             )
             for i in range(count)
         ]
+        self._transport = transport_of(own, count)
         self.group = WorkerGroup(
             specs,
-            connect=partial(connect, start_method=own.start_method, num_threads=own.threads_of(count)),
+            transport=self._transport,
             restarts=Restarts(
                 wanted=own.on_worker_failure == "restart", most=own.max_restarts, delay_s=own.restart_delay
             ),
-            watch=Watchdog(own.env_step_timeout),
+            watch=Watchdog(own.env_step_timeout, start_timeout_s=own.start_timeout),
             forget=publisher.forget,
         )
         self.store = BlockStore(blocks, own.max_batches_held)
@@ -111,6 +111,7 @@ class Workers:
 
     def release(self) -> None:
         """Close the shared memory; what is mapped stays, for those who hold it."""
+        self._transport.close()
         for segment in (*self._segments, *self.publisher.segments()):
             segment.close()
 

@@ -13,7 +13,7 @@ from rollwright.errors import WorkerError
 
 __all__ = ["ASIDE_S", "START_S", "Watchdog"]
 
-START_S = 120.0  # for a worker to make its environment and its policy
+START_S = 120.0  # for a worker to make its environment and its policy, by default
 ASIDE_S = 120.0  # in one call, or to take weights: whoever called has timed out before
 _MISSED_BEATS = 10  # of one that waits, beyond the limit of a step
 
@@ -28,13 +28,20 @@ class Watchdog:
     Args:
         step_timeout_s: of one step or reset; None: no limit.
         clock: seconds.
+        start_timeout_s: for a worker to make its environment and its policy.
 
     Attributes:
         heartbeats: of the workers.
     """
 
-    def __init__(self, step_timeout_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._step_timeout_s = step_timeout_s
+    def __init__(
+        self,
+        step_timeout_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        start_timeout_s: float = START_S,
+    ) -> None:
+        self._step_timeout_s, self.start_timeout_s = step_timeout_s, start_timeout_s
         self.heartbeats = Heartbeats(clock)
         self._silence_s = STOPPED_S if step_timeout_s is None else step_timeout_s + _MISSED_BEATS * BEAT_S
 
@@ -44,8 +51,8 @@ class Watchdog:
             return None
         state, pulse = worker.counters.state, worker.counters.pulse
         starts = worker.ready is None
-        limit = START_S if starts else self._limit(state)
-        if self.heartbeats.is_silent(worker.index, None if starts else pulse, limit):
+        limit = self.start_timeout_s if starts else self._limit(state)
+        if self.heartbeats.is_silent(worker.index, None if starts else pulse, limit, worker.remote_clock()):
             return worker.failed(self._why(worker, state, limit or 0.0))
         if worker.connection.stopped_s() > self._silence_s:
             return worker.failed(f"was stopped by a signal, and did not go on for {self._silence_s:g} s")
@@ -60,7 +67,7 @@ class Watchdog:
 
     def _why(self, worker: Member, state: WorkerState, limit: float) -> str:
         if worker.ready is None:
-            return f"has taken longer than {limit:g} s to make its environment"
+            return f"has taken longer than start_timeout={limit:g} s to make its environment and its policy"
         if state is WorkerState.COLLECTING:
             step = worker.counters.pulse[0] + 1
             return (

@@ -14,7 +14,6 @@ from rollwright._interrupts import uninterrupted
 from rollwright._processes.forks import on_fork
 from rollwright.collectors.weights.receiving import CollectorWeights
 from rollwright.collectors.weights.updates import Update, parse_update_for_workers
-from rollwright.collectors.workers.counters import Count
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.collectors.workers.schedules.schedule import Schedule
@@ -144,10 +143,11 @@ class WorkersWeights(CollectorWeights):
         """Go on from the saved states of workers, which have loaded them: for those that may take their places."""
         self._version = version
         for member, saved in zip(self._group.workers, workers, strict=True):
-            member.counters.counts[Count.PUBLISHED] = of_worker = int(saved.get("policy_version", version))
+            of_worker = int(saved.get("policy_version", version))
             weights = saved.get("policy_state_dict", saved.get("engine_state_dict"))
             models = {} if weights is None else {"policy": dict(weights)}
             self._publisher.publish([Update([member.index], models)], of_worker)
+            self._group.published(of_worker, [member.index])
 
     def _publish(self, updates: Sequence[Update]) -> int:
         everyone = range(len(self._group.workers))
@@ -156,8 +156,7 @@ class WorkersWeights(CollectorWeights):
             version = self._version + 1
             self._publisher.publish(updates, version)
             self._version = version
-            for index in meant:
-                self._group.workers[index].counters.counts[Count.PUBLISHED] = version
+            self._group.published(version, meant)
         return version
 
     @contextmanager

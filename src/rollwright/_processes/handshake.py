@@ -1,0 +1,192 @@
+"""Handshake: each side of a new connection proves that it knows a run's secret, before anything is unpickled."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from importlib.metadata import version
+from typing import Any
+
+__all__ = ["HandshakeRefused", "IncomingHandshake", "connect_to", "software_versions"]
+
+_MARK = b"rollwright 1\n"
+_NONCE, _PROOF, _SIZE = 32, 32, 4
+_LONGEST = 1 << 14
+_TIMEOUT_S = 20.0
+
+
+class HandshakeRefused(ConnectionError):
+    """The other side does not know the secret, or must not take part; the message says why."""
+
+
+def software_versions() -> dict[str, str]:
+    """What must be equal on both sides of a connection that carries pickles."""
+    return {
+        "python": "{}.{}".format(*sys.version_info[:2]),
+        "torch": version("torch").partition("+")[0],
+        "tensordict": version("tensordict").partition("+")[0],
+        "rollwright": str(sys.modules["rollwright"].__version__),
+    }
+
+
+class IncomingHandshake:
+    """A connection that was accepted, until its other side has proved what it must. Nothing here waits.
+
+    Args:
+        end: the accepted socket.
+        secret: of the run.
+
+    Attributes:
+        expires_at: by ``time.monotonic()``.
+    """
+
+    def __init__(self, end: socket.socket, secret: bytes) -> None:
+        end.setblocking(False)
+        self.end, self._secret = end, secret
+        self.expires_at = time.monotonic() + _TIMEOUT_S
+        self._nonce, self._theirs = secrets.token_bytes(_NONCE), b""
+        self._read = bytearray()
+        with contextlib.suppress(OSError):  # read() finds out
+            end.send(_MARK + self._nonce)
+
+    def read(self) -> dict[str, Any] | None:
+        """What the other side says of itself, once it is complete and proved; None: not yet.
+
+        Raises:
+            HandshakeRefused: it is not proved, or does not fit; the other side was sent the reason.
+        """
+        try:
+            self._read += self.end.recv(_LONGEST)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as error:
+            raise HandshakeRefused(f"it hung up: {error}") from error
+        if len(self._read) < _SIZE:
+            return None
+        size = int.from_bytes(self._read[:_SIZE], "big")
+        if not _NONCE + _PROOF < size <= _LONGEST:
+            raise HandshakeRefused("it does not speak as a host of rollwright does")
+        if len(self._read) < _SIZE + size:
+            return None
+        content = bytes(self._read[_SIZE : _SIZE + size])
+        self._theirs, proof, text = content[:_NONCE], content[_NONCE : _NONCE + _PROOF], content[_NONCE + _PROOF :]
+        if not hmac.compare_digest(proof, _prove(self._secret, b"join", self._nonce, self._theirs, text)):
+            self.refuse("it does not know the secret of this run")
+        about: dict[str, Any] = json.loads(text)
+        self._check_versions(about)
+        return about
+
+    def _check_versions(self, about: dict[str, Any]) -> None:
+        theirs = about.get("versions", {})
+        other = [
+            f"{name} {mine} here and {theirs.get(name, 'none')} on {about.get('host')}"
+            for name, mine in software_versions().items()
+            if theirs.get(name) != mine
+        ]
+        if other:
+            self.refuse(f"both sides need the same versions, and found {', '.join(other)}")
+
+    def accept(self) -> socket.socket:
+        """Let the other side in; the socket is the caller's."""
+        self._answer({"accepted": True})
+        return self.end
+
+    def refuse(self, why: str) -> None:
+        """Send the other side away.
+
+        Raises:
+            HandshakeRefused: always.
+        """
+        self._answer({"refused": why})
+        raise HandshakeRefused(why)
+
+    def _answer(self, verdict: dict[str, Any]) -> None:
+        text = json.dumps(verdict).encode()
+        proof = _prove(self._secret, b"answer", self._theirs, self._nonce, text)
+        with contextlib.suppress(OSError):  # who has hung up is noticed later
+            self.end.send((_PROOF + len(text)).to_bytes(_SIZE, "big") + proof + text)
+
+
+def connect_to(
+    address: tuple[str, int], secret: bytes, about: dict[str, Any], timeout_s: float = _TIMEOUT_S
+) -> socket.socket:
+    """Connect to a collector, and prove to each other that both know the secret.
+
+    Args:
+        address: host and port.
+        secret: of the run.
+        about: what is said of this side, beside its versions; ``json.dumps`` takes it.
+        timeout_s: for each message; until the collector listens, for the connection.
+
+    Returns:
+        The socket.
+
+    Raises:
+        HandshakeRefused: the collector has refused, or what answers is none.
+        ConnectionError, TimeoutError: nothing answers there.
+    """
+    end = _connected(address, timeout_s)
+    try:
+        end.settimeout(timeout_s)
+        theirs = _exactly(end, len(_MARK) + _NONCE)
+        if not theirs.startswith(_MARK):
+            raise HandshakeRefused(f"what answers at {_str(address)} is no collector of rollwright.")
+        nonce, mine = theirs[len(_MARK) :], secrets.token_bytes(_NONCE)
+        text = json.dumps({"versions": software_versions(), "host": socket.gethostname(), "pid": os.getpid(), **about})
+        proof = _prove(secret, b"join", nonce, mine, text.encode())
+        content = mine + proof + text.encode()
+        end.sendall(len(content).to_bytes(_SIZE, "big") + content)
+        answer = _exactly(end, int.from_bytes(_exactly(end, _SIZE), "big") % _LONGEST)
+        proof, text_back = answer[:_PROOF], answer[_PROOF:]
+        if not hmac.compare_digest(proof, _prove(secret, b"answer", mine, nonce, text_back)):
+            raise HandshakeRefused(
+                f"the collector at {_str(address)} has another secret. Pass the secret that it was started with."
+            )
+        verdict = json.loads(text_back)
+        if "refused" in verdict:
+            raise HandshakeRefused(f"the collector at {_str(address)} has refused: {verdict['refused']}.")
+        return end
+    except BaseException:
+        end.close()
+        raise
+
+
+def _connected(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    until, nap_s = time.monotonic() + timeout_s, 0.05
+    while True:
+        try:
+            return socket.create_connection(address, timeout=max(0.1, until - time.monotonic()))
+        except ConnectionRefusedError as error:
+            if time.monotonic() + nap_s > until:
+                raise ConnectionRefusedError(
+                    f"nothing listens at {_str(address)}: {error}. Start the collector first, and see that the port "
+                    "can be reached."
+                ) from error
+            time.sleep(nap_s)
+            nap_s = min(1.0, 2 * nap_s)
+        except OSError as error:
+            raise type(error)(f"{_str(address)} cannot be reached: {error}.") from error
+
+
+def _exactly(end: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        got = end.recv(count - len(found))
+        if not got:
+            raise HandshakeRefused("the other side has hung up: it is no collector of rollwright, or it has refused.")
+        found += got
+    return found
+
+
+def _prove(secret: bytes, role: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(secret, role + b"".join(parts), "sha256")
+
+
+def _str(address: tuple[str, int]) -> str:
+    return f"{address[0]}:{address[1]}"

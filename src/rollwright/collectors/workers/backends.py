@@ -1,0 +1,69 @@
+"""Backends: where the workers of a collector run, by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rollwright._options import names_of, refuse_unknown
+
+if TYPE_CHECKING:
+    from rollwright.collectors.workers.options import WorkerOptions
+    from rollwright.collectors.workers.transport import Transport
+
+__all__ = ["BACKENDS", "check_backend", "num_workers_of", "transport_of"]
+
+BACKENDS = {
+    "process": "rollwright.collectors.workers.local",
+    "multiprocessing": "rollwright.collectors.workers.local",
+    "tcp": "rollwright.collectors.workers.remote.tcp",
+}
+"""By name, the module: it has ``Options``, a dataclass or None, and ``transport(options, own, num_workers)``."""
+
+
+def _options(backend: str, given: Mapping[str, Any] | None) -> Any:
+    """The options of a backend.
+
+    Raises:
+        TypeError, ValueError: one is unknown, or wrong.
+    """
+    declared = importlib.import_module(BACKENDS[backend]).Options
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"backend_options: expected a dictionary, got {type(given).__name__}: {given!r}.")
+    if declared is None:
+        if given:
+            raise ValueError(
+                f"backend_options: backend={backend!r} has none, got {sorted(map(str, given))}. Drop them, or name the "
+                "backend that they are for."
+            )
+        return None
+    refuse_unknown([str(name) for name in given or ()], names_of(declared), f"backend_options of backend={backend!r}")
+    return declared(**(given or {}))
+
+
+def check_backend(backend: str, given: Mapping[str, Any] | None, *, start_method: str | None) -> None:
+    """Test the options of a backend.
+
+    Raises:
+        TypeError, ValueError: one is unknown, or wrong, or means nothing there.
+    """
+    if _options(backend, given) is not None and start_method is not None:
+        raise ValueError(
+            f"start_method={start_method!r} is for processes of this machine, and backend={backend!r} starts workers "
+            "where they run. Drop it."
+        )
+
+
+def num_workers_of(backend: str, given: Mapping[str, Any] | None) -> int:
+    """Workers of each collector that ``num_collectors`` counts."""
+    options = _options(backend, given)
+    return 1 if options is None else int(options.num_workers_per_collector)
+
+
+def transport_of(own: WorkerOptions, num_workers: int) -> Transport:
+    """What starts the workers, and reaches them."""
+    made: Transport = importlib.import_module(BACKENDS[own.backend]).transport(
+        _options(own.backend, own.backend_options), own, num_workers
+    )
+    return made

@@ -1,0 +1,229 @@
+"""RemoteGroup: what runs on another machine: workers in processes there, whose memory a collector mirrors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+
+from rollwright._memory import Segment
+from rollwright._processes.channel import Channel, ChannelClosed
+from rollwright._processes.child import Child
+from rollwright._processes.connection import ExitReason
+from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.line import Line
+from rollwright._processes.pool import Answer, Pool
+from rollwright.collectors.workers import messages as say
+from rollwright.collectors.workers.counters import Count, WorkerCounters
+from rollwright.collectors.workers.remote import frames
+from rollwright.collectors.workers.remote.mirror import RolloutPlaces, bytes_of
+from rollwright.collectors.workers.worker import serve
+from rollwright.weight_update.forms import State
+from rollwright.weight_update.publisher import Publisher, Update
+
+__all__ = ["serve_collector"]
+
+_END_S = 5.0
+_NAP_S = 1.0
+_WITHOUT_ATTENTION = (say.Collect, say.Grant, say.Refusal)  # read where a worker waits for them
+
+
+class RemoteGroup:
+    """Starts workers as a collector elsewhere asks, and passes on what both sides send.
+
+    Each worker writes to memory of this machine at the places that it would have in the collector's; what a message
+    refers to is sent from there. Published weights arrive once for all workers.
+
+    Args:
+        line: to the collector.
+        begin: what it has sent first.
+    """
+
+    def __init__(self, line: Line, begin: frames.Begin) -> None:
+        self._line, self._begin = line, begin
+        count = begin.num_workers
+        self._counters, self._blocks = Segment(), Segment()
+        self._packing = [(Segment(), Segment()) for _ in range(count)]
+        self._pages = [WorkerCounters(self._counters, index) for index in range(count)]
+        self._publisher = Publisher(count)
+        self._pool = Pool(count, self._relay, lost=self._lost, flushed=self._flushed)
+        self._pool.watch(line.fileno(), lambda: None)
+        self._serials: dict[int, int] = {}  # by worker
+        self._workers: dict[int, int] = {}  # by serial number
+        self._places: dict[int, RolloutPlaces] = {}  # by worker
+        self._weights: list[torch.Tensor] = []  # that are being received
+        self._beat_at = 0.0
+        threading.Thread(target=self._show_life, name="rollwright-beat", daemon=True).start()
+
+    def serve(self) -> None:
+        """Serve the collector until it hangs up, or its machine is gone."""
+        try:
+            while True:
+                self._pool.run_once(self._begin.beat_s / 2)
+                self._line.read(self.place, self.received)
+                self._beat()
+        except ChannelClosed:
+            until = time.monotonic() + _END_S
+            self._pool.end(lambda: until, hang_up=True)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._beat_at >= self._begin.beat_s and not self._line.behind:
+            self._beat_at = now
+            counters = {serial: self._snapshot(worker) for serial, worker in self._workers.items()}
+            stopped = {self._serials[place]: each.stopped_s() for place, each in self._pool.connections.items()}
+            self._send(frames.Beat(now, counters, {serial: s for serial, s in stopped.items() if s}))
+
+    def _show_life(self) -> None:
+        """Show that this machine is there, where starting a process takes long."""
+        while True:
+            time.sleep(2 * self._begin.beat_s)
+            if time.monotonic() - self._beat_at > 2 * self._begin.beat_s and not self._line.behind:
+                try:
+                    self._line.post(frames.Beat(None, {}, {}))
+                except ChannelClosed:
+                    return
+
+    def _send(self, frame: Any, pieces: Sequence[memoryview] = ()) -> None:
+        with contextlib.suppress(ChannelClosed):  # read() finds out
+            self._line.post(frame, pieces)
+
+    def _snapshot(self, worker: int) -> bytes:
+        page = self._pages[worker]
+        return bytes(page.counts.tobytes() + page.gauges.tobytes())
+
+    # From the collector -------------------------------------------------------------------------------
+
+    def place(self, frame: Any, sizes: Sequence[int]) -> list[memoryview]:
+        """Memory for published weights."""
+        specs = [spec for entries, _ in frame.models.values() for spec in entries]
+        self._weights = [torch.empty(shape, dtype=dtype) for _, shape, dtype in specs]
+        memories = [bytes_of(tensor) if size else memoryview(b"") for tensor, size in zip(self._weights, sizes, strict=True)]
+        return [memory for memory in memories if memory is not None]
+
+    def received(self, frame: Any, pieces: Any) -> None:
+        """Do what the collector asks."""
+        match frame:
+            case frames.Launch():
+                self._launch(frame)
+            case frames.ToWorker(serial, message) if serial in self._workers:
+                worker = self._workers[serial]
+                self._places[worker].note(message)
+                self._pool.send(worker, message)
+                if not isinstance(message, _WITHOUT_ATTENTION):
+                    self._pages[worker].call_attention()
+            case frames.Publish():
+                self._publish(frame)
+            case frames.End(serial, how) if serial in self._workers:
+                connection = self._pool[self._workers[serial]]
+                if connection is not None:
+                    connection.kill() if how == "kill" else connection.terminate()
+
+    def _launch(self, asked: frames.Launch) -> None:
+        worker = asked.worker
+        if (before := self._serials.get(worker)) is not None:
+            self._pool.drop(worker, "was replaced")
+            self._ended(worker, before, "was replaced", None)
+        self._publisher.forget(worker)
+        self._pages[worker].counts[Count.NUM_IDS] = max(asked.num_ids, self._pages[worker].counts[Count.NUM_IDS])
+        self._places[worker] = RolloutPlaces(self._blocks, self._packing[worker])
+        self._serials[worker], self._workers[asked.serial] = asked.serial, worker
+        memory = {
+            "counters": self._counters,
+            "blocks": self._blocks,
+            "packing": self._packing[worker],
+            "boards": tuple(self._publisher.boards(worker)),
+        }
+        threads = self._begin.num_threads or max(1, len(os.sched_getaffinity(0)) // self._begin.num_local)
+        name = f"rollwright-worker-{worker}"
+        self._pool.add(worker, Child(_serve_sent, asked.spec, memory, name=name, num_threads=threads))
+
+    def _publish(self, frame: frames.Publish) -> None:
+        tensors = iter(self._weights)
+        models: dict[str, State] = {
+            model_id: {**{name: next(tensors) for name, _, _ in specs}, **extras}
+            for model_id, (specs, extras) in frame.models.items()
+        }
+        self._weights = []
+        meant = None if frame.worker is None else [frame.worker]
+        self._publisher.publish([Update(meant, models)], frame.version)
+        for index in range(len(self._pages)) if meant is None else meant:
+            self._pages[index].counts[Count.PUBLISHED] = frame.version
+
+    # From the workers ---------------------------------------------------------------------------------
+
+    def _relay(self, worker: int, message: Any) -> Answer | None:
+        """See :class:`~rollwright._processes.pool.Pool`."""
+        found = self._places[worker].take(message)
+        pieces = [_piece(each) for each in found.values()]
+        frame = frames.FromWorker(
+            self._serials[worker], message, time.monotonic(), self._snapshot(worker), tuple(found)
+        )
+        self._send(frame, pieces)
+        return None
+
+    def _lost(self, worker: int, loss: ExitReason) -> None:
+        """See :class:`~rollwright._processes.pool.Pool`."""
+        self._ended(worker, self._serials[worker], loss.how, loss.failure)
+
+    def _ended(self, worker: int, serial: int, how: str, failure: Any) -> None:
+        self._publisher.forget(worker)
+        del self._serials[worker], self._workers[serial]
+        self._send(frames.Ended(serial, how, failure))
+
+    def _flushed(self, worker: int) -> None:
+        self._pages[worker].call_attention()
+
+
+def _piece(found: torch.Tensor | memoryview) -> memoryview:
+    """The bytes of what a worker has written, where they lie if that is possible.
+
+    The worker does not write there again before the collector has read its message. But its packing segment it may,
+    since what is in there may be read later than the message.
+    """
+    if isinstance(found, memoryview):
+        return memoryview(bytes(found))
+    memory = bytes_of(found)
+    if memory is None:
+        memory = bytes_of(found.contiguous())
+    assert memory is not None
+    return memory
+
+
+def _serve_sent(channel: Channel, spec: bytes, memory: dict[str, Any]) -> None:
+    """Serve as a worker that was sent from another machine, with memory of this one."""
+    serve(channel, dataclasses.replace(pickle.loads(spec), **memory))
+
+
+def serve_collector(line: Line) -> None:
+    """Serve a collector until it hangs up, or its machine is gone."""
+    group: list[RemoteGroup] = []
+
+    def received(frame: Any, pieces: Any) -> None:
+        if group:
+            group[0].received(frame, pieces)
+        else:
+            line.give_up_after(frame.silence_s)
+            sys.path.extend(path for path in frame.import_paths if path not in sys.path)
+            group.append(RemoteGroup(line, frame))
+
+    try:
+        while not group:
+            wait([line], _NAP_S)
+            line.read(lambda frame, sizes: group[0].place(frame, sizes), received)
+        group[0].serve()
+    except ChannelClosed:
+        return
+    except Exception as error:
+        with contextlib.suppress(ChannelClosed):
+            line.post(ExceptionInfo.of(error))
+        raise

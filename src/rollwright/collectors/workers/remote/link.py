@@ -1,0 +1,242 @@
+"""Link: a collector's end of the line to a remote group."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollwright._processes.channel import ChannelClosed
+from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.line import Line, Pieces
+from rollwright._processes.pickling import dumps
+from rollwright.collectors.workers.remote import frames
+from rollwright.collectors.workers.remote.mirror import bytes_of
+from rollwright.collectors.workers.remote.worker import RemoteWorker
+from rollwright.collectors.workers.worker import WorkerSpec
+from rollwright.weight_update._board import Board, Publication
+
+__all__ = ["Link"]
+
+_serials = itertools.count(1)
+
+
+class Link:
+    """A collector's end of the line to a remote group; each of its workers is a connection.
+
+    What is sent before the group is there waits for it. Nothing here waits.
+
+    Args:
+        index: of the group.
+        host_timeout: seconds without a sign after which the group counts as lost.
+        start_timeout: seconds for the group to be there.
+
+    Attributes:
+        name: of its machine, for messages.
+        lost: why it is gone; None: it is not.
+        clock: of its machine, when it was last heard of.
+    """
+
+    def __init__(self, index: int, *, host_timeout: float, start_timeout: float) -> None:
+        self.index, self.name = index, f"host {index}"
+        self._host_timeout, self._start_timeout = host_timeout, start_timeout
+        self._line: Line | None = None
+        self._waiting: list[tuple[Any, Pieces]] = []  # for the line
+        self._workers: dict[int, RemoteWorker] = {}  # by serial number
+        self._began = self._heard = time.monotonic()
+        self.clock = 0.0
+        self.lost: str | None = None
+        self._lock = threading.RLock()
+        self._sent: dict[int | None, int] = {}  # stamp of what was published last, by worker; None: to all
+        self._boards: dict[int | None, Board] = {}
+        self.num_frames = 0
+
+    # Its state ----------------------------------------------------------------------------------------
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the group is there."""
+        return self._line is not None
+
+    def join(self, line: Line, name: str, begin: frames.Begin) -> None:
+        """The group is there."""
+        with self._lock:
+            self._line, self.name, self._heard = line, name, time.monotonic()
+            waiting, self._waiting = self._waiting, []
+            line.give_up_after(self._host_timeout)
+            for frame, pieces in [(begin, ()), *waiting]:
+                self._send(frame, pieces)
+
+    def fileno(self) -> int:
+        """Of the line; -1: there is none."""
+        return -1 if self._line is None else self._line.fileno()
+
+    def check(self) -> None:
+        """Find out whether the group has been silent for too long."""
+        with self._lock:
+            now = time.monotonic()
+            if self.lost is not None:
+                return
+            if self._line is None:
+                if now - self._began > self._start_timeout:
+                    self.lose(f"has not joined within start_timeout={self._start_timeout:g} s")
+            elif now - self._heard > self._host_timeout:
+                self.read()  # this process may have been busy
+                if self.lost is None and time.monotonic() - self._heard > self._host_timeout:
+                    self.lose(f"has given no sign for host_timeout={self._host_timeout:g} s")
+
+    def lose(self, how: str, failure: ExceptionInfo | None = None) -> None:
+        """The group is gone, with all of its workers."""
+        with self._lock:
+            if self.lost is None:
+                self.lost = f"was lost: {self.name} {how}"
+                for worker in self._workers.values():
+                    worker.end(self.lost, failure)
+                self._workers.clear()
+                self.close()
+
+    def close(self) -> None:
+        """Hang up, which ends the group."""
+        with self._lock:
+            if self._line is not None:
+                self._line.close()
+            self.lost = self.lost or "was closed"
+
+    # Frames -------------------------------------------------------------------------------------------
+
+    def launch(self, spec: WorkerSpec) -> RemoteWorker:
+        """Start a worker there.
+
+        Raises:
+            TypeError: a part of it cannot be pickled.
+        """
+        bare = dataclasses.replace(spec, counters=None, blocks=None, packing=None, boards=())  # type: ignore[arg-type]
+        pickled = bytes(dumps(bare))
+        with self._lock:
+            worker = RemoteWorker(self, next(_serials), spec)
+            self._workers[worker.serial] = worker
+            self._boards |= {None: spec.boards[0], spec.index: spec.boards[1]}
+            self._sent.pop(spec.index, None)
+            self.send(frames.Launch(worker.serial, spec.index, pickled, worker.num_ids))
+            self.send_weights()
+        return worker
+
+    def send(self, frame: Any, pieces: Pieces = ()) -> None:
+        """Send without waiting.
+
+        Raises:
+            ChannelClosed: the group is lost.
+        """
+        with self._lock:
+            if self.lost is not None:
+                raise ChannelClosed(self.lost)
+            if self._line is None:
+                self._waiting.append((frame, pieces))
+            else:
+                self._send(frame, pieces)
+
+    def _send(self, frame: Any, pieces: Pieces) -> None:
+        assert self._line is not None
+        self.num_frames += 1
+        try:
+            self._line.post(frame, pieces)
+        except ChannelClosed:
+            self.lose("has hung up")
+            raise
+
+    def read(self) -> None:
+        """Take in what has arrived, for all workers, and send what there is room for."""
+        with self._lock:
+            if self._line is None or self.lost is not None:
+                return
+            try:
+                self._line.read(self._place, self._received)
+            except ChannelClosed:
+                self.lose("has hung up")
+            if self.lost is None and not self._line.behind:
+                self.send_weights()  # that others were on the way before
+
+    def _place(self, frame: Any, sizes: Sequence[int]) -> list[memoryview]:
+        self._heard = time.monotonic()
+        worker = self._workers.get(frame.serial)
+        if worker is None:
+            return [memoryview(bytearray(size)) for size in sizes]
+        return worker.place(frame, sizes)
+
+    def _received(self, frame: Any, pieces: Pieces) -> None:
+        self._heard = time.monotonic()
+        self.num_frames += 1
+        match frame:
+            case frames.FromWorker():
+                self.clock = frame.clock
+                if (worker := self._workers.get(frame.serial)) is not None:
+                    worker.arrive(frame)
+            case ExceptionInfo():
+                self.lose("has failed", frame)
+            case frames.Ended(serial, how, failure):
+                if (worker := self._workers.pop(serial, None)) is not None:
+                    worker.end(how, failure)
+            case frames.Beat() if frame.clock is not None:
+                self.clock = frame.clock
+                for serial, page in frame.counters.items():
+                    if (worker := self._workers.get(serial)) is not None:
+                        worker.mirror(page)
+                        worker.note_stopped(frame.stopped_s.get(serial, 0.0))
+
+    def forget(self, worker: RemoteWorker) -> None:
+        """Take in nothing more of a worker."""
+        with self._lock:
+            self._workers.pop(worker.serial, None)
+            if self._line is not None:
+                self._line.divert(lambda frame: getattr(frame, "serial", None) == worker.serial)
+
+    # Weights ------------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Send what was published, once for all workers of the group; while others are on the way, after these."""
+        with self._lock:
+            if self.lost is None and self._line is not None and not self._line.behind:
+                self.send_weights()
+
+    def send_weights(self) -> None:
+        """Send what was published since the last time, before anything else that is sent from now on.
+
+        Raises:
+            ChannelClosed: the group is lost.
+        """
+        with self._lock:
+            for worker, board in sorted(self._boards.items(), key=lambda item: item[1].stamp):
+                since = self._sent.get(worker, 0)
+                if board.stamp > since:
+                    self._send_board(worker, board, since)
+
+    def _send_board(self, worker: int | None, board: Board, since: int) -> None:
+        models: dict[str, Any] = {}
+        copies: list[torch.Tensor] = []
+
+        def copy(publication: Publication) -> None:
+            models.clear()
+            copies.clear()
+            for model_id, weights in publication.models.items():
+                if weights.stamp > since:
+                    specs = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights.tensors.items()]
+                    models[model_id] = specs, dict(weights.extras)
+                    copies.extend(tensor.clone() for tensor in weights.tensors.values())
+
+        found = board.take({}, copy)
+        if found is not None:
+            self._sent[worker] = found.stamp
+            self.send(frames.Publish(worker, found.version, models), [_memory(each) for each in copies])
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    memory = bytes_of(tensor.contiguous()) if tensor.numel() else None
+    return memoryview(np.empty(0, np.uint8)) if memory is None else memory
+
+

@@ -1,0 +1,106 @@
+"""Backend "tcp": groups of workers that join over sockets, started here or by hand on any machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from rollwright._options import Check
+from rollwright.collectors.workers.remote.launchers import LocalLauncher, Manual
+from rollwright.collectors.workers.remote.options import RemoteOptions
+from rollwright.collectors.workers.remote.transport import RemoteTransport
+
+if TYPE_CHECKING:
+    from rollwright.collectors.workers.options import WorkerOptions
+
+__all__ = ["SECRET", "Options", "parse_address", "transport"]
+
+SECRET = "ROLLWRIGHT_SECRET"
+"""The environment variable that holds the secret of a run."""
+
+_log = logging.getLogger("rollwright")
+
+
+def parse_address(name: str, value: object) -> tuple[str, int]:
+    """Host and port of ``"HOST:PORT"``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    host, colon, port = str(value).rpartition(":")
+    if not isinstance(value, str) or not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{name}: expected 'HOST:PORT', such as '10.0.0.1:29400', got {value!r}.")
+    return host.strip("[]"), int(port)
+
+
+def _checked_address(name: str, value: object) -> object:
+    parse_address(name, value)
+    return value
+
+
+def _checked_secret(name: str, value: object) -> object:
+    if not isinstance(value, str) or len(value) < 16:
+        raise ValueError(
+            f"{name}: expected a text of at least 16 characters that nobody can guess, got {type(value).__name__}"
+            f"{f' of {len(value)}' if isinstance(value, str) else ''}. Pass for example secrets.token_hex(16)."
+        )
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RemoteOptions):
+    """Options of ``backend="tcp"``, besides those of :class:`RemoteOptions`.
+
+    Attributes:
+        launcher: ``"mp"``: groups are processes of this machine; ``"join"``: somebody starts each, on any machine, by
+            ``rollwright join HOST:PORT``.
+        address: where the collector listens, ``"HOST:PORT"``; port 0: any that is free. Groups on other machines need
+            an address that they reach, such as ``"0.0.0.0:29400"`` for all of this machine's.
+        secret: that whoever joins has to know; None: the environment variable ``ROLLWRIGHT_SECRET``, or, with
+            ``launcher="mp"``, one that is made up. What is sent after the proof is not encrypted.
+    """
+
+    launcher: Literal["mp", "join"] = "mp"
+    address: Annotated[str, Check(_checked_address)] = "127.0.0.1:0"
+    secret: Annotated[str | None, Check(_checked_secret)] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.launcher == "join" and self.secret is None and SECRET not in os.environ:
+            raise ValueError(
+                f"secret: launcher='join' needs one that those who join know, and neither secret= nor {SECRET} is "
+                f"there. Set {SECRET}=$(openssl rand -hex 16) here and where `rollwright join` runs."
+            )
+
+
+def transport(options: Options, own: WorkerOptions, num_workers: int) -> RemoteTransport:
+    """Listen, and start groups as workers are asked for.
+
+    Raises:
+        OSError: the address cannot be listened at.
+    """
+    secret = options.secret or os.environ.get(SECRET) or secrets.token_hex(32)
+    try:
+        made = RemoteTransport(
+            num_workers,
+            options.num_workers_per_collector,
+            LocalLauncher() if options.launcher == "mp" else Manual(),
+            secret=secret.encode(),
+            address=parse_address("address", options.address),
+            host_timeout=options.host_timeout,
+            start_timeout=own.start_timeout,
+            step_timeout=own.env_step_timeout,
+            num_threads=own.num_sub_threads,
+        )
+    except OSError as error:
+        raise OSError(error.errno, f"backend_options['address']: cannot listen at {options.address}: {error}") from error
+    if options.launcher == "join":
+        host, port = made.address
+        shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        count = -(-num_workers // options.num_workers_per_collector)
+        _log.warning("waits for %d hosts to join: run `rollwright join %s:%d` on each", count, shown, port)
+    return made

@@ -1,0 +1,209 @@
+"""RemoteTransport: workers in groups on other machines, which join the collector over sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable
+
+from rollwright._interrupts import uninterrupted
+from rollwright._processes.channel import ChannelClosed
+from rollwright._processes.connection import Connection
+from rollwright._processes.handshake import HandshakeRefused, IncomingHandshake
+from rollwright._processes.line import Line
+from rollwright.collectors.workers.local import unsendable
+from rollwright.collectors.workers.remote import frames
+from rollwright.collectors.workers.remote.launchers import Host, Launcher
+from rollwright.collectors.workers.remote.link import Link
+from rollwright.collectors.workers.worker import WorkerSpec
+
+__all__ = ["RemoteTransport"]
+
+_BEAT_S = 0.5
+_MOST_PENDING = 64
+_END_S = 5.0
+
+
+class RemoteTransport:
+    """See :class:`~rollwright.collectors.workers.transport.Transport`.
+
+    Args:
+        num_workers: of the collector.
+        per_group: how many of them are in each group, in order.
+        launcher: starts the groups.
+        secret: that whoever joins must know.
+        address: host and port to listen at; port 0: any that is free.
+        host_timeout: seconds without a sign after which a group counts as lost.
+        start_timeout: seconds for a group to join.
+        step_timeout: of a worker's step: signs of life come often enough to see it; None: no limit.
+        num_threads: of each worker; None: the cores of its machine, shared out.
+
+    Attributes:
+        address: where it listens.
+        refused: why connections were refused, the last ones.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        per_group: int,
+        launcher: Launcher,
+        *,
+        secret: bytes,
+        address: tuple[str, int] = ("127.0.0.1", 0),
+        host_timeout: float = 30.0,
+        start_timeout: float = 120.0,
+        step_timeout: float | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        self._per_group, self._launcher, self._secret = per_group, launcher, secret
+        self._timeouts = {"host_timeout": host_timeout, "start_timeout": start_timeout}
+        beat_s = min(_BEAT_S, host_timeout / 4, _BEAT_S if step_timeout is None else step_timeout / 4)
+        self._begin = frames.Begin(
+            num_workers, min(per_group, num_workers), beat_s, host_timeout, num_threads, tuple(sys.path)
+        )
+        self._poll = select.epoll()
+        self._readers: dict[int, Callable[[], None]] = {}
+        self._links: dict[int, Link] = {}
+        self._hosts: dict[int, Host] = {}
+        self._former: list[Host] = []
+        self._pending: dict[int, IncomingHandshake] = {}
+        self.refused: list[str] = []
+        self._socket = socket.create_server(address, backlog=_MOST_PENDING)
+        self._socket.setblocking(False)
+        for close in (self._socket.close, self._poll.close):
+            weakref.finalize(self, close).atexit = False
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._watch(self._socket.fileno(), self._accept)
+
+    # Waiting ------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """See :class:`Transport`."""
+        return self._poll.fileno()
+
+    def read(self) -> None:
+        """See :class:`Transport`."""
+        with uninterrupted:
+            for fd, _ in self._poll.poll(0):
+                if fd in self._readers:
+                    self._readers[fd]()
+
+    def tend(self) -> None:
+        """See :class:`Transport`."""
+        now = time.monotonic()
+        for fd, greeting in list(self._pending.items()):
+            if now > greeting.expires_at:
+                self._drop(fd, f"{_peer(greeting.end)} said nothing in time")
+        for group, link in self._links.items():
+            if link.lost is None:
+                link.check()
+                host = self._hosts.get(group)
+                how = None if host is None else host.how_it_ended()
+                if how is not None:
+                    link.lose(how)
+
+    def _watch(self, fd: int, read: Callable[[], None]) -> None:
+        self._poll.register(fd, select.EPOLLIN)
+        self._readers[fd] = read
+
+    def _unwatch(self, fd: int) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._poll.unregister(fd)
+        self._readers.pop(fd, None)
+
+    # Workers ------------------------------------------------------------------------------------------
+
+    def connect(self, spec: WorkerSpec) -> Connection:
+        """See :class:`Transport`."""
+        group = spec.index // self._per_group
+        link = self._links.get(group)
+        if link is None or link.lost is not None:
+            link = self._start(group)
+        try:
+            return link.launch(spec)
+        except (TypeError, AttributeError, ValueError, RuntimeError) as error:
+            raise unsendable(spec, error) from error
+
+    def _start(self, group: int) -> Link:
+        """Have a group started."""
+        if (before := self._hosts.pop(group, None)) is not None:
+            self._former.append(before)
+        link = self._links[group] = Link(group, **self._timeouts)
+        host = self._launcher.launch(group, self.address, self._secret)
+        if host is not None:
+            self._hosts[group] = host
+        return link
+
+    def published(self) -> None:
+        """See :class:`Transport`."""
+        for link in self._links.values():
+            with contextlib.suppress(ChannelClosed):
+                link.publish()
+
+    # Groups that join ---------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            while True:
+                end, _ = self._socket.accept()
+                if len(self._pending) >= _MOST_PENDING:
+                    end.close()
+                    continue
+                greeting = IncomingHandshake(end, self._secret)
+                fd = end.fileno()
+                self._pending[fd] = greeting
+                self._watch(fd, lambda fd=fd: self._greet(fd))
+
+    def _greet(self, fd: int) -> None:
+        greeting = self._pending[fd]
+        try:
+            about = greeting.read()
+            if about is None:
+                return
+            wanted = about.get("group")
+            free = [link for link in self._links.values() if link.lost is None and not link.is_joined]
+            chosen = next((link for link in free if wanted in (None, link.index)), None)
+            if chosen is None:
+                greeting.refuse("all of its groups have been joined" if wanted is None else "that group was joined")
+                return
+        except (HandshakeRefused, ValueError, TypeError, AttributeError) as error:
+            self._drop(fd, f"{_peer(greeting.end)}: {error}")
+            return
+        del self._pending[fd]
+        self._unwatch(fd)
+        line = Line(greeting.accept())
+        self._watch(line.fileno(), chosen.read)
+        with contextlib.suppress(ChannelClosed):
+            chosen.join(line, str(about.get("name")), self._begin)
+
+    def _drop(self, fd: int, why: str) -> None:
+        greeting = self._pending.pop(fd)
+        self._unwatch(fd)
+        greeting.end.close()
+        self.refused = [*self.refused[-9:], why]
+
+    # The end ------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """See :class:`Transport`."""
+        for link in self._links.values():
+            link.close()
+        for fd in list(self._pending):
+            self._drop(fd, "the collector was shut down")
+        self._socket.close()
+        for host in (*self._hosts.values(), *self._former):
+            host.end(_END_S)
+        self._hosts.clear()
+        self._former.clear()
+        self._poll.close()
+
+
+def _peer(end: socket.socket) -> str:
+    with contextlib.suppress(OSError):
+        return str(end.getpeername()[0])
+    return "a connection"
