@@ -41,7 +41,7 @@ class Connection(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Number of the process, where it runs on this machine."""
+        """Number of the process on its machine; None: not known."""
 
     @property
     def host(self) -> str | None:

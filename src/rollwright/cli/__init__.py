@@ -1,4 +1,4 @@
-"""The command line: ``rollwright collect``, ``rollwright inspect`` and ``rollwright bench``.
+"""The command line: ``rollwright collect``, ``inspect``, ``bench`` and ``join``.
 
 Nothing heavy is imported before the arguments are understood, so that ``--help`` is quick.
 """

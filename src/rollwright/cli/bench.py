@@ -20,8 +20,8 @@ from torch import Tensor, distributions, nn
 
 from rollwright.cli.console import Console, count
 from rollwright.cli.errors import Failure, plain
-from rollwright.cli.hand import SingleLoop, VectorLoop, categorical, gaussian, make_vector
-from rollwright.cli.timing import alternate, rate, ratios, summary
+from rollwright.cli.measuring.hand import SingleLoop, VectorLoop, categorical, gaussian, make_vector
+from rollwright.cli.measuring.timing import alternate, rate, ratios, summary
 from rollwright.collectors import Collector
 from rollwright.envs import GymEnv
 from rollwright.errors import RollwrightError

@@ -59,6 +59,15 @@ thread, and store the same entries. They take turns, and the table has medians; 
 """
 
 
+_JOIN = """\
+Run workers of a collector that is elsewhere, until it ends.
+
+The collector was made with backend="tcp", backend_options={"launcher": "join", "address": "HOST:PORT"}. Both sides know
+a secret: the environment variable ROLLWRIGHT_SECRET. They need the same versions of Python, torch, tensordict and
+rollwright, and this machine what the environment and the policy import.
+"""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line.
 
@@ -72,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_collect(commands)
     _add_inspect(commands)
     _add_bench(commands)
+    _add_join(commands)
     return parser
 
 
@@ -152,6 +162,21 @@ def _add_bench(commands: Any) -> None:
     add("--frames", type=_count, default=20_000, metavar="N", help="frames of each way (default 20000)")
     add("--env-kwargs", type=_json_object, default={}, metavar="JSON", help="arguments for the environment")
     add("--compile", action="store_true", help="measure a collector with compile_policy=True, too")
+    _add_debug(parser)
+
+
+def _add_join(commands: Any) -> None:
+    parser = commands.add_parser(
+        "join",
+        help="run workers of a collector on another machine",
+        description=_JOIN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("address", metavar="HOST:PORT", help="where the collector listens")
+    add("--secret-file", type=Path, metavar="FILE", help="a file with the secret (default: ROLLWRIGHT_SECRET)")
+    add("--name", metavar="NAME", help="of this machine in messages (default: its host name)")
+    add("--timeout", type=_count, default=60, metavar="S", help="seconds to wait for the collector (default 60)")
     _add_debug(parser)
 
 

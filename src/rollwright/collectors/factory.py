@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from rollwright._options import Check, check_fields, names_of, whole
-from rollwright.collectors.workers.backends import BACKENDS, num_workers_of
 from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.collectors.workers.transports.backends import BACKENDS, num_workers_of
 
 __all__ = ["BackendOptions", "local_options", "make_with_workers", "register_workers"]
 

@@ -24,7 +24,7 @@ from rollwright.collectors.workers.watching import Watchdog
 from rollwright.errors import WorkerError
 
 if TYPE_CHECKING:
-    from rollwright.collectors.workers.transport import Transport
+    from rollwright.collectors.workers.transports.transport import Transport
     from rollwright.collectors.workers.worker import WorkerSpec
 
 __all__ = ["WorkerGroup"]

@@ -87,7 +87,7 @@ class Member:
 
     @property
     def pid(self) -> int | None:
-        """Of its process, where that runs on this machine."""
+        """Of its process, on its machine."""
         connection = self.connection
         return None if connection is None else connection.pid
 

@@ -13,9 +13,9 @@ from rollwright._keys import key_str
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, seconds, whole
 from rollwright._processes.start.methods import check_start_method
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.workers.backends import BACKENDS, check_backend
 from rollwright.collectors.workers.memory.blocks import Join
 from rollwright.collectors.workers.messages import Ready
+from rollwright.collectors.workers.transports.backends import BACKENDS, check_backend, shares_memory
 from rollwright.collectors.workers.watching import START_S
 from rollwright.envs.base import EnvBase
 
@@ -232,6 +232,12 @@ def options_of_workers(
     if whole.get("interruptor") is not None:
         raise ValueError(
             "interruptor ends rollouts of this process, and the workers are others. Pass preemptive_threshold=."
+        )
+    if whole.get("replay_buffer") is not None and not shares_memory(own.backend):
+        raise ValueError(
+            f"replay_buffer: lies in memory of this machine, which workers of backend={own.backend!r} do not share: "
+            "each would fill a copy. Leave it out, and extend it with the batches that arrive; or pass "
+            "backend='process'."
         )
     if whole.get("worker_idx") is not None:
         raise ValueError("worker_idx is given to the workers by their collector. Drop it.")

@@ -14,11 +14,11 @@ from rollwright._processes.pickling import dumps
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.counts import FrameCounts
 from rollwright.collectors.rollout.policy_copies import never_copied_in
-from rollwright.collectors.workers.backends import transport_of
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.memory.store import BlockStore
 from rollwright.collectors.workers.options import WorkerOptions, check_join
 from rollwright.collectors.workers.restarts import Restarts
+from rollwright.collectors.workers.transports.backends import transport_of
 from rollwright.collectors.workers.watching import Watchdog
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.weight_update.publisher import Publisher

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from rollwright._processes.failures import ExceptionInfo
 
-__all__ = ["Beat", "Begin", "End", "Ended", "FromWorker", "Launch", "Publish", "ToWorker"]
+__all__ = ["Beat", "Begin", "End", "Ended", "FromWorker", "Launch", "Publish", "Started", "ToWorker"]
 
 
 # To a group -----------------------------------------------------------------------------------------
@@ -85,6 +85,18 @@ class End(NamedTuple):
 # From a group ---------------------------------------------------------------------------------------
 
 
+class Started(NamedTuple):
+    """The process of a worker was started.
+
+    Attributes:
+        serial: of its start.
+        pid: number of the process on that machine.
+    """
+
+    serial: int
+    pid: int
+
+
 class FromWorker(NamedTuple):
     """A message of a worker; the pieces are what it refers to, to lie at the same places.
 
@@ -110,11 +122,13 @@ class Ended(NamedTuple):
         serial: of its start.
         how: a phrase.
         failure: what it raised.
+        counters: of the worker, as they were at its end.
     """
 
     serial: int
     how: str
     failure: ExceptionInfo | None
+    counters: bytes
 
 
 class Beat(NamedTuple):

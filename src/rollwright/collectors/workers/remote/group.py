@@ -20,7 +20,7 @@ from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child
 from rollwright._processes.connection import ExitReason
 from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.line import Line
+from rollwright._processes.network.line import Line
 from rollwright._processes.pool import Answer, Pool
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import Count, WorkerCounters
@@ -107,8 +107,8 @@ class RemoteGroup:
         """Memory for published weights."""
         specs = [spec for entries, _ in frame.models.values() for spec in entries]
         self._weights = [torch.empty(shape, dtype=dtype) for _, shape, dtype in specs]
-        memories = [bytes_of(tensor) if size else memoryview(b"") for tensor, size in zip(self._weights, sizes, strict=True)]
-        return [memory for memory in memories if memory is not None]
+        memories = [bytes_of(tensor) if tensor.numel() else None for tensor in self._weights]
+        return [memoryview(b"") if memory is None else memory for memory in memories]
 
     def received(self, frame: Any, pieces: Any) -> None:
         """Do what the collector asks."""
@@ -145,7 +145,9 @@ class RemoteGroup:
         }
         threads = self._begin.num_threads or max(1, len(os.sched_getaffinity(0)) // self._begin.num_local)
         name = f"rollwright-worker-{worker}"
-        self._pool.add(worker, Child(_serve_sent, asked.spec, memory, name=name, num_threads=threads))
+        child = Child(_serve_sent, asked.spec, memory, name=name, num_threads=threads)
+        self._pool.add(worker, child)
+        self._send(frames.Started(asked.serial, child.pid))
 
     def _publish(self, frame: frames.Publish) -> None:
         tensors = iter(self._weights)
@@ -178,7 +180,7 @@ class RemoteGroup:
     def _ended(self, worker: int, serial: int, how: str, failure: Any) -> None:
         self._publisher.forget(worker)
         del self._serials[worker], self._workers[serial]
-        self._send(frames.Ended(serial, how, failure))
+        self._send(frames.Ended(serial, how, failure, self._snapshot(worker)))
 
     def _flushed(self, worker: int) -> None:
         self._pages[worker].call_attention()
@@ -218,7 +220,7 @@ def serve_collector(line: Line) -> None:
 
     try:
         while not group:
-            wait([line], _NAP_S)
+            wait([line.fileno()], _NAP_S)
             line.read(lambda frame, sizes: group[0].place(frame, sizes), received)
         group[0].serve()
     except ChannelClosed:

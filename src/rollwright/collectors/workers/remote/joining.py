@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 
-from rollwright._processes.handshake import connect_to
-from rollwright._processes.line import Line
+from rollwright._processes.network.handshake import connect_to
+from rollwright._processes.network.line import Line
 from rollwright.collectors.workers.remote.group import serve_collector
 
 __all__ = ["join"]

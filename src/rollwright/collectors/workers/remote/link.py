@@ -9,18 +9,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.line import Line, Pieces
+from rollwright._processes.network.line import Line, Pieces
 from rollwright._processes.pickling import dumps
 from rollwright.collectors.workers.remote import frames
 from rollwright.collectors.workers.remote.mirror import bytes_of
 from rollwright.collectors.workers.remote.worker import RemoteWorker
 from rollwright.collectors.workers.worker import WorkerSpec
-from rollwright.weight_update._board import Board, Publication
+from rollwright.weight_update.forwarding import Forwarder
 
 __all__ = ["Link"]
 
@@ -53,8 +52,7 @@ class Link:
         self.clock = 0.0
         self.lost: str | None = None
         self._lock = threading.RLock()
-        self._sent: dict[int | None, int] = {}  # stamp of what was published last, by worker; None: to all
-        self._boards: dict[int | None, Board] = {}
+        self._weights = Forwarder()
         self.num_frames = 0
 
     # Its state ----------------------------------------------------------------------------------------
@@ -121,8 +119,7 @@ class Link:
         with self._lock:
             worker = RemoteWorker(self, next(_serials), spec)
             self._workers[worker.serial] = worker
-            self._boards |= {None: spec.boards[0], spec.index: spec.boards[1]}
-            self._sent.pop(spec.index, None)
+            self._weights.follow(spec.index, spec.boards)
             self.send(frames.Launch(worker.serial, spec.index, pickled, worker.num_ids))
             self.send_weights()
         return worker
@@ -173,14 +170,18 @@ class Link:
         self._heard = time.monotonic()
         self.num_frames += 1
         match frame:
+            case frames.Started(serial, pid):
+                if (worker := self._workers.get(serial)) is not None:
+                    worker.pid = pid
             case frames.FromWorker():
                 self.clock = frame.clock
                 if (worker := self._workers.get(frame.serial)) is not None:
                     worker.arrive(frame)
             case ExceptionInfo():
                 self.lose("has failed", frame)
-            case frames.Ended(serial, how, failure):
+            case frames.Ended(serial, how, failure, counters):
                 if (worker := self._workers.pop(serial, None)) is not None:
+                    worker.mirror(counters)
                     worker.end(how, failure)
             case frames.Beat() if frame.clock is not None:
                 self.clock = frame.clock
@@ -211,32 +212,17 @@ class Link:
             ChannelClosed: the group is lost.
         """
         with self._lock:
-            for worker, board in sorted(self._boards.items(), key=lambda item: item[1].stamp):
-                since = self._sent.get(worker, 0)
-                if board.stamp > since:
-                    self._send_board(worker, board, since)
-
-    def _send_board(self, worker: int | None, board: Board, since: int) -> None:
-        models: dict[str, Any] = {}
-        copies: list[torch.Tensor] = []
-
-        def copy(publication: Publication) -> None:
-            models.clear()
-            copies.clear()
-            for model_id, weights in publication.models.items():
-                if weights.stamp > since:
-                    specs = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights.tensors.items()]
-                    models[model_id] = specs, dict(weights.extras)
-                    copies.extend(tensor.clone() for tensor in weights.tensors.values())
-
-        found = board.take({}, copy)
-        if found is not None:
-            self._sent[worker] = found.stamp
-            self.send(frames.Publish(worker, found.version, models), [_memory(each) for each in copies])
+            for forwarded in self._weights.take():
+                models: dict[str, Any] = {}
+                tensors: list[torch.Tensor] = []
+                for model_id, (of_model, extras) in forwarded.models.items():
+                    specs = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in of_model.items()]
+                    models[model_id] = specs, extras
+                    tensors += of_model.values()
+                frame = frames.Publish(forwarded.receiver, forwarded.version, models)
+                self.send(frame, [_memory(tensor) for tensor in tensors])
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
     memory = bytes_of(tensor.contiguous()) if tensor.numel() else None
-    return memoryview(np.empty(0, np.uint8)) if memory is None else memory
-
-
+    return memoryview(b"") if memory is None else memory

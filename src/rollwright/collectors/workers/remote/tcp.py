@@ -97,7 +97,8 @@ def transport(options: Options, own: WorkerOptions, num_workers: int) -> RemoteT
             num_threads=own.num_sub_threads,
         )
     except OSError as error:
-        raise OSError(error.errno, f"backend_options['address']: cannot listen at {options.address}: {error}") from error
+        why = f"backend_options['address']: cannot listen at {options.address}: {error.strerror}"
+        raise OSError(error.errno, why) from error
     if options.launcher == "join":
         host, port = made.address
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else host

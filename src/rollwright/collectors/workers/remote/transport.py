@@ -9,16 +9,17 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.connection import Connection
-from rollwright._processes.handshake import HandshakeRefused, IncomingHandshake
-from rollwright._processes.line import Line
-from rollwright.collectors.workers.local import unsendable
+from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake
+from rollwright._processes.network.line import Line
 from rollwright.collectors.workers.remote import frames
 from rollwright.collectors.workers.remote.launchers import Host, Launcher
 from rollwright.collectors.workers.remote.link import Link
+from rollwright.collectors.workers.transports.local import unsendable
 from rollwright.collectors.workers.worker import WorkerSpec
 
 __all__ = ["RemoteTransport"]
@@ -29,7 +30,7 @@ _END_S = 5.0
 
 
 class RemoteTransport:
-    """See :class:`~rollwright.collectors.workers.transport.Transport`.
+    """See :class:`~rollwright.collectors.workers.transports.transport.Transport`.
 
     Args:
         num_workers: of the collector.
@@ -157,7 +158,7 @@ class RemoteTransport:
                 greeting = IncomingHandshake(end, self._secret)
                 fd = end.fileno()
                 self._pending[fd] = greeting
-                self._watch(fd, lambda fd=fd: self._greet(fd))
+                self._watch(fd, partial(self._greet, fd))
 
     def _greet(self, fd: int) -> None:
         greeting = self._pending[fd]

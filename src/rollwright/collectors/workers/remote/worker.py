@@ -45,7 +45,8 @@ class RemoteWorker:
 
     def __init__(self, link: Link, serial: int, spec: WorkerSpec) -> None:
         self._link, self.serial = link, serial
-        self.name, self.pid = f"rollwright-worker-{spec.index}", None
+        self.name = f"rollwright-worker-{spec.index}"
+        self.pid: int | None = None  # on its machine
         self._counters = WorkerCounters(spec.counters, spec.index)
         self._places = RolloutPlaces(spec.blocks, spec.packing)
         self._arrived: deque[Any] = deque()

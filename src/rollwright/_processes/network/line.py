@@ -42,8 +42,8 @@ class Line:
         >>> memory = bytearray(3)
         >>> theirs.read(lambda message, sizes: [memoryview(memory)], print)
         three numbers
-        >>> memory
-        bytearray(b'\\x01\\x02\\x03')
+        >>> list(memory)
+        [1, 2, 3]
         >>> mine.close()
         >>> theirs.read(lambda message, sizes: [], print)
         Traceback (most recent call last):
@@ -64,6 +64,7 @@ class Line:
         self._waits_for_room = False
         self.num_bytes_behind = 0
         self._message: Any = None
+        self._missing: deque[memoryview] = deque()
         self._begin()
         self._expect_size()
         on_fork(self, Line._begin)
@@ -137,9 +138,7 @@ class Line:
             raise ChannelClosed("the other end is gone") from error
         if self._waits_for_room is not bool(self._unsent):
             self._waits_for_room = bool(self._unsent)
-            self._poll.modify(
-                self._socket.fileno(), select.EPOLLIN | (select.EPOLLOUT if self._waits_for_room else 0)
-            )
+            self._poll.modify(self._socket.fileno(), select.EPOLLIN | (select.EPOLLOUT if self._waits_for_room else 0))
 
     def _sent(self, count: int) -> None:
         self.num_bytes_behind -= count
@@ -211,7 +210,7 @@ class Line:
     def _expect_size(self) -> None:
         self._head = bytearray(2 * _WORD)
         self._stage = 0  # of the message: size, sizes of the pieces and body, pieces
-        self._missing: deque[memoryview] = deque([memoryview(self._head)])
+        self._missing = deque([memoryview(self._head)])
 
     def _advance(
         self, place: Callable[[Any, Sequence[int]], Sequence[memoryview]], received: Callable[[Any, Pieces], None]

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["LocalTransport", "Options", "transport", "unsendable"]
 
 Options = None
-"""See :mod:`~rollwright.collectors.workers.backends`."""
+"""See :mod:`~rollwright.collectors.workers.transports.backends`."""
 
 
 class LocalTransport:
-    """See :class:`~rollwright.collectors.workers.transport.Transport`.
+    """See :class:`~rollwright.collectors.workers.transports.transport.Transport`.
 
     Args:
         start_method: of the processes, see :class:`~rollwright._processes.child.Child`.
@@ -41,7 +41,7 @@ class LocalTransport:
         """There is nothing."""
 
     def connect(self, spec: WorkerSpec) -> Child:
-        """See :class:`~rollwright.collectors.workers.transport.Transport`."""
+        """See :class:`~rollwright.collectors.workers.transports.transport.Transport`."""
         try:
             return Child(
                 serve,
@@ -61,7 +61,7 @@ class LocalTransport:
 
 
 def transport(options: None, own: WorkerOptions, num_workers: int) -> LocalTransport:
-    """See :mod:`~rollwright.collectors.workers.backends`."""
+    """See :mod:`~rollwright.collectors.workers.transports.backends`."""
     return LocalTransport(start_method=own.start_method, num_threads=own.threads_of(num_workers))
 
 

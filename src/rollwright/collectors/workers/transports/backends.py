@@ -10,13 +10,13 @@ from rollwright._options import names_of, refuse_unknown
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
-    from rollwright.collectors.workers.transport import Transport
+    from rollwright.collectors.workers.transports.transport import Transport
 
-__all__ = ["BACKENDS", "check_backend", "num_workers_of", "transport_of"]
+__all__ = ["BACKENDS", "check_backend", "num_workers_of", "shares_memory", "transport_of"]
 
 BACKENDS = {
-    "process": "rollwright.collectors.workers.local",
-    "multiprocessing": "rollwright.collectors.workers.local",
+    "process": "rollwright.collectors.workers.transports.local",
+    "multiprocessing": "rollwright.collectors.workers.transports.local",
     "tcp": "rollwright.collectors.workers.remote.tcp",
 }
 """By name, the module: it has ``Options``, a dataclass or None, and ``transport(options, own, num_workers)``."""
@@ -53,6 +53,11 @@ def check_backend(backend: str, given: Mapping[str, Any] | None, *, start_method
             f"start_method={start_method!r} is for processes of this machine, and backend={backend!r} starts workers "
             "where they run. Drop it."
         )
+
+
+def shares_memory(backend: str) -> bool:
+    """Whether workers share memory with the collector's process."""
+    return importlib.import_module(BACKENDS[backend]).Options is None
 
 
 def num_workers_of(backend: str, given: Mapping[str, Any] | None) -> int:

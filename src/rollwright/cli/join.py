@@ -1,0 +1,35 @@
+"""``rollwright join``: runs workers of a collector on another machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from rollwright.cli.errors import Failure
+from rollwright.collectors.workers.remote.joining import join
+from rollwright.collectors.workers.remote.tcp import SECRET, parse_address
+
+__all__ = ["run"]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Join, and serve until the collector ends; returns the exit status."""
+    try:
+        address = parse_address("HOST:PORT", arguments.address)
+        secret = _secret(arguments)
+        join(address, secret, name=arguments.name, timeout_s=arguments.timeout)
+    except (ValueError, OSError) as error:
+        raise Failure(str(error)) from error
+    print("the collector has ended", file=sys.stderr)
+    return 0
+
+
+def _secret(arguments: argparse.Namespace) -> bytes:
+    if arguments.secret_file is not None:
+        return bytes(arguments.secret_file.read_bytes().strip())
+    if SECRET not in os.environ:
+        raise Failure(
+            f"the secret of the run is missing. Set {SECRET} to what the collector has, or pass --secret-file."
+        )
+    return os.environ[SECRET].encode()

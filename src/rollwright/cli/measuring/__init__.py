@@ -1,0 +1,1 @@
+"""What `rollwright bench` and the benchmarks measure with: handwritten loops, and turns."""
