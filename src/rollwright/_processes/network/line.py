@@ -65,11 +65,12 @@ class Line:
         self.num_bytes_behind = 0
         self._message: Any = None
         self._missing: deque[memoryview] = deque()
-        self._begin()
         self._expect_size()
-        on_fork(self, Line._begin)
+        self.reset_after_fork()
+        on_fork(self)
 
-    def _begin(self) -> None:
+    def reset_after_fork(self) -> None:
+        """Have a lock that nobody holds."""
         self._sending = threading.RLock()
 
     def fileno(self) -> int:

@@ -101,7 +101,7 @@ class WorkerGroup:
         worker.counters.state = WorkerState.STARTING
         worker.counters.counts[Count.OLDEST] = -1
         self.watch.heartbeats.begin(worker.index)
-        self._pool.add(worker.index, self._transport.connect(worker.spec))
+        worker.started(self._transport.connect(worker.spec))
 
     # Waiting ----------------------------------------------------------------------------------
 
@@ -353,6 +353,10 @@ class WorkerGroup:
         for index in workers:
             self.workers[index].counters.counts[Count.PUBLISHED] = version
         self._transport.published()
+
+    def refresh(self) -> None:
+        """Let the counters of workers on other machines be as they were when these were last heard of."""
+        self._transport.read()
 
     # Failures ---------------------------------------------------------------------------------
 

@@ -67,12 +67,17 @@ class Member:
         self._answered = threading.local()
         self.called = ""
         self.place = PlaceInData(self.counters, spec.options)
-        self._host: str | None = None
+        self._last: Connection | None = None
 
     @property
     def connection(self) -> Connection | None:
         """To its process; None: it is gone."""
         return self._pool[self.index]
+
+    def started(self, connection: Connection) -> None:
+        """Another process takes this place."""
+        self._last = connection
+        self._pool.add(self.index, connection)
 
     def remote_clock(self) -> float | None:
         """Of the machine that it runs on, where that is another; see :class:`Connection`."""
@@ -104,10 +109,8 @@ class Member:
     @property
     def name(self) -> str:
         """For messages."""
-        connection = self.connection
-        if connection is not None:
-            self._host = connection.host
-        return f"worker {self.index}" if self._host is None else f"worker {self.index} on {self._host}"
+        host = None if self._last is None else self._last.host
+        return f"worker {self.index}" if host is None else f"worker {self.index} on {host}"
 
     @property
     def num_at_answer(self) -> int:

@@ -43,7 +43,7 @@ class Link:
     """
 
     def __init__(self, index: int, *, host_timeout: float, start_timeout: float) -> None:
-        self.index, self.name = index, f"host {index}"
+        self.index, self.name = index, "a host that has not joined"
         self._host_timeout, self._start_timeout = host_timeout, start_timeout
         self._line: Line | None = None
         self._waiting: list[tuple[Any, Pieces]] = []  # for the line
@@ -83,7 +83,7 @@ class Link:
                 return
             if self._line is None:
                 if now - self._began > self._start_timeout:
-                    self.lose(f"has not joined within start_timeout={self._start_timeout:g} s")
+                    self.lose(f"within start_timeout={self._start_timeout:g} s")
             elif now - self._heard > self._host_timeout:
                 self.read()  # this process may have been busy
                 if self.lost is None and time.monotonic() - self._heard > self._host_timeout:

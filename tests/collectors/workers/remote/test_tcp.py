@@ -1,0 +1,453 @@
+"""Backend "tcp": groups of workers that share nothing with the collector behave as local workers do."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+from tests.collectors.workers.envs import (
+    DONE,
+    EPISODE,
+    IDENT,
+    IDS,
+    INSTANCE,
+    STEP,
+    VERSION,
+    Trouble,
+    gain,
+    makers,
+    one_bad,
+    pixels,
+    tallies,
+    tally,
+)
+from tests.collectors.workers.processes import alive, descendants, gone, num_fds, wait_until
+from tests.patience import patient
+
+from rollwright import Collector
+from rollwright.collectors.workers.remote.tcp import SECRET
+from rollwright.data import LazyTensorStorage, ReplayBuffer
+from rollwright.errors import EnvError, WorkerError
+
+KINDS = ["sync", "async"]
+KNOWN = "a secret of tests, long enough"
+
+
+@pytest.fixture
+def remote(make):
+    """``remote(kind, envs, policy, **options)``: a collector over sockets, with two workers in each group."""
+
+    def build(kind, *args, per=2, options=None, **others):
+        given = {"num_workers_per_collector": per, **(options or {})}
+        return make(kind, *args, backend="tcp", backend_options=given, **others)
+
+    return build
+
+
+def collect(collector, count=10_000):
+    for _ in range(count):
+        collector.next()
+
+
+def pids(collector):
+    return [worker["pid"] for worker in collector.stats()["workers"]]
+
+
+# The same as local workers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cat_results": 0},
+        {"cat_results": -1},
+        {"make": tallies, "cat_results": 0},
+        {"make": tallies},
+        {"postproc": lambda batch: batch.exclude("instance")},
+    ],
+    ids=["stack", "first", "time", "batched, first", "batched", "postproc"],
+)
+@pytest.mark.parametrize("per", [1, 2], ids=["two groups", "one group"])
+def test_synchronous_batches_are_those_of_local_workers(make, remote, per, options):
+    options = dict(options)
+    env = makers(make=options.pop("make", tally))
+    found = []
+    for build in (make, partial(remote, per=per)):
+        torch.manual_seed(3)
+        collector = build("sync", env, gain(), frames_per_batch=60, total_frames=240, **options)
+        collector.set_seed(5)
+        found.append([batch.clone() for batch in collector])
+        collector.shutdown()
+    assert len(found[0]) == len(found[1]) == 4
+    for local, remote_one in zip(*found, strict=True):
+        assert local.batch_size == remote_one.batch_size
+        for key in local.keys(True, True):
+            left, right = local[key], remote_one[key]
+            if key in ("observation", ("next", "observation")):  # whose instance is a number of a process
+                left, right = ([each[..., i] for i in (IDENT, EPISODE, STEP)] for each in (left, right))
+                left, right = torch.stack(left), torch.stack(right)
+            assert torch.equal(left, right), key
+
+
+@pytest.mark.parametrize("per", [1, 3])
+def test_asynchronous_batches_are_whole_and_their_counts_exact(remote, per):
+    collector = remote("async", makers(3), gain(), per=per, frames_per_batch=20, total_frames=300)
+    seen = {}
+    for batch in collector:
+        observed, ids = batch["observation"], batch[IDS]
+        assert observed[:, IDENT].unique().numel() == 1
+        for row in range(len(batch)):
+            key = (int(observed[row, IDENT]), int(observed[row, EPISODE]), int(observed[row, STEP]))
+            assert key not in seen
+            seen[key] = int(ids[row])
+    assert len(seen) == 300
+    owners = {(number, key[:2]) for key, number in seen.items()}
+    assert len(owners) == len({number for number, _ in owners})
+
+
+def test_whole_trajectories_arrive(remote):
+    options = {"trajs_per_batch": 3, "traj_format": "cat"}
+    collector = remote("async", makers(2), gain(), frames_per_batch=20, total_frames=600, **options)
+    for batch in collector:
+        ids = batch[IDS].unique()
+        assert len(ids) <= 3
+        for number in ids:
+            row = batch[batch[IDS] == number]
+            assert row["observation"][:, STEP].tolist() == list(range(len(row)))
+            assert bool(row[DONE][-1])
+
+
+def test_frames_of_pixels_arrive_untorn(remote):
+    collector = remote("async", [pixels] * 2, None, frames_per_batch=100, total_frames=1000)
+    for batch in collector:
+        images = batch["observation"]
+        assert bool((images.flatten(1) == images.flatten(1)[:, :1]).all())
+
+
+# Weights, calls, state ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per", [1, 2])
+def test_each_synchronous_batch_acts_with_what_was_published_before(remote, per):
+    collector = remote("sync", makers(2), gain(0.0), per=per, frames_per_batch=20, track_policy_version=True)
+    for version in range(6):
+        batch = collector.next()
+        assert batch[VERSION].unique().tolist() == [version]
+        assert batch["action"].unique().numel() == 1
+        assert torch.equal(batch["action"], torch.full_like(batch["action"], float(batch["action"].flatten()[0])))
+        collector.update_policy_weights_(gain(version + 1.0))
+
+
+def test_weights_of_one_worker_are_its_own(remote):
+    collector = remote("sync", makers(3), gain(1.0), per=2, frames_per_batch=30)
+    collector.next()
+    collector.update_policy_weights_(gain(5.0), worker_ids=[1])
+    before = collector.next()["action"]
+    assert not torch.equal(before[1], before[0])
+    assert torch.equal(before[0], before[2])
+
+
+def test_weights_act_in_the_middle_of_a_long_rollout(remote):
+    collector = remote("async", makers(2, step_s=0.002), gain(), frames_per_batch=3000, track_policy_version=True)
+    collector.update_policy_weights_(gain(2.0))
+    collector.next()  # asks for rollouts of six seconds
+    version = collector.update_policy_weights_(gain(3.0))
+
+    def acting():
+        return [worker["policy_version"] for worker in collector.stats()["workers"]] == [version] * 2
+
+    assert wait_until(lambda: acting(), 4.0)
+
+
+def test_calls_reach_the_workers_and_their_errors_come_back(remote):
+    collector = remote("sync", makers(2), gain(), frames_per_batch=20)
+    assert collector.get_distant_attr("frames_per_batch") == [10, 10]
+    with pytest.raises(WorkerError, match=r"worker 0 on .*\(group 0\).*no_such"):
+        collector.map_fn("no_such")
+    with collector.pause():
+        assert collector.get_distant_attr("env.batch_size") == [torch.Size([])] * 2
+    assert collector.next().shape == (2, 10)
+
+
+def test_a_saved_state_goes_on_where_it_was(make, remote):
+    def batches(collector, count):
+        return [collector.next().clone() for _ in range(count)]
+
+    options = {"frames_per_batch": 40}
+    whole = remote("sync", makers(2), gain(), **options)
+    whole.set_seed(1)
+    batches(whole, 2)
+    state = whole.state_dict()
+    expected = batches(whole, 2)
+    for build in (make, remote):
+        other = build("sync", makers(2), gain(), **options)
+        other.load_state_dict(state)
+        for left, right in zip(batches(other, 2), expected, strict=True):
+            assert torch.equal(left[IDS], right[IDS]) or left[IDS].min() >= 0
+            assert left["observation"].shape == right["observation"].shape
+
+
+def test_hooks_are_called_where_workers_are(remote):
+    collector = remote("sync", makers(2), gain(), frames_per_batch=20, post_collect_hook=_halve)
+    assert collector.next() is not None
+    assert all(number != os.getpid() for number in pids(collector))
+
+
+def _halve(batch):
+    assert multiprocessing.parent_process() is not None
+
+
+# Faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_environment_raises_comes_with_class_host_and_traceback(remote, kind):
+    collector = remote(kind, one_bad(2, troubles={"trouble": Trouble("raise", 30)}), gain(), frames_per_batch=20)
+    with pytest.raises(EnvError, match=r"worker 1 on .*boom at call 30") as caught:
+        collect(collector)
+    assert "in strike" in str(caught.value.__cause__)
+
+
+def test_what_cannot_be_made_over_there_ends_the_construction(remote):
+    with pytest.raises(WorkerError, match=r"worker 1 on .*no environment"):
+        remote("sync", [tally, _no_env], gain(), frames_per_batch=20)
+
+
+def _no_env():
+    raise RuntimeError("no environment")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_worker_is_an_error_soon(remote, kind):
+    collector = remote(kind, makers(2), gain(), frames_per_batch=20)
+    collector.next()
+    killed = time.monotonic()
+    os.kill(pids(collector)[1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"worker 1 on .* was killed by SIGKILL"):
+        collect(collector)
+    assert time.monotonic() - killed < patient(2.0)
+
+
+def test_killed_workers_are_replaced_where_they_were_and_nothing_comes_twice(remote):
+    collector = remote("async", makers(2), gain(), frames_per_batch=20, on_worker_failure="restart", restart_delay=0.0)
+    host = {process.pid for process in descendants()}
+    seen = set()
+
+    def kill_three_times():
+        for rounds in range(1, 4):
+            os.kill(pids(collector)[0], signal.SIGKILL)
+            while collector.stats()["restarts"] < rounds or not pids(collector)[0] or not alive(pids(collector)[0]):
+                _count(collector.next(), seen)
+
+    with pytest.warns(RuntimeWarning, match="It is replaced"):
+        kill_three_times()
+    assert collector.stats()["workers_alive"] == 2
+    assert host & {process.pid for process in descendants()}
+
+
+def _count(batch, seen):
+    for row in batch["observation"]:
+        key = (int(row[IDENT]), int(row[INSTANCE]), int(row[EPISODE]), int(row[STEP]))
+        assert key not in seen
+        seen.add(key)
+
+
+def hosts(collector):
+    """Processes of groups: the parents of workers that are no servers."""
+    found = [int(number) for number in collector.get_distant_attr("env.parent") if number]
+    return sorted(set(found))
+
+
+def homing(ident=0):
+    env = tally(ident)
+    env.parent = multiprocessing.parent_process().pid
+    return env
+
+
+@pytest.mark.parametrize("how", ["raise", "restart"])
+def test_a_killed_host_is_an_error_or_the_run_goes_on(remote, how):
+    env = [partial(homing, i) for i in range(4)]
+    collector = remote("sync", env, gain(), frames_per_batch=40, on_worker_failure=how, restart_delay=0.0)
+    collector.next()
+    first, second = hosts(collector)
+    killed = time.monotonic()
+    os.kill(first, signal.SIGKILL)
+    if how == "raise":
+        with pytest.raises(
+            WorkerError, match=r"worker [01] was lost: .*\(group 0\) .*(hung up|SIGKILL)|worker [01] on"
+        ):
+            collect(collector)
+        assert time.monotonic() - killed < patient(5.0)
+        return
+
+    def go_on():
+        while collector.stats()["restarts"] < 2 or collector.stats()["workers_alive"] < 4:
+            batch = collector.next()
+        return batch
+
+    with pytest.warns(RuntimeWarning, match="was lost"):
+        batch = go_on()
+    assert batch.shape == (4, 10)
+    found = hosts(collector)
+    assert len(found) == 2
+    assert second in found
+    assert first not in found
+
+
+def test_a_silent_host_is_given_up_and_what_it_says_later_is_not_heard(remote):
+    env = [partial(homing, i) for i in range(2)]
+    collector = remote(
+        "async", env, gain(), per=1, frames_per_batch=20, options={"host_timeout": 2.0}, env_step_timeout=30
+    )
+    collector.next()
+    frozen = hosts(collector)[0]
+    silent = collector.get_distant_attr("env.parent").index(frozen)
+    workers = pids(collector)
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerError, match=rf"worker {silent} on .* was lost: .* no sign for host_timeout=2 s"):
+            collect(collector)
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    collector.shutdown(raise_on_error=False)
+    assert gone([frozen, *workers], patient(20.0))
+
+
+def test_a_shorter_silence_costs_time_only(remote):
+    env = [partial(homing, i) for i in range(2)]
+    collector = remote(
+        "sync", env, gain(), per=1, frames_per_batch=20, options={"host_timeout": 60.0}, env_step_timeout=1.0
+    )
+    collector.next()
+    frozen = hosts(collector)[0]
+    os.kill(frozen, signal.SIGSTOP)
+    waker = subprocess.Popen([sys.executable, "-c", f"import time, os; time.sleep(3); os.kill({frozen}, 18)"])
+    for _ in range(5):
+        assert collector.next().shape == (2, 10)
+    assert collector.stats()["restarts"] == 0
+    assert waker.wait(20) == 0
+
+
+# The end, and how it begins ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_behind(kind):
+    def run():
+        env = [partial(homing, i) for i in range(2)]
+        collector = Collector(env, gain(), frames_per_batch=20, backend="tcp", sync=kind == "sync")
+        collector.next()
+        processes = [*pids(collector), *hosts(collector)]
+        collector.shutdown()
+        assert gone(processes)
+
+    run()  # servers, which stay
+    gc.collect()
+    before = num_fds()
+    run()
+    gc.collect()
+    assert num_fds() <= before
+
+
+def test_who_joins_by_hand_runs_workers(make, monkeypatch, caplog):
+    monkeypatch.setenv(SECRET, KNOWN)
+    joining = []
+
+    def join(record):
+        if "waits for" in record.getMessage():
+            address = record.args[1], record.args[2]
+            command = [sys.executable, "-m", "rollwright", "join", f"{address[0]}:{address[1]}", "--name", "elsewhere"]
+            joining.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        return True
+
+    import logging
+
+    log = logging.getLogger("rollwright")
+    log.addFilter(join)
+    try:
+        options = {"launcher": "join", "num_workers_per_collector": 2}
+        collector = make("sync", makers(2), gain(), frames_per_batch=20, backend="tcp", backend_options=options)
+    finally:
+        log.removeFilter(join)
+    assert collector.next().shape == (2, 10)
+    with pytest.raises(WorkerError, match="on elsewhere"):
+        collector.map_fn("no_such")
+    collector.shutdown()
+    assert joining[0].wait(30) == 0, joining[0].stderr.read()
+    assert "the collector has ended" in joining[0].stderr.read()
+    joining[0].stderr.close()
+
+
+def test_a_host_that_does_not_come_is_an_error_that_says_how_long(make, monkeypatch):
+    monkeypatch.setenv(SECRET, KNOWN)
+    with pytest.raises(TimeoutError, match=r"waited 0\.3 s for .*worker 0 on a host that has not joined is starting"):
+        make(
+            "sync",
+            makers(1),
+            gain(),
+            frames_per_batch=20,
+            backend="tcp",
+            backend_options={"launcher": "join"},
+            start_timeout=0.3,
+        )
+
+
+WRONG = {
+    "unknown option": ({"num_worker_per_collector": 2}, {}, TypeError, "Did you mean 'num_workers_per_collector'"),
+    "no dictionary": ([2], {}, TypeError, "backend_options: expected a dictionary, got list"),
+    "count": ({"num_workers_per_collector": 0}, {}, ValueError, "num_workers_per_collector: .*at least 1, got 0"),
+    "address": ({"address": "here"}, {}, ValueError, "address: expected 'HOST:PORT'.*got 'here'"),
+    "secret": ({"secret": "short"}, {}, ValueError, "secret: expected a text of at least 16 characters"),
+    "launcher": ({"launcher": "slurm"}, {}, ValueError, "launcher: expected 'mp' or 'join', got 'slurm'"),
+    "no secret": ({"launcher": "join"}, {}, ValueError, "secret: launcher='join' needs one.*ROLLWRIGHT_SECRET"),
+    "timeout": ({"host_timeout": 0}, {}, ValueError, "host_timeout: expected more than 0 s"),
+    "start method": ({}, {"start_method": "fork"}, ValueError, "start_method='fork' is for processes of this machine"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_options_are_refused_at_construction(make, monkeypatch, wrong):
+    monkeypatch.delenv(SECRET, raising=False)
+    options, others, error, message = WRONG[wrong]
+    with pytest.raises(error, match=message):
+        make("sync", makers(2), gain(), frames_per_batch=20, backend="tcp", backend_options=options, **others)
+
+
+def test_options_of_a_backend_without_any_are_refused(make):
+    with pytest.raises(ValueError, match="backend_options: backend='process' has none, got \\['address'\\]"):
+        make("sync", makers(2), gain(), frames_per_batch=20, backend_options={"address": "a:1"})
+
+
+def test_a_buffer_of_this_process_is_refused(make):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), shared=True)
+    with pytest.raises(ValueError, match=r"replay_buffer: lies in memory of this machine.*each would fill a copy"):
+        make("async", makers(2), gain(), frames_per_batch=20, replay_buffer=buffer, backend="tcp")
+
+
+def test_what_cannot_be_sent_is_named(make):
+    lock = __import__("threading").Lock()
+    with pytest.raises(TypeError, match="create_env_fn: cannot be sent"):
+        make("sync", [lambda: (lock, tally())[1]] * 2, gain(), frames_per_batch=20, backend="tcp")
+
+
+def test_collector_counts_groups():
+    with Collector(
+        tally,
+        gain(),
+        frames_per_batch=40,
+        total_frames=80,
+        num_collectors=2,
+        backend="tcp",
+        backend_options={"num_workers_per_collector": 2},
+        sync=True,
+    ) as collector:
+        assert [batch.shape[0] for batch in collector] == [4, 4]

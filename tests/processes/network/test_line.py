@@ -1,0 +1,108 @@
+"""Line: messages and raw memory arrive whole and in order, however they are cut."""
+
+from __future__ import annotations
+
+import socket
+
+import numpy as np
+import pytest
+
+from rollwright._processes.channel import ChannelClosed
+from rollwright._processes.network.line import Line
+
+
+@pytest.fixture
+def ends():
+    server = socket.create_server(("127.0.0.1", 0))
+    one = socket.create_connection(server.getsockname())
+    other, _ = server.accept()
+    server.close()
+    lines = Line(one), Line(other)
+    yield lines
+    for line in lines:
+        line.close()
+
+
+class Receiver:
+    """Keeps messages, with their pieces in memory of its own."""
+
+    def __init__(self, line):
+        self.line, self.found, self.placed = line, [], []
+
+    def place(self, message, sizes):
+        self.placed.append(message)
+        return [memoryview(bytearray(size)) for size in sizes]
+
+    def received(self, message, pieces):
+        self.found.append((message, [bytes(piece) for piece in pieces]))
+
+    def read(self):
+        self.line.read(self.place, self.received)
+        return self.found
+
+
+def nothing(message, sizes):
+    return []
+
+
+def pump(sender, receiver, count):
+    while len(receiver.found) < count:
+        if sender.behind:
+            sender.read(nothing, lambda message, pieces: None)
+        receiver.read()
+    return receiver.found
+
+
+def test_messages_and_pieces_arrive_in_order(ends):
+    mine, theirs = ends
+    rng = np.random.default_rng(0)
+    sent = []
+    for number in range(40):
+        pieces = [rng.bytes(size) for size in rng.integers(0, 300_000, size=number % 5)]
+        mine.post(("message", number), [memoryview(piece) for piece in pieces])
+        sent.append((("message", number), pieces))
+    assert mine.behind  # more than the system takes
+    assert pump(mine, Receiver(theirs), 40) == sent
+    assert not mine.behind and mine.num_bytes_behind == 0
+
+
+def test_a_message_of_many_pieces_arrives(ends):
+    mine, theirs = ends
+    pieces = [bytes([i % 256]) * (i % 7) for i in range(3000)]
+    mine.post("many", [memoryview(piece) for piece in pieces])
+    assert pump(mine, Receiver(theirs), 1) == [("many", pieces)]
+
+
+def test_what_has_arrived_is_read_after_a_hang_up_and_then_it_is_an_error(ends):
+    mine, theirs = ends
+    mine.post("last words", [memoryview(b"abc")])
+    mine.close()
+    receiver = Receiver(theirs)
+    with pytest.raises(ChannelClosed):
+        for _ in range(2):
+            receiver.read()
+    assert receiver.found == [("last words", [b"abc"])]
+    with pytest.raises(ChannelClosed):
+        for _ in range(3):  # the first may still find room
+            theirs.post("too late", [memoryview(bytes(1 << 22))])
+
+
+def test_a_place_that_is_taken_away_is_not_written(ends):
+    mine, theirs = ends
+    content, memory = bytes([7]) * (1 << 24), bytearray(1 << 24)
+    mine.post("large", [memoryview(content)])
+    found = []
+
+    def read():
+        theirs.read(lambda message, sizes: [memoryview(memory)], lambda message, pieces: found.append(message))
+
+    while not any(memory[:1]):
+        read()
+    theirs.divert(lambda message: message == "large")
+    written = memory.count(7)
+    assert 0 < written < len(memory)
+    mine.post("next")
+    while found != ["large", "next"]:
+        mine.read(nothing, lambda message, pieces: None)
+        read()
+    assert memory.count(7) == written
