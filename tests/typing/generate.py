@@ -76,14 +76,15 @@ def typed_dict(name: str, bases: str, options: Iterable[Option], about: str) -> 
 def collectors() -> str:
     """``collectors/keywords.py``."""
     fields = list(fields_of("CollectorOptions"))
-    workers = [(name, kind) for name, kind, _ in fields_of("WorkerOptions")]
+    workers = [(name, kind) for name, kind, _ in fields_of("WorkerOptions") if name != "backend"]  # named beside them
+    backend = next((name, kind) for name, kind, _ in fields_of("WorkerOptions") if name == "backend")
     single = [(name, kind) for name, kind, many in fields if many]
     local = [("num_collectors", "None"), ("backend", 'Literal["direct"] | None'), ("sync", "Literal[True] | None")]
     selecting = ("num_workers", "sync")
     taken = [(name, kind) for name, kind, _ in fields if name in _evaluator_options()]
     dialogues = list(fields_of("LLMOptions"))
     of_llm = [(name, _or_list(kind) if many else kind) for name, kind, many in dialogues]
-    where = [("create_env_fn", "Any"), *fields_without_marks("BackendOptions"), ("sync", "bool | None")]
+    where = [("create_env_fn", "Any"), *fields_without_marks("BackendOptions"), backend, ("sync", "bool | None")]
     text = """from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 

@@ -26,9 +26,11 @@ def test_options_of_collectors():
     declared = {field.name for field in fields(CollectorOptions)}
     own = {name: hint for name, hint in get_type_hints(CollectorOptions).items() if name in declared}
     seen = get_type_hints(CollectorKeywords)
-    assert seen.keys() == declared | {field.name for field in fields(BackendOptions)} | {"sync"}
+    assert seen.keys() == declared | {field.name for field in fields(BackendOptions)} | {"sync", "backend"}
     assert {name: seen[name] for name in declared} == own
-    assert get_type_hints(MultiKeywords).keys() == declared | {field.name for field in fields(WorkerOptions)}
+    assert get_type_hints(MultiKeywords).keys() == declared | {field.name for field in fields(WorkerOptions)} - {
+        "backend"
+    }
     assert get_type_hints(EvaluatorKeywords).keys() < inspect.signature(Evaluator).parameters.keys()
 
 

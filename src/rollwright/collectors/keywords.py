@@ -93,11 +93,13 @@ class WorkerKeywords(CommonKeywords, total=False):
     on_worker_failure: Literal["raise", "restart"]
     max_restarts: int
     restart_delay: float
+    start_timeout: float
     env_step_timeout: float | None
     max_policy_lag: int | None
     policy_lag: Literal["wait", "drop"]
     max_batches_held: int
     shutdown_timeout: float
+    backend_options: Mapping[str, Any] | None
 
 
 class MultiKeywords(WorkerKeywords, total=False):
@@ -136,7 +138,7 @@ class LLMKeywords(TypedDict, total=False):
     worker_idx: int | None
     create_env_fn: Any
     num_collectors: int | None
-    backend: Literal["direct", "process", "multiprocessing"] | None
+    backend: Literal["direct", "process", "multiprocessing", "tcp"] | None
     sync: bool | None
     cat_results: Literal["stack"] | int | None
     preemptive_threshold: float | None
@@ -148,11 +150,13 @@ class LLMKeywords(TypedDict, total=False):
     on_worker_failure: Literal["raise", "restart"]
     max_restarts: int
     restart_delay: float
+    start_timeout: float
     env_step_timeout: float | None
     max_policy_lag: int | None
     policy_lag: Literal["wait", "drop"]
     max_batches_held: int
     shutdown_timeout: float
+    backend_options: Mapping[str, Any] | None
 
 
 class EvaluatorKeywords(TypedDict, total=False):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -69,6 +69,8 @@ class MultiCollector(BaseCollector):
     Args:
         create_env_fn: makes an environment, in a worker; or a list of such functions, one for each worker.
         policy: as of :class:`Collector`; each worker acts with a copy, see :meth:`update_policy_weights_`.
+        backend: where workers run: in processes of this machine (``"process"``, None), or in groups that share nothing
+            with this process, on any machine (``"tcp"``).
         **options: those of :class:`~rollwright.collectors.workers.options.WorkerOptions` and of
             :class:`~rollwright.collectors.CollectorOptions`. ``frames_per_batch``, ``policy_factory``, devices and
             ``create_env_kwargs`` may be lists, one for each worker.
@@ -105,9 +107,11 @@ class MultiCollector(BaseCollector):
         self,
         create_env_fn: EnvMakers,
         policy: Callable[..., Any] | None = None,
+        *,
+        backend: Literal["process", "multiprocessing", "tcp"] | None = None,
         **options: Unpack[MultiKeywords],
     ) -> None:
-        self._construct(create_env_fn, policy, dict[str, Any](options))
+        self._construct(create_env_fn, policy, {"backend": backend, **options})
 
     def _construct(self, create_env_fn: EnvMakers, policy: Callable[..., Any] | None, options: dict[str, Any]) -> None:
         self.closed = True  # until there are workers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections import deque
 
 import pytest
@@ -34,7 +35,7 @@ STEPS = 5
 class FakeWorker:
     """Answers each message at once, with rollouts whose frames are counted; it may break off in one of them."""
 
-    name, pid, behind = "fake worker", None, False
+    name, pid, behind, host = "fake worker", None, False, None
 
     def __init__(self, spec, breaks_at=None):
         self._spec, self._breaks_at = spec, breaks_at
@@ -87,6 +88,9 @@ class FakeWorker:
 
     terminate = kill = close
 
+    def clock(self):
+        return time.monotonic()
+
     def stopped_s(self):
         return 0.0
 
@@ -95,6 +99,21 @@ class FakeWorker:
 
     def how_it_ended(self):
         return "has left the network"
+
+
+class FakeTransport:
+    """Starts fake workers."""
+
+    def __init__(self, connect):
+        self.connect = connect
+
+    def fileno(self):
+        return -1
+
+    def read(self):
+        """There is nothing to read but what workers have sent."""
+
+    tend = published = close = read
 
 
 @pytest.fixture
@@ -110,7 +129,13 @@ def group_of():
             for i in range(2)
         ]
         restarts = Restarts(wanted=restart, delay_s=0.0)
-        group = WorkerGroup(specs, connect=connect, restarts=restarts, watch=Watchdog(None), forget=lambda index: None)
+        group = WorkerGroup(
+            specs,
+            transport=FakeTransport(connect),
+            restarts=restarts,
+            watch=Watchdog(None),
+            forget=lambda index: None,
+        )
         groups.append(group)
         group.start()
         return group, BlockStore(blocks, 4)

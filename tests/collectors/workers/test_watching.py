@@ -154,7 +154,9 @@ class Watched:
         counters = SimpleNamespace(pulse=(0, 0), state=WorkerState.WAITING)
         connection = SimpleNamespace(stopped_s=lambda: self.stopped_s)
         failed = partial(Member.failed, SimpleNamespace(name="worker 0", index=0))
-        self.worker = SimpleNamespace(index=0, connection=connection, counters=counters, ready=True, failed=failed)
+        self.worker = SimpleNamespace(
+            index=0, connection=connection, counters=counters, ready=True, failed=failed, remote_clock=lambda: None
+        )
 
     def after(self, seconds, *, state=None, beats=False, every_s=0.2):
         """What the watch finds after looking again and again for a while, in which a worker beats, or not."""

@@ -48,7 +48,8 @@ def greeted(server, secret=SECRET, dial=None, then=IncomingHandshake.accept):
 
 def test_both_sides_prove_that_they_know_the_secret(server):
     about, end = greeted(server)
-    assert about["group"] == 3 and about["host"] == socket.gethostname()
+    assert about["group"] == 3
+    assert about["host"] == socket.gethostname()
     assert isinstance(end, socket.socket)
     end.close()
 
@@ -56,7 +57,8 @@ def test_both_sides_prove_that_they_know_the_secret(server):
 def test_another_secret_is_refused_and_both_sides_say_so(server):
     mine, theirs = greeted(server, secret=b"another one")
     assert "does not know the secret" in str(mine)
-    assert isinstance(theirs, HandshakeRefused) and "has another secret" in str(theirs)
+    assert isinstance(theirs, HandshakeRefused)
+    assert "has another secret" in str(theirs)
 
 
 def test_other_versions_are_refused_by_name(server, monkeypatch):

@@ -53,6 +53,11 @@ def pump(sender, receiver, count):
     return receiver.found
 
 
+def again_and_again(call):
+    for _ in range(3):
+        call()
+
+
 def test_messages_and_pieces_arrive_in_order(ends):
     mine, theirs = ends
     rng = np.random.default_rng(0)
@@ -63,7 +68,8 @@ def test_messages_and_pieces_arrive_in_order(ends):
         sent.append((("message", number), pieces))
     assert mine.behind  # more than the system takes
     assert pump(mine, Receiver(theirs), 40) == sent
-    assert not mine.behind and mine.num_bytes_behind == 0
+    assert not mine.behind
+    assert mine.num_bytes_behind == 0
 
 
 def test_a_message_of_many_pieces_arrives(ends):
@@ -79,12 +85,10 @@ def test_what_has_arrived_is_read_after_a_hang_up_and_then_it_is_an_error(ends):
     mine.close()
     receiver = Receiver(theirs)
     with pytest.raises(ChannelClosed):
-        for _ in range(2):
-            receiver.read()
+        again_and_again(receiver.read)
     assert receiver.found == [("last words", [b"abc"])]
-    with pytest.raises(ChannelClosed):
-        for _ in range(3):  # the first may still find room
-            theirs.post("too late", [memoryview(bytes(1 << 22))])
+    with pytest.raises(ChannelClosed):  # the first may still find room
+        again_and_again(lambda: theirs.post("too late", [memoryview(bytes(1 << 22))]))
 
 
 def test_a_place_that_is_taken_away_is_not_written(ends):

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from rollwright._options import with_options
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.delivery.queues import QueueClosed
-from rollwright.collectors.factory import BackendOptions
+from rollwright.collectors.factory import BackendOptions, wants_workers
 from rollwright.collectors.llm.interface import (
     LENGTH_UNKNOWN,
     checked_postproc,
@@ -68,7 +68,7 @@ class LLMCollector(Collector):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Choose by ``backend`` and ``num_collectors``; a collector with workers is of another class."""
-        if cls is LLMCollector and _wants_workers(kwargs):
+        if cls is LLMCollector and wants_workers(kwargs):
             return made_with_workers(args, kwargs)
         return object.__new__(cls)
 
@@ -167,8 +167,3 @@ class LLMCollector(Collector):
             super().shutdown(timeout, close_env, raise_on_error)
         except (QueueClosed, WaitsEnded):  # in the thread: what was not taken is not delivered, as the state knows
             super().shutdown(timeout, close_env, raise_on_error)
-
-
-def _wants_workers(options: dict[str, Any]) -> bool:
-    named = {name: options[name] for name in ("num_collectors", "backend") if name in options}
-    return not BackendOptions(**named).is_local

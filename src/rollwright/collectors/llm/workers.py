@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 
 from rollwright.collectors.arguments import checked_state
 from rollwright.collectors.delivery.queues import QueueBacklog, QueueClosed, QueueWriter
-from rollwright.collectors.factory import BackendOptions
+from rollwright.collectors.factory import num_workers_for
 from rollwright.collectors.llm.interface import (
     LENGTH_UNKNOWN,
     checked_postproc,
@@ -219,10 +219,8 @@ def made_with_workers(args: Sequence[Any], options: Mapping[str, Any]) -> MultiL
         ValueError: ``backend="direct"`` contradicts ``num_collectors``.
     """
     given = dict(options)
-    where = BackendOptions(num_collectors=given.pop("num_collectors", None), backend=given.pop("backend", None))
-    count = where.num_collectors
-    if count is not None and where.backend == "direct":
-        raise ValueError(f"num_collectors={count} asks for processes, backend='direct' for none. Drop one of the two.")
+    count = num_workers_for(options)
+    given.pop("num_collectors", None)
     env = args[0] if args else given.get("env", given.get("create_env_fn"))
     if count is not None or not isinstance(env, Sequence):
         given["num_workers"] = 1 if count is None else count

@@ -15,7 +15,7 @@ from rollwright._processes.start.methods import check_start_method
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.memory.blocks import Join
 from rollwright.collectors.workers.messages import Ready
-from rollwright.collectors.workers.transports.backends import BACKENDS, check_backend, shares_memory
+from rollwright.collectors.workers.transports.backends import check_backend, known_backend, shares_memory
 from rollwright.collectors.workers.watching import START_S
 from rollwright.envs.base import EnvBase
 
@@ -28,12 +28,6 @@ _LISTS = (list, tuple)
 
 def _start_method(name: str, value: object) -> object:
     check_start_method(name, value)
-    return value
-
-
-def _backend(name: str, value: object) -> object:
-    if value not in BACKENDS:
-        raise ValueError(f"{name}: expected {' or '.join(map(repr, BACKENDS))}, got {value!r}.")
     return value
 
 
@@ -75,8 +69,9 @@ class WorkerOptions:
         max_batches_held: batches (of one worker, where ``sync=False``) that the consumer may hold as views of shared
             memory; beyond that it gets copies.
         shutdown_timeout: seconds that workers have to end by themselves.
-        backend: where workers run: ``"process"``: in processes of this machine; ``"tcp"``: in groups on this machine or
-            on others, which share nothing with this process.
+        backend: where the environments are: ``"process"`` or ``"multiprocessing"``: in processes of this machine;
+            ``"tcp"``: in groups of workers that share nothing with this process, on any machine; ``"direct"``: in this
+            process, without workers; None: as the numbers of collectors and workers say.
         backend_options: of the backend: see :class:`~rollwright.collectors.workers.remote.options.RemoteOptions`.
     """
 
@@ -98,12 +93,12 @@ class WorkerOptions:
     policy_lag: Literal["wait", "drop"] = "wait"
     max_batches_held: Annotated[int, whole(1)] = 8
     shutdown_timeout: Annotated[float, seconds()] = 10.0
-    backend: Annotated[Literal["process", "multiprocessing", "tcp"], Check(_backend)] = "process"
+    backend: Annotated[Literal["direct", "process", "multiprocessing", "tcp"] | None, Check(known_backend)] = None
     backend_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_backend(self.backend, self.backend_options, start_method=self.start_method)
+        check_backend(self.transport, self.backend_options, start_method=self.start_method)
         self._check_batches()
 
     def _check_batches(self) -> None:
@@ -122,6 +117,11 @@ class WorkerOptions:
                         f"{name}={getattr(self, name)!r} says how a batch of all workers is made, and with sync=False "
                         "each is of one worker. Drop it, or pass sync=True."
                     )
+
+    @property
+    def transport(self) -> str:
+        """Name of the backend that starts the workers."""
+        return "process" if self.backend is None else str(self.backend)
 
     @property
     def join(self) -> Join:
@@ -233,7 +233,7 @@ def options_of_workers(
         raise ValueError(
             "interruptor ends rollouts of this process, and the workers are others. Pass preemptive_threshold=."
         )
-    if whole.get("replay_buffer") is not None and not shares_memory(own.backend):
+    if whole.get("replay_buffer") is not None and not shares_memory(own.transport):
         raise ValueError(
             f"replay_buffer: lies in memory of this machine, which workers of backend={own.backend!r} do not share: "
             "each would fill a copy. Leave it out, and extend it with the batches that arrive; or pass "

@@ -1,1 +1,3 @@
 """Workers on other machines: remote groups, the links to them, and how they are started."""
+
+__all__: list[str] = []

@@ -1,1 +1,3 @@
 """How workers are started and reached: the protocol, the backends by name, and processes of this machine."""
+
+__all__: list[str] = []

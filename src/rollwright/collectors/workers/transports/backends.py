@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
     from rollwright.collectors.workers.transports.transport import Transport
 
-__all__ = ["BACKENDS", "check_backend", "num_workers_of", "shares_memory", "transport_of"]
+__all__ = ["BACKENDS", "check_backend", "known_backend", "num_workers_of", "shares_memory", "transport_of"]
 
 BACKENDS = {
     "process": "rollwright.collectors.workers.transports.local",
@@ -20,6 +20,19 @@ BACKENDS = {
     "tcp": "rollwright.collectors.workers.remote.tcp",
 }
 """By name, the module: it has ``Options``, a dataclass or None, and ``transport(options, own, num_workers)``."""
+
+
+def known_backend(name: str, value: object) -> object:
+    """Check the name of a backend.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    known = (None, "direct", *BACKENDS)
+    if value not in known:
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"{name}: expected {' or '.join(names.rsplit(', ', 1))}, got {value!r}.")
+    return value
 
 
 def _options(backend: str, given: Mapping[str, Any] | None) -> Any:
@@ -48,6 +61,8 @@ def check_backend(backend: str, given: Mapping[str, Any] | None, *, start_method
     Raises:
         TypeError, ValueError: one is unknown, or wrong, or means nothing there.
     """
+    if backend == "direct":
+        raise ValueError("backend='direct' collects in this process, without workers. Make a Collector, or drop it.")
     if _options(backend, given) is not None and start_method is not None:
         raise ValueError(
             f"start_method={start_method!r} is for processes of this machine, and backend={backend!r} starts workers "
@@ -68,7 +83,7 @@ def num_workers_of(backend: str, given: Mapping[str, Any] | None) -> int:
 
 def transport_of(own: WorkerOptions, num_workers: int) -> Transport:
     """What starts the workers, and reaches them."""
-    made: Transport = importlib.import_module(BACKENDS[own.backend]).transport(
-        _options(own.backend, own.backend_options), own, num_workers
+    made: Transport = importlib.import_module(BACKENDS[own.transport]).transport(
+        _options(own.transport, own.backend_options), own, num_workers
     )
     return made
