@@ -28,7 +28,7 @@ __all__ = ["RemoteTransport"]
 
 _BEAT_S = 0.5
 _MOST_PENDING = 64
-_END_S = 5.0
+_END_S = 2.0
 
 
 class RemoteTransport:
