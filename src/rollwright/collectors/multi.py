@@ -494,7 +494,6 @@ class MultiCollector(BaseCollector):
             memory that the consumer holds, and batches that were copied because it holds many), ``messages``. What
             paths add (``conversations_in_progress`` and others) is as of the last rollout of each worker.
         """
-        self._group.refresh()
         buffer = self.options.replay_buffer
         written = {} if buffer is None else {"write_count": getattr(buffer, "write_count", None)}
         return {

@@ -66,12 +66,13 @@ class Line:
         self._message: Any = None
         self._missing: deque[memoryview] = deque()
         self._expect_size()
-        self.reset_after_fork()
+        self._sending = threading.RLock()
         on_fork(self)
 
     def reset_after_fork(self) -> None:
-        """Have a lock that nobody holds."""
+        """The connection is the parent's; it ends with that, whatever becomes of this process."""
         self._sending = threading.RLock()
+        self.close()
 
     def fileno(self) -> int:
         """Ready to be read when :meth:`read` has something to do, which may be to send; -1: closed."""

@@ -354,10 +354,6 @@ class WorkerGroup:
             self.workers[index].counters.counts[Count.PUBLISHED] = version
         self._transport.published()
 
-    def refresh(self) -> None:
-        """Let the counters of workers on other machines be as they were when these were last heard of."""
-        self._transport.read()
-
     # Failures ---------------------------------------------------------------------------------
 
     def _lost(self, index: int, loss: ExitReason) -> None:

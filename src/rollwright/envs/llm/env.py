@@ -65,7 +65,7 @@ class ConversationEnv(Pooled, EnvBase):
 
     returns_copies = True
     # save_remote() saves what changes; the rest is what the constructor was given.
-    _not_saved = ("conversations", "tokenizer", "_slots", "_blank", "_keeps_ended")
+    _not_saved = ("conversations", "tokenizer", "_slots", "_blank", "_ends", "_keeps_ended")
 
     def __init__(
         self,

@@ -145,7 +145,11 @@ class RemoteGroup:
         }
         threads = self._begin.num_threads or max(1, len(os.sched_getaffinity(0)) // self._begin.num_local)
         name = f"rollwright-worker-{worker}"
-        child = Child(_serve_sent, asked.spec, memory, name=name, num_threads=threads)
+        try:
+            child = Child(_serve_sent, asked.spec, memory, name=name, num_threads=threads)
+        except OSError as error:
+            self._ended(worker, asked.serial, "could not be started", ExceptionInfo.of(error))
+            return
         self._pool.add(worker, child)
         self._send(frames.Started(asked.serial, child.pid))
 

@@ -18,9 +18,6 @@ __all__ = ["Host", "Launcher", "LocalLauncher", "Manual"]
 class Host(Protocol):
     """A process that was started to run a remote group."""
 
-    def fileno(self) -> int:
-        """A file descriptor that is ready to be read when it has ended; -1: there is none."""
-
     def how_it_ended(self) -> str | None:
         """A phrase; None: it runs, as far as is known. To be asked now and then: it does not wait."""
 
@@ -57,9 +54,6 @@ class Manual:
 class _LocalHost:
     def __init__(self, child: Child) -> None:
         self._child = child
-
-    def fileno(self) -> int:
-        return self._child.sentinel
 
     def how_it_ended(self) -> str | None:
         if self._child.alive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -120,8 +121,9 @@ class Link:
             worker = RemoteWorker(self, next(_serials), spec)
             self._workers[worker.serial] = worker
             self._weights.follow(spec.index, spec.boards)
-            self.send(frames.Launch(worker.serial, spec.index, pickled, worker.num_ids))
-            self.send_weights()
+            with contextlib.suppress(ChannelClosed):  # the link is lost, and the worker with it
+                self.send(frames.Launch(worker.serial, spec.index, pickled, worker.num_ids))
+                self.send_weights()
         return worker
 
     def send(self, frame: Any, pieces: Pieces = ()) -> None:
@@ -154,10 +156,10 @@ class Link:
                 return
             try:
                 self._line.read(self._place, self._received)
+                if not self._line.behind:
+                    self.send_weights()  # others were on the way before
             except ChannelClosed:
                 self.lose("has hung up")
-            if self.lost is None and not self._line.behind:
-                self.send_weights()  # that others were on the way before
 
     def _place(self, frame: Any, sizes: Sequence[int]) -> list[memoryview]:
         self._heard = time.monotonic()

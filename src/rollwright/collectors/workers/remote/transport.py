@@ -6,6 +6,7 @@ import contextlib
 import select
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from functools import partial
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.connection import Connection
+from rollwright._processes.forks import on_fork
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake
 from rollwright._processes.network.line import Line
 from rollwright.collectors.workers.remote import frames
@@ -26,7 +28,7 @@ __all__ = ["RemoteTransport"]
 
 _BEAT_S = 0.5
 _MOST_PENDING = 64
-_END_S = 5.0
+_END_S = 2.0
 
 
 class RemoteTransport:
@@ -78,24 +80,39 @@ class RemoteTransport:
         self._socket.setblocking(False)
         for close in (self._socket.close, self._poll.close):
             weakref.finalize(self, close).atexit = False
+        self._lock = threading.RLock()
+        on_fork(self)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._watch(self._socket.fileno(), self._accept)
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: the groups are those of its parent."""
+        self._lock = threading.RLock()
+        self._socket.close()
+        for greeting in self._pending.values():
+            greeting.end.close()
+        self._readers.clear()
+        self._poll.close()
 
     # Waiting ------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
         """See :class:`Transport`."""
-        return self._poll.fileno()
+        return -1 if self._poll.closed else self._poll.fileno()
 
     def read(self) -> None:
         """See :class:`Transport`."""
-        with uninterrupted:
-            for fd, _ in self._poll.poll(0):
+        with uninterrupted, self._lock:
+            for fd, _ in self._poll.poll(0) if not self._poll.closed else ():
                 if fd in self._readers:
                     self._readers[fd]()
 
     def tend(self) -> None:
         """See :class:`Transport`."""
+        with self._lock:
+            self._tend()
+
+    def _tend(self) -> None:
         now = time.monotonic()
         for fd, greeting in list(self._pending.items()):
             if now > greeting.expires_at:
@@ -122,9 +139,10 @@ class RemoteTransport:
     def connect(self, spec: WorkerSpec) -> Connection:
         """See :class:`Transport`."""
         group = spec.index // self._per_group
-        link = self._links.get(group)
-        if link is None or link.lost is not None:
-            link = self._start(group)
+        with self._lock:
+            link = self._links.get(group)
+            if link is None or link.lost is not None:
+                link = self._start(group)
         try:
             return link.launch(spec)
         except (TypeError, AttributeError, ValueError, RuntimeError) as error:
