@@ -36,11 +36,10 @@ class Line:
         end: a connected socket.
 
     Example:
-        >>> import time
         >>> mine, theirs = (Line(end) for end in socket.socketpair())
         >>> mine.post("three numbers", [memoryview(bytes([1, 2, 3]))])
         >>> memory = bytearray(3)
-        >>> theirs.read(lambda message, sizes: [memoryview(memory)], print)
+        >>> theirs.read(lambda message, sizes: [memoryview(memory)], lambda message, pieces: print(message))
         three numbers
         >>> list(memory)
         [1, 2, 3]
