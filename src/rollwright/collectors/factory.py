@@ -14,7 +14,7 @@ __all__ = [
     "BackendOptions",
     "local_options",
     "make_with_workers",
-    "num_workers_for",
+    "num_in_each",
     "register_workers",
     "wants_workers",
 ]
@@ -50,11 +50,9 @@ def wants_workers(options: Mapping[str, Any]) -> bool:
     return count is not None or backend not in (None, "direct")
 
 
-def num_workers_for(options: Mapping[str, Any]) -> int | None:
-    """Workers that ``num_collectors`` asks for, which counts groups of them on some backends; None: it is not given."""
-    in_each = num_workers_of(options.get("backend") or "process", options.get("backend_options"))
-    count = options.get("num_collectors")
-    return None if count is None else count * in_each
+def num_in_each(options: Mapping[str, Any]) -> int:
+    """Workers in each of those that ``num_collectors`` counts: groups of them on some backends."""
+    return num_workers_of(options.get("backend") or "process", options.get("backend_options"))
 
 
 def register_workers(make: Callable[..., Any]) -> None:
@@ -71,18 +69,17 @@ def make_with_workers(args: Sequence[Any], options: Mapping[str, Any]) -> Any:
     if not wants_workers(options):
         return None
     given = {name: value for name, value in options.items() if name != "num_collectors"}
-    count, wanted = options.get("num_collectors"), num_workers_for(options)
-    if wanted is not None and given.get("num_workers") is not None:
+    count, in_each = options.get("num_collectors"), num_in_each(options)
+    if count is not None and given.get("num_workers") is not None:
         raise ValueError(
             f"num_workers={given['num_workers']!r} and num_collectors={count} say the same twice. Drop one of the two."
         )
-    in_each = num_workers_of(options.get("backend") or "process", options.get("backend_options"))
     makers = args[0] if args else options.get("create_env_fn")
     if isinstance(makers, Sequence) and in_each > 1:  # one for each group
         given.pop("create_env_fn", None)
         args = ([maker for maker in makers for _ in range(in_each)], *args[1:])
-    if wanted is not None:
-        given["num_workers"] = wanted
+    if count is not None:
+        given["num_workers"] = count * in_each
     elif not isinstance(makers, Sequence):
         given.setdefault("num_workers", in_each)
     return _makers[0](*args, **given)

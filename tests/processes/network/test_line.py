@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import numpy as np
@@ -89,6 +90,21 @@ def test_what_has_arrived_is_read_after_a_hang_up_and_then_it_is_an_error(ends):
     assert receiver.found == [("last words", [b"abc"])]
     with pytest.raises(ChannelClosed):  # the first may still find room
         again_and_again(lambda: theirs.post("too late", [memoryview(bytes(1 << 22))]))
+
+
+def test_a_forked_child_neither_uses_nor_keeps_the_connection(ends):
+    mine, theirs = ends
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(writing, bytes([mine.fileno() == theirs.fileno() == -1]))
+        os._exit(0)
+    assert os.read(reading, 1) == b"\x01"
+    os.waitpid(pid, 0)
+    mine.post("still there", [memoryview(b"abc")])
+    assert pump(mine, Receiver(theirs), 1) == [("still there", [b"abc"])]
+    for fd in (reading, writing):
+        os.close(fd)
 
 
 def test_a_place_that_is_taken_away_is_not_written(ends):

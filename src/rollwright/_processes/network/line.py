@@ -30,7 +30,7 @@ class Line:
     """One end of a connection that carries pickled messages, each with pieces of raw memory, in order.
 
     There is no thread behind it, and nothing here waits. A piece is sent from where it lies, and must not change before
-    :attr:`behind` is False; it is received to where :meth:`read` is told to put it.
+    :attr:`behind` is False; it is received into the memory that :meth:`read` is given for it.
 
     Args:
         end: a connected socket.

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 
 from rollwright.collectors.arguments import checked_state
 from rollwright.collectors.delivery.queues import QueueBacklog, QueueClosed, QueueWriter
-from rollwright.collectors.factory import num_workers_for
+from rollwright.collectors.factory import num_in_each
 from rollwright.collectors.llm.interface import (
     LENGTH_UNKNOWN,
     checked_postproc,
@@ -219,9 +219,8 @@ def made_with_workers(args: Sequence[Any], options: Mapping[str, Any]) -> MultiL
         ValueError: ``backend="direct"`` contradicts ``num_collectors``.
     """
     given = dict(options)
-    count = num_workers_for(options)
-    given.pop("num_collectors", None)
+    count = given.pop("num_collectors", None)
     env = args[0] if args else given.get("env", given.get("create_env_fn"))
     if count is not None or not isinstance(env, Sequence):
-        given["num_workers"] = 1 if count is None else count
+        given["num_workers"] = (1 if count is None else count) * num_in_each(options)
     return MultiLLMCollector(*args, **given)
