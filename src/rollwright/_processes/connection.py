@@ -60,6 +60,8 @@ class Connection(Protocol):
     def post(self, message: Any) -> None:
         """Send a message without waiting; what there is no room for waits for :meth:`flush`.
 
+        What belongs to others may be kept, in order to send it together, until the pool is to push or to wait.
+
         Raises:
             ChannelClosed: the process is gone.
         """

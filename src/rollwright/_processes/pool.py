@@ -81,6 +81,7 @@ class Pool:
         self._poll = select.poll()
         self._watched: dict[int, _Watched] = {}  # by file descriptor
         self._others: dict[int, Callable[[], None]] = {}
+        self._pushes: list[Callable[[], None]] = []
         self.questions = Questions()
         self.num_messages = 0
 
@@ -91,10 +92,23 @@ class Pool:
             self._poll.register(fd, select.POLLIN)
             self._watched[fd] = _Watched(place, index > 0)
 
-    def watch(self, fd: int, ready: Callable[[], None]) -> None:
-        """Let :meth:`select` wait for a file descriptor, too, and call a function when it can be read."""
+    def watch(self, fd: int, ready: Callable[[], None], *, push: Callable[[], None] | None = None) -> None:
+        """Let :meth:`select` wait for a file descriptor, too.
+
+        Args:
+            fd: the file descriptor.
+            ready: called when it can be read.
+            push: called by :meth:`push`.
+        """
         self._poll.register(fd, select.POLLIN)
         self._others[fd] = ready
+        if push is not None:
+            self._pushes.append(push)
+
+    def push(self) -> None:
+        """Send what connections have kept in order to send it together; :meth:`select` does, before it waits."""
+        for push in self._pushes:
+            push()
 
     def __getitem__(self, place: int) -> Connection | None:
         """The connection of a place; None: it was lost, or there never was one."""
@@ -125,6 +139,7 @@ class Pool:
 
     def select(self, timeout_s: float) -> Ready:
         """Wait until something is ready, or the time is over, for :meth:`dispatch`."""
+        self.push()
         for connection in self._connections:
             if connection is not None and connection.behind and (fd := connection.filenos()[0]) in self._watched:
                 self._poll.register(fd, select.POLLIN | select.POLLOUT)

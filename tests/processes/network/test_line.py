@@ -109,16 +109,17 @@ def test_a_forked_child_neither_uses_nor_keeps_the_connection(ends):
 
 def test_a_place_that_is_taken_away_is_not_written(ends):
     mine, theirs = ends
-    content, memory = bytes([7]) * (1 << 24), bytearray(1 << 24)
-    mine.post("large", [memoryview(content)])
+    content, memory, other = bytes([7]) * (1 << 24), bytearray(1 << 24), bytearray(5)
+    mine.post("large", [memoryview(b""), memoryview(content), memoryview(content[:5])])
     found = []
 
     def read():
-        theirs.read(lambda message, sizes: [memoryview(memory)], lambda message, pieces: found.append(message))
+        places = [memoryview(bytearray()), memoryview(memory), memoryview(other)]
+        theirs.read(lambda message, sizes: places, lambda message, pieces: found.append(message))
 
     while not any(memory[:1]):
         read()
-    theirs.divert(lambda message: message == "large")
+    theirs.divert(lambda message, number: message == "large" and number == 1)
     written = memory.count(7)
     assert 0 < written < len(memory)
     mine.post("next")
@@ -126,3 +127,4 @@ def test_a_place_that_is_taken_away_is_not_written(ends):
         mine.read(nothing, lambda message, pieces: None)
         read()
     assert memory.count(7) == written
+    assert other == content[:5]

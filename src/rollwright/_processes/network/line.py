@@ -179,10 +179,19 @@ class Line:
                         return
                     left -= count
 
-    def divert(self, is_meant: Callable[[Any], bool]) -> None:
-        """Put the rest of the message that is being received elsewhere, if it is meant: its place is taken away."""
-        if self._message is not None and is_meant(self._message):
-            self._missing = deque(memoryview(bytearray(len(view))) for view in self._missing)
+    def divert(self, is_meant: Callable[[Any, int], bool]) -> None:
+        """Put pieces of the message that is being received elsewhere, as far as they are to come: their place is gone.
+
+        Args:
+            is_meant: takes the message and the number of a piece; whether it is one of those.
+        """
+        if self._message is None:
+            return
+        numbers = [number for number, piece in enumerate(self._pieces) if piece.nbytes]
+        missing = zip(numbers[len(numbers) - len(self._missing) :], self._missing, strict=True)
+        self._missing = deque(
+            memoryview(bytearray(len(view))) if is_meant(self._message, number) else view for number, view in missing
+        )
 
     def _receive(self) -> int | None:
         """Read into what is missing; None: nothing has arrived."""

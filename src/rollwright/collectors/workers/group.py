@@ -66,7 +66,7 @@ class WorkerGroup:
         self.listener: Listener | None = None
         self._transport, self._forget = transport, forget
         if transport.fileno() >= 0:
-            self._pool.watch(transport.fileno(), transport.read)
+            self._pool.watch(transport.fileno(), transport.read, push=transport.push)
         self.restarts, self.watch = restarts, watch
         self._warned: dict[tuple[type[Warning], str], bool] = {}  # noted by workers, and whether it was passed on
         self.forced: list[str] = []
@@ -297,8 +297,9 @@ class WorkerGroup:
             with uninterrupted:
                 self.num_pauses -= 1
                 if not self.num_pauses:
-                    for worker in self.workers:
-                        worker.send(say.Resume(), attention=True)
+                    with self.lock:
+                        for worker in self.workers:
+                            worker.send(say.Resume(), attention=True)
                 self.wake()
 
     # What workers send ------------------------------------------------------------------------

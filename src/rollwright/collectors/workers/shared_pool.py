@@ -46,6 +46,7 @@ class SharedPool:
     def _begin(self) -> None:
         self.changed = threading.Condition(threading.RLock())
         self._reading = False
+        self._depth = 0  # of with blocks, one in another
 
     def reset_after_fork(self) -> None:
         """In a forked child: the processes are those of its parent."""
@@ -61,10 +62,19 @@ class SharedPool:
     @property
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Held by whoever reads, or changes what is known of the processes; Ctrl-C waits for its end."""
+        """Held by whoever reads, or changes what is known of the processes; Ctrl-C waits for its end.
+
+        What was sent meanwhile is pushed at its end.
+        """
         self.check_home()
         with uninterrupted, self.changed:
-            yield
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self._pool.push()
 
     def wait(
         self,
@@ -103,7 +113,8 @@ class SharedPool:
                 if left <= 0:
                     raise TimeoutError(f"waited {timeout_s:g} s for {what()}")
                 if self._reading:
-                    self.changed.wait(left)
+                    with self._others_turn():
+                        self.changed.wait(left)
                 else:
                     self._read(left)
                     report()
@@ -118,16 +129,27 @@ class SharedPool:
         """One turn, holding the lock; while nothing has arrived, others may have it."""
         timeout_s = min(timeout_s, self._next_in())
         self._reading = True
-        self.changed.release()
-        try:
-            ready = self._pool.select(timeout_s)
-        finally:
-            self.changed.acquire()
-            self._reading = False
-            self.changed.notify_all()
+        with self._others_turn():
+            self.changed.release()
+            try:
+                ready = self._pool.select(timeout_s)
+            finally:
+                self.changed.acquire()
+                self._reading = False
+                self.changed.notify_all()
         self._pool.dispatch(ready)
         self._tend()
         self.changed.notify_all()
+
+    @contextmanager
+    def _others_turn(self) -> Iterator[None]:
+        """The lock is let go of inside the ``with`` block, and taken again."""
+        self._pool.push()
+        depth, self._depth = self._depth, 0
+        try:
+            yield
+        finally:
+            self._depth = depth
 
     def wake(self) -> None:
         """Let whoever waits ask its condition again: something has changed that nothing arrives of."""
@@ -143,6 +165,7 @@ class SharedPool:
         self.closed = True
         self.wake()
         with self.lock:
-            self.changed.wait_for(lambda: not self._reading, _NAP_S)
+            with self._others_turn():
+                self.changed.wait_for(lambda: not self._reading, _NAP_S)
             self._reading = True
             self.changed.notify_all()

@@ -33,6 +33,7 @@ from tests.collectors.workers.processes import alive, descendants, gone, num_fds
 from tests.patience import patient
 
 from rollwright import Collector
+from rollwright.collectors.workers.remote.frame_line import FrameLine
 from rollwright.collectors.workers.remote.tcp import SECRET
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.errors import EnvError, WorkerError
@@ -112,6 +113,33 @@ def test_asynchronous_batches_are_whole_and_their_counts_exact(remote, per):
     assert len(seen) == 300
     owners = {(number, key[:2]) for key, number in seen.items()}
     assert len(owners) == len({number for number, _ in owners})
+
+
+@pytest.mark.parametrize("per", [1, 3])
+def test_a_group_and_its_collector_exchange_one_message_for_each_batch(remote, monkeypatch, per):
+    sent, seen = [], []
+    post, read = FrameLine._post, FrameLine.read
+
+    def counted_post(line, queued):
+        sent.append(line)
+        return post(line, queued)
+
+    def counted_read(line, place, received):
+        before = line.num_messages
+        read(line, place, received)
+        seen.extend([line] * (line.num_messages - before))
+
+    collector = remote("sync", makers(3), gain(), per=per, frames_per_batch=30, total_frames=3000)
+    batches = iter(collector)
+    next(batches)
+    monkeypatch.setattr(FrameLine, "_post", counted_post)
+    monkeypatch.setattr(FrameLine, "read", counted_read)
+    count = sum(1 for _ in batches)
+    groups = -(-3 // per)
+    assert count == 99
+    assert groups * count <= len(sent) <= groups * count + 2
+    # the other way there are signs of life besides, and what a busy machine has let wait for too long
+    assert groups * count <= len(seen) <= 1.5 * groups * count
 
 
 def test_whole_trajectories_arrive(remote):

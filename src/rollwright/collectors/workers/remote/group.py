@@ -25,6 +25,8 @@ from rollwright._processes.pool import Answer, Pool
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import Count, WorkerCounters
 from rollwright.collectors.workers.remote import frames
+from rollwright.collectors.workers.remote.frame_line import FrameLine
+from rollwright.collectors.workers.remote.holding import Holding
 from rollwright.collectors.workers.remote.mirror import RolloutPlaces, bytes_of
 from rollwright.collectors.workers.worker import serve
 from rollwright.weight_update.forms import State
@@ -48,8 +50,9 @@ class RemoteGroup:
         begin: what it has sent first.
     """
 
-    def __init__(self, line: Line, begin: frames.Begin) -> None:
+    def __init__(self, line: FrameLine, begin: frames.Begin) -> None:
         self._line, self._begin = line, begin
+        self._holding = Holding()
         count = begin.num_workers
         self._counters, self._blocks = Segment(), Segment()
         self._packing = [(Segment(), Segment()) for _ in range(count)]
@@ -68,9 +71,13 @@ class RemoteGroup:
         """Serve the collector until it hangs up, or its machine is gone."""
         try:
             while True:
-                self._pool.run_once(self._begin.beat_s / 2)
+                self._pool.run_once(min(self._begin.beat_s / 2, self._holding.left_s()))
                 self._line.read(self.place, self.received)
+                self._holding.orders_read()
                 self._beat()
+                if not self._holding.left_s():
+                    self._holding.pushed()
+                    self._line.push()
         except ChannelClosed:
             until = time.monotonic() + _END_S
             self._pool.end(lambda: until, hang_up=True)
@@ -89,13 +96,13 @@ class RemoteGroup:
             time.sleep(2 * self._begin.beat_s)
             if time.monotonic() - self._beat_at > 2 * self._begin.beat_s and not self._line.behind:
                 try:
-                    self._line.post(frames.Beat(None, {}, {}))
+                    self._line.send_alone(frames.Beat(None, {}, {}))
                 except ChannelClosed:
                     return
 
-    def _send(self, frame: Any, pieces: Sequence[memoryview] = ()) -> None:
-        with contextlib.suppress(ChannelClosed):  # read() finds out
-            self._line.post(frame, pieces)
+    def _send(self, frame: Any) -> None:
+        self._line.queue(frame)
+        self._holding.queued()
 
     def _snapshot(self, worker: int) -> bytes:
         page = self._pages[worker]
@@ -110,7 +117,7 @@ class RemoteGroup:
         memories = [bytes_of(tensor) if tensor.numel() else None for tensor in self._weights]
         return [memoryview(b"") if memory is None else memory for memory in memories]
 
-    def received(self, frame: Any, pieces: Any) -> None:
+    def received(self, frame: Any) -> None:
         """Do what the collector asks."""
         match frame:
             case frames.Launch():
@@ -118,6 +125,8 @@ class RemoteGroup:
             case frames.ToWorker(serial, message) if serial in self._workers:
                 worker = self._workers[serial]
                 self._places[worker].note(message)
+                if isinstance(message, say.Collect):
+                    self._holding.ordered(serial)
                 self._pool.send(worker, message)
                 if not isinstance(message, _WITHOUT_ATTENTION):
                     self._pages[worker].call_attention()
@@ -170,11 +179,13 @@ class RemoteGroup:
     def _relay(self, worker: int, message: Any) -> Answer | None:
         """See :class:`~rollwright._processes.pool.Pool`."""
         found = self._places[worker].take(message)
-        pieces = [_piece(each) for each in found.values()]
-        frame = frames.FromWorker(
-            self._serials[worker], message, time.monotonic(), self._snapshot(worker), tuple(found)
-        )
-        self._send(frame, pieces)
+        pieces, serial = [_piece(each) for each in found.values()], self._serials[worker]
+        frame = frames.FromWorker(serial, message, time.monotonic(), self._snapshot(worker), tuple(found))
+        self._line.queue(frame, pieces)
+        if isinstance(message, say.Collected):
+            self._holding.collected(serial, sum(piece.nbytes for piece in pieces))
+        else:
+            self._holding.queued()
         return None
 
     def _lost(self, worker: int, loss: ExitReason) -> None:
@@ -184,6 +195,7 @@ class RemoteGroup:
     def _ended(self, worker: int, serial: int, how: str, failure: Any) -> None:
         self._publisher.forget(worker)
         del self._serials[worker], self._workers[serial]
+        self._holding.ended(serial)
         self._send(frames.Ended(serial, how, failure, self._snapshot(worker)))
 
     def _flushed(self, worker: int) -> None:
@@ -213,23 +225,24 @@ def _serve_sent(channel: Channel, spec: bytes, memory: dict[str, Any]) -> None:
 def serve_collector(line: Line) -> None:
     """Serve a collector until it hangs up, or its machine is gone."""
     group: list[RemoteGroup] = []
+    ends = FrameLine(line)
 
-    def received(frame: Any, pieces: Any) -> None:
+    def received(frame: Any) -> None:
         if group:
-            group[0].received(frame, pieces)
+            group[0].received(frame)
         else:
-            line.give_up_after(frame.silence_s)
+            ends.give_up_after(frame.silence_s)
             sys.path.extend(path for path in frame.import_paths if path not in sys.path)
-            group.append(RemoteGroup(line, frame))
+            group.append(RemoteGroup(ends, frame))
 
     try:
         while not group:
-            wait([line.fileno()], _NAP_S)
-            line.read(lambda frame, sizes: group[0].place(frame, sizes), received)
+            wait([ends.fileno()], _NAP_S)
+            ends.read(lambda frame, sizes: group[0].place(frame, sizes), received)
         group[0].serve()
     except ChannelClosed:
         return
     except Exception as error:
         with contextlib.suppress(ChannelClosed):
-            line.post(ExceptionInfo.of(error))
+            ends.send_alone(ExceptionInfo.of(error))
         raise

@@ -17,6 +17,7 @@ from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.network.line import Line, Pieces
 from rollwright._processes.pickling import dumps
 from rollwright.collectors.workers.remote import frames
+from rollwright.collectors.workers.remote.frame_line import FrameLine
 from rollwright.collectors.workers.remote.mirror import bytes_of
 from rollwright.collectors.workers.remote.worker import RemoteWorker
 from rollwright.collectors.workers.worker import WorkerSpec
@@ -46,7 +47,7 @@ class Link:
     def __init__(self, index: int, *, host_timeout: float, start_timeout: float) -> None:
         self.index, self.name = index, "a host that has not joined"
         self._host_timeout, self._start_timeout = host_timeout, start_timeout
-        self._line: Line | None = None
+        self._line: FrameLine | None = None
         self._waiting: list[tuple[Any, Pieces]] = []  # for the line
         self._workers: dict[int, RemoteWorker] = {}  # by serial number
         self._began = self._heard = time.monotonic()
@@ -54,7 +55,6 @@ class Link:
         self.lost: str | None = None
         self._lock = threading.RLock()
         self._weights = Forwarder()
-        self.num_frames = 0
 
     # Its state ----------------------------------------------------------------------------------------
 
@@ -66,11 +66,12 @@ class Link:
     def join(self, line: Line, name: str, begin: frames.Begin) -> None:
         """The group is there."""
         with self._lock:
-            self._line, self.name, self._heard = line, name, time.monotonic()
-            waiting, self._waiting = self._waiting, []
+            self._line, self.name, self._heard = FrameLine(line), name, time.monotonic()
             line.give_up_after(self._host_timeout)
-            for frame, pieces in [(begin, ()), *waiting]:
-                self._send(frame, pieces)
+            for frame, pieces in [(begin, ()), *self._waiting]:
+                self._line.queue(frame, pieces)
+            self._waiting.clear()
+            self.push()
 
     def fileno(self) -> int:
         """Of the line; -1: there is none."""
@@ -122,12 +123,12 @@ class Link:
             self._workers[worker.serial] = worker
             self._weights.follow(spec.index, spec.boards)
             with contextlib.suppress(ChannelClosed):  # the link is lost, and the worker with it
-                self.send(frames.Launch(worker.serial, spec.index, pickled, worker.num_ids))
-                self.send_weights()
+                self.queue(frames.Launch(worker.serial, spec.index, pickled, worker.num_ids))
+                self.queue_weights()
         return worker
 
-    def send(self, frame: Any, pieces: Pieces = ()) -> None:
-        """Send without waiting.
+    def queue(self, frame: Any, pieces: Pieces = ()) -> None:
+        """Have a frame sent by the next :meth:`push`.
 
         Raises:
             ChannelClosed: the group is lost.
@@ -138,16 +139,16 @@ class Link:
             if self._line is None:
                 self._waiting.append((frame, pieces))
             else:
-                self._send(frame, pieces)
+                self._line.queue(frame, pieces)
 
-    def _send(self, frame: Any, pieces: Pieces) -> None:
-        assert self._line is not None
-        self.num_frames += 1
-        try:
-            self._line.post(frame, pieces)
-        except ChannelClosed:
-            self.lose("has hung up")
-            raise
+    def push(self) -> None:
+        """Send what is queued as one message, without waiting."""
+        with self._lock:
+            if self._line is not None and self.lost is None:
+                try:
+                    self._line.push()
+                except ChannelClosed:
+                    self.lose("has hung up")
 
     def read(self) -> None:
         """Take in what has arrived, for all workers, and send what there is room for."""
@@ -157,7 +158,8 @@ class Link:
             try:
                 self._line.read(self._place, self._received)
                 if not self._line.behind:
-                    self.send_weights()  # others were on the way before
+                    self.queue_weights()  # others were on the way before
+                self._line.push()
             except ChannelClosed:
                 self.lose("has hung up")
 
@@ -168,9 +170,8 @@ class Link:
             return [memoryview(bytearray(size)) for size in sizes]
         return worker.place(frame, sizes)
 
-    def _received(self, frame: Any, pieces: Pieces) -> None:
+    def _received(self, frame: Any) -> None:
         self._heard = time.monotonic()
-        self.num_frames += 1
         match frame:
             case frames.Started(serial, pid):
                 if (worker := self._workers.get(serial)) is not None:
@@ -205,10 +206,11 @@ class Link:
         """Send what was published, once for all workers of the group; while others are on the way, after these."""
         with self._lock:
             if self.lost is None and self._line is not None and not self._line.behind:
-                self.send_weights()
+                self.queue_weights()
+                self.push()
 
-    def send_weights(self) -> None:
-        """Send what was published since the last time, before anything else that is sent from now on.
+    def queue_weights(self) -> None:
+        """Have what was published since the last time sent, before anything that is queued from now on.
 
         Raises:
             ChannelClosed: the group is lost.
@@ -222,7 +224,7 @@ class Link:
                     models[model_id] = specs, extras
                     tensors += of_model.values()
                 frame = frames.Publish(forwarded.receiver, forwarded.version, models)
-                self.send(frame, [_memory(tensor) for tensor in tensors])
+                self.queue(frame, [_memory(tensor) for tensor in tensors])
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

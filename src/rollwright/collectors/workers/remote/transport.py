@@ -107,6 +107,12 @@ class RemoteTransport:
                 if fd in self._readers:
                     self._readers[fd]()
 
+    def push(self) -> None:
+        """See :class:`Transport`."""
+        with uninterrupted, self._lock:
+            for link in self._links.values():
+                link.push()
+
     def tend(self) -> None:
         """See :class:`Transport`."""
         with self._lock:

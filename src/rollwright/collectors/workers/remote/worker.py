@@ -50,7 +50,8 @@ class RemoteWorker:
         self._counters = WorkerCounters(spec.counters, spec.index)
         self._places = RolloutPlaces(spec.blocks, spec.packing)
         self._arrived: deque[Any] = deque()
-        self._beside: list[tuple[torch.Tensor, memoryview]] = []  # parts that do not lie in one piece, as they arrived
+        # By rollout, parts that do not lie in one piece, as they arrived:
+        self._beside: dict[int, list[tuple[torch.Tensor, memoryview]]] = {}
         self._how: str | None = None
         self._closed = False
         self._stopped_s = 0.0
@@ -76,7 +77,7 @@ class RemoteWorker:
 
     def place(self, frame: frames.FromWorker, sizes: Sequence[int]) -> list[memoryview]:
         """Memory for what a message refers to."""
-        found, self._beside = [], []
+        found = []
         parts = self._places.take(frame.message)
         for key, size in zip(frame.keys, sizes, strict=True):
             part = parts[key]
@@ -84,15 +85,15 @@ class RemoteWorker:
             if memory is None:
                 memory = memoryview(bytearray(size))
                 assert isinstance(part, torch.Tensor)
-                self._beside.append((part, memory))
+                self._beside.setdefault(frame.message.run, []).append((part, memory))
             found.append(memory)
         return found
 
     def arrive(self, frame: frames.FromWorker) -> None:
         """Keep a message until it is taken."""
-        for part, memory in self._beside:
-            part.copy_(torch.frombuffer(memory, dtype=torch.uint8).view(part.dtype).reshape(part.shape))
-        self._beside = []
+        if isinstance(frame.message, say.Collected):
+            for part, memory in self._beside.pop(frame.message.run, ()):
+                part.copy_(torch.frombuffer(memory, dtype=torch.uint8).view(part.dtype).reshape(part.shape))
         self._arrived.append((frame.message, frame.counters))
         self._ring()
 
@@ -134,14 +135,14 @@ class RemoteWorker:
         return (self._bell,)
 
     def post(self, message: Any) -> None:
-        """Send a message, after the weights that were published before."""
+        """Have a message sent, after the weights that were published before."""
         if self._closed or self._how is not None:
             raise ChannelClosed("the other end is gone")
         self._places.note(message)
-        self._link.send_weights()
+        self._link.queue_weights()
         if isinstance(message, say.Collect):
             self._ordered.append(self._counters.counts[Count.PUBLISHED])
-        self._link.send(frames.ToWorker(self.serial, message))
+        self._link.queue(frames.ToWorker(self.serial, message))
 
     @property
     def behind(self) -> bool:
@@ -194,9 +195,10 @@ class RemoteWorker:
     def _send_end(self, how: str) -> None:
         if self._how is None and self._link.lost is None:
             try:
-                self._link.send(frames.End(self.serial, how))
+                self._link.queue(frames.End(self.serial, how))
             except ChannelClosed:
                 return
+            self._link.push()
 
     def stopped_s(self) -> float:
         """For how long a signal has stopped its process, as far as is known here."""

@@ -37,6 +37,9 @@ class LocalTransport:
     def read(self) -> None:
         """There is nothing."""
 
+    def push(self) -> None:
+        """There is nothing."""
+
     def tend(self) -> None:
         """There is nothing."""
 

@@ -23,6 +23,9 @@ class Transport(Protocol):
     def read(self) -> None:
         """Take in what has arrived for several workers, and send what there is room for."""
 
+    def push(self) -> None:
+        """Send what was posted to workers, as far as there is room; whoever has posted, or waits, sees to it."""
+
     def tend(self) -> None:
         """Look after what needs no message, such as a silence; to be called now and then."""
 
