@@ -9,7 +9,7 @@ import torch
 
 from rollwright.weight_update._board import Board, Publication
 
-__all__ = ["Forwarded", "Forwarder"]
+__all__ = ["Copies", "Forwarded", "Forwarder"]
 
 
 class Forwarded(NamedTuple):
@@ -24,6 +24,11 @@ class Forwarded(NamedTuple):
     receiver: int | None
     version: int
     models: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
+
+
+_Found = tuple[int, int, dict[str, Any]]  # stamp, version, models
+Copies = dict[tuple[int | None, int, int], _Found | None]
+"""By receiver, and the publications between which it was made."""
 
 
 class Forwarder:
@@ -49,17 +54,25 @@ class Forwarder:
         self._boards |= {None: common, receiver: own}
         self._taken.pop(receiver, None)
 
-    def take(self) -> Iterator[Forwarded]:
-        """Publications that were not taken before, the earlier one first; each is whole."""
+    def take(self, copies: Copies | None = None) -> Iterator[Forwarded]:
+        """Publications that were not taken before, the earlier one first; each is whole.
+
+        Args:
+            copies: made so far by forwarders that follow the same boards for other receivers. What several take is
+                copied once.
+        """
+        copies = {} if copies is None else copies
         for receiver, board in sorted(self._boards.items(), key=lambda item: item[1].stamp):
-            since = self._taken.get(receiver, 0)
-            if board.stamp > since and (found := _copy(board, since)) is not None:
-                stamp, version, models = found
-                self._taken[receiver] = stamp
-                yield Forwarded(receiver, version, models)
+            since, stamp = self._taken.get(receiver, 0), board.stamp
+            if stamp > since:
+                key = receiver, since, stamp
+                found = copies[key] = copies.get(key) or _copy(board, since)
+                if found is not None:
+                    self._taken[receiver], version, models = found
+                    yield Forwarded(receiver, version, models)
 
 
-def _copy(board: Board, since: int) -> tuple[int, int, dict[str, Any]] | None:
+def _copy(board: Board, since: int) -> _Found | None:
     models: dict[str, Any] = {}
 
     def copy(publication: Publication) -> None:

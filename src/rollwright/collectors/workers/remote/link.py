@@ -21,7 +21,7 @@ from rollwright.collectors.workers.remote.frame_line import FrameLine
 from rollwright.collectors.workers.remote.mirror import bytes_of
 from rollwright.collectors.workers.remote.worker import RemoteWorker
 from rollwright.collectors.workers.worker import WorkerSpec
-from rollwright.weight_update.forwarding import Forwarder
+from rollwright.weight_update.forwarding import Copies, Forwarder
 
 __all__ = ["Link"]
 
@@ -202,21 +202,25 @@ class Link:
 
     # Weights ------------------------------------------------------------------------------------------
 
-    def publish(self) -> None:
-        """Send what was published, once for all workers of the group; while others are on the way, after these."""
+    def publish(self, copies: Copies) -> None:
+        """Send what was published, once for all workers of the group; while others are on the way, after these.
+
+        Args:
+            copies: see :meth:`~rollwright.weight_update.forwarding.Forwarder.take`.
+        """
         with self._lock:
             if self.lost is None and self._line is not None and not self._line.behind:
-                self.queue_weights()
+                self.queue_weights(copies)
                 self.push()
 
-    def queue_weights(self) -> None:
+    def queue_weights(self, copies: Copies | None = None) -> None:
         """Have what was published since the last time sent, before anything that is queued from now on.
 
         Raises:
             ChannelClosed: the group is lost.
         """
         with self._lock:
-            for forwarded in self._weights.take():
+            for forwarded in self._weights.take(copies):
                 models: dict[str, Any] = {}
                 tensors: list[torch.Tensor] = []
                 for model_id, (of_model, extras) in forwarded.models.items():

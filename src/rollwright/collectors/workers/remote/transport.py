@@ -23,6 +23,7 @@ from rollwright.collectors.workers.remote.launchers import Host, Launcher
 from rollwright.collectors.workers.remote.link import Link
 from rollwright.collectors.workers.transports.local import unsendable
 from rollwright.collectors.workers.worker import WorkerSpec
+from rollwright.weight_update.forwarding import Copies
 
 __all__ = ["RemoteTransport"]
 
@@ -166,9 +167,10 @@ class RemoteTransport:
 
     def published(self) -> None:
         """See :class:`Transport`."""
+        copies: Copies = {}
         for link in self._links.values():
             with contextlib.suppress(ChannelClosed):
-                link.publish()
+                link.publish(copies)
 
     # Groups that join ---------------------------------------------------------------------------------
 
