@@ -47,7 +47,8 @@ def test_one_that_is_behind_takes_the_newest_for_itself():
     assert (old.version, new.version) == (1, 2)
     assert weights(new).tolist() == [2, 2, 2]
     assert [each.version for each in first.take(copies)] == [2]
-    assert not list(first.take(copies)) and not list(second.take(copies))
+    assert not list(first.take(copies))
+    assert not list(second.take(copies))
 
 
 def test_weights_of_one_receiver_reach_its_group_alone():
