@@ -154,6 +154,18 @@ def test_whole_trajectories_arrive(remote):
             assert bool(row[DONE][-1])
 
 
+def test_a_consumer_may_take_longer_than_a_host_may_be_silent(remote):
+    collector = remote(
+        "async", [pixels] * 2, None, frames_per_batch=400, total_frames=4000, options={"host_timeout": 0.8}
+    )
+    seen = 0
+    for batch in collector:  # 9.8 MB, more than the system keeps for a connection
+        if seen == 400:
+            time.sleep(2.5)  # what the test is about
+        seen += len(batch)
+    assert seen == 4000
+
+
 def test_frames_of_pixels_arrive_untorn(remote):
     collector = remote("async", [pixels] * 2, None, frames_per_batch=100, total_frames=1000)
     for batch in collector:

@@ -42,6 +42,7 @@ class Link:
         name: of its machine, for messages.
         lost: why it is gone; None: it is not.
         clock: of its machine, when it was last heard of.
+        lock: held by whoever reads or sends, which may be a thread of its own.
     """
 
     def __init__(self, index: int, *, host_timeout: float, start_timeout: float) -> None:
@@ -53,7 +54,7 @@ class Link:
         self._began = self._heard = time.monotonic()
         self.clock = 0.0
         self.lost: str | None = None
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._weights = Forwarder()
 
     # Its state ----------------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ class Link:
 
     def join(self, line: Line, name: str, begin: frames.Begin) -> None:
         """The group is there."""
-        with self._lock:
+        with self.lock:
             self._line, self.name, self._heard = FrameLine(line), name, time.monotonic()
             line.give_up_after(self._host_timeout)
             for frame, pieces in [(begin, ()), *self._waiting]:
@@ -79,7 +80,7 @@ class Link:
 
     def check(self) -> None:
         """Find out whether the group has been silent for too long."""
-        with self._lock:
+        with self.lock:
             now = time.monotonic()
             if self.lost is not None:
                 return
@@ -93,7 +94,7 @@ class Link:
 
     def lose(self, how: str, failure: ExceptionInfo | None = None) -> None:
         """The group is gone, with all of its workers."""
-        with self._lock:
+        with self.lock:
             if self.lost is None:
                 self.lost = f"was lost: {self.name} {how}"
                 for worker in self._workers.values():
@@ -103,7 +104,7 @@ class Link:
 
     def close(self) -> None:
         """Hang up, which ends the group."""
-        with self._lock:
+        with self.lock:
             if self._line is not None:
                 self._line.close()
             self.lost = self.lost or "was closed"
@@ -118,7 +119,7 @@ class Link:
         """
         bare = dataclasses.replace(spec, counters=None, blocks=None, packing=None, boards=())  # type: ignore[arg-type]
         pickled = bytes(dumps(bare))
-        with self._lock:
+        with self.lock:
             worker = RemoteWorker(self, next(_serials), spec)
             self._workers[worker.serial] = worker
             self._weights.follow(spec.index, spec.boards)
@@ -133,7 +134,7 @@ class Link:
         Raises:
             ChannelClosed: the group is lost.
         """
-        with self._lock:
+        with self.lock:
             if self.lost is not None:
                 raise ChannelClosed(self.lost)
             if self._line is None:
@@ -143,7 +144,7 @@ class Link:
 
     def push(self) -> None:
         """Send what is queued as one message, without waiting."""
-        with self._lock:
+        with self.lock:
             if self._line is not None and self.lost is None:
                 try:
                     self._line.push()
@@ -152,7 +153,7 @@ class Link:
 
     def read(self) -> None:
         """Take in what has arrived, for all workers, and send what there is room for."""
-        with self._lock:
+        with self.lock:
             if self._line is None or self.lost is not None:
                 return
             try:
@@ -195,7 +196,7 @@ class Link:
 
     def forget(self, worker: RemoteWorker) -> None:
         """Take in nothing more of a worker."""
-        with self._lock:
+        with self.lock:
             self._workers.pop(worker.serial, None)
             if self._line is not None:
                 self._line.divert(lambda frame: getattr(frame, "serial", None) == worker.serial)
@@ -208,7 +209,7 @@ class Link:
         Args:
             copies: see :meth:`~rollwright.weight_update.forwarding.Forwarder.take`.
         """
-        with self._lock:
+        with self.lock:
             if self.lost is None and self._line is not None and not self._line.behind:
                 self.queue_weights(copies)
                 self.push()
@@ -219,7 +220,7 @@ class Link:
         Raises:
             ChannelClosed: the group is lost.
         """
-        with self._lock:
+        with self.lock:
             for forwarded in self._weights.take(copies):
                 models: dict[str, Any] = {}
                 tensors: list[torch.Tensor] = []

@@ -18,6 +18,7 @@ from rollwright._processes.connection import Connection
 from rollwright._processes.forks import on_fork
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake
 from rollwright._processes.network.line import Line
+from rollwright._processes.network.reader import BackgroundReader
 from rollwright.collectors.workers.remote import frames
 from rollwright.collectors.workers.remote.launchers import Host, Launcher
 from rollwright.collectors.workers.remote.link import Link
@@ -85,6 +86,7 @@ class RemoteTransport:
         on_fork(self)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._watch(self._socket.fileno(), self._accept)
+        self._reader = BackgroundReader(self._poll.fileno(), self._take_in)
 
     def reset_after_fork(self) -> None:
         """In a forked child: the groups are those of its parent."""
@@ -103,6 +105,10 @@ class RemoteTransport:
 
     def read(self) -> None:
         """See :class:`Transport`."""
+        self._reader.program_reads()
+        self._take_in()
+
+    def _take_in(self) -> None:
         with uninterrupted, self._lock:
             for fd, _ in self._poll.poll(0) if not self._poll.closed else ():
                 if fd in self._readers:
@@ -218,6 +224,7 @@ class RemoteTransport:
 
     def close(self) -> None:
         """See :class:`Transport`."""
+        self._reader.stop()
         for link in self._links.values():
             link.close()
         for fd in list(self._pending):

@@ -138,11 +138,12 @@ class RemoteWorker:
         """Have a message sent, after the weights that were published before."""
         if self._closed or self._how is not None:
             raise ChannelClosed("the other end is gone")
-        self._places.note(message)
-        self._link.queue_weights()
-        if isinstance(message, say.Collect):
-            self._ordered.append(self._counters.counts[Count.PUBLISHED])
-        self._link.queue(frames.ToWorker(self.serial, message))
+        with self._link.lock:
+            self._places.note(message)
+            self._link.queue_weights()
+            if isinstance(message, say.Collect):
+                self._ordered.append(self._counters.counts[Count.PUBLISHED])
+            self._link.queue(frames.ToWorker(self.serial, message))
 
     @property
     def behind(self) -> bool:
@@ -162,11 +163,12 @@ class RemoteWorker:
             self._silence()
             return NOTHING
         message, counters = self._arrived.popleft()
-        if counters is not None:
-            self.mirror(counters)
-        if isinstance(message, say.Collected | say.Failed) and self._ordered:
-            self._ordered.popleft()
-            self._expect_oldest()
+        with self._link.lock:
+            if counters is not None:
+                self.mirror(counters)
+            if isinstance(message, say.Collected | say.Failed) and self._ordered:
+                self._ordered.popleft()
+                self._expect_oldest()
         return message
 
     def _silence(self) -> None:
