@@ -79,6 +79,7 @@ class ArrayTransform(NamedTuple):
         reset: called as ``reset(fresh)`` with what a reset returned: observations of all rows. Sets first values of
             what it adds, and changes what :attr:`step` changes.
         rewards: those that it adds or whose dtype it changes, as :attr:`entries`.
+        drops: keys of observations and rewards that it takes away, from ``out`` and ``fresh``.
     """
 
     entries: dict[NestedKey, Entry]
@@ -86,6 +87,7 @@ class ArrayTransform(NamedTuple):
     step: Callable[[Values, Values], None]
     reset: Callable[[Values], None]
     rewards: Mapping[NestedKey, Entry] = MappingProxyType({})
+    drops: frozenset[NestedKey] = frozenset()
 
 
 class ArrayEnv(ABC):

@@ -63,6 +63,9 @@ class TransformedArrays(WrapperArrays):
                 raise NotNative(f"{type(transform).__name__} works on TensorDicts")
             part = transform.on_arrays(self)  # with the entries of those before
             self._parts.append(part)
+            for key in part.drops:
+                self.entries.pop(key, None)
+                self.rewards.pop(key, None)
             self.entries.update(part.entries)
             self.rewards.update(part.rewards)
             self.reads += [key for key in part.reads if key not in self.reads]

@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
@@ -385,14 +384,18 @@ class EntryTransform(Transform):
     def _change_spec(self, spec: TensorSpec) -> TensorSpec:
         """The spec of an entry as the policy sees it."""
 
+    def _change_spec_inv(self, spec: TensorSpec) -> TensorSpec:
+        """The spec of what the environment is given, as the policy sees it."""
+        return self._change_spec(spec)
+
     def _entry_by_entry(
-        self, env: ArrayEnv, change: Callable[[Entry], tuple[np.dtype[Any], Callable[[Any], Any]]]
+        self, env: ArrayEnv, change: Callable[[Entry], tuple[Entry, Callable[[Any], Any]]]
     ) -> ArrayTransform:
         """The array form, for ``on_arrays`` of subclasses.
 
         Args:
             env: the environment that it follows.
-            change: for an entry, the dtype of what it becomes, and the function of its values, of the same shape.
+            change: for an entry, what it becomes, and the function of its values.
 
         Raises:
             NotNative: the transform changes what the environment is given, too, or it changes flags.
@@ -407,9 +410,7 @@ class EntryTransform(Transform):
             known = {**env.rewards, **rewards} if of_reward else {**env.entries, **entries}
             if key not in known:
                 raise NotNative(f"{type(self).__name__} changes {key!r}, which is neither an observation nor a reward")
-            entry = known[key]
-            dtype, function = change(entry)
-            (rewards if of_reward else entries)[out_key] = Entry(entry.shape, dtype, entry.column)
+            (rewards if of_reward else entries)[out_key], function = change(known[key])
             calls.append((key, out_key, function))
         of_observations = [call for call in calls if call[1] in entries]
 
@@ -433,11 +434,11 @@ class EntryTransform(Transform):
 
     def transform_action_spec(self, action_spec: Composite) -> Composite:
         """Actions as the policy sees them."""
-        return map_spec(action_spec, self._pairs_inv(), self._change_spec, move=True)
+        return map_spec(action_spec, self._pairs_inv(), self._change_spec_inv, move=True)
 
     def transform_state_spec(self, state_spec: Composite) -> Composite:
         """States as the policy sees them."""
-        return map_spec(state_spec, self._pairs_inv(), self._change_spec, move=True)
+        return map_spec(state_spec, self._pairs_inv(), self._change_spec_inv, move=True)
 
 
 def _overrides(transform: Transform, method: str) -> bool:

@@ -87,7 +87,7 @@ class _Affine(EntryTransform):
     def _change_spec(self, spec: TensorSpec) -> TensorSpec:
         return _mapped(spec, self._apply_transform)
 
-    def _change_array(self, entry: Entry) -> tuple[np.dtype[Any], Callable[[Any], Any]]:
+    def _change_array(self, entry: Entry) -> tuple[Entry, Callable[[Any], Any]]:
         """``_apply_transform`` on arrays: the same two operations, each in the dtype in which torch computes it."""
         one: np.ufunc = np.subtract if self.standard_normal else np.multiply
         other: np.ufunc = np.divide if self.standard_normal else np.add
@@ -104,7 +104,7 @@ class _Affine(EntryTransform):
             with np.errstate(all="ignore"):  # as torch does
                 return other(one(value, x, dtype=dtypes[0]), y, dtype=dtypes[1])
 
-        return dtypes[1], change
+        return entry._replace(dtype=dtypes[1]), change
 
     def _operands(self, entry: Entry, *numbers: torch.Tensor | None) -> list[Any]:
         """``loc`` and ``scale`` in order, as views that broadcast to an entry's arrays; the dtypes to compute in."""
@@ -343,7 +343,7 @@ class DoubleToFloat(EntryTransform):
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
-        return self._entry_by_entry(env, lambda entry: (np.dtype(np.float32), _as_float32))
+        return self._entry_by_entry(env, lambda entry: (entry._replace(dtype=np.dtype(np.float32)), _as_float32))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Cast ``in_keys``; without an environment and without keys, every float64 entry."""
