@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tensordict import TensorDict, lazy_stack
-from tests.llm_models import tokenizer
+from tests.llm_models import TEMPLATES, tokenizer
 
 from rollwright.data.llm import ChatHistory, History
 
@@ -149,3 +149,61 @@ def test_histories_are_found_beside_storages():
     from rollwright import data
 
     assert data.History is History
+
+
+@pytest.mark.parametrize("kind", ["qwen", "qwen3", "llama", "gemma"])
+def test_text_of_a_template_gives_its_messages(kind: str) -> None:
+    backend = tokenizer(kind)
+    chat = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "Five."}]
+    chat += [{"role": "user", "content": "Sure?\nReally?"}, {"role": "assistant", "content": "Yes."}]
+    if kind != "gemma":
+        chat.insert(0, {"role": "system", "content": "Be short."})
+        chat += [{"role": "tool", "content": "5"}]
+    text = backend.apply_chat_template(chat, tokenize=False)
+    assert History.from_text(text, tokenizer=backend).to_chats() == chat
+    assert History.from_text(text, chat_template=TEMPLATES[kind]).to_chats() == chat
+
+
+def test_text_of_several_chats_and_what_is_cut_off() -> None:
+    text = "<|im_start|>system\nA\nB<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo"
+    histories = History.from_text([text, text + "<|im_end|>\n<|im_start|>user\nmore<|im_end|>"])
+    assert [len(chat) for chat in histories.to_chats()] == [3, 4]
+    last = {"role": "assistant", "content": "Ho"}
+    assert histories.to_chats()[0][-1] == last | {"is_complete": False}
+    assert histories.to_chats()[1][2] == last
+    assert History.from_text(text, chat_template_name="qwen").to_chats()[0]["content"] == "A\nB"
+    assert History.from_text(text, tokenizer=tokenizer("qwen")).to_chats() == histories.to_chats()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("no marks", {}),
+        ("", {}),
+        ("<|im_start|>user\nHi<|im_end|>\nloose", {}),
+        ("<|im_start|>user\nHi<|im_start|>assistant\nHo", {}),
+        ("<|im_start|>user\nHi<|im_end|>", {"tokenizer": "llama"}),
+        ("~user says: [a]\n\n~assistant says: [b]<over>(7)\n\n~user says: [c]", {"tokenizer": "made-up"}),
+    ],
+)
+def test_text_of_another_template_is_an_error(text: str, options: dict[str, str]) -> None:
+    options = {key: tokenizer(value) for key, value in options.items()}
+    with pytest.raises(ValueError, match=r"text: expected .* got .*Pass the chat template"):
+        History.from_text(text, **options)
+    with pytest.raises(ValueError, match=r"chat_template_name: expected 'chatml_format' or 'qwen', got 'falcon'"):
+        History.from_text(text, chat_template_name="falcon")
+
+
+def test_samples_of_specs_are_histories() -> None:
+    one = History.default_spec().zero()
+    assert isinstance(one, History)
+    assert one.to_chats() == [{"role": "user", "content": ""}]
+    spec = History.default_spec((2, 3))
+    for sample in (spec.zero(), spec.rand(), spec.clone().one(), spec[0].zero((2,))):
+        assert isinstance(sample, History)
+        assert tuple(sample.batch_size) == (2, 3)
+    assert spec.is_in(spec.zero())
+    chats = ChatHistory.default_spec((2,)).zero()
+    assert isinstance(chats, ChatHistory)
+    assert isinstance(chats.prompt, History)
+    assert tuple(chats.batch_size) == (2,)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, lazy_stack
 
+from rollwright._keys import NestedKey
+from rollwright.data.llm.parsing import messages_of
 from rollwright.data.llm.turns import Message
 from rollwright.data.specs import Composite, NonTensor
 from rollwright.data.unchecked import unchecked_td
@@ -73,6 +75,44 @@ class History(_NoCast):  # type: ignore[misc]
         return stacked
 
     @classmethod
+    def from_text(
+        cls,
+        text: str | Sequence[str],
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        tokenizer: Any = None,
+    ) -> History:
+        r"""A history from text that a chat template has written.
+
+        Args:
+            text: of a chat, or of several chats.
+            chat_template_name: ``"chatml_format"`` or ``"qwen"``: ``<|im_start|>role``, content, ``<|im_end|>``; the
+                default.
+            chat_template: the text of another template.
+            tokenizer: of transformers, whose chat template is to be used.
+
+        Returns:
+            Of batch size ``[messages]`` or ``[chats, messages]``. ``is_complete`` is False for a message whose end is
+            missing. Tool calls are part of the content.
+
+        Raises:
+            ValueError: the text is not of that template.
+
+        Example:
+            >>> text = "<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n5"
+            >>> history = History.from_text(text)
+            >>> history.to_chats()[-1]
+            {'role': 'assistant', 'content': '5', 'is_complete': False}
+        """
+        if isinstance(text, str):
+            return cls.from_chats(
+                messages_of(text, name=chat_template_name, template=chat_template, tokenizer=tokenizer)
+            )
+        each = [cls.from_text(one, chat_template_name, chat_template, tokenizer) for one in text]
+        stacked: History = lazy_stack(each)
+        return stacked
+
+    @classmethod
     def of_columns(cls, columns: _Columns, start: int, stop: int) -> History:
         """The messages ``start`` to ``stop`` of :func:`message_columns`; histories may share them."""
         batch = torch.Size((stop - start,))
@@ -86,9 +126,10 @@ class History(_NoCast):  # type: ignore[misc]
 
     @classmethod
     def default_spec(cls, shape: Sequence[int] = (-1,)) -> Composite:
-        """Spec of a history; ``shape`` is its batch size, -1 where it varies."""
+        """Spec of a history; ``shape`` is its batch size, -1 where it varies. Its samples are histories."""
         size = torch.Size(shape)
-        return Composite(
+        return _SpecOf(
+            History,
             {
                 "role": NonTensor(size, example_data="user", batched=True),
                 "content": NonTensor(size, example_data="", batched=True),
@@ -218,12 +259,41 @@ class ChatHistory(_NoCast):  # type: ignore[misc]
 
     @classmethod
     def default_spec(cls, shape: Sequence[int] = ()) -> Composite:
-        """Spec of a chat history; ``shape`` is its batch size, without the dimension of the messages."""
+        """Spec of a chat history; ``shape`` is its batch size, without the dimension of the messages.
+
+        Its samples are chat histories.
+        """
         size = torch.Size(shape)
-        return Composite(
+        return _SpecOf(
+            ChatHistory,
             {key: History.default_spec((*size, -1)) for key in ("prompt", "response", "full")},
             shape=size,
         )
+
+
+class _SpecOf(Composite):
+    """A Composite whose samples are of a tensor class.
+
+    Args:
+        kind: the tensor class.
+        specs: of its fields.
+        shape: batch size.
+    """
+
+    def __init__(self, kind: Any, specs: Mapping[str, Any], *, shape: torch.Size) -> None:
+        super().__init__(specs, shape=shape)
+        self.kind = kind
+
+    def _sample(self, shape: Any, draw: Any) -> Any:
+        return self.kind.from_tensordict(super()._sample(shape, draw))
+
+    def is_in(self, val: Any) -> bool:
+        """See :meth:`Composite.is_in`."""
+        return super().is_in(val.to_tensordict(retain_none=False) if isinstance(val, self.kind) else val)
+
+    def assert_is_in(self, val: Any, key: NestedKey | None = None) -> None:
+        """See :meth:`Composite.assert_is_in`."""
+        super().assert_is_in(val.to_tensordict(retain_none=False) if isinstance(val, self.kind) else val, key)
 
 
 def message_columns(messages: Iterable[Message]) -> _Columns:
