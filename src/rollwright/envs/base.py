@@ -95,6 +95,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         stand_ins: entries that a policy may write in place of an action, by the key of the action.
         made_its_parts: whether its constructor made what :meth:`close` closes: processes, other environments.
         ends_with_step: names of entries at the root that are not carried on to the next step, not even in part.
+        read_at_reset: names of entries that a reset reads where they are passed to it.
 
     Example:
         >>> from rollwright.data import Categorical, Composite, Unbounded
@@ -120,6 +121,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     remedy_when_closed: str = "Make a new environment"  # for messages
     stand_ins: Mapping[NestedKey, NestedKey] = MappingProxyType({})
     ends_with_step: tuple[str, ...] = ()
+    read_at_reset: tuple[str, ...] = ()
     made_its_parts: bool = False
     returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
 

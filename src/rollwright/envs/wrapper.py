@@ -63,6 +63,11 @@ class WrapperEnv(EnvBase):
         return self.base_env.ends_with_step
 
     @property
+    def read_at_reset(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See :attr:`EnvBase.read_at_reset`."""
+        return self.base_env.read_at_reset
+
+    @property
     def batch_size(self) -> torch.Size:
         """Shape of the batch of environments."""
         return self.base_env.batch_size

@@ -189,6 +189,9 @@ class DatasetConversations(Conversations):
                 talk.rounds += 1
                 self._next_call(slot, talk, toolset)
                 return
+        if talk.environment is None and self.dialogue.goes_on:
+            self._goes_on(slot, talk)
+            return
         if talk.environment is None:
             talk.outcome.terminated = True
             self._finish(slot, talk)
@@ -376,6 +379,17 @@ class DatasetConversations(Conversations):
             )
         talk.over, talk.ended = False, None
         talk.follow(messages)
+
+    def rewrite(self, slot: int, messages: Sequence[Message]) -> None:
+        """Go on from other messages than those of the conversation so far; between an outcome and an answer.
+
+        Raises:
+            EnvError: an answer was submitted, or the conversation is over.
+        """
+        talk = self._talks.get(slot)
+        if talk is None or talk.busy or talk.over:
+            raise EnvError(f"slot {slot} has no conversation between an outcome and an answer. Change it there.")
+        talk.messages = list(messages)
 
     @property
     def waiting(self) -> list[int]:

@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.history import ChatHistory, History
 from rollwright.data.llm.records import RecordLayout
-from rollwright.data.llm.turns import FinishReason, Message, Origin, turn_seed
+from rollwright.data.llm.turns import FinishReason, InputMode, Message, Origin, turn_seed
 from rollwright.data.specs import Composite, NonTensor, Unbounded
 from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.base import EnvBase
@@ -52,6 +52,9 @@ class ConversationEnv(Pooled, EnvBase):
         nested: keys are ``("tokens", "prompt")``, ``("text", "prompt")``; False: ``tokens``, ``text``.
         end_token_ids: tokens that end an answer, beside the tokenizer's.
         columns: specs of columns of the dataset that are observations, too.
+        writes: which of messages, text and tokens are observations; None: as the prompts of the conversations.
+        changes: the messages of a prompt may be changed before they are answered; ``num_messages``, int64 ``[slots]``,
+            says of how many of them the prompt's tokens are.
         device: of the tensors.
 
     Attributes:
@@ -75,11 +78,14 @@ class ConversationEnv(Pooled, EnvBase):
         nested: bool,
         end_token_ids: Collection[int] = (),
         columns: Composite | None = None,
+        writes: InputMode | None = None,
+        changes: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device=device, batch_size=[conversations.num_slots])
         self.conversations, self.nested = conversations, nested
-        self._mode = conversations.prompts.mode
+        self._mode = writes or conversations.prompts.mode
+        self._changes = changes and self._mode == "history"
         self._columns = columns
         self._end_token_ids = tuple(end_token_ids)
         self._ends = frozenset(end_token_ids)  # and those of the policy
@@ -124,6 +130,8 @@ class ConversationEnv(Pooled, EnvBase):
         text = NonTensor(size, example_data="", batched=True)
         tokens = Unbounded((*size, -1), dtype=torch.int64)
         observed: dict[str, Any] = {name: Unbounded(size, dtype=torch.int64) for name in _NUMBERS}
+        if self._changes:
+            observed["num_messages"] = Unbounded(size, dtype=torch.int64)
         if self.nested:
             parts: dict[str, Any] = {}
             if self._has_text:
@@ -168,13 +176,19 @@ class ConversationEnv(Pooled, EnvBase):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         marks = None if tensordict is None else tensordict.get("_reset", None)
-        slots = self._slots
+        slots, given = self._slots, self._given(tensordict)
         for slot in range(self.conversations.num_slots):
-            if marks is None or bool(marks[slot].any()) or slots.rows[slot] is None:
+            if given and (marks is None or bool(marks[slot].any())):
+                slots.begin(slot, given[slot])
+            elif marks is None or bool(marks[slot].any()) or slots.rows[slot] is None:
                 slots.open(slot)
         if marks is None or not any(slots.rows):
             self._check_data()
         return self._stacked([self._observed(slots.shown(slot)) for slot in range(len(slots.rows))])
+
+    def _given(self, tensordict: TensorDictBase | None) -> list[Opening]:
+        """How conversations begin by what was passed to a reset, one for each slot; none: by the data."""
+        return []
 
     def _check_data(self) -> None:
         if self.is_over:
@@ -217,6 +231,8 @@ class ConversationEnv(Pooled, EnvBase):
         if self._has_text:
             text = NonTensorData("" if row.over else row.text)
             entries["text"] = _td({"prompt": text}) if self.nested else text
+        if self._changes:
+            entries["num_messages"] = torch.tensor(len(row.messages))
         if self.nested and self._mode == "history":
             entries["history"] = ChatHistory(prompt=History.from_chats(row.messages), batch_size=())
         if self._columns is not None:
@@ -269,6 +285,8 @@ class ConversationEnv(Pooled, EnvBase):
                 f"slot {slot}: there is no prompt to answer: the conversation is over, or was not begun. Call reset() "
                 "for it first, or step_and_maybe_reset()."
             )
+        if self._changes:
+            self._take_changes(slot, row, td)
         tokens, text = self._response(td, "tokens"), self._response(td, "text")
         message: Message = {"role": "assistant", "content": text}
         if tokens is None and text is None:
@@ -285,6 +303,28 @@ class ConversationEnv(Pooled, EnvBase):
         return Answer(
             {**message, "content": text}, text, torch.zeros(0, dtype=torch.int64) if tokens is None else tokens, reason
         )
+
+    def _take_changes(self, slot: int, row: SlotRow, td: TensorDictBase) -> None:
+        """Go on from the messages of the prompt, where others than those of the conversation were answered.
+
+        Raises:
+            EnvError: the policy has written them as other tokens than the environment does.
+        """
+        given = td.get(("history", "prompt"), None)
+        if not isinstance(given, History) or given.batch_dims != 1 or len(given) == len(row.messages):
+            return
+        messages, before = given.to_chats(), None if row.chain is None else row.chain.tokens
+        self.conversations.rewrite(slot, messages)
+        row.rewrite(messages)
+        read = td.get(("tokens", "prompt"), None)
+        if row.chain is None or before is None or not isinstance(read, torch.Tensor):
+            return
+        if not any(torch.equal(read.cpu(), known) for known in (before, row.chain.tokens)):
+            raise EnvError(
+                f"slot {slot}: the policy has written the {len(messages)} messages of the changed prompt as other "
+                "tokens than the environment. Pass the same tokenizer and arguments of the chat template to both "
+                "(template_kwargs= of the environment, chat_template_kwargs= of the policy)."
+            )
 
     def _message(self, slot: int, td: TensorDictBase) -> Message:
         """The answer of a policy that writes messages: the last one."""
@@ -413,6 +453,10 @@ class ConversationEnv(Pooled, EnvBase):
     def interrupted(self) -> list[Opening]:
         """Take the conversations in progress out of their slots, so that they can begin again."""
         return self._slots.interrupted()
+
+    def hand_over(self) -> list[Opening]:
+        """Take out the conversations that nothing was answered in; those that go on end here, on purpose."""
+        return self._slots.hand_over()
 
     def renew(self) -> None:
         """End what is in progress, and begin the next conversations; the next reset shows them."""

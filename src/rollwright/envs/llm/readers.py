@@ -60,6 +60,8 @@ class RowReader(ABC):
 
 def reader_of(dataset: Any, *, epochs: int | None, shuffle: bool, batched: bool | None, key: str) -> RowReader:
     """The reader for a dataset, see :class:`~rollwright.envs.llm.DatasetSource`."""
+    if isinstance(dataset, RowReader):
+        return dataset
     if isinstance(dataset, (str, Path)):
         dataset = JsonLines(dataset)
     if isinstance(dataset, Mapping):

@@ -51,10 +51,11 @@ class Dialogue:
     """How a conversation goes on after an answer without tool calls.
 
     Args:
-        environment: makes the environment of a conversation from its row; None: it is over.
+        environment: makes the environment of a conversation from its row; None: see ``goes_on``.
         max_turns: answers that a conversation may have, those that call tools among them; the last one truncates it.
             None: no limit.
         timeout_s: seconds that a reply may take.
+        goes_on: where there is no environment, the conversation goes on; False: it is over.
         history: what to do with the tokens of earlier turns where the chat template writes them in another way when
             more messages follow: ``"keep"`` them, or ``"rewrite"``: begin a new sequence.
 
@@ -66,6 +67,7 @@ class Dialogue:
     environment: Callable[[Mapping[str, Any]], Any] | None = None
     max_turns: int | None = None
     timeout_s: float = 60.0
+    goes_on: bool = False
     history: Literal["keep", "rewrite"] = "keep"
 
     def __post_init__(self) -> None:

@@ -49,6 +49,14 @@ class SlotRow:
         if not self.over:
             self.chain.follow(outcome.messages)
 
+    def rewrite(self, messages: list[Message]) -> None:
+        """Go on from other messages: a new sequence of the same conversation."""
+        self.messages = list(messages)
+        if self.chain is not None:
+            before, self.chain = self.chain, self.chain.new()
+            self.chain.open(messages)
+            self.chain.sequence = before.sequence + 1
+
     def resume(self, messages: list[Message]) -> None:
         """Go on after the end."""
         self.over = False
@@ -123,8 +131,26 @@ class Slots:
             self.vacant.add(slot)
             return
         self.vacant.discard(slot)
+        self.rows[slot] = self._row(opening)
+
+    def begin(self, slot: int, opening: Opening) -> None:
+        """Begin a conversation that the caller chose; the one that is there counts as delivered.
+
+        Raises:
+            EnvError, ValueError: its prompt cannot be read; names the conversation.
+        """
+        row = None if slot in self.vacant else self.rows[slot]
+        if row is not None and row.over:
+            self.source.delivered(row.opening.draw.origin)
+        elif row is not None:
+            self.undelivered.drop([row.opening])
+        self.vacant.discard(slot)
+        self._conversations.load(slot, opening, opening.messages, {})
+        self.rows[slot] = self._row(opening)
+
+    def _row(self, opening: Opening) -> SlotRow:
         try:
-            self.rows[slot] = SlotRow(opening, self._chain(opening))
+            return SlotRow(opening, self._chain(opening))
         except ValueError as error:
             at = opening.draw.origin
             where = f"the conversation of prompt {at.index} (epoch {at.epoch}, repeat {at.repeat}), turn 0"
@@ -172,6 +198,17 @@ class Slots:
         self._conversations.clear()
         self.rows = [None] * len(self.rows)
         self.vacant.clear()
+        return found
+
+    def hand_over(self) -> list[Opening]:
+        """Take all out: those to begin again and those that nothing was answered in; others in progress are dropped."""
+        touched = {slot for slot, goes_on in enumerate(self.in_progress) if goes_on}
+        gone = [opening for slot, opening in enumerate(self.openings) if slot in touched and opening is not None]
+        self.undelivered.drop(gone)
+        known = {opening.draw.origin for opening in gone}
+        found = [opening for opening in self.interrupted() if opening.draw.origin not in known]
+        found = [*self.undelivered.again, *found]
+        self.undelivered.again.clear()
         return found
 
     def state(self) -> dict[str, Any]:

@@ -1,18 +1,25 @@
-"""DatasetSource: prompts of a dataset, and which of them were delivered."""
+"""DatasetSource and QuerySource: prompts of a dataset, or given one by one, and which of them were delivered."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rollwright.data.llm.turns import Origin
-from rollwright.envs.llm.core import PromptDraw, PromptSource
-from rollwright.envs.llm.readers import reader_of
+from rollwright.envs.llm.core import Opening, PromptDraw, PromptSource
+from rollwright.envs.llm.readers import Read, Row, RowReader, reader_of
+from rollwright.errors import EnvError
 
-__all__ = ["DatasetSource"]
+__all__ = ["NO_QUERY", "DatasetSource", "QuerySource"]
+
+NO_QUERY = (
+    "query: expected a prompt, got none. Give one for each environment, env.reset(TensorDict({'query': ['2 + 2?']}, "
+    "[1])); or prompts for a collector, env.add_queries(['2 + 2?', ...]); or make the environment with "
+    "ChatEnv.from_dataloader(rows, ...)."
+)
 
 
 class DatasetSource(PromptSource):
@@ -233,3 +240,86 @@ class DatasetSource(PromptSource):
             self._begin(state_dict["position"])
             self._delivered = {position: set(repeats) for position, repeats in state_dict["delivered"]}
             self._before = {position: len(repeats) for position, repeats in self._delivered.items()}
+
+
+class QuerySource(DatasetSource):
+    """Hands out prompts that were added, each once; the data is over where all were drawn.
+
+    Example:
+        >>> source = QuerySource()
+        >>> source.add([{"query": "2 + 2?"}])
+        >>> source.draw().row
+        {'query': '2 + 2?'}
+    """
+
+    def __init__(self) -> None:
+        self._queries = _Queries()
+        super().__init__(self._queries)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add rows, to be drawn in their order."""
+        with self._lock:
+            for row in rows:
+                self._queries.add(row)
+
+    def give(self, row: Row, read: Callable[[PromptDraw], Opening]) -> Opening:
+        """How a conversation begins by a row of one's own, which nobody else draws once it is claimed.
+
+        Args:
+            row: the prompt.
+            read: reads it; where it raises, the row is not added.
+        """
+        with self._lock:
+            if self._count > 1:
+                raise EnvError("query: this environment shares its data with others. Add queries before they begin.")
+            position = self._queries.add(row)
+            try:
+                return read(PromptDraw(Origin(position, 0, 0, position, self._seed), row))
+            except BaseException:
+                self._queries.remove_last()
+                raise
+
+
+class _Queries(RowReader):
+    """Reads rows that were added, in their order."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Row] = {}
+        self._next = 0
+
+    def add(self, row: Row) -> int:
+        """Add a row; returns its position."""
+        self._rows[self._next] = row
+        self._next += 1
+        return self._next - 1
+
+    def remove_last(self) -> None:
+        """Take out the row that was added last."""
+        self._next -= 1
+        del self._rows[self._next]
+
+    def read(self, position: int) -> Read:
+        """See :meth:`RowReader.read`."""
+        if not self._next:
+            raise EnvError(NO_QUERY)
+        if position not in self._rows:
+            raise StopIteration
+        return Read(0, position, self._rows[position])
+
+    def restart(self, seed: int) -> bool:
+        """See :meth:`RowReader.restart`: what was delivered is not asked again."""
+        return False
+
+    def forget_before(self, position: int) -> None:
+        """See :meth:`RowReader.forget_before`."""
+        for old in [place for place in self._rows if place < position]:
+            del self._rows[old]
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`RowReader.state_dict`."""
+        return {"next": self._next, "rows": [[place, dict(row)] for place, row in self._rows.items()]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`RowReader.load_state_dict`."""
+        self._next = state_dict["next"]
+        self._rows = dict(state_dict["rows"])

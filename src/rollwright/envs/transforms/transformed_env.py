@@ -148,7 +148,7 @@ class TransformedEnv(WrapperEnv):
         base = self.base_env
         given = None
         if tensordict is not None:
-            given = tensordict.select(*base.reset_keys, *base.state_keys, strict=False)
+            given = tensordict.select(*base.reset_keys, *base.state_keys, *base.read_at_reset, strict=False)
         fresh = base.reset_outcome(given, **kwargs)
         return self.transform.transform_reset(fresh.empty() if tensordict is None else tensordict, fresh)
 

@@ -211,6 +211,10 @@ class EngineWrapper(TensorDictModuleBase):
         value = entry(row, key)
         given = value if mode == "text" else value.to_chats()
         messages = self._messages(row) if mode == "text" else given
+        told = entry(row, "num_messages")  # of which the tokens are that the environment keeps
+        if isinstance(told, torch.Tensor) and messages and int(told) != len(messages):
+            chain = self._chain("history")
+            return Prompt(chain.open(messages).clone(), chain.text, messages)
         # Tokens that an environment keeps are the prompt as it was; those beside a response are of a turn before.
         if entry(row, (names.tokens, "response")) is None:
             kept = tokens_of(row, (names.tokens, "prompt"), [])

@@ -132,7 +132,7 @@ def turn_path(parts: PathParts) -> Path | None:
         return None
     conversations, engine = found
     _check_tokenizers(getattr(parts.env, "tokenizer", None), engine.tokenizer, conversations.template)
-    return TurnPath(
+    path = TurnPath(
         parts,
         conversations,
         engine,
@@ -141,6 +141,9 @@ def turn_path(parts: PathParts) -> Path | None:
         streams=bool(parts.options.async_envs),
         how={"env": "native: conversations, turn by turn", "policy": f"native: {type(engine).__name__}, on tokens"},
     )
+    if parts.conversations is not None:
+        path.take_over(parts.conversations.hand_over())  # what was drawn by hand, before there was a collector
+    return path
 
 
 def _check_tokenizers(of_env: Any, of_policy: Any, template: Mapping[str, Any] | None) -> None:

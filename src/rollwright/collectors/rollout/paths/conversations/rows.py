@@ -154,6 +154,10 @@ class ConversationRows:
         env = self._env
         env.undelivered.start_over([*ended, *env.interrupted()], holds_ended=self._delivers_whole)
 
+    def hand_over(self) -> list[Opening]:
+        """See :meth:`ConversationEnv.hand_over`."""
+        return self._env.hand_over()
+
     def forget(self) -> None:
         """See :meth:`Path.forget`."""
         self._ended, self._mark = {}, None

@@ -85,6 +85,10 @@ class TurnPath(Path):
         self._mark: saving.Mark | None = None  # where the batch began, until it is delivered
         self._finished: list[Opening] = []  # of its turns, when it is complete
 
+    def take_over(self, openings: Iterable[Opening]) -> None:
+        """Begin with these conversations, which were drawn before."""
+        self._undelivered.begin_again(openings)
+
     def check(self) -> None:
         """See :meth:`Path.check`: transforms may have been added."""
         self._exchange.hooks = self._find_hooks()
