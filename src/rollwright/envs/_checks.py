@@ -9,6 +9,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collecti
 
 from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys, unravel
 from rollwright.data.layout import complete_done
+from rollwright.data.layout.rewards import take_token_rewards
 from rollwright.data.specs import Composite, NonTensor, StackedComposite, TensorSpec
 from rollwright.envs._partial_reset import Masks, mask_like
 from rollwright.errors import EnvError, EnvKeyError
@@ -220,12 +221,15 @@ def _as_outcome(env: EnvBase, given: TensorDictBase | None, td: object, call: st
 def complete_step(env: EnvBase, given: TensorDictBase, outcome: object) -> TensorDictBase:
     """The result of ``_step``: flags completed, shapes of rewards and flags mended, all checked."""
     td = _as_outcome(env, given, outcome, "step")
+    of_tokens = take_token_rewards(td, env.reward_keys[0], 1) if env.has_token_rewards else []
     _match_trailing_one(env, td, "reward", "step")
     _match_trailing_one(env, td, "done", "step")
     complete_done(td, env.done_groups)
     check_entries(env, td, "observation", "step")
     check_entries(env, td, "reward", "step")
     check_entries(env, td, "done", "step")
+    for row, reward in of_tokens:
+        row.set(env.reward_keys[0], reward)
     return td
 
 

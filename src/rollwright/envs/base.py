@@ -96,6 +96,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         made_its_parts: whether its constructor made what :meth:`close` closes: processes, other environments.
         ends_with_step: names of entries at the root that are not carried on to the next step, not even in part.
         read_at_reset: names of entries that a reset reads where they are passed to it.
+        has_token_rewards: whether a step may return a reward ``[tokens, 1]``, one number for each token of an answer.
 
     Example:
         >>> from rollwright.data import Categorical, Composite, Unbounded
@@ -122,6 +123,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     stand_ins: Mapping[NestedKey, NestedKey] = MappingProxyType({})
     ends_with_step: tuple[str, ...] = ()
     read_at_reset: tuple[str, ...] = ()
+    has_token_rewards: bool = False
     made_its_parts: bool = False
     returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
 

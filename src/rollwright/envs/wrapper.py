@@ -68,6 +68,11 @@ class WrapperEnv(EnvBase):
         return self.base_env.read_at_reset
 
     @property
+    def has_token_rewards(self) -> bool:  # type: ignore[override]
+        """See :attr:`EnvBase.has_token_rewards`."""
+        return self.base_env.has_token_rewards
+
+    @property
     def batch_size(self) -> torch.Size:
         """Shape of the batch of environments."""
         return self.base_env.batch_size

@@ -78,6 +78,20 @@ def test_the_divergence_from_a_reference_is_taken_off_the_reward() -> None:
     assert beside.rollout(1, Policy())["next", "reward"].sum() == 0.0
 
 
+def test_a_penalty_is_taken_off_the_last_of_the_rewards_of_tokens() -> None:
+    class EachToken:
+        def __init__(self, row: Any) -> None:
+            self.number = row["query"].count("x") % 3 + 1
+
+        def reply(self, messages: Any) -> Any:
+            return "", torch.ones(self.number), True
+
+    env = TransformedEnv(chat(environment=EachToken), KLRewardTransform(reference, coef=0.5))
+    for row in env.rollout(3, Policy(), break_when_any_done=False).reshape(-1).unbind(0):
+        size = len(row["tokens", "response"])
+        assert row["next", "reward"].flatten().tolist() == [1.0] * (size - 1) + [1.0 - size]
+
+
 def test_flat_log_probs_of_the_response_will_do() -> None:
     def act(td: TensorDictBase) -> TensorDictBase:
         rows = [

@@ -32,6 +32,7 @@ from rollwright.collectors.rollout.state import RolloutState
 from rollwright.collectors.rollout.stats import EpisodeStats, StageTimer
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory, mark_truncated
+from rollwright.data.layout.rewards import summed_reward
 from rollwright.envs.base import EnvBase
 from rollwright.envs.priming import provide_for_policy
 from rollwright.envs.recreation.policy import num_recreations
@@ -382,7 +383,11 @@ class Rollout:
         if not self.options.reset_when_done:  # frames go on after the end, and the episode is over once
             ended = ended & ~end_of_trajectory(taken, self.env.done_groups, taken.ndim)
         keys = self.env.reward_keys
-        reward = taken.get("next").get(keys[0]) if len(keys) == 1 else None
+        reward = None
+        if len(keys) == 1 and self.env.has_token_rewards:
+            reward = summed_reward(taken.get("next"), keys[0], 1)
+        elif len(keys) == 1:
+            reward = taken.get("next").get(keys[0])
         self.episodes.update_from(taken, reward, ended, self._reset_envs)
         self._reset_envs[:] = False
 

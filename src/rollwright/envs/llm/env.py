@@ -35,6 +35,8 @@ _FLAT = ("text_response", "tokens_response", "log_probs", "assistant_mask", "tok
 class ConversationEnv(Pooled, EnvBase):
     """Conversations as an environment of batch size ``[slots]``, one row for each; base of ``LLMEnv`` and ``ChatEnv``.
 
+    The reward of a step is float32 ``[1]``, or ``[response, 1]`` where there is one for each token of an answer.
+
     A reset writes prompts, and a step reads answers and writes the next prompts. A prompt that was not answered stays
     through a reset, so that none is skipped. All conversations take their turns together; a collector with an engine
     for its policy uses :attr:`conversations` instead, where they do not wait for each other.
@@ -67,6 +69,7 @@ class ConversationEnv(Pooled, EnvBase):
     """
 
     returns_copies = True
+    has_token_rewards = True
     # save_remote() saves what changes; the rest is what the constructor was given.
     _not_saved = ("conversations", "tokenizer", "_slots", "_blank", "_ends", "_keeps_ended")
 
@@ -346,13 +349,8 @@ class ConversationEnv(Pooled, EnvBase):
         row.follow(answer, message, outcome)
         if row.over:
             self._note_end(row.opening)
-        if isinstance(outcome.reward, torch.Tensor):
-            raise EnvError(
-                f"reward: that of slot {slot} has one number for each token, which only LLMCollector with an engine "
-                "for its policy records. Return one number, for example their sum."
-            )
-        entries = self._observed(row)
-        entries["reward"] = torch.tensor([float(outcome.reward)])
+        entries, reward = self._observed(row), outcome.reward
+        entries["reward"] = reward.unsqueeze(-1) if isinstance(reward, torch.Tensor) else torch.tensor([float(reward)])
         flags = (outcome.terminated, outcome.truncated, outcome.terminated or outcome.truncated)
         for name, flag in zip(("terminated", "truncated", "done"), flags, strict=True):
             entries[name] = torch.tensor([flag])

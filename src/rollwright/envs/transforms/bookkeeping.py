@@ -7,10 +7,11 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 from rollwright.data.layout import IS_INIT, DoneGroup
+from rollwright.data.layout.rewards import summed_reward
 from rollwright.data.specs import Bounded, Composite, Unbounded
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Values, constant
 from rollwright.envs.transforms._time import expand_right, time_axis, trajectory_starts
@@ -296,7 +297,13 @@ class RewardSum(Transform):
 
     def _sum(self, pairs: Pairs, root: TensorDictBase | Values, out: TensorDictBase | Values) -> None:
         for in_key, out_key in pairs:
-            out[out_key] = self._carried(root, out_key) + self._read(out, in_key)
+            out[out_key] = self._carried(root, out_key) + self._reward(out, in_key)
+
+    def _reward(self, out: TensorDictBase | Values, key: NestedKey) -> Any:
+        """The reward of each step; of an answer whose tokens have one each, their sum."""
+        if isinstance(out, LazyStackedTensorDict) and self.parent is not None and self.parent.has_token_rewards:
+            return summed_reward(out, key, 1)
+        return self._read(out, key)
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""

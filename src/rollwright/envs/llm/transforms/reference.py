@@ -113,6 +113,8 @@ class KLRewardTransform(Transform):
 
     .. math:: r' = r - c \sum_{t \in \text{response}} \left(\log \pi(a_t) - \log \pi_\text{ref}(a_t)\right)
 
+    Where rewards are of tokens, it is taken off that of the last one.
+
     The sum is an unbiased estimate of the Kullback-Leibler divergence of the policy from the reference where responses
     are sampled from the policy. It is written, too: ``kl_penalty``, float32 ``[*batch, 1]``, 0 after a reset.
 
@@ -168,7 +170,7 @@ class KLRewardTransform(Transform):
     def _penalised(self, td: TensorDictBase, divergence: torch.Tensor) -> TensorDictBase:
         td.set(self.kl_key, divergence)
         if self.add_to_reward:
-            td.set("reward", td.get("reward") - self.coef * divergence)
+            _take_off(td, self.coef * divergence)
         return td
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
@@ -185,6 +187,21 @@ class KLRewardTransform(Transform):
         spec = observation_spec.clone()
         spec.set(self.kl_key, Unbounded((*spec.shape, 1), device=spec.device))
         return spec
+
+
+def _take_off(td: TensorDictBase, penalty: torch.Tensor) -> None:
+    """Take a penalty ``[*batch, 1]`` off the reward; off that of the last token, where each has one."""
+    if isinstance(td, LazyStackedTensorDict):
+        for row, own in zip(td.unbind(0), penalty.unbind(0), strict=True):
+            _take_off(row, own)
+        return
+    reward = td.get("reward")
+    if reward.ndim == penalty.ndim:
+        td.set("reward", reward - penalty)
+    elif reward.shape[td.batch_dims]:
+        reward = reward.clone()
+        reward.select(td.batch_dims, -1).sub_(penalty)
+        td.set("reward", reward)
 
 
 def _entry(row: TensorDictBase, key: NestedKey) -> torch.Tensor | None:
