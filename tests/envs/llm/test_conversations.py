@@ -503,6 +503,23 @@ def test_an_environment_may_be_async_and_reward_each_token(make: Any) -> None:
     assert ask(conversations, "b").reward.tolist() == [0.0, 0.5, 3.0]
 
 
+@pytest.mark.parametrize("mode", ["history", "text"])
+def test_an_empty_reply_is_a_message_or_the_end(make: Any, mode: Any) -> None:
+    class Silent:
+        def __init__(self, row: Any) -> None:
+            self.turns = 0
+
+        def reply(self, messages: Any) -> Any:
+            self.turns += 1
+            return "", 0.0, self.turns == 2
+
+    conversations = make(prompts=PromptFormat(mode), dialogue=Dialogue(Silent))
+    conversations.open(0)
+    first, second = ask(conversations, "a"), ask(conversations, "b")
+    assert [list(first.messages), first.terminated] == [[{"role": "user", "content": ""}], False]
+    assert [list(second.messages), second.terminated] == [[], True]
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -512,7 +529,8 @@ def test_an_environment_may_be_async_and_reward_each_token(make: Any) -> None:
         (("more", "1.0", False), "returned the reward '1.0', expected a number"),
         (("more", torch.ones(2), False), "returned 2 rewards for the 3 tokens of the answer"),
         (("more", torch.tensor([0.0, 1.0, float("inf")]), False), "returned NaN or infinity among the rewards"),
-        (("", 0.0, False), "returned no message and done=False"),
+        ((None, 0.0, False), "returned the messages None and done=False.* Return done=True .*, or a message"),
+        (([], 0.0, False), r"returned the messages \[\] and done=False"),
         (([3], 0.0, False), r"returned the messages \[3\]"),
         (None, "raised ZeroDivisionError: division by zero"),
         (3600, "took longer than 0.2 seconds. Make it faster"),

@@ -229,6 +229,22 @@ def test_a_group_is_rewarded_where_it_steps_together_and_an_error_where_it_canno
         apart.rollout(3, break_when_any_done=False)
 
 
+@pytest.mark.parametrize(("mode", "added"), [("history", "<|im_start|>user\n<|im_end|>\n"), ("text", "")])
+def test_an_empty_reply_is_a_message_without_content(mode: Any, added: str) -> None:
+    class Silent(Until):
+        def reply(self, messages: Any) -> Any:
+            return "", 0.0, False
+
+    env = chat(environment=Silent, input_mode=mode)
+    td = env.reset()
+    td["text", "response"] = ["a", "b"]
+    after = env.step(td)["next"]
+    assert not after["done"].any()
+    prompt = after["text", "prompt"][0]
+    assert (added in prompt) if added else prompt == td["text", "prompt"][0] + "a"
+    env.close()
+
+
 class PerToken(Until):
     def reply(self, messages: Any) -> Any:
         return "", torch.ones(3), True

@@ -41,8 +41,9 @@ class Environment(Protocol):
             messages: of the conversation so far; with texts or tokens as prompts, of what followed the prompt.
 
         Returns:
-            Messages (a string is one of a user, a mapping one message; none where it is over), the reward of the turn
-            (a number, or float32 ``[response]``, one for each token), and whether the conversation is over.
+            Messages (a string is one of a user, a mapping one message), the reward of the turn (a number, or float32
+            ``[response]``, one for each token), and whether the conversation is over. None, or no messages, where it
+            is over; else ``""`` is a message without content.
         """
 
 
@@ -103,7 +104,7 @@ def as_reply(returned: Any) -> Reply:
         raise ValueError(f"returned {_shown(returned)}, expected (messages, reward, done)")
     messages, reward, done = returned
     if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}] if messages else []
+        messages = [{"role": "user", "content": messages}] if messages or not done else []
     elif isinstance(messages, Mapping):
         messages = [messages]
     elif messages is None:
@@ -114,7 +115,10 @@ def as_reply(returned: Any) -> Reply:
         )
     done = bool(done)
     if not done and not messages:
-        raise ValueError("returned no message and done=False, so that nothing follows the answer")
+        raise ValueError(
+            f"returned the messages {_shown(returned[0])} and done=False, so that nothing follows the answer. Return "
+            "done=True where the conversation is over, or a message ('' is one without content)"
+        )
     if isinstance(reward, torch.Tensor) and reward.ndim == 1:
         reward = reward.detach().to("cpu", torch.float32)
         if not bool(reward.isfinite().all()):
