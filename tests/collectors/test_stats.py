@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollwright.collectors import MultiSyncCollector
 from rollwright.envs import GymEnv, SerialEnv
 from rollwright.testing.mocking_classes import CountingEnv, MultiKeyCountingEnv, NestedCountingEnv
 
@@ -177,3 +178,13 @@ def test_the_rate_is_that_of_this_run_after_a_restore(make):
     second.next()
     assert second.stats()["frames"] == 10**9 + 10
     assert second.stats()["frames_per_second"] < 10**6
+
+
+def test_the_entry_of_workers_may_be_left_out(make):
+    collector = make(ENVS["cartpole"], frames_per_batch=20, total_frames=40)
+    next(iter(collector))
+    assert collector.stats(workers=False).keys() == collector.stats(workers=True).keys() == collector.stats().keys()
+    many = make([ENVS["cartpole"]] * 2, frames_per_batch=20, total_frames=20, cls=MultiSyncCollector)
+    assert {"workers"} == many.stats(workers=True).keys() - many.stats(workers=False).keys()
+    assert len(many.stats()["workers"]) == 2
+    assert many.stats(workers=False)["workers_alive"] == 2

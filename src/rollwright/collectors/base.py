@@ -150,8 +150,12 @@ class BaseCollector(Reachable, ABC):
         """Go on from a saved state."""
 
     @abstractmethod
-    def stats(self) -> dict[str, Any]:
-        """A snapshot of counts, rates and episodes that ``json.dumps`` takes."""
+    def stats(self, *, workers: bool = True) -> dict[str, Any]:
+        """A snapshot of counts, rates and episodes that ``json.dumps`` takes.
+
+        Args:
+            workers: with an entry ``workers``, for each of them; without workers there is none.
+        """
 
     # Weights ----------------------------------------------------------------------------------
 

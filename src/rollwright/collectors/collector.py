@@ -488,8 +488,11 @@ class Collector(BaseCollector):
 
     # Observation ------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, workers: bool = True) -> dict[str, Any]:
         """Counts, rates and episodes; ``json.dumps`` takes it.
+
+        Args:
+            workers: of collectors with workers; here it changes nothing.
 
         Returns:
             ``frames``, ``batches`` (delivered), ``total_frames``, ``total_batches`` (None without an end),

@@ -483,8 +483,11 @@ class MultiCollector(BaseCollector):
 
     # Observation ------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, workers: bool = True) -> dict[str, Any]:
         """Counts, rates and episodes of all workers; ``json.dumps`` takes it. At any time, from any thread.
+
+        Args:
+            workers: False: leave out the entry ``workers``.
 
         Returns:
             What :meth:`Collector.stats` has, summed up, and ``workers`` (for each: ``index``, ``alive``, ``pid``,
@@ -496,8 +499,11 @@ class MultiCollector(BaseCollector):
         """
         buffer = self.options.replay_buffer
         written = {} if buffer is None else {"write_count": getattr(buffer, "write_count", None)}
+        found = merged_stats(self._group, self._schedule, self._counts, self._weights.version)
+        if not workers:
+            del found["workers"]
         return {
-            **merged_stats(self._group, self._schedule, self._counts, self._weights.version),
+            **found,
             "total_frames": None if math.isinf(self.total_frames) else int(self.total_frames),
             "completed": self.completed,
             **written,

@@ -126,12 +126,12 @@ class MultiLLMCollector(MultiCollector):
             state["queue"] = self._backlog.state_dict()
         return state
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, workers: bool = True) -> dict[str, Any]:
         """See :meth:`MultiCollector.stats`; with a queue, ``write_count`` counts the turns that were put.
 
         Complete conversations that no batch was made of yet count as undelivered.
         """
-        found, backlog = super().stats(), self._backlog
+        found, backlog = super().stats(workers=workers), self._backlog
         held = dict.fromkeys(origin for turns in self._schedule.trajectories_held for origin in _origins(turns))
         if held:
             found["conversations_undelivered"] += len(held)
