@@ -64,7 +64,8 @@ def check_transport(
         **limits: of :class:`~rollwright.testing.transports.trial.TransportSettings`, such as ``limit_s``.
 
     Raises:
-        AssertionError: a check failed; the message gives what was expected and what came.
+        AssertionError: a check failed; the message gives what was expected and what came. What a collector raises where
+            no error is expected passes through; its note names the check, too.
         ValueError: a name is that of no check.
 
     Example:

@@ -153,7 +153,7 @@ def asynchronous(trial: Trial) -> None:
     expect(sizes == [20] * (total // 20), f"expected {total // 20} batches of 20 frames, got {sizes}")
     idents = [batch["observation"][..., of.IDENT].unique().numel() for batch in batches]
     expect(idents == [1] * len(batches), f"expected each batch to be of one worker, got {idents}")
-    of.whole_trajectories(batches)
+    of.no_episode_missing(of.whole_trajectories(batches))
 
 
 def counts(trial: Trial) -> None:
@@ -188,6 +188,7 @@ def trajectories(trial: Trial) -> None:
             numbers[:-1] == [4] * (len(numbers) - 1) and numbers[-1] <= 4, f"expected 4 in each batch, got {numbers}"
         )
         found = of.whole_trajectories(batches, ended=True)
+        of.no_episode_missing(found)
         stepped, least = sum(batch.numel() for batch in batches), total - 13 * (trial.num_workers + 4)
         expect(stepped >= least, f"{kind}: of {total} frames, {stepped} were delivered in {len(found)} trajectories")
 
@@ -220,18 +221,18 @@ def backpressure(trial: Trial) -> None:
     envs = of.factories(trial.num_workers)
     collector = trial.collector("async", envs, of.constant(), each=each, total_frames=total)
     batches = [collector.next().clone()]
+    most = each * (1 + 2 * trial.num_workers)
     stepped, since = -1, time.monotonic()
     while time.monotonic() < since + _STILL_S:
         now = sum(worker["frames"] for worker in collector.stats()["workers"])
         if now != stepped:
             stepped, since = now, time.monotonic()
+        expect(stepped <= most, f"one batch was taken: expected at most {most} frames to be stepped, got {stepped}")
         time.sleep(0.05)
-    most = each * (1 + 2 * trial.num_workers)
-    expect(stepped <= most, f"one batch was taken: expected at most {most} frames to be stepped, got {stepped}")
     batches += [batch.clone() for batch in collector]
     found = sum(batch.numel() for batch in batches)
     expect(found == total, f"expected {total} frames, got {found}")
-    of.whole_trajectories(batches)
+    of.no_episode_missing(of.whole_trajectories(batches))
 
 
 DATA_CHECKS: dict[str, Callable[[Trial], None]] = {

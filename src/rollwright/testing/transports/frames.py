@@ -30,6 +30,7 @@ __all__ = [
     "factories",
     "flat",
     "images",
+    "no_episode_missing",
     "numbered",
     "sampling",
     "several",
@@ -272,3 +273,22 @@ def whole_trajectories(batches: Iterable[TensorDictBase], *, ended: bool = False
         expect(not ended or bool(done[-1]), f"trajectory {number} has no end")
         sources[source], found[number] = number, frames[rows]
     return found
+
+
+def no_episode_missing(trajectories: dict[int, TensorDictBase]) -> None:
+    """Test that the episodes of each environment follow one another.
+
+    Args:
+        trajectories: see :func:`whole_trajectories`.
+
+    Raises:
+        AssertionError: one is missing between two others.
+    """
+    episodes: dict[tuple[float, ...], list[int]] = {}
+    for trajectory in trajectories.values():
+        ident, life, episode = trajectory["observation"][0, :STEP].tolist()
+        episodes.setdefault((ident, life), []).append(int(episode))
+    for (ident, _), found in episodes.items():
+        found.sort()
+        wanted = list(range(found[0], found[0] + len(found)))
+        expect(found == wanted, f"environment {ident:g}: expected each episode once, got {found}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import traceback
@@ -81,7 +82,8 @@ class Trial:
         """End all collectors, which ends the waits for them."""
         self.expired = "".join(traceback.format_stack(_frame_of(self._thread))[-4:])
         for collector in self._made:
-            collector.shutdown(timeout=1.0, raise_on_error=False)
+            with contextlib.suppress(Exception):  # the transport may be broken in any way; the check has failed anyhow
+                collector.shutdown(timeout=1.0, raise_on_error=False)
 
     def collector(self, kind: str, envs: list[Any], policy: Any, *, each: int, **options: Any) -> Any:
         """A collector over the transport.

@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
     from rollwright.collectors.workers.transports.transport import Transport
 
-__all__ = ["BACKENDS", "check_backend", "known_backend", "num_workers_of", "shares_memory", "transport_of"]
+__all__ = [
+    "BACKENDS",
+    "check_backend",
+    "known_backend",
+    "num_workers_of",
+    "register_backend",
+    "shares_memory",
+    "transport_of",
+]
 
 BACKENDS = {
     "process": "rollwright.collectors.workers.transports.local",
@@ -20,6 +28,34 @@ BACKENDS = {
     "tcp": "rollwright.collectors.workers.remote.tcp",
 }
 """By name, the module: it has ``Options``, a dataclass or None, and ``transport(options, own, num_workers)``."""
+
+
+def register_backend(name: str, module: str) -> None:
+    """Let ``backend=name`` start workers in a way of your own.
+
+    Args:
+        name: of the backend.
+        module: dotted name of the module that has it; it is imported when the backend is used. It has ``Options``, a
+            dataclass of what ``backend_options`` may hold, with ``num_workers_per_collector`` among it, or None for
+            workers that share memory with the collector and take no options; and ``transport(options, own,
+            num_workers)``, which returns a :class:`~rollwright.collectors.workers.transports.transport.Transport`.
+
+    Raises:
+        ValueError: another module has that name.
+        TypeError: one of the two is no text.
+
+    Example:
+        >>> register_backend("my_cluster", "my_package.transport")
+        >>> known_backend("backend", "my_cluster")
+        'my_cluster'
+        >>> del BACKENDS["my_cluster"]
+    """
+    for argument, value in {"name": name, "module": module}.items():
+        if not isinstance(value, str) or not value:
+            raise TypeError(f"{argument}: expected a text, got {type(value).__name__}: {value!r}.")
+    if name == "direct" or BACKENDS.get(name, module) != module:
+        raise ValueError(f"name: {name!r} is {BACKENDS.get(name, 'no workers at all')}. Pass another one.")
+    BACKENDS[name] = module
 
 
 def known_backend(name: str, value: object) -> object:
