@@ -407,7 +407,7 @@ class IgnoresTheDead(Fault):
         first = inner.filenos()[:1]
         inner.filenos = lambda: first
         inner.take = taken
-        inner.wait = lambda timeout_s: False if inner.alive or not self.closed(inner) else True
+        inner.wait = lambda timeout_s: not inner.alive and self.closed(inner)
         return inner
 
     def closed(self, inner):

@@ -96,7 +96,7 @@ def test_wrong_arguments(wrong):
 
 
 def test_a_name_is_registered_once():
-    with pytest.raises(ValueError, match="name: 'tcp' is rollwright.*Pass another one"):
+    with pytest.raises(ValueError, match=r"name: 'tcp' is rollwright.*Pass another one"):
         register_backend("tcp", "mine")
     with pytest.raises(ValueError, match="'direct' is no workers at all"):
         register_backend("direct", "mine")

@@ -15,6 +15,8 @@ from rollwright.collectors import MultiAsyncCollector, MultiSyncCollector
 
 __all__ = ["TransportSettings", "Trial"]
 
+_END_S = 20.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransportSettings:
@@ -71,8 +73,10 @@ class Trial:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.cancel()
+        self._timer.join(_END_S)
         for collector in self._made:
-            collector.shutdown(raise_on_error=False)
+            with contextlib.suppress(Exception) if self.expired else contextlib.nullcontext():
+                collector.shutdown(raise_on_error=False)
         if self.expired is not None:
             raise AssertionError(
                 f"expected the check to end within {self.settings.limit_s:g} s, and it was waiting:\n{self.expired}"
