@@ -207,6 +207,7 @@ class MultiCollector(BaseCollector):
 
     def _make_lock(self) -> None:
         self._taking = threading.Lock()  # a batch: of threads that iterate, one at a time
+        self._ending = threading.RLock()
 
     def reset_after_fork(self) -> None:
         """In a forked child: whatever is asked here is refused, and there is nothing to shut down."""
@@ -363,6 +364,11 @@ class MultiCollector(BaseCollector):
         """
         if self._ended or not hasattr(self, "_group"):
             return
+        with self._ending:  # several threads may call this at once
+            if not self._ended:
+                self._shutdown(timeout, close_env=close_env, raise_on_error=raise_on_error)
+
+    def _shutdown(self, timeout: float | None, *, close_env: bool, raise_on_error: bool) -> None:
         self.closed = True
         background: WorkersBackground | None = getattr(
             self, "_background", None

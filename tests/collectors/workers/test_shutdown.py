@@ -467,3 +467,20 @@ def test_a_control_c_while_it_waits_leaves_a_collector_that_shuts_down(make, tmp
     begun = time.monotonic()
     collector.shutdown(timeout=0.5, raise_on_error=False)
     assert time.monotonic() - begun < patient(0.5 + BOUND_S)
+
+
+@pytest.mark.parametrize("backend", ["process", "tcp"])
+def test_several_threads_at_once(make, backend):
+    collector = make("async", makers(2, step_s=0.2), gain(), frames_per_batch=20, backend=backend)
+    errors = []
+
+    def end():
+        errors.append(heard(collector.shutdown, Exception))
+
+    threads = [threading.Thread(target=end) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patient(20))
+    assert errors == [None] * 3
+    assert processes.left_behind() == []
