@@ -471,8 +471,11 @@ def test_a_control_c_while_it_waits_leaves_a_collector_that_shuts_down(make, tmp
 
 @pytest.mark.parametrize("backend", ["process", "tcp"])
 def test_several_threads_at_once(make, backend):
-    collector = make("async", makers(2, step_s=0.2), gain(), frames_per_batch=20, backend=backend)
+    collector = make("async", makers(2, step_s=0.5), gain(), frames_per_batch=20, backend=backend)
     errors = []
+    waiting = threading.Thread(target=heard, args=(collector.next, RuntimeError))
+    waiting.start()
+    assert wait_until(lambda: collector.stats()["workers"][0]["state"] == "collecting")
 
     def end():
         errors.append(heard(collector.shutdown, Exception))
@@ -480,7 +483,7 @@ def test_several_threads_at_once(make, backend):
     threads = [threading.Thread(target=end) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for thread in threads:
+    for thread in (*threads, waiting):
         thread.join(patient(20))
     assert errors == [None] * 3
     assert processes.left_behind() == []
