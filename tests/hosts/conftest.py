@@ -1,0 +1,131 @@
+"""Hosts for tests, where they can be made."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from functools import cache, partial
+
+import pytest
+from tests.hosts.namespaces import Network, why_not
+from tests.patience import patient
+
+from rollwright.collectors import MultiAsyncCollector, MultiSyncCollector
+from rollwright.testing.transports import frames as of
+
+SECRET, PORT = "a secret of tests, long enough", 29400
+why_not_once = cache(why_not)
+
+
+class Site:
+    """A learner on the first host of a network, and groups of workers on others."""
+
+    def __init__(self, network):
+        self.network = network
+        self.learner, *self.hosts = network.hosts
+        self.address = f"{self.learner.address}:{PORT}"
+        self.collector = None
+        self.joined = {}
+
+    def join(self, host):
+        """Start a group there."""
+        self.joined[host.name] = host.join(self.address, SECRET)
+
+    def build(self, kind, *, per=2, host_timeout=30.0, envs=None, policy=None, hosts=None, **options):
+        """A collector with a group on each host."""
+        hosts = self.hosts if hosts is None else hosts
+        given = {"launcher": "join", "address": self.address, "secret": SECRET}
+        given |= {"num_workers_per_collector": per, "host_timeout": host_timeout}
+        envs = of.factories(per * len(hosts), step_s=2e-3) if envs is None else envs
+        options["frames_per_batch"] = options.pop("each", 20) * (len(envs) if kind == "sync" else 1)
+        for host in hosts:
+            self.join(host)
+        made = MultiSyncCollector if kind == "sync" else MultiAsyncCollector
+        policy = of.constant() if policy is None and "policy_factory" not in options else policy
+        with self.learner.entered():
+            self.collector = made(envs, policy, backend="tcp", backend_options=given, **options)
+        return self.collector
+
+    def workers_on(self, host):
+        """Indices of the workers that run there."""
+        here = set(host.processes())
+        return [worker["index"] for worker in self.collector.stats()["workers"] if worker["pid"] in here]
+
+
+@pytest.fixture
+def site():
+    """``site(num_hosts)``: so many hosts, and one for the learner."""
+    if (why := why_not_once()) is not None:
+        pytest.skip(why)
+    made = []
+
+    def build(num_hosts=2):
+        network = Network(1 + num_hosts)
+        network.__enter__()
+        made.append(Site(network))
+        return made[-1]
+
+    yield build
+    for each in made:
+        try:
+            if each.collector is not None:
+                each.collector.shutdown(raise_on_error=False)
+        finally:
+            each.network.close()
+
+
+class Run:
+    """Takes batches of a collector, and keeps them, and how long each took.
+
+    Attributes:
+        batches: copies.
+        longest_s: that one took.
+    """
+
+    def __init__(self, collector):
+        self.collector, self.batches, self.longest_s = collector, [], 0.0
+
+    def take(self, until):
+        """Take batches until a condition holds; the last one came when it did."""
+        limit = time.monotonic() + patient(60.0)
+        while not until():
+            assert time.monotonic() < limit
+            begun = time.monotonic()
+            batch = self.collector.next()
+            self.longest_s = max(self.longest_s, time.monotonic() - begun)
+            self.batches.append(batch.clone())
+
+    def take_some(self, count=5):
+        """Take so many."""
+        wanted = len(self.batches) + count
+        self.take(lambda: len(self.batches) >= wanted)
+
+
+@pytest.fixture
+def run():
+    """``run(collector)``."""
+    return Run
+
+
+@pytest.fixture
+def later():
+    """``later(seconds, function, ...)``: call it in a thread; at the end of the test it was called."""
+    timers = []
+
+    def start(seconds, function, *arguments):
+        timers.append(threading.Timer(seconds, partial(function, *arguments)))
+        timers[-1].start()
+        return timers[-1]
+
+    yield start
+    for timer in timers:
+        timer.join()
+
+
+@pytest.fixture
+def replacing():
+    """Inside of it, warnings that a worker is replaced are no errors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*It is replaced", RuntimeWarning)
+        yield

@@ -1,0 +1,199 @@
+"""Backend "tcp" over hosts of their own: collect, publish, cut, cut for long, kill, heal, add."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from functools import partial
+
+import pytest
+import torch
+from tests.hosts.namespaces import Network, why_not
+from tests.patience import patient
+
+from rollwright.errors import WorkerError
+from rollwright.testing.transports import frames as of
+from rollwright.testing.transports.frames import VERSION
+
+KINDS = ["sync", "async"]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("replacing")]
+
+
+def ended(site, host, limit_s=10.0):
+    """Whether the group on a host ends by itself, with all of its processes."""
+    try:
+        site.joined[host.name].wait(patient(limit_s))
+    except subprocess.TimeoutExpired:
+        return False
+    until = time.monotonic() + patient(5.0)
+    while host.processes() and time.monotonic() < until:
+        time.sleep(0.05)
+    return not host.processes()
+
+
+def test_hosts_collect_and_take_weights(site):
+    site = site(2)
+    collector = site.build("sync", policy=of.constant(0.0), track_policy_version=True)
+    on = [site.workers_on(host) for host in site.hosts]
+    assert sorted(on) == [[0, 1], [2, 3]]
+    for version in range(3):
+        batch = collector.next()
+        assert batch[VERSION].unique().tolist() == [version]
+        assert batch["action"].unique().tolist() == [float(version)]
+        collector.update_policy_weights_(of.constant(version + 1.0))
+    with pytest.raises(WorkerError, match="worker 0 on host[12].*no_such"):
+        collector.map_fn("no_such")
+    collector.shutdown()
+    assert all(ended(site, host) for host in site.hosts)
+    assert [joined.returncode for joined in site.joined.values()] == [0, 0]
+
+
+CUTS = [pytest.param(1.5, 8.0, id="1.5 s"), pytest.param(10.0, 20.0, id="10 s", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("cut_s", "most_s"), CUTS)
+def test_a_short_cut_costs_time_only(site, run, later, kind, cut_s, most_s):
+    site = site(2)
+    run = run(site.build(kind, policy=of.constant(0.0), track_policy_version=True))
+    run.take_some()
+    host = site.hosts[0]
+    host.cut()
+    healed = later(cut_s, host.heal)
+    run.collector.update_policy_weights_(of.constant(1.0))
+    run.take(lambda: not healed.is_alive())
+    mine = set(site.workers_on(host))
+    came = len(run.batches)
+    run.take(lambda: any(mine & set(batch["observation"][..., 0].flatten().tolist()) for batch in run.batches[came:]))
+    run.take_some()
+    print(f"\n{kind}, cut of {cut_s:g} s: longest wait {run.longest_s:.1f} s, {len(run.batches)} batches")
+    assert run.collector.stats()["restarts"] == 0
+    of.no_episode_missing(of.whole_trajectories(run.batches))
+    assert run.longest_s < max(most_s, patient(most_s) if cut_s < 10 else 0.0)
+    assert run.batches[-1][VERSION].unique().tolist() == [1]
+
+
+def test_a_long_cut_is_an_error_that_names_the_host(site, run):
+    site = site(2)
+    run = run(site.build("async", host_timeout=2.0))
+    run.take_some()
+    host = site.hosts[1]
+    lost = site.workers_on(host)
+    host.cut()
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker \d on host2 was lost: host2 .*host_timeout=2 s") as caught:
+        run.take(lambda: False)
+    assert time.monotonic() - begun < patient(2.0 + 5.0)
+    assert caught.value.worker in lost
+    assert ended(site, host)  # it finds out by itself
+    of.no_episode_missing(of.whole_trajectories(run.batches))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("trajectories", [False, True], ids=["frames", "trajectories"])
+def test_another_host_takes_the_place_of_one_that_is_cut_off(site, run, kind, trajectories):
+    """And what the former one has collected meanwhile is not delivered when it comes back."""
+    site = site(2)
+    options = {"trajs_per_batch": 3, "traj_format": "cat"} if trajectories else {}
+    options |= {"on_worker_failure": "restart", "restart_delay": 0.0}
+    run = run(site.build(kind, host_timeout=2.0, **options))
+    run.take_some()
+    former = site.hosts[0]
+    workers, frozen = site.workers_on(former), set(former.processes())
+    former.cut()
+    added = site.network.add()
+    site.join(added)  # which is refused as long as there is no room, and so comes when there is
+    begun = time.monotonic()
+    while site.workers_on(added) != workers:
+        if site.joined[added.name].poll() is not None:
+            site.joined[added.name].communicate()
+            site.join(added)
+        run.take_some(1)
+    took_s = time.monotonic() - begun
+    former.heal()
+    run.take_some(10)
+    print(f"\nreplaced after {took_s:.1f} s")
+    assert ended(site, former)
+    assert not frozen & set(former.processes())
+    of.whole_trajectories(run.batches, ended=trajectories)
+    assert run.collector.stats()["workers_alive"] == 4
+    assert run.collector.next() is not None
+
+
+def test_a_host_that_loses_power_is_an_error(site, run):
+    site = site(2)
+    run = run(site.build("sync", host_timeout=2.0))
+    run.take_some()
+    site.hosts[0].power_off()
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match="on host1 was lost: host1 has given no sign"):
+        run.take(lambda: False)
+    assert time.monotonic() - begun < patient(2.0 + 5.0)
+
+
+def test_a_group_that_is_killed_is_an_error_at_once(site, run):
+    site = site(2)
+    run = run(site.build("async", host_timeout=60.0))
+    run.take_some()
+    site.hosts[0].kill_all()
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match="on host1 was lost: host1 has hung up"):
+        run.take(lambda: False)
+    assert time.monotonic() - begun < patient(2.0)
+
+
+def test_hosts_end_when_the_learner_is_cut_off(site, run):
+    site = site(2)
+    run = run(site.build("async", host_timeout=2.0))
+    run.take_some()
+    site.learner.cut()
+    assert all(ended(site, host, 15.0) for host in site.hosts)
+
+
+SIZES = [pytest.param(2, id="8 MB"), pytest.param(25, id="100 MB", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("num_weights", SIZES)
+def test_weights_cross_the_network_once_for_each_host(site, num_weights):
+    """8 workers in 2 groups; and no step acts with a mixture."""
+    site = site(2)
+    size = 1_000_000
+    collector = site.build(
+        "sync",
+        per=4,
+        each=2,
+        policy_factory=partial(of.uniform, num_weights, size),
+        track_policy_version=True,
+        start_timeout=patient(60.0),
+    )
+    policy = of.uniform(num_weights, size)
+    collector.next()
+    num_bytes = 4 * num_weights * size
+    for version in (1, 2):
+        before = site.learner.num_bytes()[0]
+        policy.module.fill(version)
+        collector.update_policy_weights_(policy)
+        batch = collector.next()
+        low, high, tag = (batch[key].flatten().long() for key in ("low", "high", VERSION))
+        assert torch.equal(low, high)
+        assert torch.equal(low, tag)
+        assert tag.unique().tolist() == [version]
+        sent = site.learner.num_bytes()[0] - before
+        print(f"\n{num_bytes / 1e6:g} MB of weights to 8 workers: {sent / 1e6:.1f} MB on the line")
+        assert 2 * num_bytes < sent < 2.2 * num_bytes
+
+
+def test_a_network_is_gone_whatever_happens():
+    if (why := why_not()) is not None:
+        pytest.skip(why)
+    made = []
+
+    def fail():
+        with Network(2) as network:
+            made.extend([*network.hosts, *(host.start("sleep", "100") for host in network.hosts)])
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fail()
+    assert all(process.poll() is not None for process in made[2:])
+    assert all(host._keeper.poll() is not None for host in made[:2])
