@@ -41,7 +41,7 @@ def test_hosts_collect_and_take_weights(site):
         assert batch[VERSION].unique().tolist() == [version]
         assert batch["action"].unique().tolist() == [float(version)]
         collector.update_policy_weights_(of.constant(version + 1.0))
-    with pytest.raises(WorkerError, match="worker 0 on host[12].*no_such"):
+    with pytest.raises(WorkerError, match=r"worker 0 on host[12].*no_such"):
         collector.map_fn("no_such")
     collector.shutdown()
     assert all(ended(site, host) for host in site.hosts)

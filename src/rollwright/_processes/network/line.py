@@ -7,6 +7,7 @@ import pickle
 import select
 import socket
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,12 +16,14 @@ from typing import Any
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.forks import on_fork
+from rollwright._processes.network.carrier import Carrier, CarrierFailed
 
 __all__ = ["Line", "Pieces"]
 
 Pieces = Sequence[memoryview]
 
 _WORD = 8
+_BESIDE = 1 << 63  # in the size of a piece that the carrier brings
 _MOST_AT_ONCE = 256  # pieces that one call of the system takes
 _READ_AT_ONCE = 1 << 28  # bytes that one read takes in before others have their turn
 _IDLE_S, _PROBE_S = 5, 5  # of the system's own probes of a silent connection
@@ -32,8 +35,13 @@ class Line:
     There is no thread behind it, and nothing here waits. A piece is sent from where it lies, and must not change before
     :attr:`behind` is False; it is received into the memory that :meth:`read` is given for it.
 
+    With a carrier, large pieces go by that. A message is handed on when all of its pieces are in, and later ones wait.
+
     Args:
         end: a connected socket.
+
+    Attributes:
+        heard_at: when anything arrived last, or the carrier has moved anything, by ``time.monotonic()``.
 
     Example:
         >>> mine, theirs = (Line(end) for end in socket.socketpair())
@@ -61,9 +69,13 @@ class Line:
             weakref.finalize(self, close).atexit = False
         self._unsent: deque[memoryview] = deque()
         self._waits_for_room = False
-        self.num_bytes_behind = 0
+        self._num_bytes_unsent = 0
+        self._carrier: Carrier | None = None
+        self._is_listening = True
+        self.heard_at, self._num_bytes_done = time.monotonic(), 0
         self._message: Any = None
         self._missing: deque[memoryview] = deque()
+        self._numbers: dict[bool, list[int]] = {}  # of the pieces that are received, beside the socket and over it
         self._expect_size()
         self._sending = threading.RLock()
         on_fork(self)
@@ -71,7 +83,14 @@ class Line:
     def reset_after_fork(self) -> None:
         """The connection is the parent's; it ends with that, whatever becomes of this process."""
         self._sending = threading.RLock()
+        if self._carrier is not None:
+            self._carrier.reset_after_fork()
         self.close()
+
+    def use(self, carrier: Carrier) -> None:
+        """Have large pieces moved by a carrier, which this line closes; to be called before the other end uses its."""
+        self._carrier = carrier
+        self._poll.register(carrier.fileno(), select.EPOLLIN)
 
     def fileno(self) -> int:
         """Ready to be read when :meth:`read` has something to do, which may be to send; -1: closed."""
@@ -84,6 +103,15 @@ class Line:
             name = self._socket.getpeername()
             return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "this machine"
         return "unknown"
+
+    @property
+    def hosts(self) -> tuple[str, str]:
+        """Addresses of this end's machine and of the other's, without ports, as this connection has them.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        return self._socket.getsockname()[0], self._socket.getpeername()[0]
 
     def give_up_after(self, silence_s: float) -> None:
         """Have the system count the other end as gone when it acknowledges nothing for so long."""
@@ -100,7 +128,12 @@ class Line:
                     self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def close(self) -> None:
-        """Hang up: the other end reads what was sent, and then ``ChannelClosed``. May be called again."""
+        """Hang up: the other end reads what was sent, and then ``ChannelClosed``. May be called again.
+
+        What the carrier was to move is given up.
+        """
+        if self._carrier is not None:
+            self._carrier.close()
         self._poll.close()
         self._socket.close()
         self._unsent.clear()
@@ -114,18 +147,35 @@ class Line:
             ChannelClosed: the other end is gone.
         """
         body = pickle.dumps(message, 5)
-        words = (len(body), len(pieces), *(piece.nbytes for piece in pieces))
-        head = b"".join(word.to_bytes(_WORD, "little") for word in words)
+        sizes = [piece.nbytes for piece in pieces]
+        least = self._least_beside()
+        marked = (size | _BESIDE if least is not None and size >= least else size for size in sizes)
+        head = b"".join(word.to_bytes(_WORD, "little") for word in (len(body), len(pieces), *marked))
+        beside = [piece for piece in pieces if least is not None and piece.nbytes >= least]
+        own = [piece.cast("B") for piece in pieces if piece.nbytes and (least is None or piece.nbytes < least)]
         with uninterrupted, self._sending:
             self._unsent.append(memoryview(head + body))
-            self._unsent.extend(piece.cast("B") for piece in pieces if piece.nbytes)
-            self.num_bytes_behind += len(head) + len(body) + sum(piece.nbytes for piece in pieces)
+            self._unsent.extend(own)
+            self._num_bytes_unsent += len(head) + len(body) + sum(map(len, own))
+            if beside and self._carrier is not None:
+                self._carrier.send(beside)
             self._push()
+
+    def _least_beside(self) -> int | None:
+        """Bytes of the smallest piece that goes by the carrier; None: none does."""
+        if self._carrier is None or not self._carrier.is_connected:
+            return None
+        return max(1, self._carrier.min_bytes)
 
     @property
     def behind(self) -> bool:
         """Whether something was posted that is not on its way yet."""
-        return bool(self._unsent)
+        return bool(self._unsent) or (self._carrier is not None and self._carrier.num_bytes_unsent > 0)
+
+    @property
+    def num_bytes_behind(self) -> int:
+        """How much of what was posted is not on its way yet."""
+        return self._num_bytes_unsent + (0 if self._carrier is None else self._carrier.num_bytes_unsent)
 
     def _push(self) -> None:
         try:
@@ -139,10 +189,14 @@ class Line:
             raise ChannelClosed("the other end is gone") from error
         if self._waits_for_room is not bool(self._unsent):
             self._waits_for_room = bool(self._unsent)
-            self._poll.modify(self._socket.fileno(), select.EPOLLIN | (select.EPOLLOUT if self._waits_for_room else 0))
+            self._await_socket()
+
+    def _await_socket(self) -> None:
+        reads = select.EPOLLIN if self._is_listening else 0
+        self._poll.modify(self._socket.fileno(), reads | (select.EPOLLOUT if self._waits_for_room else 0))
 
     def _sent(self, count: int) -> None:
-        self.num_bytes_behind -= count
+        self._num_bytes_unsent -= count
         while count:
             first = self._unsent[0]
             if count < len(first):
@@ -164,14 +218,17 @@ class Line:
 
         Raises:
             ChannelClosed: the other end is gone, and all that it had sent was taken in.
+            CarrierFailed: the carrier has failed over pieces that were to be sent or received.
         """
         if self._unsent:
             with uninterrupted, self._sending:
                 self._push()
+        if self._carrier is not None:
+            self._read_carrier(self._carrier)
         left = _READ_AT_ONCE
         with uninterrupted:
             while left > 0:
-                if not self._missing and not self._advance(place, received):
+                if not self._missing and (self._is_kept_waiting() or not self._advance(place, received)):
                     return
                 while self._missing:
                     count = self._receive()
@@ -179,19 +236,43 @@ class Line:
                         return
                     left -= count
 
+    def _read_carrier(self, carrier: Carrier) -> None:
+        carrier.read()
+        if carrier.num_bytes_done != self._num_bytes_done:
+            self.heard_at, self._num_bytes_done = time.monotonic(), carrier.num_bytes_done
+
+    def _is_kept_waiting(self) -> bool:
+        """Whether the carrier has pieces of the message outstanding; the socket is not listened to meanwhile."""
+        waits = self._stage == 2 and self._carrier is not None and self._carrier.is_receiving
+        if waits is self._is_listening:
+            self._is_listening = not waits
+            self._await_socket()
+        if waits and self._is_gone():
+            raise ChannelClosed("the other end is gone")
+        return waits
+
+    def _is_gone(self) -> bool:
+        poll = select.poll()
+        poll.register(self._socket.fileno(), 0)  # the end of a connection is always reported
+        return bool(poll.poll(0))
+
     def divert(self, is_meant: Callable[[Any, int], bool]) -> None:
         """Put pieces of the message that is being received elsewhere, as far as they are to come: their place is gone.
 
         Args:
             is_meant: takes the message and the number of a piece; whether it is one of those.
         """
-        if self._message is None:
+        message = self._message
+        if message is None:
             return
-        numbers = [number for number, piece in enumerate(self._pieces) if piece.nbytes]
+        numbers = self._numbers[False]
         missing = zip(numbers[len(numbers) - len(self._missing) :], self._missing, strict=True)
         self._missing = deque(
-            memoryview(bytearray(len(view))) if is_meant(self._message, number) else view for number, view in missing
+            memoryview(bytearray(len(view))) if is_meant(message, number) else view for number, view in missing
         )
+        beside = self._numbers[True]
+        if self._carrier is not None and self._carrier.is_receiving and any(is_meant(message, n) for n in beside):
+            self._carrier.divert(lambda index: is_meant(message, beside[index]))
 
     def _receive(self) -> int | None:
         """Read into what is missing; None: nothing has arrived."""
@@ -207,6 +288,7 @@ class Line:
             raise ChannelClosed("the other end is gone") from error
         if not count:
             raise ChannelClosed("the other end is gone")
+        self.heard_at = time.monotonic()
         left = count
         while left:
             first = self._missing[0]
@@ -216,6 +298,11 @@ class Line:
             left -= len(first)
             self._missing.popleft()
         return count
+
+    def _receive_beside(self, pieces: Pieces) -> None:
+        if self._carrier is None:
+            raise CarrierFailed("pieces of a message were sent by a carrier, and this end has none")
+        self._carrier.receive(pieces)
 
     def _expect_size(self) -> None:
         self._head = bytearray(2 * _WORD)
@@ -232,10 +319,17 @@ class Line:
             self._missing = deque(memoryview(part) for part in (self._sizes, self._body) if part)
             self._stage = 1
         elif self._stage == 1:
-            message, sizes = pickle.loads(self._body), _words(self._sizes)
+            message, words = pickle.loads(self._body), _words(self._sizes)
+            sizes = [word & ~_BESIDE for word in words]
             self._pieces = list(place(message, sizes)) if sizes else []
             self._message = message
-            self._missing = deque(piece.cast("B") for piece in self._pieces if piece.nbytes)
+            self._numbers = {
+                is_beside: [i for i, word in enumerate(words) if bool(word & _BESIDE) is is_beside and sizes[i]]
+                for is_beside in (False, True)
+            }
+            self._missing = deque(self._pieces[number].cast("B") for number in self._numbers[False])
+            if self._numbers[True]:
+                self._receive_beside([self._pieces[number] for number in self._numbers[True]])
             self._stage = 2
         else:
             message, pieces = self._message, self._pieces

@@ -1,0 +1,291 @@
+"""PairCarrier: moves pieces of messages over a torch.distributed process group of two."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollwright._processes.exits import ExitStage, call_at_exit
+from rollwright._processes.network.carrier import CarrierFailed
+
+__all__ = ["PairCarrier"]
+
+_CHUNK = 1 << 23  # bytes that are moved by one operation
+_AT_ONCE = 4  # operations that are begun before the first has ended
+_TAG, _ABORT_TAG = 0, 1
+_NO_LIMIT = timedelta(days=30)  # of a send: it waits until the other end takes it, as long as the line is open
+_DIVERT_S = 0.5
+_EXIT_S = 1.0  # for all threads, when this process ends
+_leaked: list[Any] = []  # groups of a parent, in forked children: their threads are not there, and ending them hangs
+
+
+class PairCarrier:
+    """One end of a pair; see :class:`~rollwright._processes.network.carrier.Carrier`.
+
+    Operations of a process group wait, so there is a thread for each direction; one of them connects before. Memory is
+    sent from where it lies and received to where it is to lie, in chunks of 8 MiB.
+
+    Args:
+        connect: makes the process group of two; may wait.
+        rank: of this end, 0 or 1.
+        name: of the kind of group, for messages.
+        limit_s: for each chunk to arrive once it was announced.
+        min_bytes: pieces of fewer bytes are left to the socket.
+        staging: device that memory is copied to before it is sent, and received on; None: it is sent from where it is.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        rank: int,
+        *,
+        name: str = "gloo",
+        limit_s: float = 30.0,
+        min_bytes: int = 1 << 15,
+        staging: torch.device | None = None,
+    ) -> None:
+        self.min_bytes, self.num_bytes_done = min_bytes, 0
+        self._connect, self._other, self._name = connect, 1 - rank, name
+        self._staging = staging
+        self._group: Any = None
+        self._failure: str | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._out = _Direction(_NO_LIMIT)
+        self._in = _Direction(timedelta(seconds=limit_s))
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._bell).atexit = False
+        self._threads = [
+            threading.Thread(target=run, name=f"rollwright-{name}", daemon=True) for run in (self._first, self._send)
+        ]
+        _living.add(self)
+        call_at_exit(_close_all, ExitStage.THREADS)
+        self._threads[0].start()
+
+    # For the line -------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """See :class:`Carrier`."""
+        return self._bell
+
+    def read(self) -> None:
+        """See :class:`Carrier`."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        if self._failure is not None and (self._group is None or self.is_receiving or self.num_bytes_unsent):
+            raise CarrierFailed(self._failure)
+
+    @property
+    def is_connected(self) -> bool:
+        """See :class:`Carrier`."""
+        return self._group is not None
+
+    def send(self, pieces: Sequence[memoryview]) -> None:
+        """See :class:`Carrier`."""
+        self._add(self._out, pieces)
+
+    @property
+    def num_bytes_unsent(self) -> int:
+        """See :class:`Carrier`."""
+        return self._out.num_bytes
+
+    def receive(self, pieces: Sequence[memoryview]) -> None:
+        """See :class:`Carrier`."""
+        self._add(self._in, pieces)
+
+    @property
+    def is_receiving(self) -> bool:
+        """See :class:`Carrier`."""
+        return self._in.num_bytes > 0
+
+    def divert(self, is_meant: Callable[[int], bool]) -> None:
+        """See :class:`Carrier`."""
+        until = time.monotonic() + _DIVERT_S
+        with self._changed:
+            self._in.waiting = deque(
+                (number, memoryview(bytearray(len(chunk))) if is_meant(number) else chunk)
+                for number, chunk in self._in.waiting
+            )
+            begun = self._in.num_begun
+            while self._failure is None and self._in.num_ended < begun and (left_s := until - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            stuck = self._failure is None and self._in.num_ended < begun
+        if stuck:
+            self._fail(f"{self._name}: memory was taken away while nothing more arrived in it")
+            self._abort()
+
+    def close(self) -> None:
+        """See :class:`Carrier`."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._fail(f"{self._name}: this end was closed")
+        self._abort()
+
+    def reset_after_fork(self) -> None:
+        """See :class:`Carrier`."""
+        _leaked.extend((self._group, *self._out.begun, *self._in.begun))
+        for kept in _leaked:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # even at the end of the interpreter
+        self._closed, self._failure, self._threads = True, f"{self._name}: it belongs to the parent of this process", []
+        self._changed = threading.Condition()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the threads of a closed end have ended; whether they have."""
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # Threads ------------------------------------------------------------------------------------------
+
+    def _add(self, direction: _Direction, pieces: Sequence[memoryview]) -> None:
+        with self._changed:
+            for number, piece in enumerate(pieces):
+                memory = piece.cast("B")
+                direction.waiting += [(number, memory[at : at + _CHUNK]) for at in range(0, len(memory), _CHUNK)]
+                direction.num_bytes += len(memory)
+            self._changed.notify_all()
+        if self._failure is not None:
+            self._ring()
+
+    def _first(self) -> None:
+        try:
+            group = self._connect()
+        except Exception as error:
+            self._fail(f"{self._name}: the pair could not be connected: {_brief(error)}")
+            return
+        with self._changed:
+            self._group = group
+            if not self._closed:
+                self._threads[1].start()
+        if self._closed:
+            self._abort()
+            return
+        self._ring()
+        self._serve(self._in, self._begin_receive)
+
+    def _send(self) -> None:
+        self._serve(self._out, self._begin_send)
+
+    def _serve(self, direction: _Direction, begin: Callable[[memoryview], _Operation]) -> None:
+        """Begin what waits, and wait for what was begun, in order."""
+        try:
+            while True:
+                with self._changed:
+                    while not (direction.waiting or direction.begun or self._failure is not None):
+                        self._changed.wait()
+                    chunks = direction.take(_AT_ONCE) if self._failure is None else []
+                direction.begun += [begin(chunk) for chunk in chunks]
+                if not direction.begun:
+                    return
+                first = direction.begun.popleft()
+                first.wait(direction.limit)
+                with self._changed:
+                    direction.num_ended += 1
+                    direction.num_bytes -= first.num_bytes
+                    self.num_bytes_done += first.num_bytes
+                    self._changed.notify_all()
+                self._ring()
+        except Exception as error:
+            self._fail(f"{self._name}: {_brief(error)}")
+        finally:
+            direction.begun.clear()  # the memory is nobody's any more
+
+    def _begin_send(self, chunk: memoryview) -> _Operation:
+        memory = _tensor_over(chunk)
+        staged = memory if self._staging is None else memory.to(self._staging)
+        return _Operation(self._group.send([staged], self._other, _TAG), chunk, None)
+
+    def _begin_receive(self, chunk: memoryview) -> _Operation:
+        memory = _tensor_over(chunk)
+        staged = memory if self._staging is None else torch.empty_like(memory, device=self._staging)
+        copy = None if self._staging is None else lambda: memory.copy_(staged)
+        return _Operation(self._group.recv([staged], self._other, _TAG), chunk, copy)
+
+    def _fail(self, why: str) -> None:
+        with self._changed:
+            self._failure = self._failure or why
+            self._changed.notify_all()
+        self._ring()
+
+    def _abort(self) -> None:
+        """End all operations: one that misses its limit closes the pair; there is no other call for that."""
+        if self._group is not None:
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], self._other, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._bell, 1)
+
+
+class _Direction:
+    """What is to be sent, or received."""
+
+    def __init__(self, limit: timedelta) -> None:
+        self.limit = limit
+        self.waiting: deque[tuple[int, memoryview]] = deque()  # number of the piece, part of it
+        self.begun: deque[_Operation] = deque()  # of the thread
+        self.num_bytes, self.num_begun, self.num_ended = 0, 0, 0
+
+    def take(self, most: int) -> list[memoryview]:
+        """Chunks to begin with, so that so many are on their way."""
+        count = min(len(self.waiting), most - len(self.begun))
+        self.num_begun += count
+        return [self.waiting.popleft()[1] for _ in range(count)]
+
+
+class _Operation:
+    """A chunk that is being sent or received."""
+
+    def __init__(self, work: Any, chunk: memoryview, then: Callable[[], object] | None) -> None:
+        self._work, self._chunk, self._then = work, chunk, then
+        self.num_bytes = len(chunk)
+
+    def wait(self, limit: timedelta) -> None:
+        """Until it has ended."""
+        self._work.wait(limit)
+        if self._then is not None:
+            self._then()
+
+
+_living: weakref.WeakSet[PairCarrier] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Threads that are in the middle of an operation when the interpreter ends would make it abort."""
+    living = list(_living)
+    for carrier in living:
+        carrier.close()
+    until = time.monotonic() + _EXIT_S
+    for carrier in living:
+        carrier.join(max(0.0, until - time.monotonic()))
+
+
+def _tensor_over(memory: memoryview) -> torch.Tensor:
+    """The bytes of memory as a tensor, without a copy; the caller keeps the memory."""
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    return torch.frombuffer((ctypes.c_uint8 * len(memory)).from_address(address), dtype=torch.uint8)
+
+
+def _brief(error: Exception) -> str:
+    """What an error of torch says, without its place in the source and its advice."""
+    text = str(error).partition("\n")[0]
+    if text.startswith("["):
+        text = text.partition("] ")[2]
+    return text.partition(". This is typically")[0]
