@@ -65,6 +65,3 @@ class Carrier(Protocol):
 
     def close(self) -> None:
         """Give up what is to be sent and received: no memory is written or read any more. May be called again."""
-
-    def reset_after_fork(self) -> None:
-        """In a forked child: forget the connection, which is the parent's."""

@@ -83,8 +83,7 @@ class Line:
     def reset_after_fork(self) -> None:
         """The connection is the parent's; it ends with that, whatever becomes of this process."""
         self._sending = threading.RLock()
-        if self._carrier is not None:
-            self._carrier.reset_after_fork()
+        self._carrier = None  # it is reset by itself
         self.close()
 
     def use(self, carrier: Carrier) -> None:

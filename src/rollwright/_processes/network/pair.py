@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from rollwright._processes.exits import ExitStage, call_at_exit
+from rollwright._processes.forks import on_fork
 from rollwright._processes.network.carrier import CarrierFailed
 
 __all__ = ["PairCarrier"]
@@ -27,7 +28,6 @@ _TAG, _ABORT_TAG = 0, 1
 _NO_LIMIT = timedelta(days=30)  # of a send: it waits until the other end takes it, as long as the line is open
 _DIVERT_S = 0.5
 _EXIT_S = 1.0  # for all threads, when this process ends
-_leaked: list[Any] = []  # groups of a parent, in forked children: their threads are not there, and ending them hangs
 
 
 class PairCarrier:
@@ -70,6 +70,7 @@ class PairCarrier:
             threading.Thread(target=run, name=f"rollwright-{name}", daemon=True) for run in (self._first, self._send)
         ]
         _living.add(self)
+        on_fork(self)
         call_at_exit(_close_all, ExitStage.THREADS)
         self._threads[0].start()
 
@@ -134,12 +135,16 @@ class PairCarrier:
             self._changed.notify_all()
         self._fail(f"{self._name}: this end was closed")
         self._abort()
+        self._group = None  # whose threads end with it
 
     def reset_after_fork(self) -> None:
-        """See :class:`Carrier`."""
-        _leaked.extend((self._group, *self._out.begun, *self._in.begun))
-        for kept in _leaked:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # even at the end of the interpreter
+        """In a forked child: forget the pair, which is the parent's.
+
+        Its threads are not there, and to end it would hang: it is kept, even at the end of the interpreter.
+        """
+        for kept in (self._group, *self._out.begun, *self._in.begun):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        self._group = None
         self._closed, self._failure, self._threads = True, f"{self._name}: it belongs to the parent of this process", []
         self._changed = threading.Condition()
 
@@ -175,6 +180,7 @@ class PairCarrier:
                 self._threads[1].start()
         if self._closed:
             self._abort()
+            self._group = None
             return
         self._ring()
         self._serve(self._in, self._begin_receive)
