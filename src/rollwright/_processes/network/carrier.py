@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-__all__ = ["Carrier", "CarrierFailed"]
+__all__ = ["Carrier", "CarrierFailed", "CarrierOffer", "Carriers"]
 
 
 class CarrierFailed(ConnectionError):
@@ -65,3 +65,29 @@ class Carrier(Protocol):
 
     def close(self) -> None:
         """Give up what is to be sent and received: no memory is written or read any more. May be called again."""
+
+
+class CarrierOffer(Protocol):
+    """What the other end of a line needs for its carrier; it is pickled."""
+
+    def open(self, hosts: tuple[str, str]) -> Carrier:
+        """Connect the other end; nothing waits.
+
+        Args:
+            hosts: addresses of that end's machine and of the collector's, as the line has them.
+        """
+
+
+class Carriers(Protocol):
+    """Makes the carriers of a collector's lines. Nothing here waits but :meth:`close`."""
+
+    def open(self, group: int, hosts: tuple[str, str]) -> tuple[Carrier, CarrierOffer]:
+        """A carrier to a group that has joined, and what that needs for its own.
+
+        Args:
+            group: its index.
+            hosts: addresses of this end's machine and of the group's, as the line has them.
+        """
+
+    def close(self) -> None:
+        """End what is beside the carriers, which are closed."""

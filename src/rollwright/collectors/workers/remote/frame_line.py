@@ -31,6 +31,11 @@ class FrameLine:
         """Whether something was sent that is not on its way yet."""
         return self._line.behind
 
+    @property
+    def heard_at(self) -> float:
+        """When something has arrived last, by ``time.monotonic()``."""
+        return self._line.heard_at
+
     def queue(self, frame: Any, pieces: Pieces = ()) -> None:
         """Have a frame sent by the next :meth:`push`."""
         self._queued.append((frame, pieces))

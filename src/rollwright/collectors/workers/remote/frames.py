@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.network.carrier import CarrierOffer
 
 __all__ = ["Beat", "Begin", "End", "Ended", "FromWorker", "Launch", "Publish", "Started", "ToWorker"]
 
@@ -22,6 +23,7 @@ class Begin(NamedTuple):
         silence_s: after which the collector counts as gone, when its machine does not answer either.
         num_threads: that torch uses in each worker; None: the cores of the machine, shared out.
         import_paths: where modules are looked for, after the group's own.
+        carrier: what the group needs to move large pieces beside the line; None: all go by the line.
     """
 
     num_workers: int
@@ -30,6 +32,7 @@ class Begin(NamedTuple):
     silence_s: float
     num_threads: int | None
     import_paths: tuple[str, ...]
+    carrier: CarrierOffer | None = None
 
 
 class Launch(NamedTuple):

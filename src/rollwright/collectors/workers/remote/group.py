@@ -20,6 +20,7 @@ from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child
 from rollwright._processes.connection import ExitReason
 from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.network.carrier import CarrierFailed
 from rollwright._processes.network.line import Line
 from rollwright._processes.pool import Answer, Pool
 from rollwright.collectors.workers import messages as say
@@ -78,9 +79,14 @@ class RemoteGroup:
                 if not self._holding.left_s():
                     self._holding.pushed()
                     self._line.push()
-        except ChannelClosed:
+        except (ChannelClosed, CarrierFailed) as error:
+            if isinstance(error, CarrierFailed):
+                with contextlib.suppress(ChannelClosed):
+                    self._line.send_alone(ExceptionInfo.of(error))
             until = time.monotonic() + _END_S
             self._pool.end(lambda: until, hang_up=True)
+            if isinstance(error, CarrierFailed):
+                raise
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -233,6 +239,8 @@ def serve_collector(line: Line) -> None:
         else:
             ends.give_up_after(frame.silence_s)
             sys.path.extend(path for path in frame.import_paths if path not in sys.path)
+            if frame.carrier is not None:
+                line.use(frame.carrier.open(line.hosts))
             group.append(RemoteGroup(ends, frame))
 
     try:

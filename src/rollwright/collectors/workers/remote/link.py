@@ -14,6 +14,7 @@ import torch
 
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.network.carrier import CarrierFailed
 from rollwright._processes.network.line import Line, Pieces
 from rollwright._processes.pickling import dumps
 from rollwright.collectors.workers.remote import frames
@@ -87,10 +88,14 @@ class Link:
             if self._line is None:
                 if now - self._began > self._start_timeout:
                     self.lose(f"within start_timeout={self._start_timeout:g} s")
-            elif now - self._heard > self._host_timeout:
+            elif now - self._heard_at() > self._host_timeout:
                 self.read()  # this process may have been busy
-                if self.lost is None and time.monotonic() - self._heard > self._host_timeout:
+                if self.lost is None and time.monotonic() - self._heard_at() > self._host_timeout:
                     self.lose(f"has given no sign for host_timeout={self._host_timeout:g} s")
+
+    def _heard_at(self) -> float:
+        """When the last sign came: a message, or some of one that takes long."""
+        return self._heard if self._line is None else max(self._heard, self._line.heard_at)
 
     def lose(self, how: str, failure: ExceptionInfo | None = None) -> None:
         """The group is gone, with all of its workers."""
@@ -163,6 +168,8 @@ class Link:
                 self._line.push()
             except ChannelClosed:
                 self.lose("has hung up")
+            except CarrierFailed as error:
+                self.lose(f"has hung up, or its second connection has failed ({error})")
 
     def _place(self, frame: Any, sizes: Sequence[int]) -> list[memoryview]:
         self._heard = time.monotonic()

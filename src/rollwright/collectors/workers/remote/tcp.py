@@ -17,7 +17,7 @@ from rollwright.collectors.workers.remote.transport import RemoteTransport
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
 
-__all__ = ["SECRET", "Options", "parse_address", "transport"]
+__all__ = ["SECRET", "Options", "checked_address", "checked_secret", "parse_address", "transport"]
 
 SECRET = "ROLLWRIGHT_SECRET"
 """The environment variable that holds the secret of a run."""
@@ -37,12 +37,22 @@ def parse_address(name: str, value: object) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _checked_address(name: str, value: object) -> object:
+def checked_address(name: str, value: object) -> object:
+    """Check an address, for a declared option.
+
+    Raises:
+        ValueError: it is none.
+    """
     parse_address(name, value)
     return value
 
 
-def _checked_secret(name: str, value: object) -> object:
+def checked_secret(name: str, value: object) -> object:
+    """Check a secret, for a declared option.
+
+    Raises:
+        ValueError: it is none, or too short.
+    """
     if not isinstance(value, str) or len(value) < 16:
         raise ValueError(
             f"{name}: expected a text of at least 16 characters that nobody can guess, got {type(value).__name__}"
@@ -65,8 +75,8 @@ class Options(RemoteOptions):
     """
 
     launcher: Literal["mp", "join"] = "mp"
-    address: Annotated[str, Check(_checked_address)] = "127.0.0.1:0"
-    secret: Annotated[str | None, Check(_checked_secret)] = None
+    address: Annotated[str, Check(checked_address)] = "127.0.0.1:0"
+    secret: Annotated[str | None, Check(checked_secret)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,6 +16,7 @@ from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.connection import Connection
 from rollwright._processes.forks import on_fork
+from rollwright._processes.network.carrier import Carriers
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake
 from rollwright._processes.network.line import Line
 from rollwright._processes.network.reader import BackgroundReader
@@ -46,6 +47,7 @@ class RemoteTransport:
         start_timeout: seconds for a group to join.
         step_timeout: of a worker's step: signs of life come often enough to see it; None: no limit.
         num_threads: of each worker; None: the cores of its machine, shared out.
+        carriers: make what moves large memory beside the lines, given the address; None: the lines do.
 
     Attributes:
         address: where it listens.
@@ -64,6 +66,7 @@ class RemoteTransport:
         start_timeout: float = 120.0,
         step_timeout: float | None = None,
         num_threads: int | None = None,
+        carriers: Callable[[tuple[str, int]], Carriers] | None = None,
     ) -> None:
         self._per_group, self._launcher, self._secret = per_group, launcher, secret
         self._timeouts = {"host_timeout": host_timeout, "start_timeout": start_timeout}
@@ -86,6 +89,7 @@ class RemoteTransport:
         on_fork(self)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._watch(self._socket.fileno(), self._accept)
+        self._carriers = None if carriers is None else carriers(self.address)
         self._reader = BackgroundReader(self._poll.fileno(), self._take_in)
 
     def reset_after_fork(self) -> None:
@@ -209,10 +213,14 @@ class RemoteTransport:
             return
         del self._pending[fd]
         self._unwatch(fd)
-        line = Line(greeting.accept())
+        line, begin = Line(greeting.accept()), self._begin
         self._watch(line.fileno(), chosen.read)
-        with contextlib.suppress(ChannelClosed):
-            chosen.join(line, str(about.get("name")), self._begin)
+        with contextlib.suppress(ChannelClosed, OSError):  # it has gone again, which the link finds out
+            if self._carriers is not None:
+                carrier, offer = self._carriers.open(chosen.index, line.hosts)
+                line.use(carrier)
+                begin = begin._replace(carrier=offer)
+            chosen.join(line, str(about.get("name")), begin)
 
     def _drop(self, fd: int, why: str) -> None:
         greeting = self._pending.pop(fd)
@@ -234,6 +242,8 @@ class RemoteTransport:
             host.end(_END_S)
         self._hosts.clear()
         self._former.clear()
+        if self._carriers is not None:
+            self._carriers.close()
         self._poll.close()
 
 

@@ -26,6 +26,8 @@ BACKENDS = {
     "process": "rollwright.collectors.workers.transports.local",
     "multiprocessing": "rollwright.collectors.workers.transports.local",
     "tcp": "rollwright.collectors.workers.remote.tcp",
+    "distributed": "rollwright.collectors.workers.remote.distributed",
+    "submitit": "rollwright.collectors.workers.remote.submitit",
 }
 """By name, the module: it has ``Options``, a dataclass or None, and ``transport(options, own, num_workers)``."""
 

@@ -1,0 +1,18 @@
+"""Backend "submitit": as "distributed", with groups of workers in jobs of Slurm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rollwright.collectors.workers.remote import distributed
+from rollwright.collectors.workers.remote.distributed import transport
+
+__all__ = ["Options", "transport"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(distributed.Options):
+    """Options of ``backend="submitit"``: those of ``backend="distributed"`` with ``launcher="submitit"``."""
+
+    launcher: Literal["submitit"] = "submitit"
