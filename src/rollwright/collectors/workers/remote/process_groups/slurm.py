@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import tempfile
 import threading
@@ -43,30 +44,35 @@ class SubmititLauncher:
     def __init__(self, executor: Mapping[str, Any] | None, job: Mapping[str, Any] | None) -> None:
         submitit = require("submitit", extra="submitit", purpose="launcher='submitit'")
         given = dict(executor or {})
-        self._scratch = None if "folder" in given else tempfile.TemporaryDirectory(prefix="rollwright-jobs-")
-        folder = Path(given.pop("folder", None) or self._scratch_name())
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # jobs lie there, with the secret of the run
-        try:
-            self._executor = submitit.AutoExecutor(folder=folder, **given)
-        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-            raise ValueError(f"submitit_kwargs: {error}") from error
-        if self._scratch is not None and self._executor.cluster == "slurm":
+        folder = given.pop("folder", None)
+        if folder is None and given.get("cluster") != "local" and runs_slurm():
             raise ValueError(
                 "submitit_kwargs: jobs of Slurm lie in a folder that all machines see, and none is given. Pass "
                 "submitit_kwargs={'folder': ...}."
             )
+        self._scratch = tempfile.mkdtemp(prefix="rollwright-jobs-") if folder is None else None
+        try:
+            self._executor = self._configured(submitit, Path(folder or self._scratch or ""), given, job)
+        except BaseException:
+            self.close()
+            raise
+        self._submitting = threading.Lock()
+
+    @staticmethod
+    def _configured(submitit: Any, folder: Path, given: dict[str, Any], job: Mapping[str, Any] | None) -> Any:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # jobs lie there, with the secret of the run
+        try:
+            executor = submitit.AutoExecutor(folder=folder, **given)
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+            raise ValueError(f"submitit_kwargs: {error}") from error
         parameters = {"name": "rollwright", **(job or {})}
         if not {"timeout_min", "slurm_time"} & parameters.keys():
             parameters["timeout_min"] = _JOB_MIN
         try:
-            self._executor.update_parameters(**parameters)
+            executor.update_parameters(**parameters)
         except (TypeError, ValueError, NameError, AssertionError) as error:
             raise ValueError(f"slurm_kwargs: {error}") from error
-        self._submitting = threading.Lock()
-
-    def _scratch_name(self) -> str:
-        assert self._scratch is not None
-        return self._scratch.name
+        return executor
 
     def launch(self, group: int, address: tuple[str, int], secret: bytes) -> _Job:
         """See :class:`~rollwright.collectors.workers.remote.launchers.Launcher`."""
@@ -79,7 +85,7 @@ class SubmititLauncher:
     def close(self) -> None:
         """Remove the folder of jobs, if it was made here."""
         if self._scratch is not None:
-            self._scratch.cleanup()
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 class _Job:

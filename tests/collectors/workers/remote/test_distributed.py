@@ -1,0 +1,330 @@
+"""Backend "distributed": batches and weights that move over Gloo pairs are those of local workers."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.collectors.workers.envs import (
+    DONE,
+    EPISODE,
+    IDENT,
+    IDS,
+    STEP,
+    VERSION,
+    gain,
+    makers,
+    pixels,
+    tallies,
+    tally,
+)
+from tests.collectors.workers.processes import gone, num_fds
+from tests.patience import patient
+
+from rollwright import Collector
+from rollwright._processes.network.pair import PairCarrier
+from rollwright.collectors.workers.remote.tcp import SECRET
+from rollwright.errors import WorkerError
+
+KINDS = ["sync", "async"]
+
+
+@pytest.fixture
+def remote(make):
+    """``remote(kind, envs, policy, **options)``: a collector over Gloo pairs, which move even the smallest pieces."""
+
+    def build(kind, *args, per=1, options=None, **others):
+        given = {"num_workers_per_collector": per, "min_bytes": 0, **(options or {})}
+        return make(kind, *args, backend="distributed", backend_options=given, **others)
+
+    return build
+
+
+@pytest.fixture
+def carriers(monkeypatch):
+    """The collector's ends of pairs, as they are made."""
+    made = []
+    real = PairCarrier.__init__
+
+    def init(self, *args, **options):
+        made.append(self)
+        real(self, *args, **options)
+
+    monkeypatch.setattr(PairCarrier, "__init__", init)
+    return made
+
+
+def collect(collector, count=10_000):
+    for _ in range(count):
+        collector.next()
+
+
+def homing(ident=0):
+    env = tally(ident)
+    env.parent = multiprocessing.parent_process().pid
+    return env
+
+
+def hosts(collector):
+    """Processes of groups, by worker."""
+    return [int(number) for number in collector.get_distant_attr("env.parent")]
+
+
+# The same as local workers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"cat_results": 0, "make": tallies}], ids=["stack", "batched, first"])
+@pytest.mark.parametrize("per", [1, 2], ids=["two groups", "one group"])
+def test_synchronous_batches_are_those_of_local_workers(make, remote, carriers, per, options):
+    options = dict(options)
+    env = makers(make=options.pop("make", tally))
+    found = []
+    for build in (make, partial(remote, per=per)):
+        torch.manual_seed(3)
+        collector = build("sync", env, gain(), frames_per_batch=60, total_frames=240, **options)
+        collector.set_seed(5)
+        found.append([batch.clone() for batch in collector])
+        collector.shutdown()
+    assert len(found[0]) == len(found[1]) == 4
+    for local, other in zip(*found, strict=True):
+        assert local.batch_size == other.batch_size
+        for key in local.keys(True, True):
+            left, right = local[key], other[key]
+            if key in ("observation", ("next", "observation")):  # whose instance is a number of a process
+                left, right = ([each[..., i] for i in (IDENT, EPISODE, STEP)] for each in (left, right))
+                left, right = torch.stack(left), torch.stack(right)
+            assert torch.equal(left, right), key
+    assert len(carriers) == 2 // per
+    assert all(carrier.num_bytes_done > 1000 for carrier in carriers)
+
+
+def test_whole_trajectories_arrive(remote):
+    options = {"trajs_per_batch": 3, "traj_format": "cat"}
+    collector = remote("async", makers(2), gain(), frames_per_batch=20, total_frames=400, **options)
+    for batch in collector:
+        for number in batch[IDS].unique():
+            row = batch[batch[IDS] == number]
+            assert row["observation"][:, STEP].tolist() == list(range(len(row)))
+            assert bool(row[DONE][-1])
+
+
+def test_large_frames_arrive_untorn_and_only_over_the_pairs(remote, carriers):
+    collector = remote(
+        "async", [pixels] * 2, None, frames_per_batch=100, total_frames=1000, options={"min_bytes": 1 << 15}
+    )
+    num_bytes = 0
+    for batch in collector:
+        images = batch["observation"]
+        assert bool((images.flatten(1) == images.flatten(1)[:, :1]).all())
+        num_bytes += images.nbytes
+    assert sum(carrier.num_bytes_done for carrier in carriers) >= 0.9 * 2 * num_bytes  # root and next observation
+
+
+@pytest.mark.parametrize("per", [1, 2])
+def test_each_synchronous_batch_acts_with_what_was_published_before(remote, per):
+    collector = remote("sync", makers(2), gain(0.0), per=per, frames_per_batch=20, track_policy_version=True)
+    for version in range(6):
+        batch = collector.next()
+        assert batch[VERSION].unique().tolist() == [version]
+        assert batch["action"].unique().numel() == 1
+        collector.update_policy_weights_(gain(version + 1.0))
+
+
+def test_a_saved_state_goes_on_where_it_was(make, remote):
+    def batches(collector, count):
+        return [collector.next().clone() for _ in range(count)]
+
+    whole = remote("sync", makers(2), gain(), frames_per_batch=40)
+    whole.set_seed(1)
+    batches(whole, 2)
+    state = whole.state_dict()
+    expected = batches(whole, 2)
+    for build in (make, remote):
+        other = build("sync", makers(2), gain(), frames_per_batch=40)
+        other.load_state_dict(state)
+        for left, right in zip(batches(other, 2), expected, strict=True):
+            assert torch.equal(left["observation"][..., STEP], right["observation"][..., STEP])
+            assert torch.equal(left["action"], right["action"])
+
+
+# Faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whose", ["worker", "group"])
+def test_a_kill_is_an_error_soon(remote, whose):
+    collector = remote("async", [partial(homing, i) for i in range(2)], gain(), frames_per_batch=20)
+    collector.next()
+    pid = hosts(collector)[1] if whose == "group" else collector.stats()["workers"][1]["pid"]
+    killed = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"worker 1 .*(hung up|SIGKILL)"):
+        collect(collector)
+    assert time.monotonic() - killed < patient(2.0)
+
+
+def test_a_group_that_dies_is_replaced_and_the_others_do_not_notice(remote, carriers):
+    env = [partial(homing, i) for i in range(2)]
+    collector = remote("async", env, gain(), frames_per_batch=20, on_worker_failure="restart", restart_delay=0.0)
+    collector.next()
+    first, second = hosts(collector)
+    os.kill(first, signal.SIGKILL)
+
+    def go_on():
+        seen = set()
+        while collector.stats()["restarts"] < 1 or collector.stats()["workers_alive"] < 2 or len(seen) < 2:
+            batch = collector.next()
+            if collector.stats()["restarts"]:
+                seen.add(int(batch["observation"][0, IDENT]))
+
+    with pytest.warns(RuntimeWarning, match="was lost"):
+        go_on()
+    found = hosts(collector)
+    assert found[1] == second
+    assert found[0] != first
+    assert len(carriers) == 3
+    assert carriers[1].num_bytes_done > 0
+
+
+def test_a_silent_group_is_given_up(remote):
+    env = [partial(homing, i) for i in range(2)]
+    collector = remote("async", env, gain(), frames_per_batch=20, options={"host_timeout": 2.0}, env_step_timeout=30)
+    collector.next()
+    frozen = hosts(collector)[0]
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerError, match=r"worker 0 on .* was lost: "):
+            collect(collector)
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    collector.shutdown(raise_on_error=False)
+    assert gone([frozen], patient(20.0))
+
+
+def test_a_pair_that_brings_nothing_is_an_error_though_the_line_lives(remote, carriers):
+    collector = remote("sync", makers(1), gain(), frames_per_batch=20, options={"host_timeout": 1.0})
+    collector.next()
+    carriers[0].send = lambda pieces: None  # the group hears of weights that do not come
+    began = time.monotonic()
+    collector.update_policy_weights_(gain(2.0))
+    with pytest.raises(WorkerError, match=r"gloo: .*1000ms"):
+        collect(collector)
+    assert time.monotonic() - began < patient(5.0)
+
+
+def test_a_learner_that_is_busy_for_longer_than_the_limit_loses_nothing(remote):
+    collector = remote(
+        "async", [pixels] * 2, None, frames_per_batch=100, total_frames=800, options={"host_timeout": 1.0}
+    )
+    count = 0
+    for batch in collector:
+        images = batch["observation"]
+        assert bool((images.flatten(1) == images.flatten(1)[:, :1]).all())
+        count += len(batch)
+        if count == 200:
+            time.sleep(3.0)
+    assert count == 800
+
+
+def test_a_pair_that_cannot_be_made_is_an_error_that_says_so(remote, monkeypatch):
+    def refuse(*args, **options):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", refuse)
+    with pytest.raises(WorkerError, match=r"gloo: the pair could not be connected: no such device"):
+        collect(remote("sync", makers(1), gain(), frames_per_batch=20))
+
+
+# The end, and wrong input ------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_behind():
+    def run():
+        env = [partial(homing, i) for i in range(2)]
+        options = {"min_bytes": 0, "interface": "lo"}
+        collector = Collector(
+            env, gain(), frames_per_batch=20, backend="distributed", backend_options=options, sync=True
+        )
+        collector.next()
+        processes = [*(worker["pid"] for worker in collector.stats()["workers"]), *hosts(collector)]
+        collector.shutdown()
+        assert gone(processes)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollwright-gloo")]
+
+    run()  # servers, which stay
+    gc.collect()
+    before, threads = num_fds(), len(os.listdir("/proc/self/task"))
+    run()
+    gc.collect()
+    assert num_fds() <= before
+    assert len(os.listdir("/proc/self/task")) <= threads
+
+
+WRONG = {
+    "unknown option": ({"process_group": "gloo"}, TypeError, "Did you mean 'process_group_backend'"),
+    "unknown kind": ({"process_group_backend": "ucc"}, ValueError, "expected 'gloo' or 'nccl' or 'mpi', got 'ucc'"),
+    "mpi": ({"process_group_backend": "mpi"}, ValueError, "'mpi': .*'gloo'"),
+    "interface": ({"interface": "lo7"}, ValueError, "interface: .*this machine has .*lo.*got 'lo7'"),
+    "launcher": ({"launcher": "slurm"}, ValueError, "launcher: expected 'mp' or 'submitit' or 'torchrun' or 'join'"),
+    "slurm": ({"slurm_kwargs": {}}, ValueError, "slurm_kwargs: is for launcher='submitit', got launcher='mp'"),
+    "no dictionary": (
+        {"launcher": "submitit", "slurm_kwargs": ["gpu"]},
+        TypeError,
+        "slurm_kwargs: expected a dictionary",
+    ),
+    "no secret": ({"launcher": "join"}, ValueError, "secret: launcher='join' needs one.*ROLLWRIGHT_SECRET"),
+    "no torchrun": (
+        {"launcher": "torchrun", "secret": "x" * 16},
+        ValueError,
+        "a program that torchrun has started, and RANK, .* are not set",
+    ),
+    "address": ({"address": "here"}, ValueError, "address: expected 'HOST:PORT'"),
+    "cluster": (
+        {"launcher": "submitit", "submitit_kwargs": {"cluster": "moon"}},
+        ValueError,
+        "submitit_kwargs: .*moon",
+    ),
+    "job": (
+        {"launcher": "submitit", "submitit_kwargs": {"cluster": "local"}, "slurm_kwargs": {"gpus": 1}},
+        ValueError,
+        "slurm_kwargs: .*gpus",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_options_are_refused_at_construction(make, monkeypatch, wrong):
+    for name in (SECRET, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    options, error, message = WRONG[wrong]
+    with pytest.raises(error, match=message):
+        make("sync", makers(2), gain(), frames_per_batch=20, backend="distributed", backend_options=options)
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_nccl_that_this_torch_lacks_is_an_error_that_says_what_it_has(make):
+    options = {"process_group_backend": "nccl"}
+    with pytest.raises(ValueError, match=r"'nccl': torch .* was built without it; it has 'gloo'\. Pass 'gloo'\."):
+        make("sync", makers(2), gain(), frames_per_batch=20, backend="distributed", backend_options=options)
+
+
+def test_more_groups_than_ranks_are_an_error(make, monkeypatch):
+    rank = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", SECRET: "x" * 16}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"num_collectors: expected 2, one for each of the 3 ranks .*got 4"):
+        make(
+            "sync",
+            makers(4),
+            gain(),
+            frames_per_batch=20,
+            backend="distributed",
+            backend_options={"launcher": "torchrun"},
+        )
