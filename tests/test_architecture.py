@@ -35,7 +35,7 @@ LAYERS = """
     rollwright.collectors.base rollwright.collectors.collector rollwright.collectors.collectors\
         rollwright.collectors.factory rollwright.collectors.keywords rollwright.collectors.loggers\
         rollwright.collectors.multi rollwright.collectors.utils
-    rollwright.collectors.evaluation rollwright.collectors.llm
+    rollwright.collectors.clusters rollwright.collectors.evaluation rollwright.collectors.llm
     =rollwright.collectors
     rollwright.testing
     rollwright.cli rollwright._preload rollwright.__main__

@@ -1,5 +1,10 @@
 """Collectors: the loop of policy and environment, and what it delivers."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.collectors import SyncDataCollector
@@ -14,6 +19,10 @@ __all__ = [
     "BaseCollector",
     "Collector",
     "CollectorOptions",
+    "DistributedCollector",
+    "DistributedDataCollector",
+    "DistributedSyncCollector",
+    "DistributedSyncDataCollector",
     "Evaluator",
     "Interruptor",
     "MultiAsyncCollector",
@@ -23,3 +32,23 @@ __all__ = [
     "RandomPolicy",
     "SyncDataCollector",
 ]
+
+if TYPE_CHECKING:
+    from rollwright.collectors.clusters.distributed import (
+        DistributedCollector,
+        DistributedDataCollector,
+        DistributedSyncCollector,
+        DistributedSyncDataCollector,
+    )
+else:
+    _OF_CLUSTERS = {  # by name, the module: imported when it is used
+        "DistributedCollector": "rollwright.collectors.clusters.distributed",
+        "DistributedDataCollector": "rollwright.collectors.clusters.distributed",
+        "DistributedSyncCollector": "rollwright.collectors.clusters.distributed",
+        "DistributedSyncDataCollector": "rollwright.collectors.clusters.distributed",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _OF_CLUSTERS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_OF_CLUSTERS[name]), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollwright.weight_update._scheme import WeightSyncScheme
 from rollwright.weight_update.schemes import (
+    DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
@@ -18,6 +19,7 @@ from rollwright.weight_update.updaters import (
 )
 
 __all__ = [
+    "DistributedWeightSyncScheme",
     "LocalWeightsUpdaterBase",
     "MultiProcessWeightSyncScheme",
     "MultiProcessedWeightUpdater",

@@ -69,7 +69,7 @@ class WeightSyncScheme:
         Args:
             backend: ``"none"`` or ``"direct"``: :class:`NoWeightSyncScheme`; ``"shared"`` or ``"thread"``:
                 :class:`SharedMemWeightSyncScheme`; ``"process"`` or ``"multiprocessing"``:
-                :class:`MultiProcessWeightSyncScheme`.
+                :class:`MultiProcessWeightSyncScheme`; ``"distributed"``: :class:`DistributedWeightSyncScheme`.
             **kwargs: for it.
 
         Raises:

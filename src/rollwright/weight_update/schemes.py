@@ -7,7 +7,12 @@ from typing import ClassVar
 from rollwright.weight_update._scheme import WeightSyncScheme
 from rollwright.weight_update.forms import Strategy
 
-__all__ = ["MultiProcessWeightSyncScheme", "NoWeightSyncScheme", "SharedMemWeightSyncScheme"]
+__all__ = [
+    "DistributedWeightSyncScheme",
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "SharedMemWeightSyncScheme",
+]
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme, backends=("shared", "thread")):
@@ -55,3 +60,18 @@ class NoWeightSyncScheme(WeightSyncScheme, backends=("none", "direct")):
     """Nothing travels: workers act with the weights that they began with, or get them elsewhere."""
 
     sends: ClassVar[bool] = False
+
+
+class DistributedWeightSyncScheme(WeightSyncScheme, backends=("distributed",)):
+    """Weights for groups of workers on other machines: a publication is sent once to each group.
+
+    It is what collectors with ``backend="distributed"`` do without a scheme, too: the collector holds the weights, and
+    its connections to the groups bring them there.
+
+    Args:
+        strategy: see :class:`WeightSyncScheme`.
+
+    Example:
+        >>> WeightSyncScheme.from_backend("distributed")
+        DistributedWeightSyncScheme(strategy='tensordict')
+    """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "transport"]
 
-_LOOPBACK = "127.0.0.1:0"
+_LOOPBACK = "127.0.0.1"
 _log = logging.getLogger("rollwright")
 
 
@@ -33,6 +33,13 @@ def _keywords(name: str, value: Any) -> object:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise TypeError(f"{name}: expected a dictionary of arguments by name, got {type(value).__name__}: {value!r}.")
     return value
+
+
+def _checked_port(name: str, value: object) -> object:
+    checked = whole(0).call(name, value)
+    if isinstance(checked, int) and checked > 65535:
+        raise ValueError(f"{name}: expected a port from 0 to 65535, got {checked}.")
+    return checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,7 @@ class Options(RemoteOptions):
             by ``rollwright join HOST:PORT``.
         address: where the collector listens, ``"HOST:PORT"``, port 0: any that is free; None: at this machine's
             loopback address where all groups are on it, otherwise at the address of its name.
+        port: where it listens, if ``address`` is not given; 0: any that is free.
         secret: that whoever joins has to know; None: the environment variable ``ROLLWRIGHT_SECRET``, or, with launchers
             ``"mp"`` and ``"submitit"``, one that is made up.
         interface: network interface that process groups use, on every machine, such as ``"eth0"``; None: that by which
@@ -62,6 +70,7 @@ class Options(RemoteOptions):
     process_group_backend: Annotated[Kind, Check(check_kind)] = "gloo"
     launcher: Literal["mp", "submitit", "torchrun", "join"] = "mp"
     address: Annotated[str | None, Check(checked_address)] = None
+    port: Annotated[int, Check(_checked_port)] = 0
     secret: Annotated[str | None, Check(checked_secret)] = None
     interface: Annotated[str | None, Check(check_interface)] = None
     min_bytes: Annotated[int, whole(0)] = 1 << 15
@@ -73,6 +82,8 @@ class Options(RemoteOptions):
         for name in ("submitit_kwargs", "slurm_kwargs"):
             if getattr(self, name) is not None and self.launcher != "submitit":
                 raise ValueError(f"{name}: is for launcher='submitit', got launcher={self.launcher!r}. Drop it.")
+        if self.address is not None and self.port:
+            raise ValueError(f"port={self.port}: address={self.address!r} has one. Drop one of the two.")
         if self.launcher in ("join", "torchrun") and self.secret is None and SECRET not in os.environ:
             raise ValueError(
                 f"secret: launcher={self.launcher!r} needs one that all processes know, and neither secret= nor "
@@ -163,12 +174,12 @@ def _launcher(options: Options) -> Launcher:
 def _own_address(options: Options) -> str:
     """Where groups reach this machine."""
     if options.launcher == "torchrun":
-        return f"{Torchrun.here().master}:0"
+        return f"{Torchrun.here().master}:{options.port}"
     if options.launcher == "submitit":
         cluster = (options.submitit_kwargs or {}).get("cluster")
         if cluster == "slurm" or (cluster is None and runs_slurm()):
-            return f"{socket.gethostname()}:0"
-    return _LOOPBACK
+            return f"{socket.gethostname()}:{options.port}"
+    return f"{_LOOPBACK}:{options.port}"
 
 
 def _check_ranks(run: Torchrun, num_groups: int) -> None:
