@@ -70,7 +70,7 @@ class MultiCollector(BaseCollector):
         create_env_fn: makes an environment, in a worker; or a list of such functions, one for each worker.
         policy: as of :class:`Collector`; each worker acts with a copy, see :meth:`update_policy_weights_`.
         backend: where workers run: in processes of this machine (``"process"``, None), or in groups that share nothing
-            with this process, on any machine (``"tcp"``).
+            with this process, on any machine (``"tcp"``) or in actors of a Ray cluster (``"ray"``).
         **options: those of :class:`~rollwright.collectors.workers.options.WorkerOptions` and of
             :class:`~rollwright.collectors.CollectorOptions`. ``frames_per_batch``, ``policy_factory``, devices and
             ``create_env_kwargs`` may be lists, one for each worker.
@@ -108,7 +108,7 @@ class MultiCollector(BaseCollector):
         create_env_fn: EnvMakers,
         policy: Callable[..., Any] | None = None,
         *,
-        backend: Literal["process", "multiprocessing", "tcp", "distributed", "submitit"] | None = None,
+        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "submitit"] | None = None,
         **options: Unpack[MultiKeywords],
     ) -> None:
         self._construct(create_env_fn, policy, {"backend": backend, **options})

@@ -26,6 +26,7 @@ BACKENDS = {
     "process": "rollwright.collectors.workers.transports.local",
     "multiprocessing": "rollwright.collectors.workers.transports.local",
     "tcp": "rollwright.collectors.workers.remote.tcp",
+    "ray": "rollwright.collectors.workers.remote.ray",
     "distributed": "rollwright.collectors.workers.remote.distributed",
     "submitit": "rollwright.collectors.workers.remote.submitit",
 }

@@ -1,0 +1,241 @@
+"""Backend "ray": groups of workers in actors of a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rollwright._options import Check, whole
+from rollwright._processes.network.ray_sessions import RaySession, check_ray_init_config
+from rollwright.collectors.workers.remote.joining import join
+from rollwright.collectors.workers.remote.options import RemoteOptions
+from rollwright.collectors.workers.remote.ray_resources import check_cluster, check_remote_config, configs_of
+from rollwright.collectors.workers.remote.tcp import parse_address
+from rollwright.collectors.workers.remote.transport import RemoteTransport
+
+if TYPE_CHECKING:
+    from rollwright.collectors.workers.options import WorkerOptions
+
+__all__ = ["Options", "RayLauncher", "transport"]
+
+_ANY = ("0.0.0.0", "::")
+_LONGEST = 600  # characters of Ray's own messages
+_log = logging.getLogger("rollwright")
+
+
+def _checked_address(name: str, value: object) -> object:
+    parse_address(name, value)
+    return value
+
+
+def _checked_niceness(name: str, value: object) -> object:
+    checked = whole(-20).call(name, value)
+    if isinstance(checked, int) and checked > 19:
+        raise ValueError(f"{name}: expected an integer from -20 to 19, got {checked}.")
+    return checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RemoteOptions):
+    """Options of ``backend="ray"``, besides those of :class:`RemoteOptions`.
+
+    Attributes:
+        remote_configs: what Ray reserves for the actor of each group, and where it puts it: ``num_cpus`` (None: one for
+            each worker), ``num_gpus``, ``memory`` (bytes), ``resources``, ``accelerator_type``, ``label_selector``,
+            ``scheduling_strategy`` (placement groups, nodes), ``runtime_env``; a dictionary, or a list with one for
+            each group.
+        ray_init_config: arguments of ``ray.init``, which is called if the program has not called it: ``address`` of a
+            cluster, or what a local one has. A local cluster has a CPU for each worker, at least.
+        autoscales: whether the cluster gets further nodes when they are asked for, so that actors may ask for what no
+            node has yet; None: as the cluster says.
+        address: where the collector listens, ``"HOST:PORT"``; None: at this machine's address in the cluster, any port
+            that is free. Host ``0.0.0.0``: all addresses of this machine, of which groups are told that one.
+        niceness: of the groups and their workers; None: that of Ray's actors, which is 15. A smaller one needs the
+            right to it (root, ``CAP_SYS_NICE``) where they run; without it, that is logged there.
+    """
+
+    remote_configs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, Check(check_remote_config)] = None
+    ray_init_config: Annotated[Mapping[str, Any] | None, Check(check_ray_init_config)] = None
+    autoscales: bool | None = None
+    address: Annotated[str | None, Check(_checked_address)] = None
+    niceness: Annotated[int | None, Check(_checked_niceness)] = None
+
+
+def transport(options: Options, own: WorkerOptions, num_workers: int) -> RemoteTransport:
+    """Connect to Ray, listen, and start actors as workers are asked for.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        TypeError, ValueError: an option does not fit the number of groups, or no node has what actors ask for.
+        ConnectionError: no cluster answers.
+        OSError: the address cannot be listened at.
+    """
+    per_group = options.num_workers_per_collector
+    workers_of_groups = [min(per_group, num_workers - first) for first in range(0, num_workers, per_group)]
+    configs = configs_of(options.remote_configs, workers_of_groups)
+    num_cpus = sum(float(config["num_cpus"]) for config in configs)
+    session = RaySession(options.ray_init_config, num_cpus=num_cpus, purpose="backend='ray'")
+    try:
+        launcher = RayLauncher(session, configs, join_group, niceness=options.niceness)
+        check_cluster(session, configs, grows=options.autoscales)
+        return _RayTransport(session, launcher, options, own, num_workers)
+    except BaseException:
+        session.close()
+        raise
+
+
+class _RayTransport(RemoteTransport):
+    """Groups in actors, and the session with their cluster."""
+
+    def __init__(
+        self, session: RaySession, launcher: RayLauncher, options: Options, own: WorkerOptions, num_workers: int
+    ) -> None:
+        self._session = session
+        host, port = parse_address("address", options.address or f"{session.node_ip}:0")
+        try:
+            super().__init__(
+                num_workers,
+                options.num_workers_per_collector,
+                launcher,
+                secret=secrets.token_hex(32).encode(),
+                address=(host, port),
+                host_timeout=options.host_timeout,
+                start_timeout=own.start_timeout,
+                step_timeout=own.env_step_timeout,
+                num_threads=own.num_sub_threads,
+            )
+        except OSError as error:
+            why = (
+                f"backend_options['address']: cannot listen at {host}:{port}: {error.strerror}. Pass an address of this "
+                "machine that the nodes of the cluster reach, such as '0.0.0.0:0'."
+            )
+            raise OSError(error.errno, why) from error
+
+    def close(self) -> None:
+        """See :class:`~rollwright.collectors.workers.transports.transport.Transport`."""
+        super().close()
+        self._session.close()
+
+
+class RayLauncher:
+    """Starts an actor for each group; see :class:`~rollwright.collectors.workers.remote.launchers.Launcher`.
+
+    Args:
+        session: with the cluster.
+        configs: options of each group's actor.
+        serve: what the actor runs: a function of address, secret and group.
+        niceness: of the actors; None: Ray's.
+
+    Raises:
+        TypeError, ValueError: Ray does not take an option.
+    """
+
+    def __init__(
+        self, session: RaySession, configs: Sequence[Mapping[str, Any]], serve: Any, *, niceness: int | None = None
+    ) -> None:
+        self._ray, self._session = session.ray, session
+        actor = session.ray.remote(GroupActor)
+        try:
+            self._actors = [actor.options(**config) for config in configs]
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"remote_configs: {error}") from error
+        self._serve, self._niceness = serve, niceness
+        self._hosts: dict[int, _RayHost] = {}
+
+    def launch(self, group: int, address: tuple[str, int], secret: bytes) -> _RayHost:
+        """See :class:`Launcher`."""
+        host, port = address
+        reached = (self._session.node_ip if host in _ANY else host, port)
+        before = self._hosts.get(group)
+        args = (self._serve, reached, secret, group, self._niceness)
+        made = self._hosts[group] = _RayHost(self._ray, self._actors[group], args, before)
+        return made
+
+
+class _RayHost:
+    """An actor; it is started in a thread, since Ray may keep one waiting when its head node is busy or gone.
+
+    Args:
+        ray: the module.
+        actor: its class, with options.
+        args: of its method.
+        before: the one in whose place it is, which is ended first: it may hold what Ray is to reserve.
+    """
+
+    def __init__(self, ray: Any, actor: Any, args: tuple[Any, ...], before: _RayHost | None) -> None:
+        self._ray, self._before = ray, before
+        self._handle: Any = None
+        self._how: str | None = None
+        self._wanted, self._over = True, threading.Event()
+        threading.Thread(target=self._run, args=(actor, args), name="rollwright-ray", daemon=True).start()
+
+    def _run(self, actor: Any, args: tuple[Any, ...]) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before.kill()
+        try:
+            handle = self._handle = actor.remote()
+            future = handle.run.remote(*args).future()
+        except Exception as error:  # whatever Ray raises
+            self._end(f"could not be started: {type(error).__name__}: {error}"[:_LONGEST])
+            return
+        future.add_done_callback(lambda done: self._end(_how_it_ended(done.exception())))
+        if not self._wanted:
+            self.kill()
+
+    def _end(self, how: str) -> None:
+        self._how = self._how or how
+        self._over.set()
+
+    def how_it_ended(self) -> str | None:
+        """See :class:`Host`."""
+        return self._how
+
+    def end(self, timeout_s: float) -> None:
+        """See :class:`Host`."""
+        self._wanted = False
+        self._over.wait(timeout_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the actor at once."""
+        self._wanted = False
+        handle, self._handle = self._handle, None
+        if handle is not None and self._ray.is_initialized():
+            with contextlib.suppress(Exception):  # it is gone, or Ray is
+                self._ray.kill(handle)
+
+
+def _how_it_ended(error: BaseException | None) -> str:
+    if error is None:
+        return "has ended"
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, Exception):  # what the method raised
+        return f"has failed: {type(cause).__name__}: {cause}"[:_LONGEST]
+    lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
+    return f"has ended with its Ray actor: {type(error).__name__}: {' '.join(lines)}"[:_LONGEST]
+
+
+class GroupActor:
+    """What Ray starts on a node: one method that runs until the collector hangs up."""
+
+    def run(self, serve: Any, address: tuple[str, int], secret: bytes, group: int, niceness: int | None) -> None:
+        """Set the niceness, and serve."""
+        if niceness is not None:
+            try:
+                os.setpriority(os.PRIO_PROCESS, 0, niceness)
+            except OSError as error:
+                _log.warning("niceness=%d: %s; it stays %d", niceness, error.strerror, os.nice(0))
+        serve(address, secret, group)
+
+
+def join_group(address: tuple[str, int], secret: bytes, group: int) -> None:
+    """Run a group of workers in an actor."""
+    join(address, secret, group=group, name=f"{socket.gethostname()} (group {group}, a Ray actor)")
