@@ -16,8 +16,8 @@ MOST_FILES = 15  # side by side in a folder, __init__.py not counted
 # From the ground up: a layer imports from layers above it in this list, and from itself. A name stands for the module
 # and all below it, unless a longer one is listed; "=" before it: for the module alone.
 LAYERS = """
-    =rollwright rollwright.errors rollwright._keys rollwright._interrupts rollwright._foreign rollwright._options\
-        rollwright._seeding
+    =rollwright rollwright.errors rollwright._files rollwright._keys rollwright._interrupts rollwright._foreign\
+        rollwright._options rollwright._seeding
     rollwright._memory
     rollwright._processes
     rollwright.data
@@ -36,7 +36,7 @@ LAYERS = """
         rollwright.collectors.factory rollwright.collectors.keywords rollwright.collectors.loggers\
         rollwright.collectors.multi rollwright.collectors.utils
     rollwright.collectors.clusters rollwright.collectors.evaluation rollwright.collectors.llm
-    =rollwright.collectors
+    =rollwright.collectors rollwright.collectors.distributed
     rollwright.testing
     rollwright.cli rollwright._preload rollwright.__main__
 """

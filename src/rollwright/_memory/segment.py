@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import tempfile
 import weakref
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Segment", "unnamed_file"]
+from rollwright._files import unnamed_file
+
+__all__ = ["Segment"]
 
 _BLOCK = 4096
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
@@ -119,14 +120,6 @@ class Segment:
 
 def _failed(error: OSError, what: str, name: str) -> OSError:
     return OSError(error.errno, f"{os.strerror(error.errno or 0)}: {what}", name)
-
-
-def unnamed_file(on_disk: bool = False) -> int:
-    """The descriptor of a new file without a name, which lies in memory where the system allows it."""
-    if hasattr(os, "memfd_create") and not on_disk:
-        return os.memfd_create("rollwright", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile(prefix="rollwright-") as file:
-        return os.dup(file.fileno())
 
 
 def _reopened(path: Path | None, duplicate: Any) -> Segment:

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-import torch
-
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.connection import NOTHING, end_all
 from rollwright._processes.exits import ExitStage, call_at_exit
@@ -233,6 +231,8 @@ def _main(channel: Channel, serve: Callable[..., None], payload: Any, num_thread
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     allow_interrupts()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    import torch  # not in a process that only starts others
+
     torch.set_num_threads(num_threads)
     watch = threading.Thread(target=_end_when_alone, args=(channel.fileno(),), name="rollwright-watch", daemon=True)
     watch.start()

@@ -30,6 +30,7 @@ __all__ = [
     "MultiSyncCollector",
     "ProfileConfig",
     "RandomPolicy",
+    "RayCollector",
     "SyncDataCollector",
 ]
 
@@ -40,12 +41,14 @@ if TYPE_CHECKING:
         DistributedSyncCollector,
         DistributedSyncDataCollector,
     )
+    from rollwright.collectors.clusters.ray import RayCollector
 else:
     _OF_CLUSTERS = {  # by name, the module: imported when it is used
         "DistributedCollector": "rollwright.collectors.clusters.distributed",
         "DistributedDataCollector": "rollwright.collectors.clusters.distributed",
         "DistributedSyncCollector": "rollwright.collectors.clusters.distributed",
         "DistributedSyncDataCollector": "rollwright.collectors.clusters.distributed",
+        "RayCollector": "rollwright.collectors.clusters.ray",
     }
 
     def __getattr__(name: str) -> object:

@@ -28,7 +28,7 @@ from multiprocessing import (
 from multiprocessing.context import reduction, set_spawning_popen  # type: ignore[attr-defined]
 from typing import Any
 
-from rollwright._memory.segment import unnamed_file
+from rollwright._files import unnamed_file
 from rollwright._processes.start.server import ForkRequest
 
 __all__ = ["START_METHODS", "check_start_method", "new_process", "use_server"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import secrets
 import socket
 import threading
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rollwright._options import Check, whole
+from rollwright._processes.network.ray_actors import ProcessActor
 from rollwright._processes.network.ray_sessions import RaySession, check_ray_init_config
 from rollwright.collectors.workers.remote.joining import join
 from rollwright.collectors.workers.remote.options import RemoteOptions
@@ -23,11 +22,11 @@ from rollwright.collectors.workers.remote.transport import RemoteTransport
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
 
-__all__ = ["Options", "RayLauncher", "transport"]
+__all__ = ["Options", "RayLauncher", "join_group", "transport"]
 
+_TARGET = "rollwright.collectors.workers.remote.ray:join_group"
 _ANY = ("0.0.0.0", "::")
 _LONGEST = 600  # characters of Ray's own messages
-_log = logging.getLogger("rollwright")
 
 
 def _checked_address(name: str, value: object) -> object:
@@ -83,7 +82,7 @@ def transport(options: Options, own: WorkerOptions, num_workers: int) -> RemoteT
     num_cpus = sum(float(config["num_cpus"]) for config in configs)
     session = RaySession(options.ray_init_config, num_cpus=num_cpus, purpose="backend='ray'")
     try:
-        launcher = RayLauncher(session, configs, join_group, niceness=options.niceness)
+        launcher = RayLauncher(session, configs, _TARGET, niceness=options.niceness)
         check_cluster(session, configs, grows=options.autoscales)
         return _RayTransport(session, launcher, options, own, num_workers)
     except BaseException:
@@ -113,8 +112,8 @@ class _RayTransport(RemoteTransport):
             )
         except OSError as error:
             why = (
-                f"backend_options['address']: cannot listen at {host}:{port}: {error.strerror}. Pass an address of this "
-                "machine that the nodes of the cluster reach, such as '0.0.0.0:0'."
+                f"backend_options['address']: cannot listen at {host}:{port}: {error.strerror}. Pass an address of "
+                "this machine that the nodes of the cluster reach, such as '0.0.0.0:0'."
             )
             raise OSError(error.errno, why) from error
 
@@ -130,7 +129,7 @@ class RayLauncher:
     Args:
         session: with the cluster.
         configs: options of each group's actor.
-        serve: what the actor runs: a function of address, secret and group.
+        target: what is run there, ``"module:function"``: a function of address, secret and group.
         niceness: of the actors; None: Ray's.
 
     Raises:
@@ -138,15 +137,15 @@ class RayLauncher:
     """
 
     def __init__(
-        self, session: RaySession, configs: Sequence[Mapping[str, Any]], serve: Any, *, niceness: int | None = None
+        self, session: RaySession, configs: Sequence[Mapping[str, Any]], target: str, *, niceness: int | None = None
     ) -> None:
         self._ray, self._session = session.ray, session
-        actor = session.ray.remote(GroupActor)
+        actor = session.ray.remote(ProcessActor)
         try:
             self._actors = [actor.options(**config) for config in configs]
         except (TypeError, ValueError) as error:
             raise type(error)(f"remote_configs: {error}") from error
-        self._serve, self._niceness = serve, niceness
+        self._target, self._niceness = target, niceness
         self._hosts: dict[int, _RayHost] = {}
 
     def launch(self, group: int, address: tuple[str, int], secret: bytes) -> _RayHost:
@@ -154,7 +153,7 @@ class RayLauncher:
         host, port = address
         reached = (self._session.node_ip if host in _ANY else host, port)
         before = self._hosts.get(group)
-        args = (self._serve, reached, secret, group, self._niceness)
+        args = (self._target, (reached, secret, group), self._niceness)
         made = self._hosts[group] = _RayHost(self._ray, self._actors[group], args, before)
         return made
 
@@ -221,19 +220,6 @@ def _how_it_ended(error: BaseException | None) -> str:
         return f"has failed: {type(cause).__name__}: {cause}"[:_LONGEST]
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     return f"has ended with its Ray actor: {type(error).__name__}: {' '.join(lines)}"[:_LONGEST]
-
-
-class GroupActor:
-    """What Ray starts on a node: one method that runs until the collector hangs up."""
-
-    def run(self, serve: Any, address: tuple[str, int], secret: bytes, group: int, niceness: int | None) -> None:
-        """Set the niceness, and serve."""
-        if niceness is not None:
-            try:
-                os.setpriority(os.PRIO_PROCESS, 0, niceness)
-            except OSError as error:
-                _log.warning("niceness=%d: %s; it stays %d", niceness, error.strerror, os.nice(0))
-        serve(address, secret, group)
 
 
 def join_group(address: tuple[str, int], secret: bytes, group: int) -> None:

@@ -1,0 +1,183 @@
+"""RayCollector: a collector whose workers run in actors of a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
+
+from rollwright._options import check_fields, whole, with_options
+from rollwright._processes.network.ray_sessions import leave_connected
+from rollwright.collectors.base import BaseCollector
+from rollwright.collectors.clusters.inner import check_collector_class, inner_options, makers_of_workers
+from rollwright.collectors.collector import Collector
+from rollwright.collectors.multi import MultiCollector
+from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.workers.options import WorkerOptions
+
+if TYPE_CHECKING:
+    from rollwright.collectors.keywords import WorkerKeywords
+    from rollwright.collectors.rollout.environment import EnvMakers
+
+__all__ = ["RayCollector"]
+
+_ARGUMENTS = ("num_workers_per_collector", "remote_configs", "ray_init_config")  # that are options of the backend
+_LEFT_OUT = ("backend", "num_workers", "update_at_each_batch")  # said otherwise here
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counts:
+    num_collectors: Annotated[int | None, whole(1)] = None
+    num_workers_per_collector: Annotated[int, whole(1)] = 1
+    update_after_each_batch: bool = False
+    max_weight_update_interval: Annotated[int, whole(-1)] = -1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@with_options(WorkerOptions, CollectorOptions, leave_out=_LEFT_OUT)
+class RayCollector(MultiCollector):
+    """Collects experience in actors of a Ray cluster: a :class:`MultiCollector` with ``backend="ray"``.
+
+    Each actor runs ``num_workers_per_collector`` workers, each with an environment and a policy of its own. What they
+    collect comes to this process by one connection for each actor. Ray is asked for actors, and told when one is not
+    needed any more; it carries no data.
+
+    Args:
+        create_env_fn: makes an environment, in a worker; or a list of such functions, one for each actor.
+        policy: as of :class:`Collector`; each worker acts with a copy, see :meth:`update_policy_weights_`.
+        num_collectors: number of actors; None: as many as there are functions in ``create_env_fn``.
+        num_workers_per_collector: workers in each.
+        sync: whether a batch is of all workers; if False, batches are of one worker each, in the order in which they
+            are finished.
+        collector_class: :class:`Collector`, :class:`MultiSyncCollector`, :class:`MultiAsyncCollector` or one of their
+            names, for programs that say so. ``num_workers_per_collector`` and ``sync`` alone decide what runs.
+        collector_kwargs: further options, for all actors or a list with one dictionary for each. Only those that may
+            differ between workers may differ.
+        remote_configs: what Ray reserves for each actor, see
+            :class:`~rollwright.collectors.workers.remote.ray.Options`.
+        ray_init_config: arguments of ``ray.init``, if the program has not called it.
+        update_after_each_batch: read the weights of ``policy`` again, and publish them, before each batch.
+        max_weight_update_interval: batches after which that is done at the latest; -1: it is not.
+        backend_options: others of :class:`~rollwright.collectors.workers.remote.ray.Options`, such as ``host_timeout``.
+        **options: those of :class:`~rollwright.collectors.workers.options.WorkerOptions` and of
+            :class:`~rollwright.collectors.CollectorOptions`.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ValueError, TypeError: an option is wrong, or no node has what actors ask for.
+        ConnectionError: no cluster answers at the address.
+        WorkerError: a worker could not make its environment or its policy.
+
+    Example:
+        >>> from rollwright.envs import GymEnv
+        >>> collector = RayCollector(  # doctest: +SKIP
+        ...     lambda: GymEnv("CartPole-v1"), num_collectors=2, frames_per_batch=200, total_frames=1000, sync=True
+        ... )
+        >>> [batch.shape for batch in collector][-1]  # doctest: +SKIP
+        torch.Size([2, 100])
+        >>> collector.shutdown()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvMakers,
+        policy: Callable[..., Any] | None = None,
+        *,
+        num_collectors: int | None = None,
+        num_workers_per_collector: int = 1,
+        sync: bool = False,
+        collector_class: type[BaseCollector] | str = Collector,
+        collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        ray_init_config: Mapping[str, Any] | None = None,
+        update_after_each_batch: bool = False,
+        max_weight_update_interval: int = -1,
+        **options: Unpack[WorkerKeywords],
+    ) -> None:
+        self.closed = True
+        check_collector_class(collector_class)
+        counts = _Counts(
+            num_collectors=num_collectors,
+            num_workers_per_collector=num_workers_per_collector,
+            update_after_each_batch=update_after_each_batch,
+            max_weight_update_interval=max_weight_update_interval,
+        )
+        _refuse(options)
+        in_each = counts.num_workers_per_collector
+        makers = makers_of_workers(create_env_fn, counts.num_collectors, in_each)
+        given: dict[str, Any] = dict(options)
+        others = _not_twice(given.pop("backend_options", None))
+        merged: Any = inner_options(collector_kwargs, given, len(makers) // in_each, in_each)
+        interval = 0 if counts.update_after_each_batch else counts.max_weight_update_interval
+        self._update_interval: int | None = interval if interval >= 0 else None
+        self._batches_since_update = 0
+        own = (in_each, remote_configs, ray_init_config)
+        super().__init__(
+            makers,
+            policy,
+            backend="ray",
+            sync=sync,
+            backend_options={**others, **dict(zip(_ARGUMENTS, own, strict=True))},
+            **merged,
+        )
+        if self._update_interval is not None:
+            self._check_source()
+
+    def _check_source(self) -> None:
+        try:
+            if self.weight_updater is None:
+                self._weights.check_source("update_after_each_batch")
+        except BaseException:
+            self.shutdown(raise_on_error=False)
+            raise
+
+    def _update_at_each_batch(self) -> None:
+        if self._update_interval is None:
+            return
+        if self._batches_since_update >= self._update_interval:
+            self.update_policy_weights_()
+            self._batches_since_update = 0
+        self._batches_since_update += 1
+
+    def shutdown(
+        self,
+        timeout: float | None = None,
+        close_env: bool = True,
+        raise_on_error: bool = True,
+        shutdown_ray: bool = True,
+    ) -> None:
+        """See :meth:`MultiCollector.shutdown`; the actors end, too.
+
+        Args:
+            timeout: seconds for workers to end by themselves.
+            close_env: let them close their environments.
+            raise_on_error: if False, what went wrong before is not raised.
+            shutdown_ray: if False, a cluster that was started for this collector goes on until the program ends. One
+                that it has attached to goes on anyway.
+        """
+        if not shutdown_ray and not self.closed:
+            leave_connected()
+        super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    instead = {
+        "backend": "RayCollector has backend='ray'. Drop it.",
+        "num_workers": "pass num_collectors= and num_workers_per_collector=.",
+        "update_at_each_batch": "here it is called update_after_each_batch.",
+    }
+    for name in options:
+        if name in instead:
+            raise TypeError(f"RayCollector has no option {name!r}: {instead[name]}")
+
+
+def _not_twice(given: Any) -> Mapping[str, Any]:
+    """Options of the backend that are no arguments."""
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"backend_options: expected a dictionary, got {type(given).__name__}: {given!r}.")
+    for name in given or {}:
+        if name in _ARGUMENTS:
+            raise ValueError(f"backend_options: got {name!r}, which is an argument of RayCollector. Pass it there.")
+    return given or {}

@@ -1,0 +1,275 @@
+"""Backend "ray", on a real cluster of this machine that runs apart from the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from tests.collectors.workers.envs import (
+    DONE,
+    EPISODE,
+    IDENT,
+    IDS,
+    INSTANCE,
+    STEP,
+    VERSION,
+    gain,
+    makers,
+    tally,
+)
+from tests.collectors.workers.processes import alive, gone, wait_until
+from tests.patience import patient
+from tests.ray_cluster import attach
+
+from rollwright.collectors import Collector, RayCollector
+from rollwright.errors import MissingExtraError, WorkerError
+
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The address of a cluster, to which this process is connected."""
+    line, address = attach()
+    ray.init(address=address, log_to_driver=False, configure_logging=False)
+    yield address
+    ray.shutdown()
+    line.close()
+
+
+@pytest.fixture
+def remote(make, cluster):
+    """``remote(kind, envs, policy, **options)``: two workers in each actor, unless ``per`` says otherwise."""
+
+    def build(kind, *args, per=2, options=None, **others):
+        given = {"num_workers_per_collector": per, **(options or {})}
+        return make(kind, *args, backend="ray", backend_options=given, **others)
+
+    return build
+
+
+@pytest.fixture
+def made():
+    """Collectors that end with the test."""
+    found = []
+    yield found
+    for collector in found:
+        collector.shutdown(raise_on_error=False)
+
+
+def collect(collector, count=10_000):
+    for _ in range(count):
+        collector.next()
+
+
+def pids(collector):
+    return [worker["pid"] for worker in collector.stats()["workers"]]
+
+
+def actors():
+    """Processes of the actors that live."""
+    states = ray._private.state.actors().values()
+    return [state["Pid"] for state in states if state["State"] not in ("DEAD",)]
+
+
+def equal(left, right):
+    assert left.batch_size == right.batch_size
+    for key in left.keys(True, True):
+        one, other = left[key], right[key]
+        if key in ("observation", ("next", "observation")):  # whose instance is a number of a process
+            one, other = (torch.stack([each[..., i] for i in (IDENT, EPISODE, STEP)]) for each in (one, other))
+        assert torch.equal(one, other), key
+
+
+# The same as local workers -----------------------------------------------------------------------------------------
+
+
+def test_a_synchronous_run_is_that_of_local_workers_and_goes_on_from_a_saved_state(make, remote):
+    """Batches, weights by version and by worker, calls, pauses, and a state in the middle."""
+    found, states = [], []
+    for build in (make, remote):
+        torch.manual_seed(3)
+        options = {"frames_per_batch": 80, "track_policy_version": True}
+        collector = build("sync", makers(4), gain(1.0), **options)
+        collector.set_seed(5)
+        batches = []
+        for version in range(3):
+            batches.append(collector.next().clone())
+            assert batches[-1][VERSION].unique().tolist() == [version]
+            collector.update_policy_weights_(gain(version + 2.0))
+        collector.update_policy_weights_(gain(9.0), worker_ids=[1])
+        batches.append(collector.next().clone())
+        assert batches[-1]["action"].flatten(1).unique(dim=1).shape == (4, 1)
+        assert batches[-1]["action"][:, 0].flatten().tolist().count(float(batches[-1]["action"][1, 0])) == 1
+        assert collector.get_distant_attr("frames_per_batch") == [20] * 4
+        with collector.pause():
+            assert collector.get_distant_attr("env.batch_size") == [torch.Size([])] * 4
+        states.append(collector.state_dict())
+        batches += [collector.next().clone() for _ in range(2)]
+        found.append(batches)
+        if build is remote:
+            with pytest.raises(WorkerError, match=r"worker 0 on .*\(group 0, a Ray actor\).*no_such"):
+                collector.map_fn("no_such")
+            processes = [*pids(collector), *actors()]
+            assert len(actors()) == 2
+        collector.shutdown()
+    assert gone(processes, patient(10.0))
+    assert wait_until(lambda: actors() == [], 10.0)
+    assert ray.is_initialized()
+    for local, remote_one in zip(*found, strict=True):
+        equal(local, remote_one)
+    goes_on = make("sync", makers(4), gain(1.0), frames_per_batch=80, track_policy_version=True)
+    goes_on.load_state_dict(states[1])
+    assert goes_on.next()[VERSION].unique().tolist() == [4]
+
+
+def test_asynchronous_batches_and_whole_trajectories(cluster, made):
+    options = {"trajs_per_batch": 3, "traj_format": "cat", "frames_per_batch": 20, "total_frames": 400}
+    made.append(RayCollector(makers(2), gain(), **options))
+    seen = set()
+    for batch in made[0]:
+        for number in batch[IDS].unique():
+            row = batch[batch[IDS] == number]
+            assert row["observation"][:, STEP].tolist() == list(range(len(row)))
+            assert bool(row[DONE][-1])
+            assert int(number) not in seen
+            seen.add(int(number))
+    assert len(seen) > 20
+
+
+# Faults ------------------------------------------------------------------------------------------------------------
+
+
+def test_killed_workers_and_actors_are_replaced(remote):
+    collector = remote("sync", makers(2), gain(), frames_per_batch=20, on_worker_failure="restart", restart_delay=0.0)
+    collector.next()
+    [host] = actors()
+    old = pids(collector)[0]
+    with pytest.warns(RuntimeWarning, match="It is replaced"):
+        killed = time.monotonic()
+        os.kill(old, signal.SIGKILL)
+        while collector.stats()["restarts"] < 1 or pids(collector)[0] in (old, None) or not alive(pids(collector)[0]):
+            collector.next()
+        assert time.monotonic() - killed < patient(2.0)
+    assert actors() == [host]
+    with pytest.warns(RuntimeWarning, match="was lost"):
+        os.kill(host, signal.SIGKILL)
+        while collector.stats()["restarts"] < 3 or collector.stats()["workers_alive"] < 2:
+            batch = collector.next()
+    assert batch.shape == (2, 10)
+    assert actors() != [host]
+    seen = batch["observation"][..., INSTANCE].unique()
+    assert len(seen) == 2
+
+
+def test_a_killed_actor_is_an_error_soon(remote):
+    collector = remote("async", makers(2), gain(), per=1, frames_per_batch=20)
+    collector.next()
+    [victim, _] = actors()
+    killed = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"worker [01] was lost: .*Ray actor\) (has ended with|has hung up)"):
+        collect(collector)
+    assert time.monotonic() - killed < patient(2.0)
+
+
+def _no_env():
+    raise RuntimeError("no environment")
+
+
+def test_what_cannot_be_made_over_there_ends_the_construction(remote):
+    with pytest.raises(WorkerError, match=r"worker 1 on .*no environment"):
+        remote("sync", [tally, _no_env], gain(), frames_per_batch=20)
+
+
+# What is wrong at construction -------------------------------------------------------------------------------------
+
+WRONG = {
+    "unknown option": ({"remote_config": {}}, TypeError, "Did you mean 'remote_configs'"),
+    "unknown resource": ({"remote_configs": {"num_cpu": 1}}, TypeError, "Did you mean 'num_cpus'"),
+    "reserved": ({"remote_configs": {"max_restarts": 3}}, ValueError, "'max_restarts', but the collector replaces"),
+    "no dictionary": ({"remote_configs": "2"}, TypeError, "remote_configs: expected a dictionary.*got str"),
+    "too few": ({"remote_configs": [{}] * 3}, ValueError, "one dictionary for each of the 2 groups, got 3"),
+    "value": ({"remote_configs": {"num_cpus": -1}}, ValueError, "remote_configs: .*num_cpus cannot be negative"),
+    "no node": (
+        {"remote_configs": {"num_cpus": 100}},
+        ValueError,
+        "group 0 asks for CPU 100, which no node .* has: there is CPU 4.*autoscales=True",
+    ),
+    "no such resource": (
+        {"remote_configs": {"resources": {"anvil": 1}}},
+        ValueError,
+        "group 0 asks for CPU 1, anvil 1",
+    ),
+    "too much in all": (
+        {"remote_configs": {"num_cpus": 3}},
+        ValueError,
+        "2 groups ask for CPU 6 in all, and the Ray cluster has CPU 4",
+    ),
+    "init": ({"ray_init_config": 3}, TypeError, "ray_init_config: expected a dictionary.*got int"),
+    "other cluster": (
+        {"ray_init_config": {"address": "127.0.0.1:1"}},
+        ValueError,
+        r"ray_init_config\['address'\]: this program is connected .* already",
+    ),
+    "address": ({"address": "203.0.113.1:0"}, OSError, "cannot listen at 203.0.113.1:0.*'0.0.0.0:0'"),
+    "niceness": ({"niceness": 20}, ValueError, "niceness: expected an integer from -20 to 19, got 20"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_options_are_refused_at_construction(remote, wrong):
+    options, error, message = WRONG[wrong]
+    began = time.monotonic()
+    with pytest.raises(error, match=message):
+        remote("sync", makers(2), gain(), per=1, frames_per_batch=20, options=options)
+    assert time.monotonic() - began < patient(10.0)
+
+
+COLLECTORS = {
+    "class": ({"collector_class": "multi"}, ValueError, "collector_class: expected one of 'single'"),
+    "no class": ({"collector_class": dict}, TypeError, "collector_class: expected Collector"),
+    "count": ({"num_collectors": 3}, ValueError, "one function for each of the 3 collectors, got 2"),
+    "twice": (
+        {"collector_kwargs": {"frames_per_batch": 3}},
+        ValueError,
+        "frames_per_batch: got it in collector_kwargs",
+    ),
+    "kwargs": ({"collector_kwargs": [{}]}, ValueError, "collector_kwargs: expected one dictionary for each of the 2"),
+    "unknown": ({"collector_kwargs": {"postprok": 3}}, TypeError, "Did you mean 'postproc'"),
+    "differ": (
+        {"collector_kwargs": [{"max_frames_per_traj": 3}, {"max_frames_per_traj": 4}]},
+        ValueError,
+        "collector_kwargs: max_frames_per_traj has to be the same for all collectors",
+    ),
+    "backend": ({"backend": "tcp"}, TypeError, "RayCollector has no option 'backend'"),
+    "options": ({"backend_options": {"remote_configs": {}}}, ValueError, "'remote_configs', which is an argument"),
+    "source": ({"update_after_each_batch": True, "policy": None}, ValueError, "update_after_each_batch"),
+    "start method": ({"start_method": "fork"}, ValueError, "start_method='fork' is for processes of this machine"),
+}
+
+
+@pytest.mark.parametrize("wrong", COLLECTORS)
+def test_wrong_arguments_of_the_class_are_refused(monkeypatch, wrong):
+    given, error, message = COLLECTORS[wrong]
+    monkeypatch.setattr("rollwright.collectors.workers.transports.backends.transport_of", None)  # nothing is started
+    options = {"policy": gain(), "frames_per_batch": 20, **given}
+    with pytest.raises(error, match=message):
+        RayCollector(makers(2), **options)
+
+
+def test_ray_that_is_not_installed_is_an_error_with_the_command(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"backend='ray' needs .*pip install 'rollwright\[ray\]'"):
+        Collector(tally, gain(), num_collectors=2, frames_per_batch=20, backend="ray")
+
+
+def test_an_address_that_does_not_answer_is_an_error(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    options = {"ray_init_config": {"address": "127.0.0.1:1"}}
+    with pytest.raises(ConnectionError, match=r"ray_init_config\['address'\]: nothing answers at 127.0.0.1:1"):
+        Collector(tally, gain(), num_collectors=1, frames_per_batch=20, backend="ray", backend_options=options)
