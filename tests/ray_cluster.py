@@ -40,7 +40,7 @@ def attach() -> tuple[socket.socket, str]:
             line.connect(f"{path}.sock")
             line.settimeout(START_S)
             address, token = line.recv(1000).decode().split()
-            os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)  # before ray is imported
+            _use(token)
             return line, address
         except OSError:
             line.close()
@@ -48,9 +48,18 @@ def attach() -> tuple[socket.socket, str]:
             time.sleep(0.05)
 
 
+def _use(token: str) -> None:
+    """Have Ray use a token, in this process and those that it starts."""
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    Config.initialize("")  # it was read when ray was imported
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
 def _serve(path: str) -> None:
     token = secrets.token_hex(32)
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
+    _use(token)
     import ray
 
     listener = socket.socket(socket.AF_UNIX)

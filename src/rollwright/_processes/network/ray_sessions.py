@@ -102,6 +102,14 @@ def check_ray_init_config(name: str, value: object) -> object:
 def _connect(ray: Any, config: dict[str, Any], num_cpus: float) -> None:
     known = [name for name in inspect.signature(ray.init).parameters if name != "kwargs"]
     refuse_unknown([name for name in config if not name.startswith("_")], known, "ray_init_config")
+    try:
+        _init(ray, config, num_cpus)
+    except ConnectionError as error:
+        why = str(error.__cause__ or error).strip().splitlines()[-1]
+        raise ConnectionError(f"ray_init_config['address']: {error}: {why}") from error
+
+
+def _init(ray: Any, config: dict[str, Any], num_cpus: float) -> None:
     address = config.get("address")
     if address is not None and not isinstance(address, str):
         raise TypeError(f"ray_init_config['address']: expected a text, got {type(address).__name__}: {address!r}.")

@@ -116,6 +116,7 @@ def test_a_synchronous_run_is_that_of_local_workers_and_goes_on_from_a_saved_sta
                 collector.map_fn("no_such")
             processes = [*pids(collector), *actors()]
             assert len(actors()) == 2
+            assert not any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in actors())
         collector.shutdown()
     assert gone(processes, patient(10.0))
     assert wait_until(lambda: actors() == [], 10.0)
@@ -124,7 +125,7 @@ def test_a_synchronous_run_is_that_of_local_workers_and_goes_on_from_a_saved_sta
         equal(local, remote_one)
     goes_on = make("sync", makers(4), gain(1.0), frames_per_batch=80, track_policy_version=True)
     goes_on.load_state_dict(states[1])
-    assert goes_on.next()[VERSION].unique().tolist() == [4]
+    assert torch.equal(goes_on.next()[VERSION], found[1][4][VERSION])
 
 
 def test_asynchronous_batches_and_whole_trajectories(cluster, made):
@@ -149,17 +150,25 @@ def test_killed_workers_and_actors_are_replaced(remote):
     collector.next()
     [host] = actors()
     old = pids(collector)[0]
-    with pytest.warns(RuntimeWarning, match="It is replaced"):
+
+    def kill_worker():
         killed = time.monotonic()
         os.kill(old, signal.SIGKILL)
         while collector.stats()["restarts"] < 1 or pids(collector)[0] in (old, None) or not alive(pids(collector)[0]):
             collector.next()
         assert time.monotonic() - killed < patient(2.0)
-    assert actors() == [host]
-    with pytest.warns(RuntimeWarning, match="was lost"):
+
+    def kill_actor():
         os.kill(host, signal.SIGKILL)
         while collector.stats()["restarts"] < 3 or collector.stats()["workers_alive"] < 2:
             batch = collector.next()
+        return batch
+
+    with pytest.warns(RuntimeWarning, match="It is replaced"):
+        kill_worker()
+    assert actors() == [host]
+    with pytest.warns(RuntimeWarning, match="was lost"):
+        batch = kill_actor()
     assert batch.shape == (2, 10)
     assert actors() != [host]
     seen = batch["observation"][..., INSTANCE].unique()
@@ -172,18 +181,9 @@ def test_a_killed_actor_is_an_error_soon(remote):
     [victim, _] = actors()
     killed = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    with pytest.raises(WorkerError, match=r"worker [01] was lost: .*Ray actor\) (has ended with|has hung up)"):
+    with pytest.raises(WorkerError, match=r"worker [01] on .*was lost: .*Ray actor\) (has ended with|has hung up)"):
         collect(collector)
     assert time.monotonic() - killed < patient(2.0)
-
-
-def _no_env():
-    raise RuntimeError("no environment")
-
-
-def test_what_cannot_be_made_over_there_ends_the_construction(remote):
-    with pytest.raises(WorkerError, match=r"worker 1 on .*no environment"):
-        remote("sync", [tally, _no_env], gain(), frames_per_batch=20)
 
 
 # What is wrong at construction -------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ COLLECTORS = {
     "twice": (
         {"collector_kwargs": {"frames_per_batch": 3}},
         ValueError,
-        "frames_per_batch: got it in collector_kwargs",
+        "frames_per_batch: got it in",
     ),
     "kwargs": ({"collector_kwargs": [{}]}, ValueError, "collector_kwargs: expected one dictionary for each of the 2"),
     "unknown": ({"collector_kwargs": {"postprok": 3}}, TypeError, "Did you mean 'postproc'"),
@@ -248,7 +248,6 @@ COLLECTORS = {
     ),
     "backend": ({"backend": "tcp"}, TypeError, "RayCollector has no option 'backend'"),
     "options": ({"backend_options": {"remote_configs": {}}}, ValueError, "'remote_configs', which is an argument"),
-    "source": ({"update_after_each_batch": True, "policy": None}, ValueError, "update_after_each_batch"),
     "start method": ({"start_method": "fork"}, ValueError, "start_method='fork' is for processes of this machine"),
 }
 
