@@ -8,7 +8,8 @@ import warnings
 from functools import cache, partial
 
 import pytest
-from tests.hosts.namespaces import Network, why_not
+from tests.collectors.workers.processes import burn
+from tests.hosts.namespaces import ROOT, Network, why_not
 from tests.patience import patient
 
 from rollwright.collectors import MultiAsyncCollector, MultiSyncCollector
@@ -18,19 +19,44 @@ SECRET, PORT = "a secret of tests, long enough", 29400
 why_not_once = cache(why_not)
 
 
+JOIN = """
+import sys
+from tests.hosts.namespaces import enter
+enter(sys.argv[1])
+from rollwright.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
 class Site:
     """A learner on the first host of a network, and groups of workers on others."""
 
-    def __init__(self, network):
-        self.network = network
+    def __init__(self, network, programs):
+        self.network, self._programs = network, programs
         self.learner, *self.hosts = network.hosts
         self.address = f"{self.learner.address}:{PORT}"
         self.collector = None
         self.joined = {}
 
     def join(self, host):
-        """Start a group there."""
-        self.joined[host.name] = host.join(self.address, SECRET)
+        """Start a group there; the workers of all are forked from one process, which is on no host."""
+        arguments = ("join", self.address, "--name", host.name, "--timeout", "60")
+        env = {"ROLLWRIGHT_SECRET": SECRET}
+        self.joined[host.name] = self._programs.start("-c", JOIN, host.path, *arguments, cwd=ROOT, env=env)
+        return self.joined[host.name]
+
+    def join_when_there_is_room(self, host, over):
+        """Start groups there until one is let in, which serves until the event is set."""
+        while not over.is_set():
+            program = self.join(host)
+            while program.poll() is None and not over.is_set():
+                time.sleep(0.05)
+
+    def power_off(self, host):
+        """End all that runs there, without a word to others."""
+        host.cut()
+        for pid in [*self.pids_on(host), self.joined[host.name].pid]:
+            burn(pid)
 
     def build(self, kind, *, per=2, host_timeout=30.0, envs=None, policy=None, hosts=None, **options):
         """A collector with a group on each host."""
@@ -49,12 +75,17 @@ class Site:
 
     def workers_on(self, host):
         """Indices of the workers that run there."""
-        here = set(host.processes())
-        return [worker["index"] for worker in self.collector.stats()["workers"] if worker["pid"] in here]
+        workers = self.collector._group.workers
+        return [each.index for each in workers if each.connection is not None and each.connection.host == host.name]
+
+    def pids_on(self, host):
+        """Processes of the workers there."""
+        pids = [self.collector.stats()["workers"][index]["pid"] for index in self.workers_on(host)]
+        return [pid for pid in pids if pid is not None]
 
 
 @pytest.fixture
-def site():
+def site(programs):
     """``site(num_hosts)``: so many hosts, and one for the learner."""
     if (why := why_not_once()) is not None:
         pytest.skip(why)
@@ -63,7 +94,7 @@ def site():
     def build(num_hosts=2):
         network = Network(1 + num_hosts)
         network.__enter__()
-        made.append(Site(network))
+        made.append(Site(network, programs))
         return made[-1]
 
     yield build

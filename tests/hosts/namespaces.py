@@ -12,15 +12,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Self
 
-__all__ = ["Host", "Network", "why_not"]
+__all__ = ["Host", "Network", "enter", "why_not"]
 
 ROOT = Path(__file__).parents[2]
 CLONE_NEWNET = 0x40000000
@@ -132,11 +131,6 @@ class Host(Namespace):
         """Take its port up again."""
         self._switch.run("ip", "link", "set", self._port, "up")
 
-    def power_off(self) -> None:
-        """End all that runs on it, without a word to others."""
-        self.cut()
-        self.kill_all()
-
     def start(self, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a program on it; its output can be read."""
         paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
@@ -152,20 +146,15 @@ class Host(Namespace):
         self._started.append(process)
         return process
 
-    def join(self, address: str, secret: str) -> subprocess.Popen[str]:
-        """Run workers of a collector on it."""
-        command = (sys.executable, "-m", "rollwright", "join", address, "--name", self.name, "--timeout", "60")
-        return self.start(*command, env={"ROLLWRIGHT_SECRET": secret})
-
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Sockets that this thread makes inside the block are on this host; so are programs that it starts."""
-        with open(f"/proc/self/task/{threading.get_native_id()}/ns/net") as before, open(self.path) as inside:
-            _enter(inside)
+        with open(f"/proc/self/task/{threading.get_native_id()}/ns/net") as before:
+            enter(self.path)
             try:
                 yield
             finally:
-                _enter(before)
+                enter(f"/proc/self/fd/{before.fileno()}")
 
     def num_bytes(self) -> tuple[int, int]:
         """That have left it, and that have reached it, since it is there."""
@@ -225,8 +214,10 @@ class Network:
         self.close()
 
 
-def _enter(namespace: IO[Any]) -> None:
+def enter(path: str) -> None:
+    """Put this thread, and what it starts from now on, into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(namespace.fileno(), CLONE_NEWNET):
-        number = ctypes.get_errno()
-        raise OSError(number, f"setns: {os.strerror(number)}")
+    with open(path) as namespace:
+        if libc.setns(namespace.fileno(), CLONE_NEWNET):
+            number = ctypes.get_errno()
+            raise OSError(number, f"setns: {os.strerror(number)}")

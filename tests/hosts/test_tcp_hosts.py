@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
+import threading
 import time
 from functools import partial
 
 import pytest
 import torch
+from tests.collectors.workers.processes import burn, gone, wait_until
 from tests.hosts.namespaces import Network, why_not
 from tests.patience import patient
 
@@ -19,16 +20,9 @@ KINDS = ["sync", "async"]
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("replacing")]
 
 
-def ended(site, host, limit_s=10.0):
-    """Whether the group on a host ends by itself, with all of its processes."""
-    try:
-        site.joined[host.name].wait(patient(limit_s))
-    except subprocess.TimeoutExpired:
-        return False
-    until = time.monotonic() + patient(5.0)
-    while host.processes() and time.monotonic() < until:
-        time.sleep(0.05)
-    return not host.processes()
+def ended(program, pids, limit_s=10.0):
+    """Whether a group ends by itself, with its workers."""
+    return wait_until(lambda: program.poll() is not None, limit_s) and gone(pids)
 
 
 def test_hosts_collect_and_take_weights(site):
@@ -43,9 +37,11 @@ def test_hosts_collect_and_take_weights(site):
         collector.update_policy_weights_(of.constant(version + 1.0))
     with pytest.raises(WorkerError, match=r"worker 0 on host[12].*no_such"):
         collector.map_fn("no_such")
+    pids = [pid for host in site.hosts for pid in site.pids_on(host)]
     collector.shutdown()
-    assert all(ended(site, host) for host in site.hosts)
-    assert [joined.returncode for joined in site.joined.values()] == [0, 0]
+    assert len(pids) == 4
+    assert all(ended(program, pids) for program in site.joined.values())
+    assert [program.returncode for program in site.joined.values()] == [0, 0]
 
 
 CUTS = [pytest.param(1.5, 8.0, id="1.5 s"), pytest.param(10.0, 20.0, id="10 s", marks=pytest.mark.slow)]
@@ -56,6 +52,7 @@ CUTS = [pytest.param(1.5, 8.0, id="1.5 s"), pytest.param(10.0, 20.0, id="10 s", 
 def test_a_short_cut_costs_time_only(site, run, later, kind, cut_s, most_s):
     site = site(2)
     run = run(site.build(kind, policy=of.constant(0.0), track_policy_version=True))
+    run.collector.update_policy_weights_(of.constant(0.0))  # the first one asks a worker for what it has
     run.take_some()
     host = site.hosts[0]
     host.cut()
@@ -70,7 +67,7 @@ def test_a_short_cut_costs_time_only(site, run, later, kind, cut_s, most_s):
     assert run.collector.stats()["restarts"] == 0
     of.no_episode_missing(of.whole_trajectories(run.batches))
     assert run.longest_s < max(most_s, patient(most_s) if cut_s < 10 else 0.0)
-    assert run.batches[-1][VERSION].unique().tolist() == [1]
+    assert run.batches[-1][VERSION].unique().tolist() == [2]
 
 
 def test_a_long_cut_is_an_error_that_names_the_host(site, run):
@@ -78,14 +75,14 @@ def test_a_long_cut_is_an_error_that_names_the_host(site, run):
     run = run(site.build("async", host_timeout=2.0))
     run.take_some()
     host = site.hosts[1]
-    lost = site.workers_on(host)
+    lost, pids = site.workers_on(host), site.pids_on(host)
     host.cut()
     begun = time.monotonic()
     with pytest.raises(WorkerError, match=r"worker \d on host2 was lost: host2 .*host_timeout=2 s") as caught:
         run.take(lambda: False)
     assert time.monotonic() - begun < patient(2.0 + 5.0)
     assert caught.value.worker in lost
-    assert ended(site, host)  # it finds out by itself
+    assert ended(site.joined[host.name], pids)  # it finds out by itself
     of.no_episode_missing(of.whole_trajectories(run.batches))
 
 
@@ -99,32 +96,31 @@ def test_another_host_takes_the_place_of_one_that_is_cut_off(site, run, kind, tr
     run = run(site.build(kind, host_timeout=2.0, **options))
     run.take_some()
     former = site.hosts[0]
-    workers, frozen = site.workers_on(former), set(former.processes())
+    workers, program, pids = site.workers_on(former), site.joined[former.name], site.pids_on(former)
     former.cut()
-    added = site.network.add()
-    site.join(added)  # which is refused as long as there is no room, and so comes when there is
-    begun = time.monotonic()
-    while site.workers_on(added) != workers:
-        if site.joined[added.name].poll() is not None:
-            site.joined[added.name].communicate()
-            site.join(added)
-        run.take_some(1)
-    took_s = time.monotonic() - begun
-    former.heal()
-    run.take_some(10)
+    added, over = site.network.add(), threading.Event()
+    joining = threading.Thread(target=site.join_when_there_is_room, args=(added, over))
+    joining.start()
+    try:
+        begun = time.monotonic()
+        run.take(lambda: site.workers_on(added) == workers and run.collector.stats()["workers_alive"] == 4)
+        took_s = time.monotonic() - begun
+        former.heal()
+        run.take_some(10)
+    finally:
+        over.set()
+        joining.join()
     print(f"\nreplaced after {took_s:.1f} s")
-    assert ended(site, former)
-    assert not frozen & set(former.processes())
+    assert took_s < patient(2.0 + 5.0)
+    assert ended(program, pids)
     of.whole_trajectories(run.batches, ended=trajectories)
-    assert run.collector.stats()["workers_alive"] == 4
-    assert run.collector.next() is not None
 
 
 def test_a_host_that_loses_power_is_an_error(site, run):
     site = site(2)
     run = run(site.build("sync", host_timeout=2.0))
     run.take_some()
-    site.hosts[0].power_off()
+    site.power_off(site.hosts[0])
     begun = time.monotonic()
     with pytest.raises(WorkerError, match="on host1 was lost: host1 has given no sign"):
         run.take(lambda: False)
@@ -135,7 +131,7 @@ def test_a_group_that_is_killed_is_an_error_at_once(site, run):
     site = site(2)
     run = run(site.build("async", host_timeout=60.0))
     run.take_some()
-    site.hosts[0].kill_all()
+    burn(site.joined[site.hosts[0].name].pid)
     begun = time.monotonic()
     with pytest.raises(WorkerError, match="on host1 was lost: host1 has hung up"):
         run.take(lambda: False)
@@ -146,8 +142,9 @@ def test_hosts_end_when_the_learner_is_cut_off(site, run):
     site = site(2)
     run = run(site.build("async", host_timeout=2.0))
     run.take_some()
+    pids = [pid for host in site.hosts for pid in site.pids_on(host)]
     site.learner.cut()
-    assert all(ended(site, host, 15.0) for host in site.hosts)
+    assert all(ended(program, pids, 15.0) for program in site.joined.values())
 
 
 SIZES = [pytest.param(2, id="8 MB"), pytest.param(25, id="100 MB", marks=pytest.mark.slow)]
