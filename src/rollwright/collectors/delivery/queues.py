@@ -42,6 +42,7 @@ class QueueWriter:
         write_count: items put so far.
         waiting_for: what a row waits for, while it does.
         closed: whether waiting ends.
+        rest: what is left of data of which a part is in the queue, because ``put`` raised.
 
     Raises:
         TypeError: there is no ``put``.
@@ -60,16 +61,32 @@ class QueueWriter:
         self.write_count = 0
         self.waiting_for: str | None = None
         self.closed = False
+        self.rest: list[TensorDictBase] = []
 
     def extend(self, data: TensorDictBase) -> None:
-        """Put each row of ``data``, ``[n]``.
+        """Put each row of ``data``, ``[n]``; where that fails behind the first, :attr:`rest` has what is left.
 
         Raises:
             TimeoutError: nobody takes anything.
             QueueClosed: the collector was shut down meanwhile.
         """
-        for row in data.unbind(0):
-            self.add(row)
+        rows = list(data.unbind(0))
+        for number, row in enumerate(rows):
+            try:
+                self.add(row)
+            except BaseException:
+                self.rest = rows[number:] if number else []
+                raise
+
+    def put_rest(self) -> None:
+        """Put what was left.
+
+        Raises:
+            TimeoutError, QueueClosed: see :meth:`extend`; what was not put stays.
+        """
+        while self.rest:
+            self.add(self.rest[0])
+            del self.rest[0]
 
     def add(self, data: TensorDictBase) -> None:
         """Put one item."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -13,11 +14,13 @@ from rollwright.collectors.core import never
 from rollwright.collectors.delivery.assembler import TrajectoryAssembler
 from rollwright.collectors.delivery.base import RolloutDelivery, split
 from rollwright.collectors.delivery.batches import Batches, TrajectoryBatches, copied
+from rollwright.collectors.delivery.queues import QueueWriter
 from rollwright.collectors.delivery.rows import RowRange, common_keys
 from rollwright.collectors.delivery.storage_memory import StorageMemory
 from rollwright.collectors.delivery_options import buffer_of, storage_ndim
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.rollout import Rollout
+from rollwright.collectors.rollout.state import placed, td_from, td_state
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.replay_buffers import SampleToInsertRatio, SliceSampler
 from rollwright.data.replay_buffers.storages.base import no_objects
@@ -107,6 +110,51 @@ class Stored(RolloutDelivery):
         finally:
             self.waiting_for = None
 
+    # What a queue has taken in part ---------------------------------------------------------------
+
+    @property
+    def _rest(self) -> list[TensorDictBase]:
+        return self._buffer.rest if isinstance(self._buffer, QueueWriter) else []
+
+    def ready(self) -> bool:
+        """See :class:`~rollwright.collectors.core.Delivery`."""
+        return bool(self._rest) or super().ready()
+
+    def _put_rest(self) -> bool:
+        """Put what is left of a batch that a queue has taken in part; returns whether there was any."""
+        if not self._rest:
+            return False
+        cast(QueueWriter, self._buffer).put_rest()
+        return True
+
+    def _written(self, write: Callable[[], object]) -> BaseException | None:
+        """Write; returns the error where a queue has taken a part: that is delivered, and the rest is put next."""
+        try:
+            write()
+        except BaseException as error:
+            if not self._rest:
+                raise
+            return error
+        return None
+
+    def save_held(self) -> tuple[dict[str, Any] | None, list[str]]:
+        """See :meth:`RolloutDelivery.save_held`; and what is left of a batch that a queue has taken in part."""
+        held, unsaved = super().save_held()
+        if not self._rest:
+            return held, unsaved
+        return {"of_trajectories": held, "rest": [td_state(row) for row in self._rest]}, unsaved
+
+    def load_held(self, held: Mapping[str, Any] | None, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`RolloutDelivery.load_held`."""
+        rest: list[Any] = []
+        if held is not None and "rest" in held:
+            rest, held = [td_from(td) for td in placed(held["rest"])], held["of_trajectories"]
+        if isinstance(self._buffer, QueueWriter):
+            self._buffer.rest = rest
+        super().load_held(held, *args, **kwargs)
+
+    # Writing ------------------------------------------------------------------------------------------
+
     def _add(self, frame: TensorDictBase) -> None:
         self._buffer.add(frame)
 
@@ -138,7 +186,10 @@ class StoredBatches(Stored):
 
     def next(self) -> TensorDictBase | None:
         """See :class:`~rollwright.collectors.core.Delivery`."""
+        if self._put_rest():
+            return None
         rollout, memory = self.rollout, self._memory
+        error: BaseException | None = None
         hooked = rollout.hooks.post_collect_hook is not None
         with memory.batch(keeps_batches=hooked, in_background=self.in_background), self._collected() as batch:
             rollout.observer.publishes(rollout.path)
@@ -146,8 +197,10 @@ class StoredBatches(Stored):
             if rest is None:
                 self.batches += 1
             else:
-                self._hand_out(rest, self._extend)
+                error = self._written(partial(self._hand_out, rest, self._extend))
             rollout.path.delivered()
+        if error is not None:
+            raise error
         return None
 
     @property
@@ -186,20 +239,30 @@ class StoredTrajectories(Stored):
         super().__init__(rollout, *parts)
         self._by_pieces = hasattr(self._buffer, "extend_pieces")
 
+    def ready(self) -> bool:
+        """See :class:`~rollwright.collectors.core.Delivery`."""
+        return bool(self.assembler.num_complete) or super().ready()
+
     def next(self) -> TensorDictBase | None:
         """See :class:`~rollwright.collectors.core.Delivery`."""
-        self.collect_trajectories()
+        if self._put_rest():
+            return None
+        if not self.rollout.completed:  # else what a failed delivery has left
+            self.collect_trajectories()
         self.batches += 1
         while self.assembler.num_complete:
             popped = self.assembler.pop(1)
             try:
                 self.rollout.observer.publishes(self.rollout.path, [found.id for found in popped])
-                self._write([piece for found in popped for piece in self.pieces_of(found)])
+                pieces = [piece for found in popped for piece in self.pieces_of(found)]
+                error = self._written(partial(self._write, pieces))
             except BaseException:
                 self.give_back(popped)
                 raise
             self._delivered_trajectories = True
             self.rollout.path.delivered(found.id for found in popped)
+            if error is not None:
+                raise error
         return None
 
     def _write(self, pieces: list[RowRange]) -> None:

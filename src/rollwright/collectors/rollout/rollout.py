@@ -118,6 +118,8 @@ class Rollout:
         self.interrupted = interrupted
         self.closed = False
         self.frames = self.frames_taken = self._steps_taken = 0
+        self._counted = 0  # of the last rollout, in frames
+        self._episodes_before: EpisodeStats | None = None
         self._write: Callable[[TensorDictBase], None] | None = None
         self._counting = False  # whether the current rollout will be delivered
         self._begun = False  # whether the last rollout came as far as its first step
@@ -255,11 +257,14 @@ class Rollout:
         self.check_open()
         while True:
             self._counting = True
+            self._counted = 0
+            self._episodes_before = self.episodes.copy()
             try:
                 with self.timer.running():
                     batch = self.run()
-                    self.frames += self.frames_taken  # all that was stepped, delivered or not
-                    self.timer.frames += self.frames_taken
+                    self._counted = self.frames_taken
+                    self.frames += self._counted
+                    self.timer.frames += self._counted
             finally:
                 self._counting = False
             if self.observer.accepts(self.frames_taken):
@@ -279,9 +284,17 @@ class Rollout:
             raise
 
     def go_back_if_begun(self) -> bool:
-        """Nobody gets the last batch, if its rollout came as far as its first step; returns whether it did."""
+        """Nobody gets the last batch, if its rollout came as far as its first step; returns whether it did.
+
+        Its frames and episodes do not count.
+        """
         if self._begun:
             self._path.go_back()
+            self.frames -= self._counted
+            self.timer.frames -= self._counted
+            self._counted = 0
+            if self._episodes_before is not None:
+                self.episodes, self._episodes_before = self._episodes_before, None
         return self._begun
 
     def start_over(self) -> None:

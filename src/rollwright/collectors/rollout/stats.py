@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -133,6 +134,15 @@ class EpisodeStats:
             rows = rows.squeeze(-1) if rows.shape[-1] == 1 else rows.sum(-1, dtype=torch.float64)
             rows = rows.float() if rows.dtype == torch.bfloat16 else rows
         self.update(rows.reshape(-1, steps).cpu().numpy(), ended.reshape(-1, steps).cpu().numpy(), were_reset)
+
+    def copy(self) -> EpisodeStats:
+        """The same, which further episodes do not change."""
+        other = copy.copy(self)
+        other._returns, other._lengths = self._returns.copy(), self._lengths.copy()
+        opened, steps = self._open_return, self._open_length
+        other._open_return = None if opened is None else opened.copy()
+        other._open_length = None if steps is None else steps.copy()
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """Episodes so far, and what is counted of those in progress."""
