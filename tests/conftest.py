@@ -12,8 +12,10 @@ import pytest
 import torch
 from tests.collectors.workers.processes import left_behind, strangers
 from tests.patience import patient
-from tests.programs import Programs
+from tests.programs import IMPORTED_BY_WORKERS, Programs
 from tests.promises import PROMISES
+
+from rollwright._processes.start.methods import SERVER_IMPORTS
 
 pytest_plugins = ["pytester"]
 
@@ -24,6 +26,8 @@ torch.set_num_threads(1)
 # Tests start many interpreters. They compile the package once, and not each of them, where containers forbid that.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+SERVER_IMPORTS.extend(IMPORTED_BY_WORKERS)
 
 FIRST = ("typing", "examples")  # folders of few tests that take long: at the end, one process would wait for another
 _MARKERS: dict[Path, list[str]] = {}

@@ -28,10 +28,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["Program", "Programs"]
+__all__ = ["IMPORTED_BY_WORKERS", "Program", "Programs"]
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = ("rollwright._preload", "rollwright.modules", "rollwright.cli")
+IMPORTED_BY_WORKERS = ("pytest",)  # by most, once by the server that forks them: it takes longer than most tests
 MAX_REQUEST = 1 << 16
 
 
@@ -260,6 +261,7 @@ def prepare() -> None:
         warnings.simplefilter("error")
         for name in IMPORTED:
             importlib.import_module(name)
+    sys.modules["rollwright._processes.start.methods"].SERVER_IMPORTS.extend(IMPORTED_BY_WORKERS)
     processes = sys.modules["rollwright._processes.child"]
     child = processes.Child(processes.echo, name="the first")
     child.channel.close()

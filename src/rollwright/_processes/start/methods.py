@@ -31,9 +31,10 @@ from typing import Any
 from rollwright._files import unnamed_file
 from rollwright._processes.start.server import ForkRequest
 
-__all__ = ["START_METHODS", "check_start_method", "new_process", "use_server"]
+__all__ = ["SERVER_IMPORTS", "START_METHODS", "check_start_method", "new_process", "use_server"]
 
 START_METHODS = ("forkserver", "spawn", "fork")
+SERVER_IMPORTS: list[str] = []  # modules that a new server imports beside this package
 _SERVER_S = 300.0  # for the server to import what it needs, and to fork
 
 
@@ -139,7 +140,8 @@ def _line_to_server(gone: _Line | None) -> _Line:
         if _line is None:
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                code = f"from rollwright._processes.start.server import main; main({theirs.fileno()})"
+                arguments = (theirs.fileno(), *SERVER_IMPORTS)
+                code = f"from rollwright._processes.start.server import main; main(*{arguments!r})"
                 _line = _Line(mine, _run_python(code, [theirs.fileno()]))
         return _line
 

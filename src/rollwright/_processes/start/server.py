@@ -60,13 +60,15 @@ class ForkRequest(NamedTuple):
         socket.send_fds(line, [_REQUEST], self.fds)
 
 
-def main(fd: int) -> None:
-    """Serve the requests of a line until all who could ask are gone."""
+def main(fd: int, *others: str) -> None:
+    """Serve the requests of a line until all who could ask are gone; import other modules, too, before."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program decides what Ctrl-C ends
     allow_interrupts()
     os.chdir(os.sep)  # torch does not compute in a folder that was deleted, and workers begin in that of the program
     with contextlib.suppress(ImportError):  # which workers report
         importlib.import_module("rollwright._preload")
+        for name in others:
+            importlib.import_module(name)
     util._close_stdin()  # type: ignore[attr-defined]
     gc.freeze()  # a collection in a forked process would look through what is imported, and so copy its pages
     with socket.socket(fileno=fd) as line:
