@@ -6,9 +6,9 @@ import argparse
 import os
 import sys
 
+from rollwright._processes.network.addresses import SECRET, parse_address
 from rollwright.cli.errors import Failure
 from rollwright.collectors.workers.remote.joining import join
-from rollwright.collectors.workers.remote.tcp import SECRET, parse_address
 
 __all__ = ["run"]
 

@@ -114,7 +114,12 @@ class IncomingHandshake:
 
 
 def connect_to(
-    address: tuple[str, int], secret: bytes, about: dict[str, Any], timeout_s: float = _TIMEOUT_S
+    address: tuple[str, int],
+    secret: bytes,
+    about: dict[str, Any],
+    timeout_s: float = _TIMEOUT_S,
+    *,
+    listens_within_s: float | None = None,
 ) -> socket.socket:
     """Connect to a collector, and prove to each other that both know the secret.
 
@@ -123,6 +128,7 @@ def connect_to(
         secret: of the run.
         about: what is said of this side, beside its versions; ``json.dumps`` takes it.
         timeout_s: for each message; until the collector listens, for the connection.
+        listens_within_s: for the collector to listen, if that is another time.
 
     Returns:
         The socket.
@@ -131,7 +137,7 @@ def connect_to(
         HandshakeRefused: the collector has refused, or what answers is none.
         ConnectionError, TimeoutError: nothing answers there.
     """
-    end = _connected(address, timeout_s)
+    end = _connected(address, timeout_s if listens_within_s is None else listens_within_s)
     try:
         end.settimeout(timeout_s)
         theirs = _exactly(end, len(_MARK) + _NONCE)

@@ -137,6 +137,11 @@ class Line:
         self._socket.close()
         self._unsent.clear()
 
+    def cut(self) -> None:
+        """Break the connection for both ends, from any thread; whoever reads gets ``ChannelClosed``, and closes it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     # Sending ----------------------------------------------------------------------------------
 
     def post(self, message: Any, pieces: Pieces = ()) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
 
 __all__ = ["ReplayBuffer", "Transform"]
 
+_SERVICE = "rollwright.data.replay_buffers.service.buffer"
+
 
 class ReplayBuffer:
     """Keeps experience, and samples it.
@@ -50,6 +53,10 @@ class ReplayBuffer:
         generator: where random numbers come from; default: torch's global one.
         shared: let other processes write and sample. Pass the buffer to them when they are started.
         limiter: keeps sampling and collecting at one pace: whichever is ahead waits.
+        service_backend: keep the buffer in a process of its own, which workers on any machine write to: ``"process"``
+            on this machine, ``"ray"`` in an actor. What is made is a
+            :class:`~rollwright.data.replay_buffers.service.buffer.ServiceReplayBuffer`.
+        service_backend_options: of that backend, see there.
 
     Attributes:
         limiter: as it was given.
@@ -65,6 +72,14 @@ class ReplayBuffer:
         >>> len(buffer), buffer.write_count, buffer.sample()["obs"].shape
         (50, 50, torch.Size([32, 4]))
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """A buffer of this process, or one in a service."""
+        made = super().__new__(cls)
+        if options.get("service_backend") is None or hasattr(cls, "as_writer"):
+            return made
+        service: Any = importlib.import_module(_SERVICE).ServiceReplayBuffer
+        return service.__new__(service) if issubclass(service, cls) else service(kind=cls, **options)
 
     def __init__(
         self,
@@ -82,7 +97,14 @@ class ReplayBuffer:
         generator: torch.Generator | None = None,
         shared: bool = False,
         limiter: SampleToInsertRatio | None = None,
+        service_backend: str | None = None,
+        service_backend_options: dict[str, Any] | None = None,
     ) -> None:
+        if service_backend_options:
+            raise ValueError(
+                "service_backend_options is for a buffer in a process of its own, and service_backend is None. Pass "
+                "service_backend='process' or 'ray'."
+            )
         self.storage: Storage = made("storage", storage, Storage, lambda: ListStorage(1000))
         self.sampler: Sampler = made("sampler", sampler, Sampler, RandomSampler)
         self.writer: Writer = made("writer", writer, Writer, RoundRobinWriter)
@@ -461,8 +483,19 @@ class ReplayBuffer:
     dump = save = dumps
     load = loads
 
+    def client(self) -> ReplayBuffer:
+        """The buffer for another process, on any machine; it can be pickled.
+
+        Raises:
+            TypeError: the buffer is in memory of this process.
+        """
+        raise TypeError(
+            f"client: this {type(self).__name__} is in memory of this process, and a client reaches a service. Make "
+            "the buffer with service_backend='process' (or 'ray')."
+        )
+
     def shutdown(self) -> None:
-        """End the threads that prefetch."""
+        """End the threads that prefetch; of a buffer in a service: end that."""
         if self._prefetcher is not None:
             self._prefetcher.shutdown()
 

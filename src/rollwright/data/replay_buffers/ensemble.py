@@ -77,6 +77,11 @@ class ReplayBufferEnsemble:
         strangers = [type(buffer).__name__ for buffer in buffers if not isinstance(buffer, ReplayBuffer)]
         if not buffers or strangers:
             raise TypeError(f"buffers: expected replay buffers, got {strangers or 'none'}. Pass one for each source.")
+        if any(hasattr(buffer, "as_writer") for buffer in buffers):
+            raise TypeError(
+                "buffers: expected buffers in memory of this machine, got one in a service, which draws by itself. "
+                "Sample from it alone, or make it without service_backend."
+            )
         if sample_from_all and (p is not None or num_buffer_sampled is not None):
             raise ValueError("sample_from_all draws every member once, and excludes p and num_buffer_sampled.")
         if routing_key is not None and routing_dim is not None:

@@ -31,6 +31,8 @@ class CommonBufferKeywords(TypedDict, total=False):
     generator: torch.Generator | None
     shared: bool
     limiter: SampleToInsertRatio | None
+    service_backend: str | None
+    service_backend_options: dict[str, Any] | None
 
 
 class BufferKeywords(CommonBufferKeywords, total=False):

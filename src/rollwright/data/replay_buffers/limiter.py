@@ -280,6 +280,21 @@ class SampleToInsertRatio:
         self._count(count(drawn) - size)
         return drawn
 
+    def may_draw(self, size: int) -> bool:
+        """Whether so many may be drawn now, by a process that draws for others."""
+        if not self._active:
+            return True
+        self.check(batch_size=size)
+        inserted = self.inserted
+        return self._balance_at(inserted) - size >= -self.margin and self._is_warm(inserted)
+
+    def lacks(self, size: int) -> str:
+        """What drawing waits for, as a phrase."""
+        lacking = max(0, self._base - self.inserted)
+        if not lacking:
+            lacking = max(0, math.ceil((size - self.margin - self.balance) / self.samples_per_insert))
+        return f"sample() waits to draw {size} items until {lacking:,} more are inserted ({self._numbers()})"
+
     def _taken(self, size: int, mine: list[int]) -> bool:
         """Count ``size`` items as drawn, if they may be, and note that in ``mine``."""
         with uninterrupted, self.progress.changed:

@@ -30,8 +30,8 @@ from tests.collectors.workers.processes import gone, num_fds
 from tests.patience import patient
 
 from rollwright import Collector
+from rollwright._processes.network.addresses import SECRET
 from rollwright._processes.network.pair import PairCarrier
-from rollwright.collectors.workers.remote.tcp import SECRET
 from rollwright.errors import WorkerError
 
 KINDS = ["sync", "async"]

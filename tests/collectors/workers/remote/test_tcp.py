@@ -33,8 +33,8 @@ from tests.collectors.workers.processes import alive, descendants, gone, num_fds
 from tests.patience import patient
 
 from rollwright import Collector
+from rollwright._processes.network.addresses import SECRET
 from rollwright.collectors.workers.remote.frame_line import FrameLine
-from rollwright.collectors.workers.remote.tcp import SECRET
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.errors import EnvError, WorkerError
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rollwright._options import Check
+from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, parse_address
 from rollwright.collectors.workers.remote.launchers import LocalLauncher, Manual
 from rollwright.collectors.workers.remote.options import RemoteOptions
 from rollwright.collectors.workers.remote.transport import RemoteTransport
@@ -17,48 +18,9 @@ from rollwright.collectors.workers.remote.transport import RemoteTransport
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
 
-__all__ = ["SECRET", "Options", "checked_address", "checked_secret", "parse_address", "transport"]
-
-SECRET = "ROLLWRIGHT_SECRET"
-"""The environment variable that holds the secret of a run."""
+__all__ = ["Options", "transport"]
 
 _log = logging.getLogger("rollwright")
-
-
-def parse_address(name: str, value: object) -> tuple[str, int]:
-    """Host and port of ``"HOST:PORT"``.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    host, colon, port = str(value).rpartition(":")
-    if not isinstance(value, str) or not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{name}: expected 'HOST:PORT', such as '10.0.0.1:29400', got {value!r}.")
-    return host.strip("[]"), int(port)
-
-
-def checked_address(name: str, value: object) -> object:
-    """Check an address, for a declared option.
-
-    Raises:
-        ValueError: it is none.
-    """
-    parse_address(name, value)
-    return value
-
-
-def checked_secret(name: str, value: object) -> object:
-    """Check a secret, for a declared option.
-
-    Raises:
-        ValueError: it is none, or too short.
-    """
-    if not isinstance(value, str) or len(value) < 16:
-        raise ValueError(
-            f"{name}: expected a text of at least 16 characters that nobody can guess, got {type(value).__name__}"
-            f"{f' of {len(value)}' if isinstance(value, str) else ''}. Pass for example secrets.token_hex(16)."
-        )
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)

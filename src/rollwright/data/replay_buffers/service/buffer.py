@@ -1,0 +1,197 @@
+"""ServiceReplayBuffer: a replay buffer in a process of its own, as the program that started it uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rollwright._processes.network.addresses import SECRET, parse_address
+from rollwright._processes.pickling import dumps
+from rollwright.data.replay_buffers.buffer import ReplayBuffer
+from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
+from rollwright.data.replay_buffers.service.backends import backend_module, options_of
+from rollwright.data.replay_buffers.service.client import ReplayClient
+from rollwright.data.replay_buffers.service.hosting import LimiterForm, Recipe, ServiceHost
+from rollwright.data.replay_buffers.service.messages import Ready
+from rollwright.data.replay_buffers.service.session import Session, Target
+from rollwright.data.replay_buffers.storages.base import positive
+from rollwright.errors import WorkerError
+
+__all__ = ["ServiceReplayBuffer"]
+
+_END_S = 5.0
+
+
+class ServiceReplayBuffer(ReplayClient):
+    """A replay buffer in a process of its own: what ``ReplayBuffer(service_backend=...)`` makes.
+
+    The service owns the storage, with its sampler, its priorities, its limiter, its trajectory ids and the transforms.
+    The program that has started it uses it as it would any buffer; collectors, and other processes with a
+    :meth:`client`, write to it, without passing through the program. It ends with the program, or with
+    :meth:`shutdown`.
+
+    A write that has returned is stored. One that was on its way when a connection broke is sent again, and stored once.
+    If the service dies, everything that is asked raises, with the number of elements that were lost; with ``path`` in
+    the options it is started again from its last dump, and a warning has the number.
+
+    Args:
+        service_backend: ``"process"`` or ``"ray"``.
+        service_backend_options: see :class:`~rollwright.data.replay_buffers.service.options.ServiceOptions`, and the
+            module of the backend.
+        kind: class of the buffer in the service.
+        prefetch: number of batches to ask for ahead.
+        pin_memory: deliver batches in pinned memory.
+        batch_size: elements in a batch.
+        limiter: its numbers are the service's; this object is not bound. Use :attr:`ReplayBuffer.limiter`.
+        **options: of ``kind``. What they hold is copied into the service; a storage is best given as a callable.
+
+    Attributes:
+        num_restarts: how often the service was started again.
+        num_lost: elements that were acknowledged, and lost since.
+
+    Raises:
+        ValueError, TypeError: an option is wrong, or cannot be sent to a process.
+        WorkerError: the buffer could not be made in the service.
+
+    Example:
+        >>> from functools import partial
+        >>> from tensordict import TensorDict
+        >>> from rollwright.data import LazyTensorStorage
+        >>> buffer = ReplayBuffer(storage=partial(LazyTensorStorage, 100), batch_size=8, service_backend="process")
+        >>> _ = buffer.extend(TensorDict({"obs": torch.randn(50, 4)}, [50]))
+        >>> len(buffer), buffer.sample()["obs"].shape
+        (50, torch.Size([8, 4]))
+        >>> buffer.shutdown()
+    """
+
+    def __init__(
+        self,
+        *,
+        service_backend: str = "process",
+        service_backend_options: Mapping[str, Any] | None = None,
+        kind: type[ReplayBuffer] = ReplayBuffer,
+        prefetch: int | None = None,
+        pin_memory: bool = False,
+        batch_size: int | None = None,
+        limiter: SampleToInsertRatio | None = None,
+        **options: Any,
+    ) -> None:
+        self._backend = backend_module(service_backend)
+        self._service_options = own = options_of(service_backend, service_backend_options)
+        size = None if batch_size is None else positive("batch_size", batch_size)
+        if prefetch is not None:
+            prefetch = positive("prefetch", prefetch)
+            if size is None:
+                raise ValueError("prefetch: batches are asked for ahead, and batch_size is None. Pass both.")
+        if pin_memory and not torch.cuda.is_available():
+            raise ValueError("pin_memory: torch sees no CUDA device to pin memory for. Leave it out.")
+        self._recipe = self._recipe_of(kind, {**options, "batch_size": size}, limiter)
+        self._host: ServiceHost = self._backend.host(self._recipe, own)
+        self.num_restarts = self.num_lost = 0
+        try:
+            ready = self._host.await_ready(own.start_timeout)
+        except BaseException:
+            self._host.end(0.0)
+            raise
+        self._recipe = self._recipe._replace(address=(self._recipe.address[0], ready.address[1]))
+        target = Target(ready.address, self._recipe.secret, own.host_timeout, comes_back=own.path is not None)
+        session = Session(target, is_owner=True, revive=self._revive)
+        super().__init__(target, ready.info, batch_size=size, prefetch=prefetch, pin_memory=pin_memory, session=session)
+        session.keep_connected()
+
+    def _recipe_of(
+        self, kind: type[ReplayBuffer], options: dict[str, Any], limiter: SampleToInsertRatio | None
+    ) -> Recipe:
+        own = self._service_options
+        if limiter is not None:
+            if not isinstance(limiter, SampleToInsertRatio):
+                raise TypeError(f"limiter: expected a SampleToInsertRatio, got {type(limiter).__name__}: {limiter!r}.")
+            options["limiter"] = LimiterForm(
+                limiter.samples_per_insert, limiter.margin, limiter.min_size, limiter.timeout_s
+            )
+        if options.get("generator") is not None:
+            if not isinstance(options["generator"], torch.Generator):
+                raise TypeError(f"generator: expected a torch.Generator, got {options['generator']!r}.")
+            options["generator"] = options["generator"].get_state()
+        options.pop("shared", None)  # it is, by the service
+        for name, value in options.items():
+            try:
+                dumps(value)
+            except Exception as error:  # an object may refuse in any way it likes
+                raise TypeError(
+                    f"{name}: cannot be sent to the service's process: {type(error).__name__}: {error} Pass a function "
+                    "that makes it, such as storage=partial(LazyTensorStorage, 1000)."
+                ) from error
+        secret = own.secret or os.environ.get(SECRET) or secrets.token_hex(32)
+        return Recipe(
+            made_of=dumps((kind, options)),
+            address=parse_address("address", own.address or self._backend.DEFAULT_ADDRESS),
+            secret=secret.encode(),
+            seed=int(torch.empty((), dtype=torch.int64).random_()) % 2**62,
+            host_timeout=own.host_timeout,
+            path=None if own.path is None else str(own.path),
+            dump_every=own.dump_every,
+            import_paths=tuple(sys.path),
+        )
+
+    @property
+    def host(self) -> ServiceHost:
+        """The process of the service."""
+        return self._host
+
+    # Its end ------------------------------------------------------------------------------------------
+
+    def _revive(self) -> bool:
+        """In the thread of the session: start the service again, if it has died and can come back."""
+        how = self._host.how_it_ended()
+        if how is None:
+            return False
+        own, counts = self._service_options, self._session.counts
+        written = 0 if counts is None else counts.write_count
+        held = 0 if counts is None else counts.num_stored
+        if own.path is None:
+            raise WorkerError(
+                f"the replay service {how}: the {held:,} elements that it held are lost ({written:,} were written). "
+                "Pass path= and dump_every= in service_backend_options, so that it comes back from its last dump."
+            )
+        if self.num_restarts >= own.max_restarts:
+            raise WorkerError(
+                f"the replay service {how}, and was started again {self.num_restarts} times before (max_restarts). "
+                f"It held {held:,} elements ({written:,} were written); its last dump is in {str(own.path)!r}."
+            )
+        self.num_restarts += 1
+        self._host.end(0.0)
+        self._host = self._backend.host(self._recipe, own)
+        ready: Ready = self._host.await_ready(own.start_timeout)
+        lost = max(0, written - ready.write_count)
+        self.num_lost += lost
+        self._session.notes.append(
+            f"the replay service {how}, and was started again from its last dump: {lost:,} of the {written:,} elements "
+            f"that were written are lost (restart {self.num_restarts} of {own.max_restarts} at most)."
+        )
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        """``write_count``, ``num_stored``, ``num_restarts``, ``num_lost`` and ``num_connections``, without asking."""
+        counts = self._session.counts
+        return {
+            "write_count": 0 if counts is None else counts.write_count,
+            "num_stored": 0 if counts is None else counts.num_stored,
+            "num_restarts": self.num_restarts,
+            "num_lost": self.num_lost,
+            "num_connections": self.num_connections,
+        }
+
+    def shutdown(self) -> None:
+        """End the service, which saves what is fresh if it has a ``path``. May be called again."""
+        if self._recipe.path is not None and not self._session.is_closed and self._host.how_it_ended() is None:
+            with contextlib.suppress(WorkerError, ConnectionError, TimeoutError, RuntimeError):
+                self._session.ask("finish")
+        self._session.close()
+        self._host.end(_END_S)

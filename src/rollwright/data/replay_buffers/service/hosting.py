@@ -1,0 +1,118 @@
+"""Service: the process in which a buffer lies, and how it is started."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import sys
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
+from rollwright.data.replay_buffers.service.dumps import Dumps
+from rollwright.data.replay_buffers.service.keeper import Keeper
+from rollwright.data.replay_buffers.service.messages import Ready
+from rollwright.data.replay_buffers.service.server import Server
+
+__all__ = ["LimiterForm", "Recipe", "Service", "ServiceHost"]
+
+_MOST_BEAT_S = 1.0
+
+
+class LimiterForm(NamedTuple):
+    """What a :class:`SampleToInsertRatio` is made of."""
+
+    samples_per_insert: float
+    margin: float
+    min_size: int
+    timeout_s: float
+
+
+class Recipe(NamedTuple):
+    """What a service is made of.
+
+    Attributes:
+        made_of: a pickle of the buffer's class and its options; a limiter as a :class:`LimiterForm`, a generator as its
+            state.
+        address: where to listen.
+        secret: of the run.
+        seed: of random numbers.
+        host_timeout: seconds without a sign after which somebody counts as gone.
+        path: where to save the buffer; None: nowhere.
+        dump_every: elements between two dumps.
+        import_paths: where modules are looked for, after those of the process.
+    """
+
+    made_of: bytes
+    address: tuple[str, int]
+    secret: bytes
+    seed: int
+    host_timeout: float
+    path: str | None
+    dump_every: int | None
+    import_paths: tuple[str, ...]
+
+
+class ServiceHost(Protocol):
+    """The process of a service."""
+
+    def await_ready(self, timeout_s: float) -> Ready:
+        """Wait until the service listens.
+
+        Raises:
+            WorkerError: the buffer could not be made there, or the process has ended.
+            TimeoutError: it takes too long.
+        """
+
+    def how_it_ended(self) -> str | None:
+        """A phrase; None: it runs, as far as is known."""
+
+    def end(self, timeout_s: float) -> None:
+        """Make it end, if it does not by itself in time."""
+
+
+class Service:
+    """A buffer, and the server that others reach it by.
+
+    Args:
+        recipe: what it is made of.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        sys.path.extend(path for path in recipe.import_paths if path not in sys.path)
+        torch.manual_seed(recipe.seed)
+        kind, options = pickle.loads(recipe.made_of)
+        if isinstance(options.get("limiter"), LimiterForm):
+            form: LimiterForm = options["limiter"]
+            options["limiter"] = SampleToInsertRatio(
+                form.samples_per_insert, margin=form.margin, min_size=form.min_size, timeout_s=form.timeout_s
+            )
+        if options.get("generator") is not None:
+            options["generator"] = torch.Generator().set_state(options["generator"])
+        dumps = None if recipe.path is None else Dumps(recipe.path, recipe.dump_every)
+        self._keeper = Keeper(kind(**options), dumps)
+        end = socket.create_server(recipe.address, backlog=128)
+        host, port = recipe.address[0], end.getsockname()[1]
+        shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        self.ready = Ready((shown, port), self._keeper.info, self._keeper.buffer.write_count)
+        self._server = Server(
+            self._keeper,
+            end,
+            recipe.secret,
+            beat_s=min(_MOST_BEAT_S, recipe.host_timeout / 4),
+            silence_s=recipe.host_timeout,
+        )
+        self.watch = self._server.watch
+
+    def serve(self, stopping: Callable[[], bool]) -> None:
+        """Serve until asked to stop, or until something raises; save what is fresh at the end."""
+        try:
+            while not stopping():
+                self._server.run_once()
+        finally:
+            try:
+                self._keeper.finish()
+            finally:
+                self._server.close()

@@ -1,0 +1,201 @@
+"""Keeper: carries out requests on the buffer of a replay service, each once, from those who may."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rollwright._processes.failures import ExceptionInfo
+from rollwright.data.replay_buffers.buffer import ReplayBuffer
+from rollwright.data.replay_buffers.service.commands import Commands
+from rollwright.data.replay_buffers.service.dumps import Dumps
+from rollwright.data.replay_buffers.service.messages import Reply, Request, WriterName
+from rollwright.data.replay_buffers.service.packing import pack, unpack
+
+__all__ = ["Keeper", "Record"]
+
+Answer = tuple[Reply, Sequence[memoryview]]
+_FORGET_S = 600.0  # after which replies for a client that is gone are dropped
+
+
+@dataclass
+class Record:
+    """What is known of a client, whether it is connected or not.
+
+    Attributes:
+        writer: whose writes it sends.
+        last: the highest number of its requests that was taken in.
+        failed: numbers of those that raised.
+        answers: to its requests, by number: those that it may not have received.
+        seen_at: when it was heard of last, by ``time.monotonic()``.
+    """
+
+    writer: WriterName | None = None
+    last: int = 0
+    failed: set[int] = field(default_factory=set)
+    answers: dict[int, Answer] = field(default_factory=dict)
+    seen_at: float = field(default_factory=time.monotonic)
+
+
+class _Waiting:
+    """A sample that the limiter does not allow yet."""
+
+    def __init__(self, client: str, request: Request, size: int, inserted: int) -> None:
+        self.client, self.request, self.size = client, request, size
+        self.inserted, self.since = inserted, time.monotonic()
+
+
+class Keeper:
+    """Carries out requests, each once, from those who may.
+
+    A client numbers its requests. One that comes again, because a connection broke before its reply arrived, is not
+    carried out again: the reply is sent again. A writer that was given up is refused.
+
+    Args:
+        buffer: what the requests are about.
+        dumps: saves it now and then; None: nothing does.
+
+    Attributes:
+        buffer: see above.
+        records: of clients, by id.
+        least: by the name of a writer: the generations below are given up.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, dumps: Dumps | None = None) -> None:
+        self.buffer, self._dumps = buffer, dumps
+        self._commands = Commands(buffer)
+        self.records: dict[str, Record] = {}
+        self.least: dict[str, int] = {}
+        self._waiting: list[_Waiting] = []
+        if dumps is not None:
+            last, answers, self.least = dumps.restore(buffer)
+            for client, number in last.items():
+                self.records[client] = record = Record(last=number)
+                for done, value in answers.get(client, {}).items():
+                    body, pieces = pack(value)
+                    record.answers[done] = Reply(done, body), pieces
+        self.info = self._commands.info()
+
+    def refusal(self, writer: WriterName | None) -> str | None:
+        """Why a writer may not take part, as a phrase; None: it may."""
+        if writer is None or writer.generation >= self.least.get(writer.name, 0):
+            return None
+        return f"writer {writer.name} of generation {writer.generation} was given up, and nothing of it is stored"
+
+    def met(self, client: str, writer: WriterName | None) -> None:
+        """A client has connected."""
+        record = self.records.setdefault(client, Record())
+        record.writer, record.seen_at = writer, time.monotonic()
+
+    # Requests -----------------------------------------------------------------------------------------
+
+    def take(self, client: str, request: Request, pieces: Sequence[memoryview]) -> Answer | None:
+        """Carry out a request, unless it was before; None: the reply comes from :meth:`tend`."""
+        record = self.records[client]
+        record.seen_at = time.monotonic()
+        for number in [number for number in record.answers if number < request.received]:
+            del record.answers[number]
+        if request.number <= record.last:
+            return record.answers.get(request.number)  # or it waits, or the client has had the reply
+        record.last = request.number
+        refused = self.refusal(record.writer)
+        if refused is not None:
+            return self._answered(client, request.number, lambda: _refuse(refused))
+        given = unpack(request.body, pieces)
+        if request.what == "sample" and not self._may_draw(given[0]):
+            self._waiting.append(_Waiting(client, request, self._size(given[0]), self.buffer.write_count))
+            return None
+        return self._answered(client, request.number, lambda: self._do(client, request.what, given))
+
+    def _answered(self, client: str, number: int, do: Callable[[], Any]) -> Answer:
+        try:
+            body, pieces = pack(do())
+            answer: Answer = (Reply(number, body), pieces)
+        except Exception as error:
+            answer = (Reply(number, b"", ExceptionInfo.of(error)), ())
+            self.records[client].failed.add(number)
+        self.records[client].answers[number] = answer
+        if self._dumps is not None:
+            self._dumps.when_due(self)
+        return answer
+
+    def _do(self, client: str, what: str, given: Any) -> Any:
+        match what:
+            case "give_up":
+                return self._give_up(*given)
+            case "was_done":
+                asked, number = given
+                record = self.records.get(asked)
+                return record is not None and record.last >= number and number not in record.failed
+            case "finish":
+                return self.finish()
+            case "cancel":
+                return self._cancel(client, *given)
+        if what.startswith("_") or not hasattr(Commands, what):
+            raise ValueError(f"a replay service knows no request {what!r}.")
+        return getattr(self._commands, what)(*given)
+
+    def _give_up(self, name: str, generation: int) -> None:
+        """Refuse writers of this generation and of earlier ones from now on."""
+        self.least[name] = max(self.least.get(name, 0), generation + 1)
+
+    # Samples that wait --------------------------------------------------------------------------------
+
+    def _size(self, size: int | None) -> int:
+        return size or self.buffer.batch_size or 1
+
+    def _may_draw(self, size: int | None) -> bool:
+        return self.buffer.limiter is None or self.buffer.limiter.may_draw(self._size(size))
+
+    def tend(self) -> list[tuple[str, Answer]]:
+        """Carry out what may be carried out now; the clients and what they are sent."""
+        done: list[tuple[str, Answer]] = []
+        for waiting in list(self._waiting):
+            limiter, now = self.buffer.limiter, time.monotonic()
+            if limiter is None or limiter.may_draw(waiting.size):
+                do: Callable[[], Any] = partial(self._commands.sample, waiting.size)
+            elif self.buffer.write_count != waiting.inserted:
+                waiting.inserted, waiting.since = self.buffer.write_count, now
+                continue
+            elif now - waiting.since > limiter.timeout_s:
+                do = partial(_time_out, limiter.lacks(waiting.size), limiter.timeout_s)
+            else:
+                continue
+            self._waiting.remove(waiting)
+            done.append((waiting.client, self._answered(waiting.client, waiting.request.number, do)))
+        return done
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that wait."""
+        return len(self._waiting)
+
+    def _cancel(self, client: str, number: int) -> None:
+        """The client wants no reply to a request any more."""
+        self._waiting = [w for w in self._waiting if (w.client, w.request.number) != (client, number)]
+
+    def forget(self, connected: set[str]) -> None:
+        """Drop replies and samples for clients that have been gone for long."""
+        now = time.monotonic()
+        for client, record in self.records.items():
+            if client in connected:
+                record.seen_at = now
+            elif now - record.seen_at > _FORGET_S:
+                record.answers.clear()
+                self._waiting = [w for w in self._waiting if w.client != client]
+
+    def finish(self) -> None:
+        """Save what was written since the last dump."""
+        if self._dumps is not None:
+            self._dumps.when_due(self, now=True)
+
+
+def _refuse(why: str) -> None:
+    raise PermissionError(f"{why}.")
+
+
+def _time_out(why: str, limit_s: float) -> None:
+    raise TimeoutError(f"waited {limit_s:g} s: {why}, and nothing was inserted meanwhile. Collect more, or faster.")

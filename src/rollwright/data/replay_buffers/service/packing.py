@@ -1,0 +1,87 @@
+"""Pickles objects with the memory of their tensors left out, so that it is sent from where it lies."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from rollwright.data.unchecked import unchecked_td
+
+__all__ = ["memory_for", "pack", "unpack"]
+
+_INLINE = 128  # bytes of a tensor that are not worth a piece of their own
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is TensorDict:
+            names = value.names if any(value.names) else None
+            entries = dict(value.items())
+            return _tensordict, (entries, tuple(value.batch_size), value.device is not None, names)
+        if kind not in (torch.Tensor, torch.nn.Parameter):
+            return NotImplemented
+        is_plain = value.layout is torch.strided and not value.is_quantized and not value.is_nested
+        return _reduced(value.detach()) if is_plain else NotImplemented
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    tensor = tensor.cpu().contiguous().resolve_conj().resolve_neg()
+    count = tensor.numel() * tensor.element_size()
+    if not count:
+        return _small, (b"", tensor.dtype, tuple(tensor.shape))
+    memory: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    if count <= _INLINE:
+        return _small, (memory.tobytes(), tensor.dtype, tuple(tensor.shape))
+    return _tensor, (pickle.PickleBuffer(memory), tensor.dtype, tuple(tensor.shape))
+
+
+def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _small(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
+
+
+def _tensordict(entries: dict[str, Any], batch_size: tuple[int, ...], has_device: bool, names: Any) -> TensorDict:
+    made = unchecked_td(
+        entries, torch.Size(batch_size), device=torch.device("cpu") if has_device else None, nested=False
+    )
+    if names is not None:
+        made.names = names
+    return made
+
+
+def pack(value: Any) -> tuple[bytes, list[memoryview]]:
+    """A pickle, and the memory that belongs to it, which must not change until it is sent.
+
+    Tensors of other devices than the CPU, and those that do not lie in one piece, are copied. What arrives is on the
+    CPU and in no autograd graph.
+
+    Example:
+        >>> body, pieces = pack({"a": torch.arange(100)})
+        >>> [piece.nbytes for piece in pieces]
+        [800]
+        >>> int(unpack(body, pieces)["a"][-1])
+        99
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    _Pickler(file, 5, buffer_callback=buffers.append).dump(value)
+    return file.getvalue(), [buffer.raw() for buffer in buffers]
+
+
+def unpack(body: bytes, pieces: Sequence[memoryview]) -> Any:
+    """What :func:`pack` was given; its tensors lie in the pieces."""
+    return pickle.loads(body, buffers=pieces)
+
+
+def memory_for(sizes: Sequence[int]) -> list[memoryview]:
+    """Fresh memory for pieces of these sizes, aligned as torch aligns tensors."""
+    return [memoryview(torch.empty(size, dtype=torch.uint8).numpy()) for size in sizes]  # type: ignore[arg-type]

@@ -1,0 +1,440 @@
+"""A buffer in a process of its own behaves as one of this process, for the program and for its clients."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from tests.collectors.workers.processes import gone, wait_until
+
+from rollwright.data import (
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    RaggedStorage,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
+    SampleToInsertRatio,
+    SliceSampler,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from rollwright.data.replay_buffers.service.buffer import ServiceReplayBuffer
+from rollwright.errors import WorkerError
+
+
+def frames(first, count):
+    ids = torch.arange(first, first + count)
+    return TensorDict({"obs": ids.float().unsqueeze(-1).expand(count, 30), ("next", "id"): ids}, [count])
+
+
+def ids_of(buffer):
+    return sorted(buffer[:]["next", "id"].tolist())
+
+
+def doubled(batch):
+    return batch.set("twice", 2 * batch["next", "id"])
+
+
+# The same as a buffer of this process ------------------------------------------------------------------------------
+
+
+def used(buffer, whole=True):
+    """What comes of a number of calls; not ``whole``: until what is prefetched is dropped, which takes random numbers."""
+    found = [buffer.extend(frames(0, 40)), buffer.extend(frames(40, 70)), buffer.add(frames(110, 1)[0])]
+    found += [len(buffer), buffer.write_count, buffer[5]["obs"], buffer[-3:]["next", "id"], buffer["next", "id"]]
+    buffer[2] = frames(500, 1)[0]
+    buffer.update_priority(torch.tensor([1, 2]), torch.tensor([5.0, 7.0]))
+    found += [buffer.sample() for _ in range(5)]
+    batch, info = buffer.sample(return_info=True)
+    if not whole:
+        return [*found, batch, *info.values()]
+    buffer.append_transform(doubled)
+    found += [batch, *info.values(), buffer.sample()]
+    state = buffer.state_dict()
+    found += [buffer.sample() for _ in range(2)]
+    buffer.load_state_dict(state)
+    found += [buffer.sample() for _ in range(2)]
+    buffer.set_rng(torch.Generator().manual_seed(3))
+    found.append(buffer.sample())
+    buffer.empty()
+    return [*found, len(buffer), buffer.write_count]
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+@pytest.mark.parametrize("sampler", [None, partial(PrioritizedSampler, 100, 0.7, 0.5), SamplerWithoutReplacement])
+def test_a_service_gives_what_a_buffer_of_this_process_gives(serve, sampler, prefetch):
+    def options():
+        generator = torch.Generator().manual_seed(1)
+        return {"sampler": sampler, "batch_size": 8, "generator": generator, "prefetch": prefetch}
+
+    local = TensorDictReplayBuffer(storage=LazyTensorStorage(100), **options())
+    expected, found = (used(each, prefetch is None) for each in (local, serve(size=100, **options())))
+    local.shutdown()
+    assert len(expected) == len(found)
+    for mine, theirs in zip(expected, found, strict=True):
+        if isinstance(mine, TensorDict):
+            assert mine.batch_size == theirs.batch_size
+            assert bool((mine == theirs).all())
+        elif isinstance(mine, torch.Tensor):
+            assert torch.equal(mine, theirs)
+        else:
+            assert mine == theirs
+
+
+def test_it_is_a_replay_buffer_whatever_class_was_asked_for(serve):
+    for kind in (ReplayBuffer, TensorDictReplayBuffer):
+        buffer = serve(kind)
+        assert isinstance(buffer, ReplayBuffer)
+        assert isinstance(buffer, ServiceReplayBuffer)
+        assert buffer.info.kind == kind.__name__
+    assert "LazyTensorStorage(max_size=1000)" in repr(buffer)
+
+
+def test_a_pass_ends_where_the_sampler_says(serve):
+    buffer = serve(sampler=SamplerWithoutReplacement, batch_size=10, prefetch=2)
+    buffer.extend(frames(0, 50))
+    assert sorted(i for batch in buffer for i in batch["next", "id"].tolist()) == list(range(50))
+
+
+def test_priorities_are_the_service_s(serve):
+    buffer = serve(TensorDictPrioritizedReplayBuffer, alpha=1.0, beta=1.0, batch_size=64, priority_key="td_error")
+    buffer.extend(frames(0, 100))
+    buffer.update_priority(torch.arange(100), torch.zeros(100))
+    batch = buffer.sample()
+    batch["td_error"] = torch.zeros(64)
+    buffer.update_tensordict_priority(batch)
+    buffer.client().update_priority(torch.tensor([7]), torch.tensor([1e6]))
+    assert buffer.sample()["next", "id"].eq(7).all()
+    with pytest.raises(KeyError, match="td_error"):
+        buffer.update_tensordict_priority(buffer.sample())
+
+
+def test_text_and_ragged_elements(serve):
+    buffer = serve(ReplayBuffer, storage=partial(RaggedStorage, 100), batch_size=4)
+    buffer.extend(lazy_stack([TensorDict({"text": "a" * n, "tokens": torch.arange(n)}) for n in range(1, 4)]))
+    batch = buffer.sample()
+    assert [len(text) for text in batch["text"]] == [len(one["tokens"]) for one in batch.unbind(0)]
+
+
+def test_objects_of_a_list(serve):
+    buffer = serve(ReplayBuffer, storage=partial(ListStorage, 10), batch_size=2, collate_fn=list)
+    buffer.extend([{"a": 1}, {"a": 2}])
+    assert all(one in ({"a": 1}, {"a": 2}) for one in buffer.sample())
+
+
+def test_dumps_and_loads(serve, tmp_path):
+    first, second = serve(), serve()
+    first.extend(frames(0, 30))
+    first.dumps(tmp_path / "saved")
+    second.loads(tmp_path / "saved")
+    local = TensorDictReplayBuffer(storage=LazyTensorStorage(1000))
+    local.loads(tmp_path / "saved")
+    assert ids_of(second) == ids_of(local) == list(range(30))
+
+
+def test_what_arrives_is_the_consumer_s_own(serve):
+    buffer = serve(batch_size=50)
+    buffer.extend(frames(0, 50))
+    buffer.sample()["obs"].fill_(-1)
+    assert buffer[:]["obs"].min() >= 0
+
+
+# Clients -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_connects_when_it_is_used_and_can_be_pickled(serve):
+    buffer = serve(batch_size=5)
+    client = pickle.loads(pickle.dumps(buffer.client()))
+    assert client.num_connections == 0
+    client.extend(frames(0, 10))
+    assert client.num_connections == 1
+    again = pickle.loads(pickle.dumps(client))
+    again.extend(frames(10, 10))
+    assert ids_of(buffer) == list(range(20))
+    assert again.sample().shape == (5,)
+    assert buffer.stats()["write_count"] == 20
+    for each in (client, again):
+        each.shutdown()
+    assert len(buffer) == 20
+    with pytest.raises(RuntimeError, match="was shut down"):
+        client.sample()
+
+
+def test_a_fork_has_a_connection_of_its_own(serve):
+    buffer = serve(batch_size=5)
+    buffer.extend(frames(0, 10))
+    pid = os.fork()
+    if not pid:
+        try:
+            buffer.extend(frames(10, 10))
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert ids_of(buffer) == list(range(20))
+
+
+def test_threads_write_and_sample_at_once(serve):
+    buffer = serve(batch_size=16, prefetch=2)
+    buffer.extend(frames(0, 10))
+    errors = []
+
+    def write(first):
+        try:
+            for start in range(first, first + 100, 10):
+                buffer.extend(frames(start, 10))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(first,)) for first in (10, 110, 210)]
+    for thread in threads:
+        thread.start()
+    for _ in range(50):
+        batch = buffer.sample()
+        assert torch.equal(batch["obs"][:, 0].long(), batch["next", "id"])
+        assert bool((batch["obs"] == batch["obs"][:, :1]).all())
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert ids_of(buffer) == list(range(310))
+
+
+# Once each ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_write_whose_acknowledgement_is_lost_is_stored_once(serve):
+    """The connection is cut at all moments between a write and its acknowledgement."""
+    buffer = serve(size=100_000)
+    client = buffer.client()
+    stop = threading.Event()
+
+    def cut():
+        while not stop.wait(0.003):
+            client._session.cut()
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    try:
+        for start in range(0, 3000, 10):
+            client.extend(frames(start, 10))
+    finally:
+        stop.set()
+        thread.join()
+    assert client.num_connections > 10
+    assert ids_of(buffer) == list(range(3000))
+    assert buffer.write_count == 3000
+    client.shutdown()
+
+
+def test_samples_without_replacement_are_whole_though_the_connection_breaks(serve):
+    buffer = serve(sampler=SamplerWithoutReplacement, batch_size=10, prefetch=3)
+    buffer.extend(frames(0, 1000))
+    found = []
+    for number, batch in enumerate(buffer):
+        found += batch["next", "id"].tolist()
+        if number % 5 == 0:
+            buffer._session.cut()
+    assert sorted(found) == list(range(1000))
+    assert buffer.num_connections > 5
+
+
+def test_a_writer_that_was_given_up_is_refused(serve):
+    buffer = serve()
+    first, second = buffer.as_writer("worker", 0), buffer.as_writer("worker", 1)
+    first.extend(frames(0, 10))
+    buffer.give_up("worker", 0)
+    assert len(buffer) == 10  # and it was given up before
+    with pytest.raises(WorkerError, match="writer worker of generation 0 was given up"):
+        first.extend(frames(10, 10))
+    with pytest.raises(WorkerError, match="given up"):
+        pickle.loads(pickle.dumps(first)).extend(frames(10, 10))  # on a new connection
+    second.extend(frames(20, 10))
+    assert ids_of(buffer) == [*range(10), *range(20, 30)]
+    for each in (first, second):
+        each.shutdown()
+
+
+# The limiter -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_waits_for_the_limiter_and_is_served_when_enough_is_there(serve):
+    limiter = SampleToInsertRatio(1.0, margin=20, min_size=30, timeout_s=20)
+    buffer = serve(batch_size=10, limiter=limiter)
+    buffer.extend(frames(0, 10))
+    timer = threading.Timer(0.3, lambda: buffer.client().extend(frames(10, 20)))
+    timer.start()
+    assert buffer.sample().shape == (10,)
+    assert buffer.write_count == 30
+    assert buffer.limiter.balance == -10
+    assert not buffer.limiter.may_insert(31)
+    timer.join()
+
+
+def test_a_sample_that_waits_in_vain_says_what_for(serve):
+    buffer = serve(batch_size=10, limiter=SampleToInsertRatio(1.0, margin=20, min_size=30, timeout_s=0.3))
+    buffer.extend(frames(0, 10))
+    with pytest.raises(TimeoutError, match="until 20 more are inserted"):
+        buffer.sample()
+
+
+# What fails --------------------------------------------------------------------------------------------------------
+
+
+def test_what_raises_in_the_service_raises_here_as_what_it_is(serve):
+    buffer = serve(batch_size=4)
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.sample()
+    buffer.extend(frames(0, 10))
+    with pytest.raises(KeyError, match="unknown: 'other'"):
+        buffer.extend(TensorDict({"other": torch.zeros(3)}, [3]))
+    with pytest.raises(IndexError):
+        buffer[100]
+    assert len(buffer) == 10
+
+
+def test_a_service_that_dies_is_an_error_with_what_is_lost(serve):
+    buffer = serve(batch_size=4, size=50)
+    client = buffer.client()
+    for start in range(0, 120, 10):
+        client.extend(frames(start, 10))
+    os.kill(buffer.host.pid, signal.SIGKILL)
+    lost = r"was killed by SIGKILL: the 50 elements that it held are lost \(120 were written\)"
+    with pytest.raises(WorkerError, match=lost):
+        while True:
+            buffer.sample()
+    with pytest.raises(WorkerError, match=lost):
+        len(buffer)
+    with pytest.raises(WorkerError, match="is gone"):
+        client.extend(frames(0, 10))
+    client.shutdown()
+
+
+def test_it_comes_back_from_its_last_dump(serve, tmp_path):
+    buffer = serve(size=10_000, service={"path": tmp_path / "dumps", "dump_every": 100})
+    client = buffer.as_writer("one", 0)
+    for start in range(0, 250, 10):
+        client.extend(frames(start, 10))
+    os.kill(buffer.host.pid, signal.SIGKILL)
+    for start in range(250, 300, 10):
+        client.extend(frames(start, 10))
+    with pytest.warns(RuntimeWarning, match="50 of the 250 elements that were written are lost"):
+        assert len(buffer) == 250
+    assert ids_of(buffer) == [*range(200), *range(250, 300)]
+    assert (buffer.num_lost, buffer.num_restarts, buffer.write_count) == (50, 1, 250)
+    client.shutdown()
+
+
+def test_with_a_dump_for_each_write_nothing_is_lost_and_nothing_doubled(serve, tmp_path):
+    buffer = serve(size=10_000, service={"path": tmp_path / "dumps", "dump_every": 1, "max_restarts": 10})
+    client = buffer.client()
+    done = threading.Event()
+
+    def kill():
+        for _ in range(3):
+            before = buffer.write_count
+            wait_until(lambda before=before: done.is_set() or buffer.stats()["write_count"] > before)
+            os.kill(buffer.host.pid, signal.SIGKILL)
+            restarts = buffer.num_restarts
+            wait_until(lambda restarts=restarts: buffer.num_restarts > restarts)
+
+    thread = threading.Thread(target=kill)
+    with pytest.warns(RuntimeWarning, match="0 of the"):
+        thread.start()
+        start = 0
+        while thread.is_alive():
+            client.extend(frames(start, 10))
+            start += 10
+        done.set()
+        thread.join()
+        len(buffer)
+    assert ids_of(buffer) == list(range(start))
+    client.shutdown()
+
+
+def test_a_program_can_go_on_with_what_an_earlier_service_has_left(serve, tmp_path):
+    first = serve(service={"path": tmp_path / "dumps"})
+    first.extend(frames(0, 10))
+    first.shutdown()
+    with pytest.raises(FileExistsError, match="resume=True"):
+        serve(service={"path": tmp_path / "dumps"})
+    second = serve(service={"path": tmp_path / "dumps", "resume": True})
+    assert ids_of(second) == list(range(10))
+
+
+def test_shutdown_ends_the_process_and_who_waits(serve):
+    buffer = serve(batch_size=10, limiter=SampleToInsertRatio(1.0, margin=20, min_size=30))
+    pid = buffer.host.pid
+    timer = threading.Timer(0.3, buffer.shutdown)
+    timer.start()
+    with pytest.raises(RuntimeError, match="was shut down"):
+        buffer.sample()
+    timer.join()
+    assert gone([pid])
+    buffer.shutdown()
+
+
+# Bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"service_backend": "threads"}, ValueError, "service_backend: expected 'process' or 'ray', got 'threads'"),
+        ({"service_backend_options": {"adress": "a:1"}}, TypeError, "Did you mean 'address'"),
+        ({"service_backend_options": 3}, TypeError, "service_backend_options: expected a dictionary"),
+        ({"service_backend_options": {"address": "nowhere"}}, ValueError, "address: expected 'HOST:PORT'"),
+        ({"service_backend_options": {"dump_every": 5}}, ValueError, "dump_every: there is no folder"),
+        ({"service_backend_options": {"dump_every": 0, "path": "x"}}, ValueError, "dump_every: expected an integer"),
+        ({"service_backend_options": {"secret": "short"}}, ValueError, "secret: expected a text of at least 16"),
+        ({"prefetch": 2}, ValueError, "prefetch: .*batch_size is None"),
+        ({"limiter": 3}, TypeError, "limiter: expected a SampleToInsertRatio"),
+        ({"sampler": threading.Lock()}, TypeError, "sampler: cannot be sent"),
+        ({"sampler": 3}, TypeError, "sampler"),
+        ({"storag": 3}, TypeError, "storag"),
+    ],
+)
+def test_bad_options_are_errors_at_construction(options, error, message):
+    with pytest.raises(error, match=message):
+        ReplayBuffer(**{"service_backend": "process", **options})
+
+
+def test_options_of_a_service_need_one():
+    with pytest.raises(ValueError, match="service_backend is None"):
+        ReplayBuffer(service_backend_options={"address": "127.0.0.1:0"})
+
+
+def test_a_buffer_of_this_process_has_no_client():
+    with pytest.raises(TypeError, match="service_backend='process'"):
+        ReplayBuffer().client()
+
+
+def test_a_service_is_no_member_of_an_ensemble(serve):
+    with pytest.raises(TypeError, match="in a service"):
+        ReplayBufferEnsemble(serve())
+
+
+def test_whoever_does_not_know_the_secret_is_refused(serve):
+    buffer = serve()
+    client = buffer.client()
+    client._session.target = client._session.target._replace(secret=b"another secret, long enough")
+    with pytest.raises(WorkerError, match="secret"):
+        len(client)
+    assert len(buffer) == 0
+    client.shutdown()
+
+
+def test_slices_know_trajectories(serve):
+    buffer = serve(sampler=partial(SliceSampler, slice_len=5, traj_key="traj"), batch_size=20)
+    ids = torch.arange(60)
+    buffer.extend(TensorDict({"traj": ids // 10, "step": ids % 10}, [60]))
+    batch = buffer.sample()
+    assert bool((batch["step"].reshape(4, 5).diff(dim=1) == 1).all())
+    assert buffer.draws_slices
