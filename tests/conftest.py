@@ -18,6 +18,7 @@ from tests.promises import PROMISES
 from rollwright._processes.start.methods import SERVER_IMPORTS
 
 pytest_plugins = ["pytester"]
+gc.disable()  # until all is imported, and nothing of it is garbage
 
 # Tests run in as many processes as there are cores. With more threads than cores, a softmax of six numbers waits for
 # milliseconds until all threads of its process have had their turn.
@@ -59,6 +60,7 @@ def pytest_collection_finish() -> None:
     """Leave all that was imported out of garbage collections: each took half a second otherwise."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -95,11 +95,17 @@ def turns(batch) -> list[COUNTED]:
     return found
 
 
+_EXPECTED: dict[str, collections.Counter] = {}
+
+
 def expected(**options) -> collections.Counter:
-    """Turns that one process delivers."""
+    """Turns that one process delivers; the same options are run once."""
     options.pop("replay_buffer", None)
-    with make(0, delay_s=0.0, **options) as collector:
-        return collections.Counter(name for batch in collector for name in turns(batch))
+    key = repr(sorted(options.items()))
+    if key not in _EXPECTED:
+        with make(0, delay_s=0.0, **options) as collector:
+            _EXPECTED[key] = collections.Counter(name for batch in collector for name in turns(batch))
+    return _EXPECTED[key].copy()
 
 
 def kill_one(collector, draw: random.Random) -> int:

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 from tests.collectors.llm.shares import Talks, delivered_under_kills, expected, tally
 from tests.collectors.llm.test_resume import copied
+from tests.variants import in_turn
 
 from rollwright.collectors.llm import LLMCollector
 from rollwright.data import RaggedStorage, ReplayBuffer
@@ -153,8 +154,7 @@ def test_a_restore_into_a_collector_that_has_stepped(mode):
     assert sorted(found) == every(mode)
 
 
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "stored"), in_turn(MODES, (False, True)))
 def test_a_postproc_that_raises(mode, stored):
     calls = []
 
@@ -280,10 +280,9 @@ def test_the_state_of_another_pool_is_refused():
             second.load_state_dict(copied(first.state_dict()))
 
 
-@pytest.mark.parametrize("stored", [False, True], ids=["yielded", "stored"])
-@pytest.mark.parametrize("mode", ["turns", "groups"])
-def test_replaced_workers_go_on_behind_what_was_delivered(mode, stored):
-    options = {**MODES[mode], "env": {"prompts": 24, "repeats": 2, "slots": 3}, "plain": "pool"}
+@pytest.mark.parametrize(("mode", "where"), in_turn(["turns", "groups"], ("yielded", "stored")))
+def test_replaced_workers_go_on_behind_what_was_delivered(mode, where):
+    stored, options = where == "stored", {**MODES[mode], "env": {"prompts": 24, "repeats": 2, "slots": 3}, "plain": "pool"}
     wanted = expected(**options)
     found, killed = delivered_under_kills(3, 2, stored=stored, every=0.3, **options)
     assert killed == 3

@@ -9,6 +9,7 @@ import pytest
 from tests.collectors.llm.fakes import FakeUser
 from tests.collectors.llm.shares import Talks, buffer, expected, make, tally, turns
 from tests.collectors.llm.test_resume import copied
+from tests.variants import in_turn
 
 MODES = {
     "turns": {"dialog_turns_per_batch": 20},
@@ -18,6 +19,7 @@ MODES = {
     "groups": {"groups_per_batch": 1},
 }
 CASES = [(mode, plain) for mode in MODES for plain in (False, True) if (mode, plain) != ("stream", True)]
+KINDS = {f"{mode}{' plain' * plain}": (mode, plain) for mode, plain in sorted(CASES, key=lambda case: case[1])}
 
 
 class Failing:
@@ -62,9 +64,9 @@ def delivered(**options):
     return found, failed
 
 
-@pytest.mark.parametrize("stored", [False, True], ids=["yielded", "stored"])
-@pytest.mark.parametrize(("mode", "plain"), CASES)
-def test_a_postproc_that_raises(mode, plain, stored):
+@pytest.mark.parametrize(("kind", "where"), in_turn(KINDS, ("yielded", "stored")))
+def test_a_postproc_that_raises(kind, where):
+    (mode, plain), stored = KINDS[kind], where == "stored"
     options = {**MODES[mode], "env": {"prompts": 12, "repeats": 2}, "plain": plain}
     wanted = expected(**options)
     if stored:
@@ -121,8 +123,9 @@ def test_an_engine_that_raises():
     assert found == wanted, tally(found, wanted)
 
 
-@pytest.mark.parametrize("calls", [{9, 30, 31}, {14, 25, 40, 41}])
-@pytest.mark.parametrize("mode", ["turns", "stream", "conversations", "groups"])
+@pytest.mark.parametrize(
+    ("mode", "calls"), in_turn(["turns", "stream", "conversations", "groups"], [{9, 30, 31}, {14, 25, 40, 41}])
+)
 def test_groups_that_wait_for_their_reward_are_whole_after_errors(mode, calls, monkeypatch):
     options = {**MODES[mode], "env": {"prompts": 10, "repeats": 3, "rewarded": True, "slots": 5}}
     options |= {"dialog_turns_per_batch": 10} if mode == "turns" else {}

@@ -12,6 +12,7 @@ import pytest
 from tests.collectors.llm.shares import KEYS, expected, kill_one, make, tally
 from tests.collectors.llm.test_buffer_kills import wait_for
 from tests.collectors.llm.test_resume import copied
+from tests.variants import in_turn
 
 MODES = {
     "turns": {"dialog_turns_per_batch": 10},
@@ -31,8 +32,7 @@ def taken(items):
     return found
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize(("mode", "sync"), in_turn(MODES, (False, True)))
 def test_each_turn_is_put_once_though_workers_are_killed(mode, sync):
     items, draw, killed = queue.Queue(), random.Random(3), 0
     env = {"prompts": 24}  # whole batches of each mode in one process

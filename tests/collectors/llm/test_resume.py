@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.collectors.llm.fakes import FakeEnv, FakePolicy
 from tests.collectors.llm.test_workers import tokens_of
+from tests.variants import in_turn
 
 from rollwright.collectors.llm import LLMCollector
 
@@ -42,8 +43,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("after", [0, 1, 4])
+@pytest.mark.parametrize(("options", "after"), in_turn(OPTIONS, (4, 1, 0)))
 def test_a_restored_collector_goes_on_bit_for_bit(options, after):
     env = {"repeats": 2, "most_turns": 4}
     with made(env=env, **options) as first, made(env=env, **options) as second:

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from tests.collectors.llm.shares import buffer, delivered_under_kills, expected, make, tally, turns
 from tests.collectors.llm.test_resume import copied
+from tests.variants import in_turn
 
 from rollwright._memory import Segment
 from rollwright.collectors.options import CollectorOptions
@@ -27,17 +28,18 @@ MODES = {
 }
 
 
-PLAIN = ["turns", "conversations", "groups"]
+# Native ones and plain ones, each yielded or stored; where both are, not the same.
+KILLED = [*MODES, "groups plain", "turns plain", "conversations plain"]
 
 
-@pytest.mark.parametrize("stored", [False, True], ids=["yielded", "stored"])
-@pytest.mark.parametrize(
-    ("mode", "plain"), [*((mode, False) for mode in MODES), *((mode, True) for mode in PLAIN)], ids=str
-)
-def test_replaced_workers_go_on_behind_what_was_delivered(mode, plain, stored):
+@pytest.mark.parametrize(("kind", "where"), in_turn(KILLED, ("yielded", "stored")))
+def test_replaced_workers_go_on_behind_what_was_delivered(kind, where):
+    (mode, *plain), stored = kind.split(), where == "stored"
+    plain = bool(plain)
     options = {name: value for name, value in MODES[mode].items() if name != "async_envs" or not plain}
-    wanted = expected(plain=plain, **options)
-    found, killed = delivered_under_kills(3, 1, stored=stored, plain=plain, **options)
+    options |= {"plain": plain, "env": {"prompts": 24, "repeats": 3}}
+    wanted = expected(**options)
+    found, killed = delivered_under_kills(3, 1, stored=stored, every=0.25, **options)
     assert killed == 3
     assert found == wanted, tally(found, wanted)
 
@@ -57,10 +59,10 @@ def test_workers_in_step_end_one_by_one_with_their_data(options):
     assert min(min(size) for size in sizes) > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings("ignore:.*delivers whole batches")
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_another_number_of_workers_goes_on_from_a_saved_state(mode, before, after):
+@pytest.mark.parametrize(("mode", "numbers"), in_turn(MODES, ((2, 3), (3, 2))))
+def test_another_number_of_workers_goes_on_from_a_saved_state(mode, numbers):
+    before, after = numbers
     found = collections.Counter()
     with make(before, env={"prompts": 14}, **MODES[mode]) as first:
         for _ in range(6):
