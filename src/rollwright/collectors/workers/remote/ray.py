@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rollwright._options import Check, whole
 from rollwright._processes.network.addresses import parse_address
 from rollwright._processes.network.ray_actors import ProcessActor
+from rollwright._processes.network.ray_resources import check_cluster, check_remote_config, configs_of
 from rollwright._processes.network.ray_sessions import RaySession, check_ray_init_config
 from rollwright.collectors.workers.remote.joining import join
 from rollwright.collectors.workers.remote.options import RemoteOptions
-from rollwright.collectors.workers.remote.ray_resources import check_cluster, check_remote_config, configs_of
 from rollwright.collectors.workers.remote.transport import RemoteTransport
 
 if TYPE_CHECKING:
