@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -120,31 +121,52 @@ class _Walk:
         self.end = 0
 
     def node(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+        kind = type(value)
+        node = _nodes.get(kind)
+        if node is None:
+            node = _nodes[kind] = self._node_of(value, path)
+        return node(self, value, path)
+
+    def _node_of(self, value: Any, path: tuple[str, ...]) -> Callable[[_Walk, Any, tuple[str, ...]], tuple[Any, ...]]:
+        """The method for all values of a type."""
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
+            return _Walk._tensor
         if isinstance(value, NonTensorStack):
-            return self._bytes(OBJECTS, self._dumped(value.tolist(), path), value.batch_size)
+            return _Walk._objects
         if isinstance(value, LazyStackedTensorDict):
-            return (STACK, value.stack_dim, *(self.node(part, path) for part in value.tensordicts))
+            return _Walk._stack
         if isinstance(value, TensorDictBase):
-            self.numbers += value.batch_size
-            names, nodes = [], []
-            for name, part in value.items():
-                names.append(name)
-                nodes.append(self.node(part, (*path, name)))
-            return (ENTRIES, len(value.batch_size), tuple(names), tuple(nodes))
+            return _Walk._entries
         if isinstance(value, NonTensorData) or getattr(value, "_is_non_tensor", False):
-            data: Any = value.data
-            if type(data) is str:
-                return self._bytes(TEXT, data.encode("utf-8", "surrogatepass"), value.batch_size)
-            return self._bytes(OBJECT, self._dumped(data, path), value.batch_size)
+            return _Walk._object
         if is_tensorclass(value):
-            return self._instance(value, path)
+            return _Walk._instance
         raise self._refused(path, f"an object of type {type(value).__name__}")
+
+    def _objects(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+        return self._bytes(OBJECTS, self._dumped(value.tolist(), path), value.batch_size)
+
+    def _stack(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+        return (STACK, value.stack_dim, *(self.node(part, path) for part in value.tensordicts))
+
+    def _entries(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+        batch_size = value.batch_size
+        self.numbers += batch_size
+        names, nodes = [], []
+        for name, part in value.items():
+            names.append(name)
+            nodes.append(self.node(part, (*path, name)))
+        return (ENTRIES, len(batch_size), tuple(names), tuple(nodes))
+
+    def _object(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+        data = value.data
+        if type(data) is str:
+            return self._bytes(TEXT, data.encode("utf-8", "surrogatepass"), value.batch_size)
+        return self._bytes(OBJECT, self._dumped(data, path), value.batch_size)
 
     def _instance(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
         fields = {name: part for name, part in value._non_tensordict.items() if not name.startswith("_")}
-        self._bytes(OBJECT, self._dumped(fields, path), ())
+        self._bytes(OBJECT, self._dumped(fields, path) if fields else b"{}", ())
         return (CLASS, remember(type(value)), self.node(value._tensordict, path))
 
     def _tensor(self, value: torch.Tensor, path: tuple[str, ...]) -> tuple[Any, ...]:
@@ -189,3 +211,6 @@ class _Walk:
             "Convert it to one of these (an array to a tensor, bytes to text, a UUID to str), leave it out with "
             f"exclude({key!r}), or use a ListStorage, which keeps objects of one process."
         )
+
+
+_nodes: dict[type, Callable[[_Walk, Any, tuple[str, ...]], tuple[Any, ...]]] = {}  # to ask what a value is costs most
