@@ -36,14 +36,18 @@ class Site:
         self.learner, *self.hosts = network.hosts
         self.address = f"{self.learner.address}:{PORT}"
         self.collector = None
-        self.joined = {}
+        self.joined, self.all_joined = {}, []
+        self._starting = threading.Lock()
 
     def join(self, host):
         """Start a group there; the workers of all are forked from one process, which is on no host."""
         arguments = ("join", self.address, "--name", host.name, "--timeout", "60")
         env = {"ROLLWRIGHT_SECRET": SECRET}
-        self.joined[host.name] = self._programs.start("-c", JOIN, host.path, *arguments, cwd=ROOT, env=env)
-        return self.joined[host.name]
+        with self._starting:
+            program = self._programs.start("-c", JOIN, host.path, *arguments, cwd=ROOT, env=env)
+        self.joined[host.name] = program
+        self.all_joined.append(program)
+        return program
 
     def join_when_there_is_room(self, host, over):
         """Start groups there until one is let in, which serves until the event is set."""
@@ -51,6 +55,7 @@ class Site:
             program = self.join(host)
             while program.poll() is None and not over.is_set():
                 time.sleep(0.05)
+            over.wait(0.3)
 
     def power_off(self, host):
         """End all that runs there, without a word to others."""
@@ -58,14 +63,14 @@ class Site:
         for pid in [*self.pids_on(host), self.joined[host.name].pid]:
             burn(pid)
 
-    def build(self, kind, *, per=2, host_timeout=30.0, envs=None, policy=None, hosts=None, **options):
+    def build(self, kind, *, per=2, host_timeout=30.0, envs=None, policy=None, hosts=None, join=True, **options):
         """A collector with a group on each host."""
         hosts = self.hosts if hosts is None else hosts
         given = {"launcher": "join", "address": self.address, "secret": SECRET}
         given |= {"num_workers_per_collector": per, "host_timeout": host_timeout}
         envs = of.factories(per * len(hosts), step_s=2e-3) if envs is None else envs
         options["frames_per_batch"] = options.pop("each", 20) * (len(envs) if kind == "sync" else 1)
-        for host in hosts:
+        for host in hosts if join else ():
             self.join(host)
         made = MultiSyncCollector if kind == "sync" else MultiAsyncCollector
         policy = of.constant() if policy is None and "policy_factory" not in options else policy

@@ -124,12 +124,12 @@ class Host(Namespace):
         self.run("ip", "link", "set", "lo", "up")
 
     def cut(self) -> None:
-        """Take its port of the bridge down: nothing reaches it, and nobody is told."""
-        self._switch.run("ip", "link", "set", self._port, "down")
+        """Take its port out of the bridge: nothing passes, and neither side sees why."""
+        self._switch.run("ip", "link", "set", self._port, "nomaster")
 
     def heal(self) -> None:
-        """Take its port up again."""
-        self._switch.run("ip", "link", "set", self._port, "up")
+        """Put its port back."""
+        self._switch.run("ip", "link", "set", self._port, "master", "bridge")
 
     def start(self, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a program on it; its output can be read."""
