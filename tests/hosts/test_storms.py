@@ -88,12 +88,16 @@ class Storm:
         striking.start()
         limit = time.monotonic() + patient(60.0)
         try:
-            while striking.is_alive() or collector.stats()["workers_alive"] < collector.num_workers:
+            while striking.is_alive() or not self.complete(collector):
                 assert time.monotonic() < limit, f"{what}: {collector.stats()}"
                 self.learn(collector)
         finally:
             striking.join()
         self.learn(collector)
+
+    def complete(self, collector):
+        """Whether all workers run; one whose host has not joined yet has no process."""
+        return all(worker["alive"] and worker["pid"] is not None for worker in collector.stats()["workers"])
 
     def learn(self, collector):
         """Take a batch, and publish weights now and then."""
