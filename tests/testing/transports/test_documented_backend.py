@@ -23,7 +23,7 @@ def documented(tmp_path, monkeypatch):
     del BACKENDS["my_cluster"], sys.modules["my_cluster"]
 
 
-@pytest.mark.parametrize("name", ["trajectories", "weights_by_worker", "killed_worker", "shutdown"])
+@pytest.mark.parametrize("name", ["weights_by_worker", pytest.param("shutdown", marks=pytest.mark.slow)])
 def test_the_documented_backend(documented, name):
     options = {"num_workers_per_collector": 3}
     check_transport("my_cluster", options, only=[name], limit_s=patient(60.0), failure_s=patient(5.0))

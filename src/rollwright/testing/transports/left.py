@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -65,8 +65,12 @@ class Resources(NamedTuple):
         if self.mappings > before.mappings:
             found.append(f"{self.mappings - before.mappings} shared mappings")
         new = self.files - before.files
-        if new:
-            found += [f"/dev/shm/{name}" for name in sorted(new - _used_by_others())]
+        if new:  # of the whole machine
+            ours = {os.getpid(), *_descendants()}
+            others = _mapped(lambda pid: pid not in ours)
+            mine = _mapped(lambda pid: pid in ours)
+            unused = {name for name in new - others if not name.startswith("sem.")}  # which nobody need map
+            found += [f"/dev/shm/{name}" for name in sorted(unused | (new & mine))]
         return found
 
 
@@ -99,11 +103,11 @@ def _descriptors() -> Counter[str]:
     return kinds
 
 
-def _used_by_others() -> set[str]:
-    """Names in /dev/shm that programs map which do not descend from this one."""
-    ours, found = {os.getpid(), *_descendants()}, set()
+def _mapped(meant: Callable[[int], bool]) -> set[str]:
+    """Names in /dev/shm that some processes map."""
+    found = set()
     for entry in filter(str.isdigit, os.listdir("/proc")):
-        if int(entry) not in ours:
+        if meant(int(entry)):
             with contextlib.suppress(OSError):
                 lines = Path(f"/proc/{entry}/maps").read_text().splitlines()
                 found |= {line.rpartition("/dev/shm/")[2].partition("/")[0] for line in lines if "/dev/shm/" in line}
