@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import signal
 import threading
 import time
 from functools import partial
@@ -150,6 +153,94 @@ def test_hosts_end_when_the_learner_is_cut_off(site, run):
     pids = [pid for host in site.hosts for pid in site.pids_on(host)]
     site.learner.cut()
     assert all(ended(program, pids, 15.0) for program in site.joined.values())
+
+
+def late(ident, folder):
+    """An environment that takes long to be made."""
+    (folder / str(ident)).touch()
+    time.sleep(3.0)
+    return of.numbered(ident)
+
+
+def test_a_host_that_is_cut_off_while_it_starts_is_an_error(site, tmp_path):
+    site = site(2)
+
+    def cut():
+        if wait_until(lambda: len(list(tmp_path.iterdir())) == 4):
+            site.hosts[0].cut()
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    try:
+        with pytest.raises(
+            WorkerError, match=r"worker \d on host1 was lost: host1 has given no sign .* while starting"
+        ):
+            site.build("sync", host_timeout=2.0, envs=of.factories(4, late, folder=tmp_path), start_timeout=60.0)
+    finally:
+        cutting.join()
+
+
+def test_shutdown_waits_no_longer_for_a_host_that_is_cut_off(site, run):
+    site = site(2)
+    run = run(site.build("async", shutdown_timeout=1.0))
+    run.take_some()
+    host = site.hosts[0]
+    lost, pids = site.workers_on(host), site.pids_on(host)
+    host.cut()
+    begun = time.monotonic()
+    run.collector.shutdown()
+    assert time.monotonic() - begun < patient(5.0)
+    forced = run.collector.stats()["forced"]
+    assert [line.partition(" is ")[0] for line in forced] == [f"worker {index} on host1" for index in lost]
+    host.heal()
+    assert ended(site.joined[host.name], pids)
+
+
+class Raising:
+    """Handles SIGINT by raising inside of a ``with`` block; elsewhere it does nothing."""
+
+    def __init__(self):
+        self._raises, self.count = False, 0
+
+    def __enter__(self):
+        self._raises = True
+
+    def __exit__(self, *error):
+        self._raises = False
+
+    def handle(self, number, frame):
+        if self._raises:
+            self._raises = False
+            self.count += 1
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_at_random_moments_loses_no_frame(site, kind):
+    site = site(2)
+    collector, raising, batches = site.build(kind), Raising(), []
+    over, moments, main = threading.Event(), random.Random(0), threading.get_ident()
+
+    def press():
+        while not over.wait(moments.uniform(2e-4, 2e-2)):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, raising.handle)
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    try:
+        for number in range(150):
+            with contextlib.suppress(KeyboardInterrupt), raising:
+                if number % 3 == 0:
+                    collector.update_policy_weights_(of.constant(2.0))
+                batches.append(collector.next())
+    finally:
+        over.set()
+        pressing.join()
+        signal.signal(signal.SIGINT, before)
+    assert raising.count > 20
+    batches += [collector.next() for _ in range(4)]
+    of.whole_trajectories(batches)
 
 
 SIZES = [pytest.param(2, id="8 MB"), pytest.param(25, id="100 MB", marks=pytest.mark.slow)]
