@@ -21,7 +21,9 @@ came and what to do stand in the message.
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+import os
+import threading
+from typing import Any
 
 __all__ = [
     "DamagedFileError",
@@ -103,13 +105,31 @@ class NotNative(RollwrightError):
     """An object has no native form; the message is the reason, as a phrase. The plain path is taken instead."""
 
 
-def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency, or name the command that installs it.
+class _Imports:
+    """The lock of imports of optional dependencies: some fail where two threads import their parts at once."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.lock = threading.RLock()
+
+
+_imports = _Imports()
+os.register_at_fork(after_in_child=_imports.reset)  # another thread may have held it
+
+
+def require(module: str, *, extra: str, purpose: str, name: str | None = None) -> Any:
+    """Import an optional dependency, or name the command that installs it; one thread at a time.
 
     Args:
         module: dotted name to import, such as ``"envpool"``.
         extra: the extra of rollwright that installs it.
         purpose: what needs it, for the message.
+        name: of an attribute of the module; some modules import what it needs when they are asked for it.
+
+    Returns:
+        The module, or its attribute.
 
     Raises:
         MissingExtraError: when the module is not installed.
@@ -119,7 +139,10 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
         'json'
     """
     try:
-        return importlib.import_module(module)
+        with _imports.lock:
+            importlib.import_module(module.partition(".")[0])
+            found = importlib.import_module(module)
+            return found if name is None else getattr(found, name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise

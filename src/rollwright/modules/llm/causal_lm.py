@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollwright.errors import require
+
 __all__ = ["CausalLM"]
+
+_PURPOSE = "generation by a model of transformers"
 
 
 class CausalLM:
@@ -71,9 +75,7 @@ class CausalLM:
 
     def new_cache(self) -> Any:
         """An empty cache; one that keeps all keys and values, also for layers with a sliding window."""
-        from transformers import DynamicCache
-
-        return DynamicCache()
+        return require("transformers", name="DynamicCache", extra="llm", purpose=_PURPOSE)()
 
     def next_logits(
         self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cache: Any
@@ -102,9 +104,8 @@ class CausalLM:
         """
         if self._cache_is_known:
             return
-        from transformers.cache_utils import DynamicLayer
-
-        others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
+        kind = require("transformers.cache_utils", name="DynamicLayer", extra="llm", purpose=_PURPOSE)
+        others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not kind})
         if others or not cache.layers:
             raise TypeError(
                 f"model: {type(self.model).__name__} caches {', '.join(others) or 'nothing'}; expected keys and values "

@@ -129,11 +129,11 @@ class TransformersWrapper(EngineWrapper):
             raise ValueError("return_log_probs: expected True with generate=False, which does nothing else.")
         if isinstance(model, str):
             tokenizer = model if tokenizer is None else tokenizer
-            auto = require("transformers", extra="llm", purpose="a model by name")
-            model = auto.AutoModelForCausalLM.from_pretrained(model)
+            auto = require("transformers", name="AutoModelForCausalLM", extra="llm", purpose="a model by name")
+            model = auto.from_pretrained(model)
         if isinstance(tokenizer, str):
-            auto = require("transformers", extra="llm", purpose="a tokenizer by name")
-            tokenizer = auto.AutoTokenizer.from_pretrained(tokenizer, **(tokenizer_kwargs or {}))
+            auto = require("transformers", name="AutoTokenizer", extra="llm", purpose="a tokenizer by name")
+            tokenizer = auto.from_pretrained(tokenizer, **(tokenizer_kwargs or {}))
         elif tokenizer_kwargs:
             raise ValueError("tokenizer_kwargs: expected only with the name of a tokenizer, got a tokenizer beside it.")
         if device is not None:
