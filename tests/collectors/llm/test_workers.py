@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from functools import partial
 
+import psutil
 import pytest
 import torch
 from tests.collectors.llm.fakes import FakeEnv, FakePolicy
+from tests.collectors.workers.processes import wait_until
 from tests.patience import patient
 
 from rollwright.collectors.llm import LLMCollector
-from rollwright.envs.llm import ChatEnv, LLMEnv, Reward
+from rollwright.envs import AsyncEnvPool
+from rollwright.envs.llm import ChatEnv, FunctionTool, LLMEnv, PythonInterpreter, Reward, Toolset
 from rollwright.errors import EnvError, WorkerError
 
 
@@ -119,6 +123,21 @@ class NeverReplies:
 ROWS = [{"tokens": torch.tensor([1 + number]), "text": "?"} for number in range(8)]
 
 
+class Answering:
+    """A policy without an engine."""
+
+    def __init__(self, text=None):
+        self.text = text
+
+    def __call__(self, td):
+        if self.text is not None:
+            td["text", "response"] = [self.text] * len(td)
+            return td
+        for row in td.unbind(0):
+            row["tokens_response"] = torch.tensor([1])
+        return td
+
+
 def rewarded(**limits):
     return LLMEnv.from_dataloader(ROWS, from_text=False, batch_size=2, reward_functions=Reward(never, **limits))
 
@@ -134,9 +153,9 @@ def replied():
     [
         (
             partial(rewarded, timeout_s=0.2),
-            r"prompt 0 .*'never' took longer than 0.2 seconds.*Reward\(..., timeout_s=\)",
+            r"prompt [01] .*'never' took longer than 0.2 seconds.*Reward\(..., timeout_s=\)",
         ),
-        (replied, r"prompt 0 .*took longer than 0.2 seconds.*reply_timeout_s="),
+        (replied, r"prompt [01] .*took longer than 0.2 seconds.*reply_timeout_s="),
     ],
     ids=["reward", "reply"],
 )
@@ -154,16 +173,96 @@ def test_what_never_returns_in_a_worker_is_an_error_with_conversation_limit_and_
     assert time.monotonic() - began < patient(20)
 
 
-def test_a_worker_whose_step_outlasts_its_limit_is_terminated():
+def forever() -> str:
+    """Never returns."""
+    threading.Event().wait()
+
+
+TOOLS = {
+    "function": ('{"name": "forever", "arguments": {}}', partial(FunctionTool, forever, timeout_s=0.3)),
+    "interpreter": (
+        '{"name": "python", "arguments": {"code": "import time\\nwhile True: time.sleep(1)"}}',
+        partial(PythonInterpreter, timeout_s=0.3),
+    ),
+}
+
+
+def with_tool(kind, on_error):
+    tools = Toolset([TOOLS[kind][1]()], parser="json", max_rounds=2, on_error=on_error)
+    return ChatEnv.from_dataloader(["one", "two", "three", "four"], input_mode="text", batch_size=2, tools=tools)
+
+
+def lives(pid, created):
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def descendants(pid):
+    return {(each.pid, each.create_time()) for each in psutil.Process(pid).children(recursive=True)}
+
+
+@pytest.mark.parametrize("kind", TOOLS)
+@pytest.mark.parametrize("on_error", ["raise", "message"])
+def test_a_tool_that_never_returns_in_a_worker_ends_with_its_limit(kind, on_error):
+    before, began = descendants(os.getpid()), time.monotonic()
+    options = {"policy_factory": partial(Answering, TOOLS[kind][0]), "num_collectors": 1, "shutdown_timeout": 0.5}
+    with LLMCollector(partial(with_tool, kind, on_error), dialog_turns_per_batch=2, **options) as collector:
+        if on_error == "raise":
+            with pytest.raises(EnvError, match=r"prompt [01] .*turn 0: the tool .* took longer than 0.3 seconds"):
+                collector.next()
+        else:
+            for row in collector.next().reshape(-1).unbind(0):
+                assert "took longer than 0.3 seconds" in row["next", "text", "prompt"]
+        left = descendants(collector.stats()["workers"][0]["pid"]) if collector.stats()["workers_alive"] else set()
+    assert time.monotonic() - began < patient(20)
+    assert wait_until(lambda: not any(lives(*each) for each in left)), left
+    assert len(descendants(os.getpid()) - before) <= 2  # the server that forks workers, and its helper
+
+
+@pytest.mark.filterwarnings("ignore:.*left behind")
+def test_a_pool_whose_step_outlasts_its_limit_names_conversation_and_turn(request):
+    over = threading.Event()
+    request.addfinalizer(over.set)
+
+    class Once:
+        def __init__(self, row):
+            self.turns = 0
+
+        def reply(self, messages):
+            self.turns += 1
+            if self.turns == 2:
+                over.wait()
+            return "more", 0.0, False
+
+    def make():
+        return ChatEnv.from_dataloader(["one"], input_mode="text", environment=Once, reply_timeout_s=100.0)
+
+    pool = AsyncEnvPool([make, make], backend="threading", env_step_timeout=0.5)
+    named = r"conversation of prompt 0 \(epoch 0, repeat 0\), turn 1.*did not come back"
+    with LLMCollector(pool, policy=Answering("?"), dialog_turns_per_batch=4) as collector:
+        with pytest.raises(EnvError, match=named):
+            list(collector)
+        over.set()  # so that its threads end
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_worker_whose_step_outlasts_its_limit_is_terminated(plain):
     with (
         LLMCollector(
             partial(rewarded, timeout_s=1000.0),
-            policy_factory=FakePolicy,
+            policy_factory=Answering if plain else FakePolicy,
             dialog_turns_per_batch=2,
             num_collectors=1,
             env_step_timeout=0.5,
         ) as collector,
-        pytest.raises(WorkerError, match=r"worker 0 has taken longer than env_step_timeout=0.5 s"),
+        pytest.raises(
+            WorkerError,
+            match=r"worker 0 has taken longer than env_step_timeout=0.5 s .*waits for what follows the answer in the "
+            r"conversation of prompt 0 \(epoch 0, repeat 0\), turn 0, and 1 more",
+        ),
     ):
         collector.next()
     assert collector.stats()["workers_alive"] == 0

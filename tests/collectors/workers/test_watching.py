@@ -151,7 +151,7 @@ class Watched:
     def __init__(self, step_timeout_s):
         self.now, self.stopped_s = 1000.0, 0.0
         self.watch = watching.Watchdog(step_timeout_s, lambda: self.now)
-        counters = SimpleNamespace(pulse=(0, 0), state=WorkerState.WAITING)
+        counters = SimpleNamespace(pulse=(0, 0), state=WorkerState.WAITING, waits=str)
         connection = SimpleNamespace(stopped_s=lambda: self.stopped_s)
         failed = partial(Member.failed, SimpleNamespace(name="worker 0", index=0))
         self.worker = SimpleNamespace(

@@ -11,6 +11,7 @@ from torch import nn
 
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
+from rollwright.data.llm.turns import Origin
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.closing import closed_on_error
@@ -21,7 +22,7 @@ from rollwright.envs.recreation.policy import RecreationWarning
 from rollwright.envs.transforms import Compose, StepCounter, TransformedEnv
 from rollwright.errors import EnvError, NotNative
 
-__all__ = ["EnvMaker", "EnvMakers", "conversations_of", "making_env", "version_of"]
+__all__ = ["EnvMaker", "EnvMakers", "conversations_of", "making_env", "note_waits", "version_of"]
 
 EnvMaker = EnvBase | Callable[..., EnvBase] | Sequence[Callable[..., EnvBase]]
 EnvMakers = EnvBase | Callable[..., EnvBase] | Sequence[EnvBase | Callable[..., EnvBase]]  # one, or one for each worker
@@ -111,6 +112,15 @@ def conversations_of(env: EnvBase) -> tuple[Conversations, list[TurnHook]] | Non
         env = env.base_env
     found = getattr(env, "conversations", None)
     return (found, hooks) if isinstance(found, Conversations) else None
+
+
+def note_waits(env: Any, note: Callable[[Sequence[tuple[Origin, int]]], None]) -> None:
+    """Have the conversations of an environment call ``note``, see :attr:`Conversations.on_wait`, if it has any."""
+    while (inside := vars(env).get("base_env", getattr(env, "_modules", {}).get("base_env"))) is not None:
+        env = inside
+    found = getattr(env, "conversations", None)
+    if isinstance(found, Conversations):
+        found.on_wait = note
 
 
 def _share_data(env: EnvBase, options: CollectorOptions) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
 from rollwright._memory import Segment
+from rollwright.data.llm.turns import Origin
 
 __all__ = ["BEAT_S", "WorkerState", "Gauge", "Count", "WorkerCounters"]
 
@@ -34,6 +36,11 @@ class Count(IntEnum):
     ENV_RECREATIONS = 12  # environments that were recreated
     RESERVED_EVEN = 13  # 1 + position of what was reserved last in the replay buffer, for messages Publishes of even
     RESERVED_ODD = 14  # numbers, and of odd ones; 0: nothing
+    CONVERSATIONS = 15  # whose tools, environment or rewards are waited for; and of the first one, what follows
+    PROMPT = 16
+    EPOCH = 17
+    REPEAT = 18
+    TURN = 19
 
 
 class Gauge(IntEnum):
@@ -113,6 +120,26 @@ class WorkerCounters:
     def pulse(self) -> tuple[int, int]:
         """Differs from what it was before if the worker is not stuck."""
         return self.counts[Count.BEAT], self.counts[Count.CHANGES]
+
+    def note_waits(self, waited_for: Sequence[tuple[Origin, int]]) -> None:
+        """Note the conversations, and their turns, whose tools, environment or rewards are waited for."""
+        if waited_for:
+            origin, turn = waited_for[0]
+            places = (Count.PROMPT, Count.EPOCH, Count.REPEAT, Count.TURN)
+            for place, value in zip(places, (origin.index, origin.epoch, origin.repeat, turn), strict=True):
+                self.counts[place] = value
+        self.counts[Count.CONVERSATIONS] = len(waited_for)
+
+    def waits(self) -> str:
+        """The conversations of :meth:`note_waits`, for people; empty: none."""
+        number = self.counts[Count.CONVERSATIONS]
+        if not number:
+            return ""
+        index, epoch, repeat, turn = (
+            self.counts[place] for place in (Count.PROMPT, Count.EPOCH, Count.REPEAT, Count.TURN)
+        )
+        others = "" if number == 1 else f", and {number - 1} more"
+        return f"the conversation of {Origin(index, epoch, repeat, 0, 0).name}, turn {turn}{others}"
 
     def seconds(self) -> dict[str, float]:
         """Time by stage."""

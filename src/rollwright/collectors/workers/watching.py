@@ -69,7 +69,13 @@ class Watchdog:
         if worker.ready is None:
             return f"has taken longer than start_timeout={limit:g} s to make its environment and its policy"
         if state is WorkerState.COLLECTING:
-            step = worker.counters.pulse[0] + 1
+            step, waits = worker.counters.pulse[0] + 1, worker.counters.waits()
+            if waits:
+                return (
+                    f"has taken longer than env_step_timeout={limit:g} s for one step (number {step:,} of its life). "
+                    f"It waits for what follows the answer in {waits}. Give tools, rewards and replies a limit below "
+                    "that (timeout_s=, reply_timeout_s=), or raise the limit"
+                )
             return (
                 f"has taken longer than env_step_timeout={limit:g} s for one step (number {step:,} of its life), or "
                 "for the reset before it. Make the environment's step and reset bounded, or raise the limit"

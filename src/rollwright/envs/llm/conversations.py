@@ -98,6 +98,7 @@ class DatasetConversations(Conversations):
             )
 
     def _begin(self) -> None:
+        self.on_wait = None
         self._talks: dict[int, Talk] = {}
         self._ready: dict[int, Outcome] = {}
         self._groups: dict[int, list[tuple[int, Talk]]] = {}  # that ended, and wait for the rest of their group
@@ -114,7 +115,7 @@ class DatasetConversations(Conversations):
                 "conversations: some are in progress and cannot be sent to another process. Send the environment "
                 "before its first reset, or a function that makes it."
             )
-        made_in_begin = {"_jobs", "_ends", "_for_rewards", "_for_replies", "_lanes"}
+        made_in_begin = {"on_wait", "_jobs", "_ends", "_for_rewards", "_for_replies", "_lanes"}
         return {name: value for name, value in self.__dict__.items() if name not in made_in_begin}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -352,7 +353,7 @@ class DatasetConversations(Conversations):
     def _take(self, timeout: float | None) -> bool:
         """Go on where a job has ended; whether one has."""
         if not self._ends:
-            self._ends.extend(self._jobs.wait(timeout))
+            self._ends.extend(self._jobs.wait(timeout) if timeout == 0.0 else self._wait(timeout))
         took = bool(self._ends)
         while self._ends:
             end = self._ends.popleft()  # one that is an error leaves the others for the next call
@@ -362,6 +363,18 @@ class DatasetConversations(Conversations):
             elif step.talk is not None and self._talks.get(step.slot) is step.talk:
                 (self._tool_ended if step.kind == "tool" else self._replied)(step.slot, step.talk, end)
         return took
+
+    def _wait(self, timeout: float | None) -> list[Finished]:
+        note = self.on_wait
+        if note is None:
+            return self._jobs.wait(timeout)
+        steps = [cast(Step, key) for key in self._jobs.in_progress]
+        talks = [step.members[0][1] if step.talk is None else step.talk for step in steps]
+        note([(talk.origin, talk.turns - 1) for talk in talks])
+        ends = self._jobs.wait(timeout)
+        if ends or not self._jobs:
+            note(())
+        return ends
 
     def resume(self, slot: int, messages: Sequence[Message]) -> None:
         """Go on with a conversation whose last outcome ended it, by messages that follow its last answer.

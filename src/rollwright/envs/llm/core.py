@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,11 +150,14 @@ class Conversations(ABC):
         num_slots: conversations side by side.
         source: hands out prompts.
         template: arguments of the chat template, ``tools`` among them; None: prompts are texts or tokens as they are.
+        on_wait: to be called, where it is no None, before tools, environments and rewards are waited for, with the
+            conversations and their turns, and after that, with none: so that an error about a wait names them.
     """
 
     num_slots: int
     source: PromptSource
     template: Mapping[str, Any] | None
+    on_wait: Callable[[Sequence[tuple[Origin, int]]], None] | None = None
 
     @abstractmethod
     def open(self, slot: int) -> Opening:

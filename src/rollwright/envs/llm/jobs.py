@@ -141,6 +141,11 @@ class Jobs:
     def __bool__(self) -> bool:
         return bool(self._running)
 
+    @property
+    def in_progress(self) -> list[Hashable]:
+        """Keys of the jobs in progress, in the order in which they were started."""
+        return [job.key for job in self._running]
+
 
 def _outcome(job: _Job) -> Finished:
     job.began = time.monotonic()

@@ -25,7 +25,7 @@ from rollwright.collectors.delivery.thread import paused_error
 from rollwright.collectors.delivery_options import ledger_of, warn_of_options
 from rollwright.collectors.profiling import Profile, ProfileConfig
 from rollwright.collectors.rollout.devices import module_device
-from rollwright.collectors.rollout.environment import making_env
+from rollwright.collectors.rollout.environment import making_env, note_waits
 from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
 from rollwright.collectors.rollout.policy import making_policy
 from rollwright.collectors.rollout.rollout import Rollout
@@ -111,6 +111,7 @@ class WorkerCollector(Reachable):
                 interrupted=interrupted,
                 owner=type(self).__name__,
             )
+            note_waits(env, counters.note_waits)
             self._delivery = choose_delivery(rollout, self._profile)
             warn_of_options(type(self).__name__, options, stacklevel=2)
         self.observer.notes += [(entry.category, str(entry.message)) for entry in caught]

@@ -84,6 +84,18 @@ class ConversationPoolPath(PoolPath):
             del self._roots[index]
             self._over.add(index)
 
+    def _receive(self, index: int | None = None) -> None:
+        before = set(self._env.busy)
+        try:
+            super()._receive(index)
+        except EnvError as error:
+            busy = set(self._env.busy)
+            failed = sorted(place for place in before - busy if place not in self._roots and place not in self._over)
+            if not failed or any(self._where[place] in str(error) for place in failed):
+                raise
+            where = ", ".join(f"{self._where[place]}, turn {self._totals[place][1]}" for place in failed)
+            raise EnvError(f"the conversation of {where}: {error}") from error
+
     def _named(self, frame: PoolFrame) -> EndedConversation:
         group, repeat = name_of(frame.td)
         return EndedConversation(frame.env_index, (group // len(self._every), repeat), text_of(frame.td))
