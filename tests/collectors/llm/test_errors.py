@@ -91,14 +91,17 @@ def test_an_environment_that_raises(mode, plain, monkeypatch):
     check(found, wanted, mode)
 
 
+@pytest.mark.filterwarnings("ignore:.*turns of it were delivered")
 @pytest.mark.parametrize("mode", ["turns", "stream", "conversations"])
-def test_conversations_that_cannot_be_saved_begin_again(mode):
+def test_conversations_that_cannot_be_saved_begin_again_or_end(mode):
     env = {"prompts": 12, "repeats": 2, "saves": False}
     options = {**MODES[mode], "env": env}
     wanted = expected(**options)
     found, failed = delivered(**options, postproc=Failing({3}))
     assert failed == 1
-    assert found.keys() == wanted.keys()
+    assert set(found.values()) == {1}
+    assert {name for name in found if not name[-1]} == {name for name in wanted if not name[-1]}
+    assert found.keys() <= wanted.keys()
     assert mode != "conversations" or found == wanted
 
 

@@ -51,16 +51,20 @@ class Pooled:
         self._slots.open(0)
         return not self._slots.is_over
 
-    def begin_again(self, held: Iterable[Name] | None) -> None:
+    def begin_again(self, held: Iterable[Name] | None, ends: bool = False) -> None:
         """Begin the conversation in progress again; and those that have ended.
 
         Args:
             held: those that are delivered none the less; None: all.
+            ends: end the conversation in progress instead, on purpose.
         """
         undelivered, found = self._undelivered, self._slots.interrupted()
         kept = undelivered.openings if held is None else {name: undelivered.openings[name] for name in held}
         others = [opening for name, opening in undelivered.openings.items() if name not in kept]
         undelivered.go_back(kept)
+        if ends:
+            undelivered.drop(opening for opening in found if _name(opening) not in kept)
+            found = []
         undelivered.begin_again([*others, *(opening for opening in found if _name(opening) not in kept)])
 
     def forget_conversations(self) -> None:

@@ -18,7 +18,7 @@ from rollwright.collectors.rollout.paths.conversations.pool_notes import (
     saved_frames,
     text_of,
 )
-from rollwright.collectors.rollout.paths.conversations.saving import Names
+from rollwright.collectors.rollout.paths.conversations.saving import Names, warn_of_parts
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.pool import PoolFrame, PoolPath
 from rollwright.collectors.rollout.state import td_from, td_state
@@ -241,9 +241,14 @@ class ConversationPoolPath(PoolPath):
                 self._begin_again(index)
 
     def _begin_again(self, index: int) -> None:
-        """Have an environment begin its conversation again, with the next batch."""
-        self._env.call(index, "begin_again", None)
+        """Have an environment begin its conversation again, with the next batch; one delivered in part ends."""
         number = self._id[index]
+        in_parts = self._totals[index][1] > sum(frame.id == number for frame in self._row) + len(self._held[index])
+        self._env.call(index, "begin_again", None, in_parts)
+        if in_parts:
+            self._num_dropped += 1
+            warn_of_parts([self._where[index]])
+        self._totals[index], self._held[index] = (0.0, 0), []  # once, however often it goes back
         self._row = deque(frame for frame in self._row if frame.id != number)
 
     # Delivery -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
+from rollwright.collectors.rollout.paths.conversations.saving import end_in_parts
 from rollwright.collectors.rollout.state import td_from, td_state
 from rollwright.data.layout import TRAJ_IDS, blank_frame
 from rollwright.data.llm.records import empty_record
@@ -63,6 +64,7 @@ class ConversationRows:
         self._now: list[Opening | None] = []
         self._ended: dict[int, Opening] = {}  # in the current batch, by trajectory id
         self._mark: _Mark | None = None
+        self._partly: set[Origin] = set()  # conversations of which turns were delivered, and which go on
         self._taken: dict[Origin, Opening] = {}  # of the conversations that steps were taken in, since the mark
 
     @property
@@ -92,6 +94,7 @@ class ConversationRows:
         self._mark, self._taken = None, {}
         if self._delivers_whole:
             return
+        self._note_parts()
         with suppress(Exception):  # conversations may refuse to be saved in any way; they begin again then
             self._mark = _Mark(self._env.progress(), current.copy(), self.undelivered.openings)
 
@@ -143,16 +146,30 @@ class ConversationRows:
         self._env.go_back(self._mark.progress, self._taken.values())
         return self._mark.current.copy()
 
+    def _note_parts(self) -> None:
+        env = self._env
+        shown = zip(env.openings, env.in_progress, strict=True)
+        self._partly = {at.draw.origin for at, goes_on in shown if at is not None and goes_on}
+
     def delivered(self, ids: Iterable[int] | None) -> None:
         """See :meth:`Path.delivered`."""
         self._mark = None
+        if not self._delivers_whole:
+            self._note_parts()
         self.undelivered.delivered(ids)
 
     def start_over(self) -> None:
-        """After an error: what nobody got begins again."""
+        """After an error: what nobody got begins again, and what was delivered in part ends."""
         ended, self._ended, self._mark = list(self._ended.values()), {}, None
-        env = self._env
-        env.undelivered.start_over([*ended, *env.interrupted()], holds_ended=self._delivers_whole)
+        env, partly = self._env, self._partly
+        if not self._delivers_whole:  # those that ended in a batch that nobody got, too
+            numbers = [number for number, at in env.undelivered.openings.items() if at.draw.origin in partly]
+            ended += env.undelivered.take(numbers)
+        found = {opening.draw.origin: opening for opening in [*ended, *env.interrupted()]}
+        again = [opening for origin, opening in found.items() if origin not in partly]
+        env.undelivered.start_over(again, holds_ended=self._delivers_whole)
+        self._partly = set()
+        end_in_parts(env.undelivered, [opening for origin, opening in found.items() if origin in partly])
 
     def hand_over(self) -> list[Opening]:
         """See :meth:`ConversationEnv.hand_over`."""
@@ -160,7 +177,7 @@ class ConversationRows:
 
     def forget(self) -> None:
         """See :meth:`Path.forget`."""
-        self._ended, self._mark = {}, None
+        self._ended, self._mark, self._partly = {}, None, set()
         self._env.abandon()
         self.undelivered.forget()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +13,23 @@ import torch
 from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, own
 from rollwright.collectors.rollout.paths.conversations.slots import Dialogs
 from rollwright.data.llm.chain import TokenChain
+from rollwright.data.llm.turns import Origin
 from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Conversations, Opening
+from rollwright.envs.llm.undelivered import Undelivered
 
-__all__ = ["Mark", "Names", "before_answer", "check_rows", "latest", "load", "packed_dialog", "save"]
+__all__ = [
+    "Mark",
+    "Names",
+    "before_answer",
+    "check_rows",
+    "end_in_parts",
+    "latest",
+    "load",
+    "packed_dialog",
+    "save",
+    "warn_of_parts",
+]
 
 
 def packed_dialog(dialog: Dialog, conversations: Conversations) -> torch.Tensor:
@@ -139,15 +154,22 @@ class Mark:
         dialogs: the slots and rows.
         conversations: of the environment.
         saves: whether conversations in progress are to go on; if not, they begin again.
+        in_parts: whether turns are delivered before their conversation has ended. One that cannot be saved then ends,
+            with a warning, so that no turn comes twice.
     """
 
-    def __init__(self, dialogs: Dialogs, conversations: Conversations, *, saves: bool) -> None:
+    def __init__(self, dialogs: Dialogs, conversations: Conversations, *, saves: bool, in_parts: bool) -> None:
         self._conversations = conversations
         begun = [dialog for dialog in dialogs if saves and dialog.number]  # the others begin again
         found = {dialog.opening.draw.origin: before_answer(dialog, conversations) for dialog in begun}
         unsaved = {origin for origin, state in found.items() if state is None}
         self._states = {origin: state for origin, state in found.items() if state is not None}
         self._rows = [[each for each in row if each.opening.draw.origin not in unsaved] for row in dialogs.rows]
+        ahead = Counter(each.opening.draw.origin for row in dialogs.rows for each in row)
+        openings = {dialog.opening.draw.origin: dialog.opening for dialog in begun if in_parts}
+        numbers = {dialog.opening.draw.origin: dialog.number for dialog in begun}
+        self._cut = [openings[origin] for origin in openings if origin in unsaved and numbers[origin] > ahead[origin]]
+        self._ends: set[Origin] = set()
         undelivered = dialogs.undelivered
         self._ended, self._again = undelivered.openings, list(undelivered.again)
 
@@ -162,16 +184,37 @@ class Mark:
         undelivered = dialogs.undelivered
         ended = [at for number, at in undelivered.openings.items() if number not in self._ended]
         since = [*self._again, *taken, *ended, *dialogs.openings(), *undelivered.again]
-        kept = {*self._states, *(each.opening.draw.origin for row in self._rows for each in row)}
+        cut, self._cut = self._cut, []  # once, however often it goes back
+        self._ends |= {opening.draw.origin for opening in cut}
+        kept = {*self._ends, *self._states, *(each.opening.draw.origin for row in self._rows for each in row)}
         self._conversations.clear()
         dialogs.clear()
         undelivered.go_back(self._ended)
         undelivered.again.clear()
         undelivered.begin_again(opening for opening in since if opening.draw.origin not in kept)
+        end_in_parts(undelivered, cut)
         for row, turns in zip(dialogs.rows, self._rows, strict=True):
             row.extend(turns)
         _put(dialogs, self._states.values(), self._conversations, chain=chain, names=Names(None))
         dialogs.vacate()
+
+
+def end_in_parts(undelivered: Undelivered, openings: Collection[Opening]) -> None:
+    """End conversations that were delivered in part and cannot go on after an error; warns of them."""
+    if openings:
+        undelivered.drop(openings)
+        warn_of_parts(undelivered.names(openings))
+
+
+def warn_of_parts(names: Sequence[str]) -> None:
+    """Warn of conversations that have ended, because they were delivered in part and cannot go on after an error."""
+    warnings.warn(
+        f"{', '.join(names)}: turns of it were delivered, it cannot go on after an error, since its environment or its "
+        "tools cannot be saved midway, and no turn comes twice: it has ended, and counts as dropped. Give its "
+        "environment state_dict() and load_state_dict(), or collect whole conversations (trajs_per_batch).",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 class Names:

@@ -206,9 +206,14 @@ class TurnPath(Path):
         """See :meth:`Path.begin`."""
         if random:
             raise NotNative("random actions are no answers of an engine")
-        self._dialogs.fill()
         self._batch, self._finished = [], []
-        self._mark = saving.Mark(self._dialogs, self._conversations, saves=self._saves)
+        self._mark = self._marked()
+        self._dialogs.fill()  # where that fails, the others go on
+
+    def _marked(self) -> saving.Mark:
+        """Where conversations are."""
+        in_parts = not self._delivers_whole
+        return saving.Mark(self._dialogs, self._conversations, saves=self._saves, in_parts=in_parts)
 
     def act(self, t: int) -> None:
         """See :meth:`Path.act`: answers to all prompts that a turn is to be taken of; of a stream, the next ones."""
@@ -278,7 +283,7 @@ class TurnPath(Path):
             names = ", ".join(dialog.name for dialog in self._dialogs.waiting)
             unsaved.append(f"what follows the answer in {names} is lost, and it is asked again: {error}")
             self._exchange.cancel(self._dialogs)
-            saving.Mark(self._dialogs, self._conversations, saves=self._saves).go_back(self._dialogs, (), self._chain)
+            self._marked().go_back(self._dialogs, (), self._chain)
         dialogs = []
         for dialog in self._dialogs:
             try:
