@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests import llm_models
-from tests.collectors.llm.test_plain import Talks, answer, chats, copied, same, texts, turns, wrapper
+from tests.collectors.llm.test_plain import PROMPTS, Talks, answer, chats, copied, same, texts, turns, wrapper
 
 from rollwright.collectors.llm import LLMCollector
 from rollwright.envs import RewardSum, StepCounter, TransformedEnv
@@ -194,3 +194,28 @@ def test_numbers_are_stamped_on_the_plain_path():
     with LLMCollector(chats(), answer, dialog_turns_per_batch=3, track_policy_version=PolicyVersion()) as collector:
         collector.increment_version()
         assert collector.next()["policy_version"].unique().tolist() == [1]
+
+
+class Passed(Transform):
+    """Works on TensorDicts alone."""
+
+    def _call(self, next_tensordict):
+        return next_tensordict
+
+
+@pytest.mark.parametrize("options", [{"dialog_turns_per_batch": 6}, {"trajs_per_batch": 1}, {"groups_per_batch": 1}])
+def test_no_conversation_is_lost_where_the_path_changes_in_the_middle_of_a_run(options):
+    found, paths = [], []
+    with LLMCollector(chats(transform=StepCounter()), policy=wrapper(), **options) as collector:
+        while (batch := collector.next()) is not None:
+            found += list(turns(batch))
+            paths.append(collector.stats()["paths"]["env"].split(":")[0])
+            if len(paths) == 1:
+                collector.env.append_transform(Passed())
+                collector.reset()  # which looks at the transforms again
+            dropped = collector.stats()["conversations_dropped"]
+    assert {"native", "plain"} == set(paths)
+    assert len(found) == len(set(found))
+    whole = {name[0] for name in found if name[3] == name[0] * 7 % 4}
+    assert len(whole) == PROMPTS - dropped
+    assert dropped < PROMPTS

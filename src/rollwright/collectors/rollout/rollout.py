@@ -24,6 +24,7 @@ from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.choice import choose_path, dialogue_parts, goes_by_itself, plain_path
 from rollwright.collectors.rollout.paths.conversations.rows import rows_of
+from rollwright.collectors.rollout.paths.conversations.turns import TurnPath
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.policy import ActingPolicy
 from rollwright.collectors.rollout.policy_errors import check_inputs, entries_of, explained
@@ -454,13 +455,18 @@ class Rollout:
 
     def _go_on(self, path: Path) -> None:
         """Go on from here on another path."""
-        current = self._path.current
+        current, before = self._path.current, self._path
+        held = before.hand_over() if isinstance(before, TurnPath) and path is not before else None
         self._use(path)
         try:
             path.current = current
         except NotNative as reason:  # it was made before a transform came that carries something
             self._use(plain_path(self._parts, {"env": str(reason)}))
             self._path.current = current
+        if held is not None and isinstance(path, TurnPath):
+            path.take_over(*held)
+        elif held is not None and self._parts.conversations is not None:
+            self._parts.conversations.take_over(*held)
 
     def _hand_over(
         self, frames: list[TensorDictBase], current: TensorDictBase, keeper: BoundaryKeeper | None, reason: str

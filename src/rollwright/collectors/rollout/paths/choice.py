@@ -142,7 +142,7 @@ def turn_path(parts: PathParts) -> Path | None:
         how={"env": "native: conversations, turn by turn", "policy": f"native: {type(engine).__name__}, on tokens"},
     )
     if parts.conversations is not None:
-        path.take_over(parts.conversations.hand_over())  # what was drawn by hand, before there was a collector
+        path.take_over(*parts.conversations.hand_over())  # what was drawn by hand, or by the path before
     return path
 
 

@@ -171,9 +171,24 @@ class ConversationRows:
         self._partly = set()
         end_in_parts(env.undelivered, [opening for origin, opening in found.items() if origin in partly])
 
-    def hand_over(self) -> list[Opening]:
-        """See :meth:`ConversationEnv.hand_over`."""
-        return self._env.hand_over()
+    def hand_over(self) -> tuple[list[Opening], dict[Any, Opening], int]:
+        """See :meth:`TurnPath.hand_over`; what was begun by hand, before there was a collector, is dropped."""
+        env, undelivered, partly = self._env, self.undelivered, self._partly
+        if not self._now:  # no step was taken here
+            return env.hand_over(), {}, 0
+        found = {at.draw.origin: at for at in [*undelivered.again, *env.interrupted()]}
+        ended = undelivered.openings if self._delivers_whole else {}
+        undelivered.forget()
+        undelivered.drop([at for origin, at in found.items() if origin in partly])
+        self._now, self._partly, self._mark = [], set(), None
+        dropped, undelivered.num_dropped = undelivered.num_dropped, 0
+        return [at for origin, at in found.items() if origin not in partly], ended, dropped
+
+    def take_over(self, openings: Iterable[Opening], ended: Mapping[Any, Opening], num_dropped: int) -> None:
+        """See :meth:`TurnPath.take_over`."""
+        self.undelivered.num_dropped += num_dropped
+        self.undelivered.begin_again(openings)
+        self.undelivered.load_ended({**self.undelivered.openings, **ended})
 
     def forget(self) -> None:
         """See :meth:`Path.forget`."""

@@ -168,10 +168,17 @@ class Mark:
         ahead = Counter(each.opening.draw.origin for row in dialogs.rows for each in row)
         openings = {dialog.opening.draw.origin: dialog.opening for dialog in begun if in_parts}
         numbers = {dialog.opening.draw.origin: dialog.number for dialog in begun}
-        self._cut = [openings[origin] for origin in openings if origin in unsaved and numbers[origin] > ahead[origin]]
+        self._in_parts = {origin for origin in openings if numbers[origin] > ahead[origin]}
+        self._cut = [openings[origin] for origin in openings if origin in unsaved and origin in self._in_parts]
         self._ends: set[Origin] = set()
         undelivered = dialogs.undelivered
         self._ended, self._again = undelivered.openings, list(undelivered.again)
+
+    def begun_again(self, dialogs: Dialogs) -> tuple[list[Opening], list[Opening]]:
+        """Of the conversations that are there: those that may begin again, and those that were delivered in part."""
+        found = {opening.draw.origin: opening for opening in (*self._again, *dialogs.openings())}
+        cut = [opening for origin, opening in found.items() if origin in self._in_parts]
+        return [opening for origin, opening in found.items() if origin not in self._in_parts], cut
 
     def go_back(self, dialogs: Dialogs, taken: Iterable[Opening], chain: Callable[[], TokenChain]) -> None:
         """Put slots and rows back to where they were; what was begun since then begins again.

@@ -85,9 +85,24 @@ class TurnPath(Path):
         self._mark: saving.Mark | None = None  # where the batch began, until it is delivered
         self._finished: list[Opening] = []  # of its turns, when it is complete
 
-    def take_over(self, openings: Iterable[Opening]) -> None:
-        """Begin with these conversations, which were drawn before."""
+    def take_over(self, openings: Iterable[Opening], ended: Mapping[Any, Opening], num_dropped: int) -> None:
+        """Begin with these conversations, which were drawn before; others have ended, and will be delivered."""
+        self._undelivered.num_dropped += num_dropped
         self._undelivered.begin_again(openings)
+        self._undelivered.load_ended({**self._undelivered.openings, **ended})
+
+    def hand_over(self) -> tuple[list[Opening], dict[Any, Opening], int]:
+        """Take out the conversations, for another path: to begin again; that have ended, by id; how many were dropped.
+
+        Those that were delivered in part end here, on purpose, as with a reset: it is what looks for another path.
+        """
+        self._exchange.cancel(self._dialogs)
+        again, cut = self._marked().begun_again(self._dialogs)
+        ended = self._undelivered.openings if self._delivers_whole else {}
+        self._undelivered.forget()
+        self._undelivered.drop(cut)
+        self._clear()
+        return again, ended, self._undelivered.num_dropped
 
     def check(self) -> None:
         """See :meth:`Path.check`: transforms may have been added."""
