@@ -282,8 +282,8 @@ def test_the_state_of_another_pool_is_refused():
 
 @pytest.mark.parametrize(("mode", "where"), in_turn(["turns", "groups"], ("yielded", "stored")))
 def test_replaced_workers_go_on_behind_what_was_delivered(mode, where):
-    stored, options = where == "stored", {**MODES[mode], "env": {"prompts": 24, "repeats": 2, "slots": 3}, "plain": "pool"}
+    options = {**MODES[mode], "env": {"prompts": 24, "repeats": 2, "slots": 3}, "plain": "pool"}
     wanted = expected(**options)
-    found, killed = delivered_under_kills(3, 2, stored=stored, every=0.3, **options)
+    found, killed = delivered_under_kills(3, 2, stored=where == "stored", every=0.3, **options)
     assert killed == 3
     assert found == wanted, tally(found, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import queue
 import warnings
@@ -30,7 +31,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-PROMPTS = 6
+PROMPTS = 4  # with 1, 4, 3 and 2 turns
 
 
 class Talks:
@@ -62,9 +63,15 @@ def texts(slots=3, *, prompts=PROMPTS, **options):
     return LLMEnv.from_dataloader(rows, tokenizer=llm_models.tokenizer(), batch_size=slots, epochs=1, **options)
 
 
+@functools.cache
+def model():
+    """One for all tests, which change nothing of it."""
+    return llm_models.model()
+
+
 def wrapper(**options):
     options = {"generate_kwargs": {"max_new_tokens": 4}, **options}
-    return TransformersWrapper(llm_models.model(), tokenizer=llm_models.tokenizer(), **options)
+    return TransformersWrapper(model(), tokenizer=llm_models.tokenizer(), **options)
 
 
 def answer(td):
