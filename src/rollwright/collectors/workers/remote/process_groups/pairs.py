@@ -16,7 +16,7 @@ import torch
 
 from rollwright._processes.network.pair import PairCarrier
 
-__all__ = ["Kind", "PairOffer", "Pairs", "check_interface", "check_kind"]
+__all__ = ["Kind", "PairOffer", "Pairs", "check_kind"]
 
 Kind = Literal["gloo", "nccl", "mpi"]
 
@@ -48,19 +48,6 @@ def check_kind(name: str, value: Any) -> object:
         )
     if value == "nccl" and not torch.cuda.is_available():
         raise ValueError(f"{name}='nccl': it sends memory of GPUs, and this machine has none that torch sees. {advice}")
-    return value
-
-
-def check_interface(name: str, value: object) -> object:
-    """Check the name of a network interface of this machine.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    there = [interface for _, interface in socket.if_nameindex()]
-    if value not in there:
-        raise ValueError(f"{name}: expected a network interface, of which this machine has {', '.join(there)}; got "
-                         f"{value!r}. Leave it out for the one that the collector is reached by.")  # fmt: skip
     return value
 
 
