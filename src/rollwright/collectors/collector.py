@@ -88,7 +88,7 @@ class Collector(BaseCollector):
         *,
         num_collectors: int,
         sync: Literal[True],
-        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "submitit"] | None = None,
+        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"] | None = None,
         **options: Unpack[WorkerKeywords],
     ) -> MultiSyncCollector: ...
     @overload
@@ -99,7 +99,7 @@ class Collector(BaseCollector):
         *,
         num_collectors: int,
         sync: Literal[False] | None = None,
-        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "submitit"] | None = None,
+        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"] | None = None,
         **options: Unpack[WorkerKeywords],
     ) -> MultiAsyncCollector: ...
     @overload
@@ -110,7 +110,7 @@ class Collector(BaseCollector):
         *,
         num_collectors: int,
         sync: bool | None,
-        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "submitit"] | None = None,
+        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"] | None = None,
         **options: Unpack[WorkerKeywords],
     ) -> MultiCollector: ...
     @overload
@@ -119,7 +119,7 @@ class Collector(BaseCollector):
         create_env_fn: EnvMakers,
         policy: Callable[..., Any] | None = None,
         *,
-        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "submitit"],
+        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"],
         **options: Unpack[MultiKeywords],
     ) -> MultiCollector: ...
     @overload

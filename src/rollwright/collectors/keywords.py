@@ -138,7 +138,7 @@ class LLMKeywords(TypedDict, total=False):
     worker_idx: int | None
     create_env_fn: Any
     num_collectors: int | None
-    backend: Literal["direct", "process", "multiprocessing", "tcp", "ray", "distributed", "submitit"] | None
+    backend: Literal["direct", "process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"] | None
     sync: bool | None
     cat_results: Literal["stack"] | int | None
     preemptive_threshold: float | None

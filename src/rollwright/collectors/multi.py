@@ -108,7 +108,7 @@ class MultiCollector(BaseCollector):
         create_env_fn: EnvMakers,
         policy: Callable[..., Any] | None = None,
         *,
-        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "submitit"] | None = None,
+        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"] | None = None,
         **options: Unpack[MultiKeywords],
     ) -> None:
         self._construct(create_env_fn, policy, {"backend": backend, **options})

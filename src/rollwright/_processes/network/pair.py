@@ -20,7 +20,7 @@ from rollwright._processes.exits import ExitStage, call_at_exit
 from rollwright._processes.forks import on_fork
 from rollwright._processes.network.carrier import CarrierFailed
 
-__all__ = ["PairCarrier"]
+__all__ = ["PairCarrier", "tensor_over"]
 
 _CHUNK = 1 << 23  # bytes that are moved by one operation
 _AT_ONCE = 4  # operations that are begun before the first has ended
@@ -213,12 +213,12 @@ class PairCarrier:
             direction.begun.clear()  # the memory is nobody's any more
 
     def _begin_send(self, chunk: memoryview) -> _Operation:
-        memory = _tensor_over(chunk)
+        memory = tensor_over(chunk)
         staged = memory if self._staging is None else memory.to(self._staging)
         return _Operation(self._group.send([staged], self._other, _TAG), chunk, None)
 
     def _begin_receive(self, chunk: memoryview) -> _Operation:
-        memory = _tensor_over(chunk)
+        memory = tensor_over(chunk)
         staged = memory if self._staging is None else torch.empty_like(memory, device=self._staging)
         copy = None if self._staging is None else lambda: memory.copy_(staged)
         return _Operation(self._group.recv([staged], self._other, _TAG), chunk, copy)
@@ -283,7 +283,7 @@ def _close_all() -> None:
         carrier.join(max(0.0, until - time.monotonic()))
 
 
-def _tensor_over(memory: memoryview) -> torch.Tensor:
+def tensor_over(memory: memoryview) -> torch.Tensor:
     """The bytes of memory as a tensor, without a copy; the caller keeps the memory."""
     address = np.frombuffer(memory, np.uint8).ctypes.data
     return torch.frombuffer((ctypes.c_uint8 * len(memory)).from_address(address), dtype=torch.uint8)

@@ -72,8 +72,9 @@ class WorkerOptions:
         backend: where the environments are: ``"process"`` or ``"multiprocessing"``: in processes of this machine;
             ``"tcp"``: in groups of workers that share nothing with this process, on any machine; ``"ray"``: in such
             groups in actors of a Ray cluster; ``"distributed"``: in such groups, whose batches and weights move over
-            process groups of torch.distributed; ``"submitit"``: in such groups in jobs of Slurm; ``"direct"``: in this
-            process, without workers; None: as the numbers of collectors and workers say.
+            process groups of torch.distributed; ``"rpc"``: by calls of its RPC; ``"submitit"``: as ``"distributed"``,
+            in jobs of Slurm; ``"direct"``: in this process, without workers; None: as the numbers of collectors and
+            workers say.
         backend_options: of the backend: see :class:`~rollwright.collectors.workers.remote.options.RemoteOptions`.
     """
 
@@ -96,7 +97,7 @@ class WorkerOptions:
     max_batches_held: Annotated[int, whole(1)] = 8
     shutdown_timeout: Annotated[float, seconds()] = 10.0
     backend: Annotated[
-        Literal["direct", "process", "multiprocessing", "tcp", "ray", "distributed", "submitit"] | None,
+        Literal["direct", "process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"] | None,
         Check(known_backend),
     ] = None
     backend_options: Mapping[str, Any] | None = None

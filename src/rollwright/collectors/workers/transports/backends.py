@@ -28,6 +28,7 @@ BACKENDS = {
     "tcp": "rollwright.collectors.workers.remote.tcp",
     "ray": "rollwright.collectors.workers.remote.ray",
     "distributed": "rollwright.collectors.workers.remote.distributed",
+    "rpc": "rollwright.collectors.workers.remote.rpc",
     "submitit": "rollwright.collectors.workers.remote.submitit",
 }
 """By name, the module: it has ``Options``, a dataclass or None, and ``transport(options, own, num_workers)``."""

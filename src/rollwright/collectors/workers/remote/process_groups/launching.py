@@ -132,8 +132,9 @@ class LaunchedTransport(RemoteTransport):
             raise
 
     def _close_launcher(self) -> None:
-        if isinstance(self._own_launcher, SubmititLauncher):
-            self._own_launcher.close()
+        close = getattr(self._own_launcher, "close", None)
+        if close is not None:
+            close()
 
     def close(self) -> None:
         """See :class:`~rollwright.collectors.workers.transports.transport.Transport`."""
