@@ -29,6 +29,8 @@ __all__ = [
     "MultiCollector",
     "MultiSyncCollector",
     "ProfileConfig",
+    "RPCCollector",
+    "RPCDataCollector",
     "RandomPolicy",
     "RayCollector",
     "SyncDataCollector",
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
         DistributedSyncDataCollector,
     )
     from rollwright.collectors.clusters.ray import RayCollector
+    from rollwright.collectors.clusters.rpc import RPCCollector, RPCDataCollector
 else:
     _OF_CLUSTERS = {  # by name, the module: imported when it is used
         "DistributedCollector": "rollwright.collectors.clusters.distributed",
@@ -49,6 +52,8 @@ else:
         "DistributedSyncCollector": "rollwright.collectors.clusters.distributed",
         "DistributedSyncDataCollector": "rollwright.collectors.clusters.distributed",
         "RayCollector": "rollwright.collectors.clusters.ray",
+        "RPCCollector": "rollwright.collectors.clusters.rpc",
+        "RPCDataCollector": "rollwright.collectors.clusters.rpc",
     }
 
     def __getattr__(name: str) -> object:

@@ -7,6 +7,7 @@ from rollwright.weight_update.schemes import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
 )
 from rollwright.weight_update.updaters import (
@@ -24,6 +25,7 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "MultiProcessedWeightUpdater",
     "NoWeightSyncScheme",
+    "RPCWeightSyncScheme",
     "RemoteModuleWeightUpdater",
     "RemoteWeightsUpdaterBase",
     "SharedMemWeightSyncScheme",

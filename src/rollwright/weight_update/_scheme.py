@@ -69,7 +69,8 @@ class WeightSyncScheme:
         Args:
             backend: ``"none"`` or ``"direct"``: :class:`NoWeightSyncScheme`; ``"shared"`` or ``"thread"``:
                 :class:`SharedMemWeightSyncScheme`; ``"process"`` or ``"multiprocessing"``:
-                :class:`MultiProcessWeightSyncScheme`; ``"distributed"``: :class:`DistributedWeightSyncScheme`.
+                :class:`MultiProcessWeightSyncScheme`; ``"distributed"``: :class:`DistributedWeightSyncScheme`;
+                ``"rpc"``: :class:`RPCWeightSyncScheme`.
             **kwargs: for it.
 
         Raises:

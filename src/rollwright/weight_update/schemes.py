@@ -11,6 +11,7 @@ __all__ = [
     "DistributedWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RPCWeightSyncScheme",
     "SharedMemWeightSyncScheme",
 ]
 
@@ -74,4 +75,18 @@ class DistributedWeightSyncScheme(WeightSyncScheme, backends=("distributed",)):
     Example:
         >>> WeightSyncScheme.from_backend("distributed")
         DistributedWeightSyncScheme(strategy='tensordict')
+    """
+
+
+class RPCWeightSyncScheme(WeightSyncScheme, backends=("rpc",)):
+    """Weights for groups of workers that are members of a group of RPC: a publication is sent once to each group.
+
+    It is what collectors with ``backend="rpc"`` do without a scheme, too.
+
+    Args:
+        strategy: see :class:`WeightSyncScheme`.
+
+    Example:
+        >>> WeightSyncScheme.from_backend("rpc")
+        RPCWeightSyncScheme(strategy='tensordict')
     """

@@ -1,0 +1,124 @@
+"""RPCCollector: a collector whose batches and weights move by calls of torch.distributed.rpc."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollwright._options import with_options
+from rollwright.collectors.base import BaseCollector
+from rollwright.collectors.clusters.groups import GroupOptions, GroupsCollector
+from rollwright.collectors.collector import Collector
+from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.workers.options import WorkerOptions
+
+if TYPE_CHECKING:
+    from rollwright.collectors.rollout.environment import EnvMakers
+
+__all__ = ["RPCCollector", "RPCDataCollector"]
+
+_LEFT_OUT = ("backend", "num_workers", "update_at_each_batch")  # said otherwise here
+
+
+@with_options(WorkerOptions, CollectorOptions, leave_out=_LEFT_OUT)
+class RPCCollector(GroupsCollector):
+    """Collects experience in groups of workers, each a member of a group of RPC: ``backend="rpc"``.
+
+    A worker that dies is replaced (``on_worker_failure="restart"``); a member that dies cannot be, which is an error:
+    torch lets no other join. :class:`DistributedCollector` replaces both. ``RPCDataCollector`` is the same class.
+
+    Args:
+        create_env_fn: makes an environment, in a worker; or a list of such functions, one for each group.
+        policy: as of :class:`Collector`; each worker acts with a copy, see :meth:`update_policy_weights_`.
+        num_collectors: number of groups; None: as many as there are functions in ``create_env_fn``.
+        num_workers_per_collector: workers in each.
+        sync: whether a batch is of all workers; if False, batches are of one worker each, in the order in which they
+            are finished.
+        launcher: what starts groups, see :class:`DistributedCollector`.
+        slurm_kwargs: parameters of jobs, such as ``slurm_partition``, ``gpus_per_node``, ``timeout_min``.
+        tcp_port: where this process listens; None: at any port that is free.
+        tensorpipe_options: arguments of ``torch.distributed.rpc.TensorPipeRpcBackendOptions`` for this process: device
+            maps and so on. Groups are members ``"group-0"``, ``"group-1"``, ...
+        visible_devices: devices that calls of this process may bring tensors to, and take them from.
+        collector_class: :class:`Collector`, :class:`MultiSyncCollector`, :class:`MultiAsyncCollector` or one of their
+            names, for programs that say so. ``num_workers_per_collector`` and ``sync`` alone decide what runs.
+        collector_kwargs: further options, for all groups or a list with one dictionary for each. Only those that may
+            differ between workers may differ.
+        update_after_each_batch: read the weights of ``policy`` again, and publish them, before each batch.
+        max_weight_update_interval: batches after which that is done at the latest; -1: it is not.
+        backend_options: others of :class:`~rollwright.collectors.workers.remote.rpc.Options`, such as
+            ``host_timeout`` and ``interface``.
+        **options: those of :class:`~rollwright.collectors.workers.options.WorkerOptions` and of
+            :class:`~rollwright.collectors.CollectorOptions`.
+
+    Raises:
+        MissingExtraError: submitit is not installed.
+        RuntimeError: this process is in a group of RPC already.
+        ValueError, TypeError: an option is wrong.
+        WorkerError: a worker could not make its environment or its policy.
+
+    Example:
+        >>> import warnings
+        >>> from rollwright.envs import GymEnv
+        >>> with warnings.catch_warnings(action="ignore"):  # torch keeps RPC in maintenance
+        ...     collector = RPCCollector(
+        ...         lambda: GymEnv("CartPole-v1"),
+        ...         num_collectors=2,
+        ...         launcher="mp",
+        ...         sync=True,
+        ...         frames_per_batch=200,
+        ...         total_frames=400,
+        ...     )
+        >>> [batch.shape for batch in collector]
+        [torch.Size([2, 100]), torch.Size([2, 100])]
+        >>> collector.shutdown()
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvMakers,
+        policy: Callable[..., Any] | None = None,
+        *,
+        num_collectors: int | None = None,
+        num_workers_per_collector: int = 1,
+        sync: bool = False,
+        launcher: Literal["mp", "submitit", "torchrun", "join"] = "submitit",
+        slurm_kwargs: Mapping[str, Any] | None = None,
+        tcp_port: int | None = None,
+        tensorpipe_options: Mapping[str, Any] | None = None,
+        visible_devices: Sequence[Any] | None = None,
+        collector_class: type[BaseCollector] | str = Collector,
+        collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        update_after_each_batch: bool = False,
+        max_weight_update_interval: int = -1,
+        backend_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.closed = True
+        about: dict[str, Any] = {"launcher": launcher}
+        about |= {} if slurm_kwargs is None else {"slurm_kwargs": slurm_kwargs}
+        about |= {} if tcp_port is None else {"port": tcp_port}
+        if visible_devices is not None:
+            if "devices" in (tensorpipe_options or {}):
+                raise ValueError("visible_devices: got it as 'devices' in tensorpipe_options, too. Pass it once.")
+            tensorpipe_options = {**(tensorpipe_options or {}), "devices": list(visible_devices)}
+        about |= {} if tensorpipe_options is None else {"tensorpipe_options": tensorpipe_options}
+        self._construct_groups(
+            create_env_fn,
+            policy,
+            GroupOptions(
+                num_collectors=num_collectors,
+                num_workers_per_collector=num_workers_per_collector,
+                update_after_each_batch=update_after_each_batch,
+                max_weight_update_interval=max_weight_update_interval,
+            ),
+            backend="rpc",
+            backend_options=about,
+            more_backend_options=backend_options,
+            collector_class=collector_class,
+            collector_kwargs=collector_kwargs,
+            options={"sync": sync, **options},
+        )
+
+
+RPCDataCollector = RPCCollector
