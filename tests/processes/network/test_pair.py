@@ -239,8 +239,9 @@ def test_memory_that_is_taken_away_of_a_stuck_transfer_ends_the_pair(ends):
 
 def test_closing_ends_what_is_on_its_way_at_once(carriers):
     mine, theirs = carriers()
-    mine.send([memoryview(bytes(LARGE))])
-    theirs.receive([memoryview(bytearray(100))])
+    for each in (mine, theirs):  # both wait for what nobody sends
+        each.receive([memoryview(bytearray(100))])
+    wait_until(lambda: mine._in.num_begun and theirs._in.num_begun)
     began = time.monotonic()
     mine.close()
     assert mine.join(patient(1.0))
