@@ -175,9 +175,9 @@ def test_a_group_that_dies_is_replaced_and_the_others_do_not_notice(remote, carr
     collector = remote("async", env, gain(), frames_per_batch=20, on_worker_failure="restart", restart_delay=0.0)
     collector.next()
     first, second = hosts(collector)
-    os.kill(first, signal.SIGKILL)
 
     def go_on():
+        os.kill(first, signal.SIGKILL)
         seen = set()
         while collector.stats()["restarts"] < 1 or collector.stats()["workers_alive"] < 2 or len(seen) < 2:
             batch = collector.next()

@@ -164,9 +164,9 @@ def test_a_killed_worker_is_replaced_under_its_member(remote):
     collector.next()
     before = hosts(collector)
     pids = [worker["pid"] for worker in collector.stats()["workers"]]
-    os.kill(pids[0], signal.SIGKILL)
 
     def go_on():
+        os.kill(pids[0], signal.SIGKILL)
         while collector.stats()["restarts"] < 1 or not alive(collector.stats()["workers"][0]["pid"] or 0):
             collector.next()
 
@@ -192,12 +192,17 @@ def test_a_member_that_is_gone_is_not_replaced_and_the_error_says_why(remote, ca
     collector = remote("async", env, gain(), frames_per_batch=20, on_worker_failure="restart", restart_delay=0.0)
     carriers()
     collector.next()
-    os.kill(hosts(collector)[0], signal.SIGKILL)
+    first = hosts(collector)[0]
+
+    def kill_and_go_on():
+        os.kill(first, signal.SIGKILL)
+        collect(collector)
+
     with (
         pytest.warns(RuntimeWarning, match="It is replaced"),
         pytest.raises(WorkerError, match=r"group-0 of an RPC group.*torch lets no other join.*backend='distributed'"),
     ):
-        collect(collector)
+        kill_and_go_on()
 
 
 # The end, and wrong input ------------------------------------------------------------------------------------------

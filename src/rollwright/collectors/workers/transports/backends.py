@@ -29,7 +29,7 @@ BACKENDS = {
     "ray": "rollwright.collectors.workers.remote.ray",
     "distributed": "rollwright.collectors.workers.remote.distributed",
     "rpc": "rollwright.collectors.workers.remote.rpc",
-    "submitit": "rollwright.collectors.workers.remote.submitit",
+    "submitit": "rollwright.collectors.workers.remote.process_groups.submitit",
 }
 """By name, the module: it has ``Options``, a dataclass or None, and ``transport(options, own, num_workers)``."""
 

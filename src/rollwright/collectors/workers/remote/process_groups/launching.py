@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rollwright._options import Check, whole
+from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, parse_address
 from rollwright._processes.network.carrier import Carriers
 from rollwright.collectors.workers.remote.launchers import Launcher, LocalLauncher, Manual
 from rollwright.collectors.workers.remote.options import RemoteOptions
 from rollwright.collectors.workers.remote.process_groups.interfaces import check_interface
 from rollwright.collectors.workers.remote.process_groups.slurm import SubmititLauncher, runs_slurm
 from rollwright.collectors.workers.remote.process_groups.torchrun import Torchrun, TorchrunLauncher, serve_as_rank
-from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, parse_address
 from rollwright.collectors.workers.remote.transport import RemoteTransport
 
 if TYPE_CHECKING:
