@@ -5,10 +5,21 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from rollwright.data.replay_buffers import SliceSampler
+
 if TYPE_CHECKING:
     from rollwright.collectors.options import CollectorOptions
 
-__all__ = ["buffer_of", "check_delivery", "ledger_of", "storage_ndim", "warn_of_options", "warn_of_splits"]
+__all__ = [
+    "buffer_of",
+    "check_delivery",
+    "draws_slices",
+    "is_service",
+    "ledger_of",
+    "storage_ndim",
+    "warn_of_options",
+    "warn_of_splits",
+]
 
 _METHODS = ("extend", "add", "sample")
 _AGAINST_TRAJS = {
@@ -105,6 +116,17 @@ def storage_ndim(buffer: Any) -> int:
     """Number of dimensions of the storage of a buffer (of an ensemble: the most of its members); 1 if unknown."""
     members = getattr(buffer, "members", [buffer])
     return max(int(getattr(getattr(member, "storage", None), "ndim", 1)) for member in members)
+
+
+def is_service(buffer: Any) -> bool:
+    """Whether a buffer is in a process of its own, which writers on any machine reach."""
+    return hasattr(buffer, "as_writer")
+
+
+def draws_slices(buffer: Any) -> bool:
+    """Whether the sampler of a buffer draws stretches of trajectories."""
+    found = getattr(buffer, "draws_slices", None)
+    return isinstance(getattr(buffer, "sampler", None), SliceSampler) if found is None else bool(found)
 
 
 def ledger_of(buffer: Any) -> Any:

@@ -17,12 +17,12 @@ from rollwright.collectors.delivery.batches import Batches, TrajectoryBatches, c
 from rollwright.collectors.delivery.queues import QueueWriter
 from rollwright.collectors.delivery.rows import RowRange, common_keys
 from rollwright.collectors.delivery.storage_memory import StorageMemory
-from rollwright.collectors.delivery_options import buffer_of, storage_ndim
+from rollwright.collectors.delivery_options import buffer_of, draws_slices, storage_ndim
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import placed, td_from, td_state
 from rollwright.data.layout import TRAJ_IDS
-from rollwright.data.replay_buffers import SampleToInsertRatio, SliceSampler
+from rollwright.data.replay_buffers import SampleToInsertRatio
 from rollwright.data.replay_buffers.storages.base import no_objects
 from rollwright.data.specs import Composite, NonTensor
 
@@ -72,15 +72,14 @@ class Stored(RolloutDelivery):
             raise TypeError(no_objects("replay_buffer", keys, type(strict[0]).__name__))
 
     def _check_slices(self) -> None:
-        sampler = getattr(self._buffer, "sampler", None)
-        env = self.rollout.env
-        if self.rollout.options.stores_rows and isinstance(sampler, SliceSampler) and self.rollout.num_rows > 1:
+        slices, env = draws_slices(self._buffer), self.rollout.env
+        if self.rollout.options.stores_rows and slices and self.rollout.num_rows > 1:
             raise ValueError(
                 "flatten_data=False: an element of the buffer would be all turns that one environment took in a batch, "
-                f"and {type(sampler).__name__} draws slices of single turns. Leave flatten_data out, or pass another "
+                "and its sampler draws slices of single turns. Leave flatten_data out, or pass another "
                 "sampler."
             )
-        tracked = self.rollout.options.track_traj_ids or not isinstance(sampler, SliceSampler)
+        tracked = self.rollout.options.track_traj_ids or not slices
         if self._flat and not tracked and env.numel() > 1:
             raise ValueError(
                 f"track_traj_ids=False: a flat buffer holds the frames of {env.numel()} environments side by "

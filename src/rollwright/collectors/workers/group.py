@@ -43,6 +43,7 @@ class WorkerGroup:
         restarts: what is done about workers that fail.
         watch: finds those that are stuck.
         forget: takes the index of each worker that is gone.
+        prepare: changes the spec of a worker before it is started.
 
     Attributes:
         workers: in order of their indices.
@@ -59,12 +60,13 @@ class WorkerGroup:
         restarts: Restarts,
         watch: Watchdog,
         forget: Callable[[int], None],
+        prepare: Callable[[WorkerSpec], WorkerSpec] | None = None,
     ) -> None:
         self._pool = Pool(len(specs), self._received, lost=self._lost, flushed=self._flushed)
         self._shared = SharedPool(self._pool, self._tend, restarts.next_in)
         self.workers = [Member(spec, self._pool) for spec in specs]
         self.listener: Listener | None = None
-        self._transport, self._forget = transport, forget
+        self._transport, self._forget, self._prepare = transport, forget, prepare
         if transport.fileno() >= 0:
             self._pool.watch(transport.fileno(), transport.read, push=transport.push)
         self.restarts, self.watch = restarts, watch
@@ -101,6 +103,9 @@ class WorkerGroup:
         worker.counters.state = WorkerState.STARTING
         worker.counters.counts[Count.OLDEST] = -1
         self.watch.heartbeats.begin(worker.index)
+        if self._prepare is not None:
+            worker.spec = self._prepare(worker.spec)
+            worker.place.follow(worker.spec.options)
         worker.started(self._transport.connect(worker.spec))
 
     # Waiting ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from rollwright._keys import key_str
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, seconds, whole
 from rollwright._processes.start.methods import check_start_method
+from rollwright.collectors.delivery_options import is_service
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.memory.blocks import Join
 from rollwright.collectors.workers.messages import Ready
@@ -239,11 +240,13 @@ def options_of_workers(
         raise ValueError(
             "interruptor ends rollouts of this process, and the workers are others. Pass preemptive_threshold=."
         )
-    if whole.get("replay_buffer") is not None and not shares_memory(own.transport):
+    buffer = whole.get("replay_buffer")
+    if buffer is not None and not shares_memory(own.transport) and not is_service(buffer):
         raise ValueError(
             f"replay_buffer: lies in memory of this machine, which workers of backend={own.backend!r} do not share: "
-            "each would fill a copy. Leave it out, and extend it with the batches that arrive; or pass "
-            "backend='process'."
+            "each would fill a copy. Make the buffer with service_backend='process' and "
+            "service_backend_options={'address': 'HOST:0'}, where HOST is an address of this machine that workers "
+            "reach; or leave it out, and extend it with the batches that arrive."
         )
     if whole.get("worker_idx") is not None:
         raise ValueError("worker_idx is given to the workers by their collector. Drop it.")

@@ -21,6 +21,7 @@ from rollwright.collectors.workers.restarts import Restarts
 from rollwright.collectors.workers.transports.backends import transport_of
 from rollwright.collectors.workers.watching import Watchdog
 from rollwright.collectors.workers.worker import WorkerSpec
+from rollwright.collectors.workers.writers import BufferWriters
 from rollwright.weight_update.publisher import Publisher
 
 __all__ = ["Workers"]
@@ -76,6 +77,7 @@ class Workers:
             for i in range(count)
         ]
         self._transport = transport_of(own, count)
+        self._writers = BufferWriters(per_worker[0].replay_buffer)
         self.group = WorkerGroup(
             specs,
             transport=self._transport,
@@ -83,9 +85,15 @@ class Workers:
                 wanted=own.on_worker_failure == "restart", most=own.max_restarts, delay_s=own.restart_delay
             ),
             watch=Watchdog(own.env_step_timeout, start_timeout_s=own.start_timeout),
-            forget=publisher.forget,
+            forget=self._forget,
+            prepare=self._writers.prepare,
         )
         self.store = BlockStore(blocks, own.max_batches_held)
+
+    def _forget(self, index: int) -> None:
+        """A worker is gone."""
+        self.publisher.forget(index)
+        self._writers.give_up(index)
 
     def counts(self, asked: Any, total: int, own: WorkerOptions) -> FrameCounts:
         """What is delivered of what was asked.

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
+from rollwright._options import with_options
 from rollwright._processes.forks import on_fork
 from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers._arguments import Transform, check_given, dimension, inverse_of, made, stacked
@@ -31,6 +32,7 @@ __all__ = ["ReplayBuffer", "Transform"]
 _SERVICE = "rollwright.data.replay_buffers.service.buffer"
 
 
+@with_options()
 class ReplayBuffer:
     """Keeps experience, and samples it.
 
@@ -483,8 +485,11 @@ class ReplayBuffer:
     dump = save = dumps
     load = loads
 
-    def client(self) -> ReplayBuffer:
+    def client(self, *, address: tuple[str, int] | None = None) -> ReplayBuffer:
         """The buffer for another process, on any machine; it can be pickled.
+
+        Args:
+            address: where that process reaches the service, if not where it listens.
 
         Raises:
             TypeError: the buffer is in memory of this process.

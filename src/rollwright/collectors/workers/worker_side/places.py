@@ -80,6 +80,10 @@ class PlaceInData:
         self._known: bytes | None = None
         self._announced: say.Publishes | None = None  # what may be published, or not
 
+    def follow(self, options: CollectorOptions) -> None:
+        """A worker with these options is started: its writes are known by them."""
+        self._options = options
+
     @property
     def is_known(self) -> bool:
         """Whether the worker has sent one: nothing else is known to have been delivered."""

@@ -41,6 +41,7 @@ class ReplayClient(ReplayBuffer):
         prefetch: number of batches to ask for ahead.
         pin_memory: deliver batches in pinned memory.
         session: to the service; None: its own.
+        asks: session that is asked what became of the writer's requests; None: its own.
     """
 
     def __init__(
@@ -53,12 +54,13 @@ class ReplayClient(ReplayBuffer):
         prefetch: int | None = None,
         pin_memory: bool = False,
         session: Session | None = None,
+        asks: Session | None = None,
     ) -> None:
         self._target, self._info, self._writer_name = target, info, writer
         self._session = Session(target, writer) if session is None else session
         self.batch_size, self.pin_memory = batch_size, pin_memory
         self._prefetch = prefetch
-        self._ledger = RemoteLedger(self._session)
+        self._ledger = RemoteLedger(self._session, asks or self._session)
         self._set_parts()
         limiter: Any = RemoteLimiter(self._session, info.limiter_timeout_s) if info.has_limiter else None
         self.limiter = self.insert_limiter = limiter
@@ -96,9 +98,19 @@ class ReplayClient(ReplayBuffer):
 
     # Clients ------------------------------------------------------------------------------------------
 
-    def client(self) -> ReplayClient:
-        """The same buffer for another process, without prefetching."""
-        return ReplayClient(self._target, self._info, batch_size=self.batch_size)
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the service."""
+        return self._target.address
+
+    def client(self, *, address: tuple[str, int] | None = None) -> ReplayClient:
+        """The same buffer for another process, without prefetching.
+
+        Args:
+            address: where that process reaches the service, if not at :attr:`address`: a port that is forwarded, say.
+        """
+        target = self._target if address is None else self._target._replace(address=(address[0], address[1]))
+        return ReplayClient(target, self._info, batch_size=self.batch_size)
 
     def as_writer(self, name: str, generation: int) -> ReplayClient:
         """The same buffer for a writer that may be given up.
@@ -107,7 +119,8 @@ class ReplayClient(ReplayBuffer):
             name: of the writer's place; others may have it after it.
             generation: how many had it before.
         """
-        return ReplayClient(self._target, self._info, WriterName(name, generation), batch_size=self.batch_size)
+        writer = WriterName(name, generation)
+        return ReplayClient(self._target, self._info, writer, batch_size=self.batch_size, asks=self._session)
 
     def give_up(self, name: str, generation: int) -> None:
         """Refuse what a writer of this generation, and those before it, send from now on. Does not wait.

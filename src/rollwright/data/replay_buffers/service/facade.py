@@ -23,14 +23,15 @@ class RemoteLedger:
     """Trajectory ids of a buffer in a service, and whether writes were carried out.
 
     Args:
-        session: to the service.
+        session: to the service, of the writer.
+        asks: session that asks whether writes were carried out: that of another process must not use the writer's.
 
     Attributes:
         on_reserve: called with a number before each write, by which :meth:`was_published` knows it.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, asks: Session) -> None:
+        self._session, self._asks = session, asks
         self._next = self._end = 0
         self.on_reserve: Callable[[int], None] | None = None
 
@@ -52,7 +53,7 @@ class RemoteLedger:
 
     def was_published(self, number: int) -> bool:
         """Whether the write of this number of this writer was carried out."""
-        return bool(self._session.ask("was_done", self._session.client_id, number))
+        return bool(self._asks.ask("was_done", self._session.client_id, number))
 
     def await_published(self, stop: Callable[[], bool] = _never) -> None:
         """There is nothing to wait for: what was acknowledged can be read."""

@@ -256,7 +256,8 @@ class Session:
             except Exception as error:
                 self.fail(error, for_good=self._revive is not None)
                 return
-            time.sleep(_AGAIN_S)
+            if not self._was_connected:
+                time.sleep(_AGAIN_S)
 
     def _serve_once(self, stopping: Callable[[], bool]) -> Exception | None:
         """Why the connection has broken, or could not be made; None: it was closed here."""

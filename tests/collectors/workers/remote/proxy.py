@@ -1,0 +1,58 @@
+"""Proxy: hands on TCP connections, and cuts them when it is asked to."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+__all__ = ["Proxy"]
+
+
+class Proxy:
+    """Hands on connections to an address; what is on its way when they are cut is lost."""
+
+    def __init__(self, address):
+        self._to = address
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = self._socket.getsockname()[:2]
+        self._pairs = []
+        self.num_cut = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self):
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *error):
+        self._socket.close()
+        self.cut()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._socket.accept()
+                far = socket.create_connection(self._to)
+                with self._lock:
+                    self._pairs.append((near, far))
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._hand_on, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _hand_on(source, sink):
+        with contextlib.suppress(OSError):
+            while content := source.recv(1 << 12):
+                sink.sendall(content)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self):
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            self.num_cut += 1
+            for end in pair:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()

@@ -1,0 +1,246 @@
+"""Workers that write to a replay service, on every backend: counts are exact, trajectories whole, kills cost nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from tests.collectors.workers.envs import DONE, EPISODE, IDENT, IDS, INSTANCE, STEP, gain, makers, tally
+from tests.collectors.workers.processes import wait_until
+
+from rollwright.collectors import Collector
+from rollwright.data import LazyTensorStorage, SampleToInsertRatio, SliceSampler, TensorDictReplayBuffer
+from rollwright.errors import WorkerError
+
+BACKENDS = {"process": {}, "tcp": {"backend": "tcp", "backend_options": {"num_workers_per_collector": 1}}}
+
+
+@pytest.fixture
+def serve():
+    made = []
+
+    def build(size=100_000, *, service=None, **options):
+        storage = partial(LazyTensorStorage, size)
+        options = {"service_backend": "process", "service_backend_options": service, **options}
+        made.append(TensorDictReplayBuffer(storage=storage, **options))
+        return made[-1]
+
+    yield build
+    for buffer in made:
+        buffer.shutdown()
+
+
+def frames_by_name(buffer):
+    """All frames by environment, instance, episode and step; none is there twice."""
+    seen = buffer[:]["observation"]
+    names = [tuple(row) for row in seen[:, [IDENT, INSTANCE, EPISODE, STEP]].tolist()]
+    assert len(set(names)) == len(names)
+    return names
+
+
+def check_trajectories(buffer):
+    """Every trajectory is whole, in one piece, under an id of its own; returns how many there are."""
+    stored = buffer[:]
+    ids, steps, done = stored[IDS], stored["observation"][:, STEP], stored[DONE].squeeze(-1)
+    ends = [i for i in range(len(ids)) if done[i]]
+    starts = [0, *(i + 1 for i in ends[:-1])]
+    assert not len(ids) or ends[-1] == len(ids) - 1
+    for start, end in zip(starts, ends, strict=True):
+        assert ids[start : end + 1].unique().numel() == 1
+        assert steps[start : end + 1].tolist() == list(range(end + 1 - start))
+    assert ids.unique().numel() == len(ends)
+    return len(ends)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_batches_go_to_the_service_and_counts_are_exact(make, serve, kind, backend):
+    buffer = serve()
+    collector = make(
+        kind, makers(), gain(), frames_per_batch=40, total_frames=400, replay_buffer=buffer, **BACKENDS[backend]
+    )
+    for number, delivered in enumerate(collector):
+        assert delivered is None
+        if kind == "sync":
+            assert buffer.write_count == 40 * (number + 1)
+    collector.shutdown()
+    assert number == 9
+    assert len(buffer) == buffer.write_count == collector.stats()["frames"] == collector.stats()["write_count"]
+    assert len(frames_by_name(buffer)) == len(buffer)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trajectories_are_whole_while_the_learner_samples_with_prefetch(make, serve, backend):
+    buffer = serve(sampler=partial(SliceSampler, slice_len=4), batch_size=16, prefetch=2)
+    collector = make(
+        "async", makers(), gain(), frames_per_batch=40, replay_buffer=buffer, trajs_per_batch=2, **BACKENDS[backend]
+    )
+    collector.start()
+    assert wait_until(lambda: len(buffer) > 0)
+    while buffer.write_count < 1000:
+        batch = buffer.sample()
+        assert bool((batch[IDS].reshape(-1) >= 0).all())
+        follows = ~batch["is_init"].squeeze(-1)[1:] if "is_init" in batch.keys() else None
+        if follows is not None:
+            gaps = batch["observation"][:, STEP].diff()
+            assert bool((gaps[follows] == 1).all())
+    collector.async_shutdown()
+    assert check_trajectories(buffer) > 10
+    assert len(frames_by_name(buffer)) == buffer.write_count
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_killed_writers_leave_whole_trajectories_and_are_replaced(make, serve, backend):
+    buffer = serve()
+    collector = make(
+        "async",
+        makers(),
+        gain(),
+        frames_per_batch=40,
+        replay_buffer=buffer,
+        trajs_per_batch=1,
+        on_worker_failure="restart",
+        max_restarts=20,
+        restart_delay=0.0,
+        **BACKENDS[backend],
+    )
+    with pytest.warns(RuntimeWarning, match="It is replaced"):
+        collector.start()
+        for _ in range(4):
+            before = buffer.write_count
+            assert wait_until(lambda before=before: buffer.write_count > before + 100, 20.0)
+            workers = [worker for worker in collector.stats()["workers"] if worker["alive"]]
+            os.kill(workers[0]["pid"], signal.SIGKILL)
+        before = buffer.write_count
+        assert wait_until(lambda: buffer.write_count > before + 200, 20.0)
+        collector.async_shutdown()
+    assert check_trajectories(buffer) > 10
+    assert len(frames_by_name(buffer)) == buffer.write_count
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_connections_that_break_lose_nothing_and_double_nothing(make, serve, backend):
+    """A proxy between the workers and the service cuts connections at random moments."""
+    from tests.collectors.workers.remote.proxy import Proxy
+
+    buffer = serve()
+    with Proxy(buffer.address) as proxy:
+        collector = make(
+            "sync",
+            makers(),
+            gain(),
+            frames_per_batch=40,
+            total_frames=1200,
+            replay_buffer=buffer.client(address=proxy.address),
+            **BACKENDS[backend],
+        )
+        for number, _ in enumerate(collector):
+            if number % 3 == 0:
+                proxy.cut()
+        collector.shutdown()
+        assert proxy.num_cut >= 10
+    assert buffer.write_count == len(frames_by_name(buffer)) == 1200
+
+
+def test_a_worker_that_was_given_up_writes_nothing_more(make, serve):
+    """Its process lives: it is stopped until another has its place, and goes on then."""
+    buffer = serve()
+    collector = make(
+        "async",
+        makers(1),
+        gain(),
+        frames_per_batch=20,
+        replay_buffer=buffer,
+        on_worker_failure="restart",
+        env_step_timeout=1.0,
+        backend="tcp",
+    )
+    with pytest.warns(RuntimeWarning, match="It is replaced"):
+        collector.start()
+        assert wait_until(lambda: buffer.write_count > 100, 20.0)
+        first = collector.stats()["workers"][0]["pid"]
+        os.kill(first, signal.SIGSTOP)
+        assert wait_until(lambda: collector.stats()["workers"][0]["pid"] not in (first, None), 60.0)
+        os.kill(first, signal.SIGCONT) if _lives(first) else None
+        before = buffer.write_count
+        assert wait_until(lambda: buffer.write_count > before + 100, 20.0)
+        collector.async_shutdown()
+    names = frames_by_name(buffer)
+    assert len(names) == buffer.write_count
+
+
+def _lives(pid):
+    return os.path.exists(f"/proc/{pid}")
+
+
+def test_workers_go_on_when_the_service_comes_back(make, serve, tmp_path):
+    buffer = serve(service={"path": tmp_path / "dumps", "dump_every": 1})
+    collector = make("async", makers(), gain(), frames_per_batch=40, replay_buffer=buffer, backend="tcp")
+    collector.start()
+    assert wait_until(lambda: buffer.write_count > 200, 20.0)
+    os.kill(buffer.host.pid, signal.SIGKILL)
+    assert wait_until(lambda: buffer.num_restarts == 1, 30.0)
+    with pytest.warns(RuntimeWarning, match="0 of the"):
+        before = buffer.write_count
+    assert wait_until(lambda: buffer.write_count > before + 200, 20.0)
+    collector.async_shutdown()
+    assert buffer.num_lost == 0
+    assert len(frames_by_name(buffer)) == buffer.write_count
+
+
+def test_a_service_that_dies_is_an_error_of_the_collector(make, serve):
+    buffer = serve()
+    collector = make("async", makers(), gain(), frames_per_batch=40, replay_buffer=buffer, backend="tcp")
+    for _ in range(3):
+        collector.next()
+    os.kill(buffer.host.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="replay service"):
+        for _ in range(10_000):
+            collector.next()
+    assert time.monotonic() - began < 20.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_collecting_waits_for_samples(make, serve, backend):
+    buffer = serve(batch_size=20, limiter=SampleToInsertRatio(1.0, margin=100, min_size=20))
+    collector = make("async", makers(), gain(), frames_per_batch=20, replay_buffer=buffer, **BACKENDS[backend])
+    collector.start()
+    for _ in range(20):
+        buffer.sample()
+    assert wait_until(lambda: "samples" in str(collector.stats()["waiting_for"]), 20.0)
+    assert -100 <= buffer.limiter.balance <= 140
+    written = buffer.write_count
+    buffer.sample()
+    assert wait_until(lambda: buffer.write_count > written, 20.0)
+    collector.async_shutdown()
+
+
+def test_a_collector_of_this_process_writes_to_a_service(serve):
+    buffer = serve(batch_size=8)
+    with Collector(tally, gain(), frames_per_batch=20, total_frames=200, replay_buffer=buffer) as collector:
+        collector.start()
+        assert wait_until(lambda: buffer.write_count == 200, 20.0)
+        assert collector.stats()["write_count"] == 200
+    assert len(frames_by_name(buffer)) == 200
+
+
+def test_ids_of_two_collectors_are_apart(serve):
+    buffer = serve()
+    options = {"frames_per_batch": 20, "total_frames": 100, "trajs_per_batch": 1}
+    with (
+        Collector(tally, gain(), replay_buffer=buffer, **options) as first,
+        Collector(tally, gain(), replay_buffer=buffer.client(), **options) as second,
+    ):
+        threads = [threading.Thread(target=lambda c=c: [None for _ in c]) for c in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert check_trajectories(buffer) > 2
+    assert torch.unique(buffer[:][IDS]).numel() == check_trajectories(buffer)
