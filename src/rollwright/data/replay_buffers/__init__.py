@@ -12,6 +12,7 @@ from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sa
 from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from rollwright.data.replay_buffers.samplers.prioritized_slices import PrioritizedSliceSampler
 from rollwright.data.replay_buffers.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
+from rollwright.data.replay_buffers.service.ray import RayReplayBuffer
 from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
 from rollwright.data.replay_buffers.storages.ragged import LazyStackStorage, RaggedStorage
 from rollwright.data.replay_buffers.storages.tensors import LazyMemmapStorage, LazyTensorStorage, TensorStorage
@@ -35,6 +36,7 @@ __all__ = [
     "PrioritizedSliceSampler",
     "RaggedStorage",
     "RandomSampler",
+    "RayReplayBuffer",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
     "RoundRobinWriter",

@@ -14,7 +14,7 @@ BACKENDS = {
     "process": "rollwright.data.replay_buffers.service.process",
     "ray": "rollwright.data.replay_buffers.service.ray",
 }
-"""By name, the module: it has ``Options``, ``DEFAULT_ADDRESS`` and ``host(recipe, options)``."""
+"""By name, the module: it has ``Options``, ``DEFAULT_ADDRESS`` and ``host(recipe, options, before)``."""
 
 
 def backend_module(name: object) -> Any:

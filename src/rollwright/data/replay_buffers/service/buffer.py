@@ -92,7 +92,7 @@ class ServiceReplayBuffer(ReplayClient):
         if pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory: torch sees no CUDA device to pin memory for. Leave it out.")
         self._recipe = self._recipe_of(kind, {**options, "batch_size": size}, limiter)
-        self._host: ServiceHost = self._backend.host(self._recipe, own)
+        self._host: ServiceHost = self._backend.host(self._recipe, own, None)
         self.num_restarts = self.num_lost = 0
         try:
             ready = self._host.await_ready(own.start_timeout)
@@ -166,8 +166,8 @@ class ServiceReplayBuffer(ReplayClient):
                 f"It held {held:,} elements ({written:,} were written); its last dump is in {str(own.path)!r}."
             )
         self.num_restarts += 1
-        self._host.end(0.0)
-        self._host = self._backend.host(self._recipe, own)
+        before, self._host = self._host, self._backend.host(self._recipe, own, self._host)
+        before.end(0.0)
         ready: Ready = self._host.await_ready(own.start_timeout)
         lost = max(0, written - ready.write_count)
         self.num_lost += lost

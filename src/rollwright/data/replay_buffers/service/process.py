@@ -73,8 +73,8 @@ class _ProcessHost:
         end_all([self._child], timeout_s)
 
 
-def host(recipe: Recipe, options: Options) -> _ProcessHost:
-    """Start a service."""
+def host(recipe: Recipe, options: Options, before: _ProcessHost | None) -> _ProcessHost:
+    """Start a service; ``before``: in place of one that has died."""
     return _ProcessHost(Child(_serve, recipe, name="rollwright-replay", num_threads=options.num_threads))
 
 
