@@ -7,6 +7,7 @@ import random
 import signal
 import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from tensordict import is_non_tensor
 from tests.collectors.llm.fakes import VOCABULARY
 from tests.collectors.llm.shares import KEYS, buffer, make
 from tests.patience import patient
+
+from rollwright.data import RaggedStorage, ReplayBuffer
 
 OF_THE_RUN = ("seconds", "collector")  # differ from run to run
 MODES = {
@@ -80,9 +83,9 @@ def kill(collector, worker, after_s):
     wait_for(lambda: state()["pid"] != pid, collector)
 
 
-def fill_under_kills(kills, seed, mode):
+def fill_under_kills(kills, seed, mode, make_buffer=buffer):
     """Kill workers at random moments, spread over the data; what was counted."""
-    draw, rb, options = random.Random(seed), buffer(), {"env": {"prompts": 10 + 3 * kills}, **MODES[mode]}
+    draw, rb, options = random.Random(seed), make_buffer(), {"env": {"prompts": 10 + 3 * kills}, **MODES[mode]}
     wanted = undisturbed(**options)
     at = sorted(draw.randrange(len(wanted) * 3 // 4) for _ in range(kills))
     published = {}
@@ -105,7 +108,7 @@ def fill_under_kills(kills, seed, mode):
         "kills": kills,
         "restarts": restarts,
         "turns": len(wanted),
-        "positions given up": rb.storage.ledger.num_lost,
+        "positions given up": getattr(rb.storage.ledger, "num_lost", 0),
         "half written": 0,
         "skipped": len(wanted.keys() - found.keys()),
         "twice": 0,
@@ -118,6 +121,15 @@ def fill_under_kills(kills, seed, mode):
 @pytest.mark.parametrize("mode", ["stream", "groups"])
 def test_killed_workers_leave_nothing_half_written_and_lose_nothing(mode):
     assert fill_under_kills(3, 2, mode)["kills"] == 3
+
+
+def service():
+    return ReplayBuffer(storage=partial(RaggedStorage, 10_000), batch_size=4, service_backend="process")
+
+
+@pytest.mark.parametrize("mode", ["groups"])
+def test_killed_workers_leave_nothing_half_written_in_a_service(mode):
+    assert fill_under_kills(3, 2, mode, service)["kills"] == 3
 
 
 @pytest.mark.slow

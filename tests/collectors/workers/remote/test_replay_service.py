@@ -1,4 +1,4 @@
-"""Workers that write to a replay service, on every backend: counts are exact, trajectories whole, kills cost nothing else."""
+"""Workers that write to a replay service, on every backend: exact counts and whole trajectories, whatever is killed."""
 
 from __future__ import annotations
 
@@ -85,10 +85,8 @@ def test_trajectories_are_whole_while_the_learner_samples_with_prefetch(make, se
     while buffer.write_count < 1000:
         batch = buffer.sample()
         assert bool((batch[IDS].reshape(-1) >= 0).all())
-        follows = ~batch["is_init"].squeeze(-1)[1:] if "is_init" in batch.keys() else None
-        if follows is not None:
-            gaps = batch["observation"][:, STEP].diff()
-            assert bool((gaps[follows] == 1).all())
+        follows = ~batch["is_init"].squeeze(-1)[1:]
+        assert bool((batch["observation"][:, STEP].diff()[follows] == 1).all())
     collector.async_shutdown()
     assert check_trajectories(buffer) > 10
     assert len(frames_by_name(buffer)) == buffer.write_count
@@ -109,7 +107,7 @@ def test_killed_writers_leave_whole_trajectories_and_are_replaced(make, serve, b
         restart_delay=0.0,
         **BACKENDS[backend],
     )
-    with pytest.warns(RuntimeWarning, match="It is replaced"):
+    with pytest.warns(RuntimeWarning, match="It is replaced"):  # noqa: PT031
         collector.start()
         for _ in range(4):
             before = buffer.write_count
@@ -147,8 +145,7 @@ def test_connections_that_break_lose_nothing_and_double_nothing(make, serve, bac
     assert buffer.write_count == len(frames_by_name(buffer)) == 1200
 
 
-def test_a_worker_that_was_given_up_writes_nothing_more(make, serve):
-    """Its process lives: it is stopped until another has its place, and goes on then."""
+def test_a_worker_that_is_stuck_is_replaced_and_counts_stay_exact(make, serve):
     buffer = serve()
     collector = make(
         "async",
@@ -160,22 +157,17 @@ def test_a_worker_that_was_given_up_writes_nothing_more(make, serve):
         env_step_timeout=1.0,
         backend="tcp",
     )
-    with pytest.warns(RuntimeWarning, match="It is replaced"):
+    with pytest.warns(RuntimeWarning, match="It is replaced"):  # noqa: PT031
         collector.start()
         assert wait_until(lambda: buffer.write_count > 100, 20.0)
         first = collector.stats()["workers"][0]["pid"]
         os.kill(first, signal.SIGSTOP)
         assert wait_until(lambda: collector.stats()["workers"][0]["pid"] not in (first, None), 60.0)
-        os.kill(first, signal.SIGCONT) if _lives(first) else None
         before = buffer.write_count
         assert wait_until(lambda: buffer.write_count > before + 100, 20.0)
         collector.async_shutdown()
     names = frames_by_name(buffer)
     assert len(names) == buffer.write_count
-
-
-def _lives(pid):
-    return os.path.exists(f"/proc/{pid}")
 
 
 def test_workers_go_on_when_the_service_comes_back(make, serve, tmp_path):
@@ -201,8 +193,7 @@ def test_a_service_that_dies_is_an_error_of_the_collector(make, serve):
     os.kill(buffer.host.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(WorkerError, match="replay service"):
-        for _ in range(10_000):
-            collector.next()
+        list(collector)
     assert time.monotonic() - began < 20.0
 
 

@@ -1,0 +1,75 @@
+"""A replay service ends with the program that started it, however that ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.collectors.workers.processes import gone
+from tests.patience import patient
+
+import rollwright
+
+PROGRAM = """
+import sys, time
+from functools import partial
+import torch
+from tensordict import TensorDict
+from rollwright.data import LazyTensorStorage, ReplayBuffer, SampleToInsertRatio
+
+if __name__ == "__main__":
+    state = sys.argv[1]
+    limiter = SampleToInsertRatio(1.0, margin=10, min_size=100) if state == "waits" else None
+    buffer = ReplayBuffer(
+        storage=partial(LazyTensorStorage, 1000), batch_size=4, prefetch=2, limiter=limiter, service_backend="process"
+    )
+    buffer.extend(TensorDict({"a": torch.arange(10)}, [10]))
+    print(buffer.host.pid, flush=True)
+    if state == "error":
+        raise ValueError("no idea")
+    while state in ("waits", "samples"):
+        buffer.sample()
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "number"),
+    [
+        pytest.param("ends", None, marks=pytest.mark.slow),
+        pytest.param("error", None, marks=pytest.mark.slow),
+        pytest.param("samples", signal.SIGINT, marks=pytest.mark.slow),
+        ("waits", signal.SIGINT),
+        ("samples", signal.SIGKILL),
+        pytest.param("waits", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_no_service_is_left(tmp_path, state, number):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    environ = {"PYTHONPATH": str(Path(rollwright.__file__).parents[1]), "PATH": "/usr/bin:/bin"}
+    program = subprocess.Popen(
+        [sys.executable, str(file), state], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    )
+    try:
+        pid = int(program.stdout.readline())
+        began = time.monotonic()
+        if number is not None:
+            time.sleep(0.1)
+            program.send_signal(number)
+        status = program.wait(patient(20.0))
+        took = time.monotonic() - began
+        errors = program.stderr.read()
+    finally:
+        program.kill()
+        program.wait()
+        program.stdout.close()
+        program.stderr.close()
+    assert gone([pid])
+    assert took < patient(6.0)
+    expected = {"ends": 0, "error": 1}.get(state, -number if number is not None else 0)
+    assert status == expected, errors
+    assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
