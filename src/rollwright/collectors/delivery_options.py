@@ -19,6 +19,7 @@ __all__ = [
     "storage_ndim",
     "warn_of_options",
     "warn_of_splits",
+    "write_count_of",
 ]
 
 _METHODS = ("extend", "add", "sample")
@@ -121,6 +122,17 @@ def storage_ndim(buffer: Any) -> int:
 def is_service(buffer: Any) -> bool:
     """Whether a buffer is in a process of its own, which writers on any machine reach."""
     return hasattr(buffer, "as_writer")
+
+
+def write_count_of(buffer: Any) -> int | None:
+    """Elements written to a buffer so far; None: it does not count, or is in a service that is gone."""
+    try:
+        found: int | None = getattr(buffer, "write_count", None)
+    except (RuntimeError, OSError):  # of a service: other buffers do not raise
+        if not is_service(buffer):
+            raise
+        return None
+    return found
 
 
 def draws_slices(buffer: Any) -> bool:

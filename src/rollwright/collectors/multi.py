@@ -26,7 +26,7 @@ from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.queues import QueueBacklog
 from rollwright.collectors.delivery.stored import await_publication
-from rollwright.collectors.delivery_options import warn_of_splits
+from rollwright.collectors.delivery_options import warn_of_splits, write_count_of
 from rollwright.collectors.factory import register_workers
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile
@@ -504,7 +504,7 @@ class MultiCollector(BaseCollector):
             paths add (``conversations_in_progress`` and others) is as of the last rollout of each worker.
         """
         buffer = self.options.replay_buffer
-        written = {} if buffer is None else {"write_count": getattr(buffer, "write_count", None)}
+        written = {} if buffer is None else {"write_count": write_count_of(buffer)}
         found = merged_stats(self._group, self._schedule, self._counts, self._weights.version)
         if not workers:
             del found["workers"]

@@ -17,7 +17,7 @@ from rollwright.collectors.delivery.batches import Batches, TrajectoryBatches, c
 from rollwright.collectors.delivery.queues import QueueWriter
 from rollwright.collectors.delivery.rows import RowRange, common_keys
 from rollwright.collectors.delivery.storage_memory import StorageMemory
-from rollwright.collectors.delivery_options import buffer_of, draws_slices, storage_ndim
+from rollwright.collectors.delivery_options import buffer_of, draws_slices, storage_ndim, write_count_of
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import placed, td_from, td_state
@@ -90,7 +90,7 @@ class Stored(RolloutDelivery):
     def stats(self) -> dict[str, Any]:
         """See :meth:`RolloutDelivery.stats`."""
         limits = {} if self._limiter is None else {"limiter": self._limiter.stats()}
-        stats = {**super().stats(), "write_count": getattr(self._buffer, "write_count", None), **limits}
+        stats = {**super().stats(), "write_count": write_count_of(self._buffer), **limits}
         stats["waiting_for"] = stats["waiting_for"] or getattr(self._buffer, "waiting_for", None)
         return stats
 

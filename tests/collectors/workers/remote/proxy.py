@@ -21,10 +21,14 @@ class Proxy:
         self._lock = threading.Lock()
 
     def __enter__(self):
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *error):
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self._socket.close()
         self.cut()
 
