@@ -300,6 +300,31 @@ def test_what_raises_in_the_service_raises_here_as_what_it_is(serve):
     assert len(buffer) == 10
 
 
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_what_the_service_cannot_read_is_an_error_of_who_sent_it(serve):
+    buffer = serve(ReplayBuffer, storage=partial(ListStorage, 10))
+    with pytest.raises(ValueError, match="no number"):
+        buffer.extend([Unreadable()])
+    buffer.extend([1])
+    assert len(buffer) == 1
+
+
+def test_a_dump_that_fails_is_an_error_of_who_wrote(serve, tmp_path):
+    (tmp_path / "dumps").write_text("a file")
+    buffer = serve(service={"path": tmp_path / "dumps", "dump_every": 10})
+    buffer.extend(frames(0, 5))
+    with pytest.raises(OSError, match="is stored, and the buffer could not be saved"):
+        buffer.extend(frames(5, 5))
+    assert len(buffer) == 10
+    (tmp_path / "dumps").unlink()
+    buffer.extend(frames(10, 5))
+    assert len(buffer) == 15
+
+
 def test_a_service_that_dies_is_an_error_with_what_is_lost(serve):
     buffer = serve(batch_size=4, size=50)
     client = buffer.client()

@@ -104,22 +104,37 @@ class Keeper:
         refused = self.refusal(record.writer)
         if refused is not None:
             return self._answered(client, request.number, lambda: _refuse(refused))
-        given = unpack(request.body, pieces)
+        try:
+            given = unpack(request.body, pieces)
+        except Exception as error:  # whatever a class does that the service lacks, or has in another version
+            return self._failed(client, request.number, error)
         if request.what == "sample" and not self._may_draw(given[0]):
             self._waiting.append(_Waiting(client, request, self._size(given[0]), self.buffer.write_count))
             return None
         return self._answered(client, request.number, lambda: self._do(client, request.what, given))
 
     def _answered(self, client: str, number: int, do: Callable[[], Any]) -> Answer:
+        before = self.buffer.write_count
         try:
             body, pieces = pack(do())
             answer: Answer = (Reply(number, body), pieces)
         except Exception as error:
-            answer = (Reply(number, b"", ExceptionInfo.of(error)), ())
-            self.records[client].failed.add(number)
+            return self._failed(client, number, error)
         self.records[client].answers[number] = answer
-        if self._dumps is not None:
-            self._dumps.when_due(self)
+        if self._dumps is not None and self.buffer.write_count != before:
+            try:
+                self._dumps.when_due(self)
+            except OSError as error:
+                why = f"what was written is stored, and the buffer could not be saved: {error}"
+                return self._failed(client, number, OSError(why), is_done=True)
+        return answer
+
+    def _failed(self, client: str, number: int, error: Exception, *, is_done: bool = False) -> Answer:
+        record = self.records[client]
+        if not is_done:
+            record.failed.add(number)
+        answer: Answer = (Reply(number, b"", ExceptionInfo.of(error)), ())
+        record.answers[number] = answer
         return answer
 
     def _do(self, client: str, what: str, given: Any) -> Any:

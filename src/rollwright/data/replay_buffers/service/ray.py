@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import threading
@@ -58,8 +59,7 @@ class _Actor:
 
     def start(self, recipe: bytes) -> tuple[Ready, str, int] | ExceptionInfo:
         """Make the service; where it listens, its node, and its process."""
-        import ray
-
+        ray: Any = importlib.import_module("ray")
         made: Recipe = pickle.loads(recipe)
         try:
             self._service = Service(made)
@@ -157,8 +157,7 @@ def host(recipe: Recipe, options: Options, before: _RayHost | None) -> _RayHost:
     try:
         _check(session, config)
         if before is not None and before.node is not None:
-            import ray.util.scheduling_strategies as strategies
-
+            strategies = importlib.import_module("ray.util.scheduling_strategies")
             config["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(before.node, soft=False)
         return _RayHost(session, recipe, {**config, "max_concurrency": 3, "max_restarts": 0})
     except BaseException:
