@@ -104,6 +104,11 @@ def _with_writers(buffer: TensorDictReplayBuffer, case: str, seconds: float, wri
     return {f"written by {writers} others": written, f"sampled beside {writers} writers": sampled}
 
 
+def _text(values: list[float]) -> str:
+    found = summary(values)
+    return f"{found.median:,.0f} ({found.low:,.0f} to {found.high:,.0f})"
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
@@ -122,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
                     rates[side].setdefault(name, []).append(value)
         results[case] = rates
         names = list(rates["shared"])
-        rows = [[side, *(summary(rates[side][name]) for name in names)] for side in sides]
+        rows = [[side, *(_text(rates[side][name]) for name in names)] for side in sides]
         print(f"\n{case}, frames/s\n\n{report.markdown_table(['buffer', *names], rows)}")
     print(f"\n{report.machine()}")
     if given.json is not None:
