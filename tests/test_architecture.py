@@ -35,7 +35,8 @@ LAYERS = """
     rollwright.collectors.base rollwright.collectors.collector rollwright.collectors.collectors\
         rollwright.collectors.factory rollwright.collectors.keywords rollwright.collectors.loggers\
         rollwright.collectors.multi rollwright.collectors.utils
-    rollwright.collectors.clusters rollwright.collectors.evaluation rollwright.collectors.llm
+    rollwright.collectors.evaluation rollwright.collectors.llm
+    rollwright.collectors.clusters
     =rollwright.collectors rollwright.collectors.distributed
     rollwright.testing
     rollwright.cli rollwright._preload rollwright.__main__

@@ -33,6 +33,7 @@ __all__ = [
     "RPCDataCollector",
     "RandomPolicy",
     "RayCollector",
+    "RayEvalWorker",
     "SyncDataCollector",
 ]
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         DistributedSyncDataCollector,
     )
     from rollwright.collectors.clusters.ray import RayCollector
+    from rollwright.collectors.clusters.ray_evaluation import RayEvalWorker
     from rollwright.collectors.clusters.rpc import RPCCollector, RPCDataCollector
 else:
     _OF_CLUSTERS = {  # by name, the module: imported when it is used
@@ -54,6 +56,7 @@ else:
         "RayCollector": "rollwright.collectors.clusters.ray",
         "RPCCollector": "rollwright.collectors.clusters.rpc",
         "RPCDataCollector": "rollwright.collectors.clusters.rpc",
+        "RayEvalWorker": "rollwright.collectors.clusters.ray_evaluation",
     }
 
     def __getattr__(name: str) -> object:

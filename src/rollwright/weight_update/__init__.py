@@ -7,6 +7,7 @@ from rollwright.weight_update.schemes import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
+    RayWeightSyncScheme,
     RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "MultiProcessedWeightUpdater",
     "NoWeightSyncScheme",
     "RPCWeightSyncScheme",
+    "RayWeightSyncScheme",
     "RemoteModuleWeightUpdater",
     "RemoteWeightsUpdaterBase",
     "SharedMemWeightSyncScheme",

@@ -70,7 +70,7 @@ class WeightSyncScheme:
             backend: ``"none"`` or ``"direct"``: :class:`NoWeightSyncScheme`; ``"shared"`` or ``"thread"``:
                 :class:`SharedMemWeightSyncScheme`; ``"process"`` or ``"multiprocessing"``:
                 :class:`MultiProcessWeightSyncScheme`; ``"distributed"``: :class:`DistributedWeightSyncScheme`;
-                ``"rpc"``: :class:`RPCWeightSyncScheme`.
+                ``"rpc"``: :class:`RPCWeightSyncScheme`; ``"ray"``: :class:`RayWeightSyncScheme`.
             **kwargs: for it.
 
         Raises:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from multiprocessing.context import get_spawning_popen
+from typing import Any, ClassVar
 
 from rollwright.weight_update._scheme import WeightSyncScheme
 from rollwright.weight_update.forms import Strategy
@@ -12,6 +14,7 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "RPCWeightSyncScheme",
+    "RayWeightSyncScheme",
     "SharedMemWeightSyncScheme",
 ]
 
@@ -90,3 +93,30 @@ class RPCWeightSyncScheme(WeightSyncScheme, backends=("rpc",)):
         >>> WeightSyncScheme.from_backend("rpc")
         RPCWeightSyncScheme(strategy='tensordict')
     """
+
+
+class RayWeightSyncScheme(SharedMemWeightSyncScheme, backends=("ray",)):
+    """Weights for workers in actors of Ray: they cross the network once for each actor, whatever workers it has.
+
+    They go by the connection of a collector with ``backend="ray"``, which takes the scheme as
+    ``weight_sync_schemes={"policy": RayWeightSyncScheme()}``; it is what such a collector does without one, too.
+
+    Args:
+        strategy: see :class:`WeightSyncScheme`.
+        backend: a backend of ``torch.distributed``, for programs that name one: none is used.
+
+    Example:
+        >>> RayWeightSyncScheme.from_backend("ray")
+        RayWeightSyncScheme(strategy='tensordict')
+    """
+
+    def __init__(self, strategy: Strategy = "tensordict", backend: str = "gloo") -> None:
+        super().__init__(strategy)
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        if self._boards is not None and get_spawning_popen() is None:  # memory of this machine
+            raise TypeError(
+                "RayWeightSyncScheme: a sender cannot be sent to an actor. Pass the scheme to RayCollector as "
+                "weight_sync_schemes={'policy': scheme}, which brings the weights there."
+            )
+        return super().__getstate__()

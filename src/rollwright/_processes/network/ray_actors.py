@@ -1,4 +1,4 @@
-"""What runs in actors of Ray: they start one process, and end with it.
+"""What runs in actors of Ray: one process, which they end with, or an object.
 
 Ray imports this module in each actor, so it imports no torch: the process, which a fork server of the actor's own
 forks, has it.
@@ -12,12 +12,12 @@ import os
 from multiprocessing.connection import wait
 from typing import Any
 
-from rollwright._processes.channel import Channel, ChannelClosed
+from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.child import Child
 from rollwright._processes.connection import NOTHING
 from rollwright._processes.failures import ExceptionInfo
 
-__all__ = ["ProcessActor"]
+__all__ = ["ObjectActor", "ProcessActor"]
 
 _NAP_S = 1.0
 _END_S = 5.0
@@ -73,3 +73,23 @@ def _failure(child: Child) -> ExceptionInfo | None:
 def _call(channel: Channel, target: str, args: tuple[Any, ...]) -> None:
     module, _, name = target.partition(":")
     getattr(importlib.import_module(module), name)(*args)
+
+
+class ObjectActor:
+    """An object whose methods are called, in the actor's own process.
+
+    Args:
+        init_fn: called first, before anything of the object is imported.
+        target: ``"module:class"`` of the object.
+        args: for its constructor.
+    """
+
+    def __init__(self, init_fn: ByValue, target: str, args: ByValue) -> None:
+        if init_fn.value is not None:
+            init_fn.value()
+        module, _, name = target.partition(":")
+        self._object = getattr(importlib.import_module(module), name)(*args.value)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the object."""
+        return getattr(self._object, method)(*args)

@@ -7,6 +7,7 @@ from rollwright.collectors.clusters.distributed import (
     DistributedSyncDataCollector,
 )
 from rollwright.collectors.clusters.ray import RayCollector
+from rollwright.collectors.clusters.ray_evaluation import RayEvalWorker
 from rollwright.collectors.clusters.rpc import RPCCollector, RPCDataCollector
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "RPCCollector",
     "RPCDataCollector",
     "RayCollector",
+    "RayEvalWorker",
 ]

@@ -47,7 +47,7 @@ def check_arguments(
     if num_trajectories < 1:
         raise ValueError(f"num_trajectories: expected at least 1, got {num_trajectories}.")
     for name, value, known in (
-        ("backend", backend, ("thread", "process")),
+        ("backend", backend, ("thread", "process", "ray")),
         ("busy_policy", busy_policy, _BUSY),
     ):
         if value not in known:
@@ -83,14 +83,14 @@ def own_policy(policy: Any, factory: Any, backend: str) -> tuple[Any, nn.Module 
         return None, policy, None
     if policy is None:
         return None, None, None
-    if backend == "process" and (found := never_copied_in(policy)):
+    if backend != "thread" and (found := never_copied_in(policy)):
         raise TypeError(
             f"policy: it holds {type(found[0]).__name__}, which is never copied, and so cannot be sent to another "
             "process. Pass policy_factory=, a function that makes it there, or backend='thread'."
         )
     copied = copied_policy(policy)
     if copied.shares_modules:
-        if backend == "process":
+        if backend != "thread":
             raise TypeError(
                 "policy: got a function around a module, or something with modules in it that cannot be copied; in "
                 "another process it would never see new weights. Pass an nn.Module, a TensorDictModule, or "

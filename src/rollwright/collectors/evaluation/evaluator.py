@@ -63,7 +63,10 @@ class Evaluator:
         num_trajectories: episodes in an evaluation.
         max_steps: truncate episodes after this many steps; None: no limit but the environment's own.
         backend: ``"thread"``: in a thread of this process, which shares torch's generators with training (draws of a
-            policy that explores come from the same stream); ``"process"``: in a process, from the fork server.
+            policy that explores come from the same stream); ``"process"``: in a process, from the fork server;
+            ``"ray"``: in an actor of a Ray cluster.
+        backend_options: with ``backend="ray"``: ``remote_configs`` (one dictionary, such as ``{"num_gpus": 1}``),
+            ``ray_init_config`` and others of :class:`~rollwright.collectors.workers.remote.ray.Options`.
         seed: of each evaluation, so that all begin with the same episodes; same weights, same result. None: the
             environment goes on with its own randomness.
         exploration_type: how probabilistic modules pick actions.
@@ -107,7 +110,8 @@ class Evaluator:
         policy_factory: Callable[[], Any] | None = None,
         num_trajectories: int = 10,
         max_steps: int | None = None,
-        backend: Literal["thread", "process"] = "thread",
+        backend: Literal["thread", "process", "ray"] = "thread",
+        backend_options: Mapping[str, Any] | None = None,
         seed: int | None = None,
         exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
         busy_policy: Literal["skip", "error", "queue"] = "skip",
@@ -123,9 +127,19 @@ class Evaluator:
         self._closed = self._ended = True  # until construction succeeds
         check_arguments(num_trajectories, backend, busy_policy, on_result, env_step_timeout, seed)
         check_start_method("start_method", start_method)
-        if backend == "process" and isinstance(create_env_fn, EnvBase):
+        if backend == "ray" and start_method is not None:
+            raise ValueError(
+                f"start_method={start_method!r} is for processes of this machine, and backend='ray' starts an actor. "
+                "Drop it."
+            )
+        if backend != "ray" and backend_options:
+            raise ValueError(
+                f"backend_options: backend={backend!r} has none, got {sorted(map(str, backend_options))}. Drop them, "
+                "or pass backend='ray'."
+            )
+        if backend != "thread" and isinstance(create_env_fn, EnvBase):
             raise TypeError(
-                "create_env_fn: backend='process' makes the environment there, got an environment. Pass a callable."
+                f"create_env_fn: backend={backend!r} makes the environment there, got an environment. Pass a callable."
             )
         self._backend, self._seed, self._busy_policy = backend, seed, busy_policy
         self._prefix, self._step_timeout_s = log_prefix, float(env_step_timeout)
@@ -137,7 +151,7 @@ class Evaluator:
         self._version = self._asked = self._skipped = self._replaced = 0
         start_s = max(_START_S, self._step_timeout_s)
         start = ProcessStart(init_fn, start_method, num_threads, start_s)
-        make, progress = _backend(backend, settings, start, self._step_timeout_s)
+        make, progress = _backend(backend, settings, start, self._step_timeout_s, backend_options)
         self._queue = EvaluationQueue(
             make,
             progress,
@@ -148,7 +162,7 @@ class Evaluator:
         try:
             self._queue.open(start_s)
         except BaseException:
-            self._queue.stop(_SHUTDOWN_S if backend == "process" else 0.0)
+            self._queue.stop(0.0 if backend == "thread" else _SHUTDOWN_S)
             raise
         # Nobody can ask for results of an evaluator that is gone.
         weakref.finalize(self, self._queue.stop, 0.0).atexit = False
@@ -399,7 +413,11 @@ class Evaluator:
 
 
 def _backend(
-    backend: str, settings: Settings, start: ProcessStart, step_timeout_s: float
+    backend: str,
+    settings: Settings,
+    start: ProcessStart,
+    step_timeout_s: float,
+    options: Mapping[str, Any] | None,
 ) -> tuple[Callable[[], Backend], EvaluationProgress]:
     """What makes the place where evaluations run, and what is shared with it."""
     memory = Segment()
@@ -407,6 +425,10 @@ def _backend(
     progress = EvaluationProgress(memory)
     if backend == "thread":
         return partial(ThreadBackend, settings, progress), progress
+    if backend == "ray":
+        from rollwright.collectors.evaluation.ray import ray_backend
+
+        return ray_backend(settings, progress, start, step_timeout_s, options), progress
     return partial(ProcessBackend, settings, progress, memory, start, step_timeout_s), progress
 
 
