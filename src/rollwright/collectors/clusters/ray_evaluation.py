@@ -13,6 +13,8 @@ from rollwright._keys import NestedKey, as_tuple
 from rollwright._processes.channel import ByValue
 from rollwright._processes.network.ray_actors import ObjectActor
 from rollwright._processes.network.ray_sessions import RaySession
+from rollwright._processes.network.sources import with_sources
+from rollwright._processes.pickling import dumps
 from rollwright.collectors.evaluation.arguments import copy_of
 from rollwright.collectors.evaluation.statistics import prepare_weights
 from rollwright._processes.network.ray_resources import check_cluster, check_remote_config
@@ -71,7 +73,7 @@ class RayEvalWorker:
             check_cluster(session, [config], grows=None)
             named = {} if name is None else {"name": name, "lifetime": "detached"}
             actor = session.ray.remote(ObjectActor).options(**config, **named)
-            self._actor: Any = actor.remote(ByValue(init_fn), _TARGET, ByValue((env_maker, policy_maker)))
+            self._actor: Any = actor.remote(_sent(init_fn), _TARGET, _sent((env_maker, policy_maker)))
         except BaseException:
             session.close()
             raise
@@ -194,6 +196,11 @@ class RolloutRunner:
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
+
+
+def _sent(value: Any) -> ByValue:
+    """To be unpickled where modules of this program may lack."""
+    return ByValue(None, pickled=with_sources(dumps(value)))
 
 
 def _in_numpy(value: Any) -> Any:

@@ -21,6 +21,8 @@ from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake, connect_to
 from rollwright._processes.network.line import Line
 from rollwright._processes.network.ray_sessions import RaySession
+from rollwright._processes.network.sources import with_sources
+from rollwright._processes.pickling import dumps
 from rollwright.collectors.evaluation.backends import Backend, EvaluationFailed, ProcessStart
 from rollwright.collectors.evaluation.episodes import (
     EpisodeRunner,
@@ -130,7 +132,8 @@ class RayBackend(Backend):
         try:
             self._progress.begin()
             self._join(time.monotonic() + start.timeout_s, start.timeout_s)
-            self._post(_Start(ByValue((settings, start.init_fn)), start.num_threads))
+            sent = with_sources(dumps((settings, start.init_fn)))
+            self._post(_Start(ByValue(None, pickled=sent), start.num_threads))
             ready = self._answer("its environment and policy", start.timeout_s)
             self.pid = ready.pid
         except BaseException:

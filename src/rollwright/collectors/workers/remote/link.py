@@ -16,6 +16,7 @@ from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.network.carrier import CarrierFailed
 from rollwright._processes.network.line import Line, Pieces
+from rollwright._processes.network.sources import with_sources
 from rollwright._processes.pickling import dumps
 from rollwright.collectors.workers.remote import frames
 from rollwright.collectors.workers.remote.frame_line import FrameLine
@@ -123,7 +124,7 @@ class Link:
             TypeError: a part of it cannot be pickled.
         """
         bare = dataclasses.replace(spec, counters=None, blocks=None, packing=None, boards=())  # type: ignore[arg-type]
-        pickled = bytes(dumps(bare))
+        pickled = with_sources(bytes(dumps(bare)))
         with self.lock:
             worker = RemoteWorker(self, next(_serials), spec)
             self._workers[worker.serial] = worker
