@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 from tests.collectors.workers.envs import (
     DONE,
     EPISODE,
@@ -273,3 +278,84 @@ def test_an_address_that_does_not_answer_is_an_error(monkeypatch):
     options = {"ray_init_config": {"address": "127.0.0.1:1"}}
     with pytest.raises(ConnectionError, match=r"ray_init_config\['address'\]: nothing answers at 127.0.0.1:1"):
         Collector(tally, gain(), num_collectors=1, frames_per_batch=20, backend="ray", backend_options=options)
+
+
+# The reference, and the documentation ------------------------------------------------------------------------------
+
+
+def test_the_examples_of_002_run(cluster, made, tmp_path):
+    """All but those with a replay buffer."""
+    policy, other = gain(1.0), gain(3.0)
+    options = {"frames_per_batch": 60, "total_frames": 120_000, "update_after_each_batch": True}
+    collector = RayCollector([partial(tally, 1)] * 3, policy, num_workers_per_collector=1, sync=True, **options)
+    made.append(collector)
+    collector.enable_profile(workers=[0], num_rollouts=2, save_path=str(tmp_path / "worker_{worker_idx}.json"))
+    weights = TensorDict.from_module(other).data
+    with torch.no_grad():
+        next(policy.parameters()).fill_(2.0)
+    first = collector.next()
+    acted = first["action"]
+    assert collector.policy_version == 1
+    for given, named in (
+        ((other,), {}),
+        ((weights,), {}),
+        ((), {"weights": weights}),
+        ((), {"policy": other}),
+        ((), {"weights": weights, "model_id": "policy"}),
+        ((), {"weights_dict": {"policy": weights}}),
+        (({0: weights, 1: weights, 2: weights},), {}),
+    ):
+        collector.update_policy_weights_(*given, **named)
+    assert collector.policy_version == 8
+    collector.next()  # the weights of the policy itself, again
+    assert (tmp_path / "worker_0.json").exists()
+    assert torch.equal(collector.next()["action"].unique(), acted.unique())
+    assert collector.cascade_execute("policy.training.__class__") is not None
+    with pytest.raises(RuntimeError, match="replay"):
+        collector.start()
+    collector.async_shutdown(timeout=5.0)
+    assert wait_until(lambda: actors() == [], 10.0)
+
+
+DOC = Path(__file__).parents[4] / "docs" / "ray.md"
+
+
+def documented():
+    """The program of the documentation, and what it prints."""
+    program, shown = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", DOC.read_text(), re.S).groups()
+    return program, shown.splitlines()
+
+
+def run_documented(tmp_path, **environ):
+    program, shown = documented()
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=patient(100.0),
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("torch")] == shown
+
+
+def test_the_documented_program_attaches_to_a_cluster_and_leaves_it_alone(cluster, tmp_path):
+    run_documented(tmp_path, RAY_ADDRESS=cluster)
+    assert wait_until(lambda: actors() == [], 10.0)
+    assert ray.cluster_resources()["CPU"] == 4
+
+
+@pytest.mark.slow
+def test_the_documented_program_starts_a_cluster_and_ends_it(tmp_path):
+    environ = {"RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": ""}
+    run_documented(tmp_path, **environ)
+    assert wait_until(lambda: not daemons_of(tmp_path), 20.0)
+
+
+def daemons_of(folder):
+    """Processes of Ray that write below a folder."""
+    commands = [path.read_bytes().decode(errors="replace") for path in Path("/proc").glob("[0-9]*/cmdline")]
+    return [command for command in commands if str(folder) in command and "ray" in command]
