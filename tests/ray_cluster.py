@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-NUM_CPUS = 4
+NUM_CPUS = 8
 STORE_BYTES = 80 * 2**20
 START_S = 120.0
 _FIRST_S = 60.0

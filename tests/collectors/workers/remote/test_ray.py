@@ -28,7 +28,7 @@ from tests.collectors.workers.envs import (
 )
 from tests.collectors.workers.processes import alive, gone, wait_until
 from tests.patience import patient
-from tests.ray_cluster import attach
+from tests.ray_cluster import NUM_CPUS, attach
 
 from rollwright.collectors import Collector, RayCollector
 from rollwright.errors import MissingExtraError, WorkerError
@@ -77,9 +77,10 @@ def pids(collector):
 
 
 def actors():
-    """Processes of the actors that live."""
+    """Processes of the actors of this program that live."""
+    own = ray.get_runtime_context().get_job_id()
     states = ray._private.state.actors().values()
-    return [state["Pid"] for state in states if state["State"] not in ("DEAD",)]
+    return [state["Pid"] for state in states if state["State"] != "DEAD" and state["JobID"] == own]
 
 
 def equal(left, right):
@@ -204,7 +205,7 @@ WRONG = {
     "no node": (
         {"remote_configs": {"num_cpus": 100}},
         ValueError,
-        "group 0 asks for CPU 100, which no node .* has: there is CPU 4.*autoscales=True",
+        "group 0 asks for CPU 100, which no node .* has: there is CPU 8.*autoscales=True",
     ),
     "no such resource": (
         {"remote_configs": {"resources": {"anvil": 1}}},
@@ -212,9 +213,9 @@ WRONG = {
         "group 0 asks for CPU 1, anvil 1",
     ),
     "too much in all": (
-        {"remote_configs": {"num_cpus": 3}},
+        {"remote_configs": {"num_cpus": 5}},
         ValueError,
-        "2 groups ask for CPU 6 in all, and the Ray cluster has CPU 4",
+        "2 groups ask for CPU 10 in all, and the Ray cluster has CPU 8",
     ),
     "init": ({"ray_init_config": 3}, TypeError, "ray_init_config: expected a dictionary.*got int"),
     "other cluster": (
@@ -345,7 +346,7 @@ def run_documented(tmp_path, **environ):
 def test_the_documented_program_attaches_to_a_cluster_and_leaves_it_alone(cluster, tmp_path):
     run_documented(tmp_path, RAY_ADDRESS=cluster)
     assert wait_until(lambda: actors() == [], 10.0)
-    assert ray.cluster_resources()["CPU"] == 4
+    assert ray.cluster_resources()["CPU"] == NUM_CPUS
 
 
 @pytest.mark.slow
