@@ -7,7 +7,7 @@ from typing import Any
 
 from rollwright._options import refuse_unknown
 
-__all__ = ["check_cluster", "check_remote_config", "configs_of"]
+__all__ = ["asked_text", "check_cluster", "check_remote_config", "configs_of"]
 
 _KNOWN = (
     "num_cpus",
@@ -113,6 +113,11 @@ def check_cluster(session: Any, configs: Sequence[Mapping[str, Any]], *, grows: 
             f"{_text({name: whole.get(name, 0.0) for name in total})}. Ask for less for each, such as "
             "{'num_cpus': 1}, add nodes, or, if nodes are added when they are asked for, pass autoscales=True."
         )
+
+
+def asked_text(config: Mapping[str, Any]) -> str:
+    """What an actor asks for, for messages."""
+    return _text(_resources(config))
 
 
 def _resources(config: Mapping[str, Any]) -> dict[str, float]:

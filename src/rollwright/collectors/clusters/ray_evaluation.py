@@ -12,12 +12,12 @@ from torch import nn
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._processes.channel import ByValue
 from rollwright._processes.network.ray_actors import ObjectActor
+from rollwright._processes.network.ray_resources import check_cluster, check_remote_config
 from rollwright._processes.network.ray_sessions import RaySession
 from rollwright._processes.network.sources import with_sources
 from rollwright._processes.pickling import dumps
 from rollwright.collectors.evaluation.arguments import copy_of
 from rollwright.collectors.evaluation.statistics import prepare_weights
-from rollwright._processes.network.ray_resources import check_cluster, check_remote_config
 from rollwright.data.layout import end_of_trajectory
 from rollwright.envs.utils import ExplorationType, set_exploration_type
 from rollwright.errors import require

@@ -18,8 +18,10 @@ import torch
 from rollwright._options import names_of, refuse_unknown
 from rollwright._processes.channel import ByValue, ChannelClosed
 from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.network.addresses import parse_address
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake, connect_to
 from rollwright._processes.network.line import Line
+from rollwright._processes.network.ray_resources import check_cluster, configs_of
 from rollwright._processes.network.ray_sessions import RaySession
 from rollwright._processes.network.sources import with_sources
 from rollwright._processes.pickling import dumps
@@ -32,8 +34,6 @@ from rollwright.collectors.evaluation.episodes import (
     Stopped,
 )
 from rollwright.collectors.workers.remote.ray import Options, RayLauncher
-from rollwright._processes.network.ray_resources import check_cluster, configs_of
-from rollwright._processes.network.addresses import parse_address
 from rollwright.errors import WorkerError
 
 __all__ = ["RayBackend", "ray_backend", "serve_evaluations"]

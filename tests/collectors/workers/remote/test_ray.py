@@ -237,6 +237,21 @@ def test_wrong_options_are_refused_at_construction(remote, wrong):
     assert time.monotonic() - began < patient(10.0)
 
 
+def test_an_actor_that_waits_for_what_others_use_says_so(remote):
+    holder = ray.remote(Holder).options(num_cpus=1).remote()
+    assert ray.get(holder.there.remote()) is True
+    options = {"remote_configs": {"num_cpus": NUM_CPUS}}
+    with pytest.raises(TimeoutError, match=rf"worker 0 on the Ray actor of group 0, which asks for CPU {NUM_CPUS} and"):
+        remote("sync", makers(1), gain(), per=1, frames_per_batch=20, options=options, start_timeout=1.0)
+    ray.kill(holder)
+    assert wait_until(lambda: actors() == [], 10.0)
+
+
+class Holder:
+    def there(self):
+        return True
+
+
 COLLECTORS = {
     "class": ({"collector_class": "multi"}, ValueError, "collector_class: expected one of 'single'"),
     "no class": ({"collector_class": dict}, TypeError, "collector_class: expected Collector"),

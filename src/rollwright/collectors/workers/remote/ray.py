@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rollwright._options import Check, whole
 from rollwright._processes.network.addresses import parse_address
 from rollwright._processes.network.ray_actors import ProcessActor
-from rollwright._processes.network.ray_resources import check_cluster, check_remote_config, configs_of
+from rollwright._processes.network.ray_resources import asked_text, check_cluster, check_remote_config, configs_of
 from rollwright._processes.network.ray_sessions import RaySession, check_ray_init_config
 from rollwright.collectors.workers.remote.joining import join
 from rollwright.collectors.workers.remote.options import RemoteOptions
@@ -146,6 +146,7 @@ class RayLauncher:
         except (TypeError, ValueError) as error:
             raise type(error)(f"remote_configs: {error}") from error
         self._target, self._niceness = target, niceness
+        self._asked = [asked_text(config) for config in configs]
         self._hosts: dict[int, _RayHost] = {}
 
     def launch(self, group: int, address: tuple[str, int], secret: bytes) -> _RayHost:
@@ -154,7 +155,8 @@ class RayLauncher:
         reached = (self._session.node_ip if host in _ANY else host, port)
         before = self._hosts.get(group)
         args = (self._target, (reached, secret, group), self._niceness)
-        made = self._hosts[group] = _RayHost(self._ray, self._actors[group], args, before)
+        name = f"the Ray actor of group {group}, which asks for {self._asked[group] or 'nothing'} and has not joined"
+        made = self._hosts[group] = _RayHost(self._ray, self._actors[group], args, before, name)
         return made
 
 
@@ -165,11 +167,12 @@ class _RayHost:
         ray: the module.
         actor: its class, with options.
         args: of its method.
+        name: until it has joined, for messages.
         before: the one in whose place it is, which is ended first: it may hold what Ray is to reserve.
     """
 
-    def __init__(self, ray: Any, actor: Any, args: tuple[Any, ...], before: _RayHost | None) -> None:
-        self._ray, self._before = ray, before
+    def __init__(self, ray: Any, actor: Any, args: tuple[Any, ...], before: _RayHost | None, name: str) -> None:
+        self._ray, self._before, self.name = ray, before, name
         self._handle: Any = None
         self._how: str | None = None
         self._wanted, self._over = True, threading.Event()

@@ -173,6 +173,7 @@ class RemoteTransport:
         host = self._launcher.launch(group, self.address, self._secret)
         if host is not None:
             self._hosts[group] = host
+            link.name = getattr(host, "name", link.name)
         return link
 
     def published(self) -> None:
