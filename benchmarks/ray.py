@@ -69,7 +69,7 @@ def make_large() -> GymWrapper:
     return GymWrapper(Large())
 
 
-def make_side(case: Case, side: str, stack: ExitStack) -> Callable[[], int]:
+def make_side(case: Case, side: str, niceness: int | None, stack: ExitStack) -> Callable[[], int]:
     collector = Collector(
         partial(make_env, case),
         make_policy(case),
@@ -78,13 +78,16 @@ def make_side(case: Case, side: str, stack: ExitStack) -> Callable[[], int]:
         frames_per_batch=case.steps * case.workers,
         total_frames=-1,
         backend="ray" if side == RAY else None,
+        backend_options={"niceness": niceness} if side == RAY else None,
     )
     stack.callback(collector.shutdown)
     collector.set_seed(0)
     return lambda: collector.next().numel()
 
 
-def measure(case: Case, rounds: int, seconds: float, torchrl: Path | None) -> tuple[dict[str, list[float]], float, str]:
+def measure(
+    case: Case, rounds: int, seconds: float, torchrl: Path | None, niceness: int | None = None
+) -> tuple[dict[str, list[float]], float, str]:
     """Frames per second of all sides; milliseconds of the learner's processor for each worker and batch over Ray."""
     cpu_ms: list[float] = []
     missing = ""
@@ -105,7 +108,7 @@ def measure(case: Case, rounds: int, seconds: float, torchrl: Path | None) -> tu
         return found
 
     with ExitStack() as stack:
-        sides = {side: partial(timed, make_side(case, side, stack), side) for side in (LOCAL, RAY)}
+        sides = {side: partial(timed, make_side(case, side, niceness, stack), side) for side in (LOCAL, RAY)}
         if torchrl is not None:
             try:
                 peer = Peer(torchrl, "benchmarks.peers.torchrl_ray", case_name(case), TORCHRL)
@@ -160,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
         for case in CASES[:1] if arguments.quick else CASES:
             print(f"{case_name(case)} ...", flush=True)
             torchrl = None if arguments.no_peers else arguments.torchrl_python
-            rates, cpu_ms, missing = measure(case, arguments.rounds, arguments.seconds, torchrl)
+            rates, cpu_ms, missing = measure(case, arguments.rounds, arguments.seconds, torchrl, arguments.niceness)
             rows.append([case_name(case), *_cells(rates), f"{cpu_ms:.2f} ms"])
             notes |= {missing} - {""}
         print("64 MiB ...", flush=True)
@@ -203,6 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="see that it runs: one case, 1 round of 10 ms")
     add("--no-peers", action="store_true", help="measure nothing but our collectors")
     add("--torchrl-python", type=Path, default=ROOT / ".venv-bench-torchrl/bin/python", metavar="PATH")
+    add("--niceness", type=int, help="of our actors' workers, which Ray runs at 15: where other programs run, too")
     add("--out", type=Path, default=report.RESULTS, metavar="DIR")
     return parser
 
