@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -366,9 +367,10 @@ def test_the_documented_program_attaches_to_a_cluster_and_leaves_it_alone(cluste
 
 @pytest.mark.slow
 def test_the_documented_program_starts_a_cluster_and_ends_it(tmp_path):
-    environ = {"RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": ""}
-    run_documented(tmp_path, **environ)
-    assert wait_until(lambda: not daemons_of(tmp_path), 20.0)
+    with tempfile.TemporaryDirectory(prefix="ray-") as short:  # names of sockets lie below it
+        run_documented(tmp_path, RAY_TMPDIR=short, RAY_ADDRESS="")
+        assert os.listdir(f"{short}/ray")
+        assert wait_until(lambda: not daemons_of(short), 20.0)
 
 
 def daemons_of(folder):
