@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from rollwright._options import PER_WORKER, names_of, refuse_unknown
 from rollwright.collectors.base import BaseCollector
@@ -39,7 +39,7 @@ def check_collector_class(value: object) -> type[BaseCollector]:
             raise ValueError(f"collector_class: expected one of {', '.join(map(repr, _NAMES))}, got {value!r}.")
         return _NAMES[value]
     if isinstance(value, type) and (issubclass(value, Collector) or issubclass(value, MultiCollector)):
-        return cast("type[BaseCollector]", value)
+        return value
     raise TypeError(
         "collector_class: expected Collector, MultiSyncCollector, MultiAsyncCollector or one of their names, got "
         f"{value!r}."
