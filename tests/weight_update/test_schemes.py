@@ -1,6 +1,7 @@
 """Schemes by themselves: between two processes, and what a collector does with those it receives through."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -266,3 +267,11 @@ def test_one_board_for_each_worker_on_request():
     publisher = Publisher(2, {"policy": SharedMemWeightSyncScheme(per_worker_weights=True)})
     publisher.publish([Update(None, {"policy": model().state_dict()})], version=1)
     assert [[board.version for board in publisher.boards(worker)] for worker in range(2)] == [[-1, 1]] * 2
+
+
+def test_a_sender_for_actors_of_ray_is_not_sent_by_hand():
+    scheme = WeightSyncScheme.from_backend("ray")
+    assert pickle.loads(pickle.dumps(scheme)).strategy == "tensordict"
+    scheme.init_on_sender(model=nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="a sender cannot be sent to an actor. Pass the scheme to RayCollector"):
+        pickle.dumps(scheme)
