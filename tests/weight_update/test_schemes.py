@@ -273,5 +273,5 @@ def test_a_sender_for_actors_of_ray_is_not_sent_by_hand():
     scheme = WeightSyncScheme.from_backend("ray")
     assert pickle.loads(pickle.dumps(scheme)).strategy == "tensordict"
     scheme.init_on_sender(model=nn.Linear(1, 1))
-    with pytest.raises(TypeError, match="a sender cannot be sent to an actor. Pass the scheme to RayCollector"):
+    with pytest.raises(TypeError, match=r"a sender cannot be sent to an actor\. Pass the scheme to RayCollector"):
         pickle.dumps(scheme)
