@@ -13,7 +13,7 @@ import pytest
 from tests.collectors.workers.processes import wait_until
 from tests.patience import patient
 
-from rollwright.collectors.workers.remote.tcp import SECRET
+from rollwright._processes.network.addresses import SECRET
 
 PROGRAM = """
 import sys, threading, time
