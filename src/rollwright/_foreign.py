@@ -1,12 +1,17 @@
-"""Recognises transforms of other libraries, which must not be called as functions."""
+"""Recognises objects of other libraries, none of which is imported for it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["foreign_transform"]
+__all__ = ["class_path", "foreign_transform", "is_torchrl_buffer", "is_torchrl_env", "is_torchrl_spec", "kind_in"]
 
 _HOOKS = ("transform_observation_spec", "transform_input_spec")
+
+
+def class_path(thing: Any) -> str:
+    """Module and name of the class of an object, for messages."""
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def foreign_transform(thing: Any) -> str | None:
@@ -20,4 +25,30 @@ def foreign_transform(thing: Any) -> str | None:
     """
     if isinstance(thing, type) or not any(callable(getattr(type(thing), hook, None)) for hook in _HOOKS):
         return None
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+    return class_path(thing)
+
+
+def kind_in(library: str, thing: Any) -> list[str]:
+    """Names of the classes of a library that an object is an instance of, the most derived first.
+
+    Args:
+        library: its top-level package, such as ``"torchrl"``; it is not imported.
+        thing: any object; a class is an instance of none.
+    """
+    bases = type(thing).__mro__
+    return [base.__name__ for base in bases if base.__module__.partition(".")[0] == library]
+
+
+def is_torchrl_env(thing: Any) -> bool:
+    """Whether an object is an environment of TorchRL."""
+    return "EnvBase" in kind_in("torchrl", thing)
+
+
+def is_torchrl_spec(thing: Any) -> bool:
+    """Whether an object is a spec of TorchRL."""
+    return "TensorSpec" in kind_in("torchrl", thing)
+
+
+def is_torchrl_buffer(thing: Any) -> bool:
+    """Whether an object is a replay buffer of TorchRL."""
+    return "ReplayBuffer" in kind_in("torchrl", thing)

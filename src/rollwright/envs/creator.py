@@ -8,6 +8,7 @@ from typing import Any
 
 from rollwright._processes.pickling import dumps
 from rollwright.envs.base import EnvBase
+from rollwright.envs.libs.foreign import is_env
 
 __all__ = ["EnvCreator", "env_creator"]
 
@@ -39,7 +40,7 @@ class EnvCreator:
         create_env_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if isinstance(create_env_fn, EnvBase) or not callable(create_env_fn):
+        if is_env(create_env_fn) or not callable(create_env_fn):
             raise TypeError(
                 "create_env_fn: expected a function that makes an environment, got "
                 f"{type(create_env_fn).__name__}: {create_env_fn!r}. Pass a class, a function or a lambda."

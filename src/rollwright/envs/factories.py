@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 
 from rollwright.data.specs import Composite, StackedComposite, stack
 from rollwright.envs.base import EnvBase
+from rollwright.envs.libs.foreign import as_env, is_env
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = [
@@ -49,7 +50,7 @@ def factories(num_workers: int, create_env_fn: Factories, create_env_kwargs: Fac
         raise ValueError(f"num_workers: expected a number of at least 1, got {num_workers!r}.")
     makers = _one_each("create_env_fn", create_env_fn, num_workers)
     for maker in makers:
-        if isinstance(maker, EnvBase) or not callable(maker):
+        if is_env(maker) or not callable(maker):
             raise TypeError(
                 "create_env_fn: expected a function that makes an environment, or a list of them, got "
                 f"{type(maker).__name__}: {maker!r}. Pass for example lambda: GymEnv('CartPole-v1')."
@@ -78,7 +79,7 @@ def made(worker: int | None, maker: Factory) -> EnvBase:
     """
     place = "create_env_fn" if worker is None else f"create_env_fn of worker {worker}"
     try:
-        env = maker()
+        env = as_env(maker())
     except RollwrightError as error:
         raise renamed(place, error) from error
     except Exception as error:

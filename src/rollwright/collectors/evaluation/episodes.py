@@ -19,6 +19,7 @@ from rollwright.collectors.evaluation.statistics import FrozenBuffers, check_sta
 from rollwright.data.layout import end_of_trajectory
 from rollwright.envs.base import EnvBase
 from rollwright.envs.closing import closed_on_error
+from rollwright.envs.libs.foreign import as_env, is_around, is_env
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 from rollwright.weight_update.forms import State
 
@@ -141,7 +142,7 @@ class EpisodeRunner:
         if isinstance(given, Sequence) and len(given) == 1:
             given = given[0]
         made = _made_env(given, settings.options.get("create_env_kwargs"))
-        with closed_on_error([made] if isinstance(made, EnvBase) and made is not given else []):
+        with closed_on_error([made] if isinstance(made, EnvBase) and not is_around(made, given) else []):
             self._prepare(freeze(made) if isinstance(made, EnvBase) else made)
 
     def _prepare(self, env: Any) -> None:
@@ -237,7 +238,7 @@ class EpisodeRunner:
 
 
 def _made_env(given: Any, kwargs: Mapping[str, Any] | None) -> Any:
-    return given if isinstance(given, EnvBase) or not callable(given) else given(**(kwargs or {}))
+    return as_env(given if is_env(given) or not callable(given) else given(**(kwargs or {})))
 
 
 def _counts_steps(env: EnvBase) -> bool:

@@ -26,6 +26,7 @@ from rollwright.collectors.evaluation.episodes import EvaluationProgress, Evalua
 from rollwright.collectors.evaluation.queue import Evaluation, EvaluationQueue
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
+from rollwright.envs.libs.foreign import is_env
 from rollwright.envs.utils import ExplorationType
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class Evaluator:
                 f"backend_options: backend={backend!r} has none, got {sorted(map(str, backend_options))}. Drop them, "
                 "or pass backend='ray'."
             )
-        if backend != "thread" and isinstance(create_env_fn, EnvBase):
+        if backend != "thread" and is_env(create_env_fn):
             raise TypeError(
                 f"create_env_fn: backend={backend!r} makes the environment there, got an environment. Pass a callable."
             )

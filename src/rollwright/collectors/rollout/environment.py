@@ -15,6 +15,7 @@ from rollwright.data.llm.turns import Origin
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.closing import closed_on_error
+from rollwright.envs.libs.foreign import as_env, is_around
 from rollwright.envs.llm.core import Conversations
 from rollwright.envs.llm.transforms import PolicyVersion, TurnHook, turn_hooks
 from rollwright.envs.recreation.env import RecreatedEnv
@@ -40,7 +41,7 @@ def making_env(create_env_fn: EnvMaker, options: CollectorOptions) -> Iterator[E
     """
     made = _made(create_env_fn, options)
     given = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn]
-    with closed_on_error([] if any(made is each for each in given) else [made]):
+    with closed_on_error([] if any(is_around(made, each) for each in given) else [made]):
         yield _fitted(made, options)
 
 
@@ -53,6 +54,7 @@ def _made(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
                 "Wrap them in SerialEnv."
             )
         made = made[0]
+    made = as_env(made)
     if isinstance(made, EnvBase):
         if options.create_env_kwargs:
             raise ValueError("create_env_kwargs: got arguments for an environment that is made. Pass a callable.")
@@ -63,7 +65,7 @@ def _made(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
             )
     elif callable(made) and not isinstance(made, nn.Module):  # an environment of another library is not called
         maker = partial(made, **(options.create_env_kwargs or {}))
-        made = maker()
+        made = as_env(maker())
         if options.on_env_failure == "recreate" and isinstance(made, EnvBase):
             notice = RecreationWarning('stats()["env_recreations"]')
             with closed_on_error([made]):

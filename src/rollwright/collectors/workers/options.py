@@ -19,6 +19,7 @@ from rollwright.collectors.workers.messages import Ready
 from rollwright.collectors.workers.transports.backends import check_backend, known_backend, shares_memory
 from rollwright.collectors.workers.watching import START_S
 from rollwright.envs.base import EnvBase
+from rollwright.envs.libs.foreign import as_env
 
 __all__ = ["WorkerOptions", "check_join", "factories_of", "options_of_workers"]
 
@@ -184,6 +185,7 @@ def factories_of(create_env_fn: Any, num_workers: int | None, owner: str) -> lis
             f"create_env_fn: expected one function for each of the {num_workers} workers, got {len(given)}. Change "
             "num_workers, or pass a single function for all."
         )
+    given = [as_env(maker) for maker in given]
     for maker in given:
         if not isinstance(maker, EnvBase) and not callable(maker):
             raise TypeError(

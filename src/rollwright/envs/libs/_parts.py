@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
@@ -14,6 +14,11 @@ from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
 from rollwright.envs.libs._turns import InTurn
 
 __all__ = ["autoreset_mode", "check_parts", "in_parts", "is_generic"]
+
+if TYPE_CHECKING:
+    _Wrapper = VectorWrapper[Any, Any, Any, Any, Any]
+else:
+    _Wrapper = VectorWrapper  # not generic before gymnasium 1.4
 
 _MADE_UP = "so that this step would be collected as a transition that never was"
 _EACH = "wrap each environment, gymnasium.make_vec(..., wrappers=[gymnasium.wrappers.{name}])"
@@ -123,7 +128,7 @@ def in_parts(env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
     return env
 
 
-class CartPoleParts(VectorWrapper[Any, Any, Any, Any, Any]):
+class CartPoleParts(_Wrapper):
     """gymnasium's vector form of CartPole, of which ``options["reset_mask"]`` resets some environments alone."""
 
     def reset(

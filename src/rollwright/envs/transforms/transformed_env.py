@@ -12,6 +12,7 @@ from rollwright._keys import leaf_keys
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase, register_extension
+from rollwright.envs.libs.foreign import as_env
 from rollwright.envs.transforms.arrays import TransformedArrays
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.compose import Compose, TransformLike
@@ -66,6 +67,7 @@ class TransformedEnv(WrapperEnv):
         auto_unwrap: bool = True,
         policy: Callable[..., Any] | None = None,
     ) -> None:
+        base_env = as_env(base_env)
         if not isinstance(base_env, EnvBase):
             raise TypeError(
                 f"base_env: expected an environment of rollwright, got {type(base_env).__name__}. "

@@ -1,0 +1,132 @@
+"""TorchRLWrapper: an environment of TorchRL as one of this library."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._foreign import class_path, is_torchrl_env
+from rollwright._keys import without
+from rollwright.data.specs import TensorSpec
+from rollwright.data.specs.shapes import as_device
+from rollwright.data.specs.torchrl import from_torchrl
+from rollwright.envs.base import EnvBase
+from rollwright.errors import EnvError
+
+__all__ = ["TorchRLWrapper"]
+
+_SPECS = ("observation", "state", "action", "reward", "done")
+
+
+class TorchRLWrapper(EnvBase):
+    """An environment of TorchRL (a batch of them, one with transforms) as one of this library.
+
+    Collectors, ``ParallelEnv``, ``SerialEnv``, ``TransformedEnv`` and ``Evaluator`` put it around TorchRL's
+    environments by themselves. TorchRL's environment does what it did: resets (of some of a batch, too), steps, its
+    transforms, its seeds. Attributes that the wrapper does not have are those of that environment.
+
+    Args:
+        env: an environment of TorchRL. The wrapper steps and closes it.
+
+    Attributes:
+        torchrl_env: ``env``.
+
+    Raises:
+        TypeError: it is none.
+        EnvError: a spec of it has no counterpart here.
+    """
+
+    def __init__(self, env: Any) -> None:
+        if not is_torchrl_env(env):
+            raise TypeError(f"env: expected an environment of TorchRL, got {class_path(env)}: {env!r}. Make one first.")
+        # What has passed TorchRL's own check of flags after a reset is not judged again.
+        super().__init__(device=env.device, batch_size=env.batch_size, allow_done_after_reset=True)
+        self.torchrl_env = env
+        self.batch_locked = bool(env.batch_locked)
+        self.is_closed = bool(env.is_closed) and not _starts_late(env)
+        self._masked: list[tuple[Any, Any]] = []
+        for name in _SPECS:
+            theirs = getattr(env, f"full_{name}_spec")
+            try:
+                ours = from_torchrl(theirs)
+            except RuntimeError as error:
+                raise EnvError(f"{class_path(env)}: {name}_spec: {error}") from error
+            self.set_full_spec(name, ours)
+        self._find_masks()
+
+    def _find_masks(self) -> None:
+        theirs, ours = self.torchrl_env.full_action_spec, self.full_action_spec
+        pairs = [(theirs[key], ours[key]) for key in self.action_keys]
+        self._masked = [pair for pair in pairs if hasattr(pair[0], "update_mask") and hasattr(pair[1], "update_mask")]
+
+    def _take_masks(self) -> None:
+        """What is allowed now, which transforms and environments write into their specs."""
+        for theirs, ours in self._masked:
+            if theirs.mask is not None or ours.mask is not None:
+                ours.update_mask(theirs.mask)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        if tensordict is None:
+            fresh: TensorDictBase = self.torchrl_env.reset(**kwargs)
+        else:
+            fresh = without(self.torchrl_env.reset(tensordict.copy(), **kwargs), "next", *self.reset_keys)
+        self._take_masks()
+        return fresh
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        outcome: TensorDictBase = self.torchrl_env.step(tensordict.copy()).get("next")
+        self._take_masks()
+        return outcome
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Random actions, drawn by TorchRL's environment from its own action spec."""
+        acted: TensorDictBase = self.torchrl_env.rand_action(tensordict)
+        return acted
+
+    def _set_seed(self, seed: int | None) -> int | None:
+        return self._seed_envs(seed, False)
+
+    def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
+        last: int | None = self.torchrl_env.set_seed(seed, static_seed=static_seed)
+        return last
+
+    def set_full_spec(self, name: str, spec: TensorSpec) -> None:
+        """Set a spec of this wrapper; TorchRL's environment keeps its own."""
+        super().set_full_spec(name, spec)
+        if "torchrl_env" in self._modules and name == "action":
+            self._find_masks()
+
+    def to(self, device: torch.device | str | int | None) -> Self:  # type: ignore[override]
+        """Move TorchRL's environment and these specs to a device; returns the wrapper."""
+        if device is not None and self.device != as_device(device):
+            self.torchrl_env = self.torchrl_env.to(device)
+        super().to(device)
+        self._find_masks()
+        return self
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Close TorchRL's environment. A second call raises unless ``raise_if_closed=False``."""
+        super().close(raise_if_closed=raise_if_closed)
+        if not self.torchrl_env.is_closed:
+            self.torchrl_env.close()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            env = self.__dict__.get("_modules", {}).get("torchrl_env")
+            if env is None or name.startswith("_") or hasattr(type(self), name):
+                raise
+        return getattr(env, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.torchrl_env!r})"
+
+
+def _starts_late(env: Any) -> bool:
+    """Whether an environment, or the one that it is around, starts its processes at the first reset."""
+    while hasattr(env, "base_env"):
+        env = env.base_env
+    return hasattr(env, "create_env_fn")
