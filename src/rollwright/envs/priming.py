@@ -15,6 +15,7 @@ from rollwright.data.layout import IS_INIT, deciding_groups
 from rollwright.data.specs import TensorSpec
 from rollwright.envs.base import EnvBase, register_extension
 from rollwright.envs.transforms import Compose, InitTracker, Transform, TransformedEnv
+from rollwright.envs.transforms.primer import as_primer
 from rollwright.errors import EnvKeyError
 
 __all__ = ["provide_for_policy"]
@@ -50,7 +51,7 @@ def provide_for_policy(env: EnvBase, policy: Any) -> EnvBase:
     added: list[Transform] = [InitTracker(name) for name in _missing_marks(env, modules, known)]
     owners: dict[NestedKey, Any] = {}
     for module in modules:
-        primer = module.make_tensordict_primer()
+        primer = as_primer(module.make_tensordict_primer())
         wanted = {unravel(key): primer.primers[key] for key in primer.primers.keys(True, True)}
         _check_alone(policy, module, wanted, owners)
         present = {key: known[key] for key in wanted if key in known}

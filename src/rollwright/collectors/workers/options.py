@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Annotated, Any, Literal
 
+from rollwright._foreign import class_path, is_torchrl_buffer
 from rollwright._keys import key_str
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, seconds, whole
 from rollwright._processes.start.methods import check_start_method
@@ -249,6 +250,12 @@ def options_of_workers(
             "each would fill a copy. Make the buffer with service_backend='process' and "
             "service_backend_options={'address': 'HOST:0'}, where HOST is an address of this machine that workers "
             "reach; or leave it out, and extend it with the batches that arrive."
+        )
+    if is_torchrl_buffer(whole.get("replay_buffer")):
+        raise ValueError(
+            f"replay_buffer: {class_path(whole['replay_buffer'])} cannot be written by several workers and read here "
+            "at the same time. Leave it out, and extend it with the batches that arrive; or pass a "
+            "rollwright.data.ReplayBuffer(storage=LazyTensorStorage(size), shared=True)."
         )
     if whole.get("worker_idx") is not None:
         raise ValueError("worker_idx is given to the workers by their collector. Drop it.")

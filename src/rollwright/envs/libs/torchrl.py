@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._foreign import class_path, is_torchrl_env
+from rollwright._foreign import class_path, is_torchrl_env, kind_in
 from rollwright._keys import without
 from rollwright.data.specs import TensorSpec
 from rollwright.data.specs.shapes import as_device
@@ -119,6 +119,8 @@ class TorchRLWrapper(EnvBase):
             env = self.__dict__.get("_modules", {}).get("torchrl_env")
             if env is None or name.startswith("_") or hasattr(type(self), name):
                 raise
+            if env.is_closed and _starts_late(env):  # it has no environments to ask
+                raise
         return getattr(env, name)
 
     def __repr__(self) -> str:
@@ -126,7 +128,7 @@ class TorchRLWrapper(EnvBase):
 
 
 def _starts_late(env: Any) -> bool:
-    """Whether an environment, or the one that it is around, starts its processes at the first reset."""
-    while hasattr(env, "base_env"):
+    """Whether an environment, or the one that it is around, starts at the first reset, and is closed until then."""
+    while "TransformedEnv" in kind_in("torchrl", env):
         env = env.base_env
-    return hasattr(env, "create_env_fn")
+    return "BatchedEnvBase" in kind_in("torchrl", env)

@@ -9,14 +9,16 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._foreign import kind_in
 from rollwright._keys import NestedKey, key_str, unravel
 from rollwright.data.specs import Composite, NonTensor, TensorSpec
+from rollwright.data.specs.torchrl import from_torchrl
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Values, entries_of
 from rollwright.envs.transforms.base import Transform, kept
 from rollwright.errors import NotNative
 from rollwright.modules.primers import register_primer
 
-__all__ = ["TensorDictPrimer"]
+__all__ = ["TensorDictPrimer", "as_primer"]
 
 
 class TensorDictPrimer(Transform):
@@ -216,6 +218,25 @@ class TensorDictPrimer(Transform):
 
     def __repr__(self) -> str:
         return f"TensorDictPrimer({key_str(self._keys)})"
+
+
+def as_primer(primer: Any) -> TensorDictPrimer:
+    """A primer of this library: ``primer`` itself, or what one of TorchRL announces.
+
+    Raises:
+        SpecError: TorchRL's announces an entry whose spec has no counterpart here.
+    """
+    if "TensorDictPrimer" not in kind_in("torchrl", primer):
+        return cast(TensorDictPrimer, primer)
+    default = primer.default_value
+    return TensorDictPrimer(
+        from_torchrl(primer.primers),
+        random=bool(primer.random),
+        default_value=None if primer.random else default,
+        reset_key=None,
+        expand_specs=primer.expand_specs,
+        single_default_value=bool(primer.single_default_value),
+    )
 
 
 register_primer(TensorDictPrimer)
