@@ -43,9 +43,11 @@ from rollwright.data.specs import (
     TensorSpec,
     Unbounded,
     from_gym_space,
+    from_torchrl,
     stack,
     to_gym_space,
     to_gym_value,
+    to_torchrl,
 )
 
 __all__ = [
@@ -87,11 +89,13 @@ __all__ = [
     "TensorStorage",
     "Unbounded",
     "from_gym_space",
+    "from_torchrl",
     "join_trajectories",
     "restore_next",
     "split_trajectories",
     "stack",
     "to_gym_space",
     "to_gym_value",
+    "to_torchrl",
     "trajectories",
 ]

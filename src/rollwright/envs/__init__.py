@@ -12,9 +12,11 @@ from rollwright.envs.libs import (
     EnvPoolEnv,
     GymEnv,
     GymWrapper,
+    TorchRLWrapper,
     default_info_dict_reader,
     gym_backend,
     set_gym_backend,
+    to_torchrl,
 )
 from rollwright.envs.serial import SerialEnv
 from rollwright.envs.transforms import (
@@ -95,6 +97,7 @@ __all__ = [
     "StepCounter",
     "TensorDictPrimer",
     "ToTensorImage",
+    "TorchRLWrapper",
     "Transform",
     "TransformedEnv",
     "UnsqueezeTransform",
@@ -107,6 +110,7 @@ __all__ = [
     "set_exploration_type",
     "set_gym_backend",
     "step_mdp",
+    "to_torchrl",
 ]
 
 _CONVERSATIONS = ("ChatEnv", "DatasetChatEnv", "LLMEnv")  # imported when they are asked for

@@ -10,10 +10,9 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from rollwright.collectors import Collector
-from rollwright.data import Bounded, Categorical
-from rollwright.data.specs.torchrl import from_torchrl, to_torchrl
-from rollwright.envs import EnvCreator, ParallelEnv, RewardSum, SerialEnv, TransformedEnv
-from rollwright.envs.libs.torchrl import TorchRLWrapper
+from rollwright.data import Bounded, Categorical, from_torchrl, to_torchrl
+from rollwright.envs import EnvCreator, GymEnv, ParallelEnv, RewardSum, SerialEnv, TorchRLWrapper, TransformedEnv
+from rollwright.envs import to_torchrl as to_torchrl_env
 from rollwright.errors import SpecError
 from rollwright.testing.mocking_classes import CountingEnv
 
@@ -275,3 +274,36 @@ class TestWithTorchRL:
         envs = pytest.importorskip("torchrl.envs")
         with pytest.raises(TypeError, match=r"torchrl.*RewardSum, a transform of another library"):
             TransformedEnv(CountingEnv(), envs.RewardSum())
+
+    @pytest.mark.parametrize("batch", [None, 2])
+    def test_our_environments_in_its_collectors(self, batch):
+        collectors = pytest.importorskip("torchrl.collectors")
+
+        def make():
+            def one():
+                return TransformedEnv(GymEnv("CartPole-v1"), RewardSum())
+
+            return one() if batch is None else SerialEnv(batch, one)
+
+        def lean(observation):
+            return nn.functional.one_hot((observation[..., 2] > 0).long(), 2)
+
+        net = TensorDictModule(lean, in_keys=["observation"], out_keys=["action"])
+        batches = []
+        for kind, wrap in ((collectors.Collector, to_torchrl_env), (Collector, lambda env: env)):
+            env = make()
+            env.set_seed(3)
+            collector = kind(wrap(env), net, frames_per_batch=60, total_frames=120)
+            batches.append(torch.cat([found.clone() for found in collector], -1))
+            collector.shutdown()
+        theirs, ours = batches
+        for key in (("next", "observation"), ("next", "done"), ("next", "episode_reward"), "action"):
+            assert torch.equal(ours[key], theirs[key]), key
+
+    def test_there_and_back(self):
+        theirs = self.envs()["one"]()
+        assert to_torchrl_env(TorchRLWrapper(theirs)) is theirs
+        assert to_torchrl_env(theirs) is theirs
+        pytest.importorskip("torchrl.envs").check_env_specs(to_torchrl_env(GymEnv("Pendulum-v1")))
+        with pytest.raises(TypeError, match=r"env: expected an environment of rollwright, got builtins\.int"):
+            to_torchrl_env(3)

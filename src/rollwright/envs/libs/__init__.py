@@ -3,13 +3,17 @@
 from rollwright.envs.libs.backend import gym_backend, set_gym_backend
 from rollwright.envs.libs.envpool import EnvPoolEnv
 from rollwright.envs.libs.gym import BaseInfoDictReader, GymEnv, GymWrapper, default_info_dict_reader
+from rollwright.envs.libs.torchrl import TorchRLWrapper
+from rollwright.envs.libs.torchrl_envs import to_torchrl
 
 __all__ = [
     "BaseInfoDictReader",
     "EnvPoolEnv",
     "GymEnv",
     "GymWrapper",
+    "TorchRLWrapper",
     "default_info_dict_reader",
     "gym_backend",
     "set_gym_backend",
+    "to_torchrl",
 ]

@@ -1,0 +1,79 @@
+"""to_torchrl: an environment of this library as one of TorchRL."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from rollwright._foreign import class_path, is_torchrl_env
+from rollwright._keys import leaf_keys
+from rollwright.data.specs.torchrl import to_torchrl as spec_to_torchrl
+from rollwright.envs.base import EnvBase
+from rollwright.envs.libs.torchrl import TorchRLWrapper
+from rollwright.errors import require
+
+__all__ = ["to_torchrl"]
+
+
+def to_torchrl(env: EnvBase) -> Any:
+    """An environment of this library as one of TorchRL, for its collectors, transforms and batches of environments.
+
+    TorchRL has to be installed. TorchRL's environment steps and closes ``env``, which is its attribute
+    ``rollwright_env``.
+
+    Args:
+        env: of this library; one of TorchRL is returned as it is, and a :class:`TorchRLWrapper` gives back what it is
+            around.
+
+    Returns:
+        A ``torchrl.envs.EnvBase`` of the same batch size, device and specs.
+
+    Raises:
+        TypeError: it is no environment.
+        SpecError: TorchRL has no spec of the same domain.
+        MissingExtraError: TorchRL is not installed.
+    """
+    if is_torchrl_env(env):
+        return env
+    if isinstance(env, TorchRLWrapper):
+        return env.torchrl_env
+    if not isinstance(env, EnvBase):
+        raise TypeError(
+            f"env: expected an environment of rollwright, got {class_path(env)}: {env!r}. Wrap a gymnasium environment "
+            "in GymWrapper."
+        )
+    return _kind()(env)
+
+
+@cache
+def _kind() -> type:
+    """The class, made when it is first needed: its base is TorchRL's."""
+    base: Any = require("torchrl.envs", extra="torchrl", purpose="to_torchrl").EnvBase
+
+    class RollwrightEnv(base):  # type: ignore[misc]
+        """An environment of rollwright that TorchRL steps."""
+
+        def __init__(self, env: EnvBase) -> None:
+            super().__init__(device=env.device, batch_size=env.batch_size, allow_done_after_reset=True)
+            self.rollwright_env = env
+            for name in ("observation", "state", "action", "reward", "done"):
+                setattr(self, f"full_{name}_spec", spec_to_torchrl(env.full_spec(name)))
+
+        def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+            return self.rollwright_env.reset_outcome(tensordict, **kwargs)
+
+        def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+            outcome = self.rollwright_env.step_outcome(tensordict)
+            preset = tensordict.get("next", None)
+            return outcome if preset is None else outcome.update(preset.exclude(*leaf_keys(outcome)))
+
+        def _set_seed(self, seed: int | None) -> None:
+            self.rollwright_env.set_seed(seed)
+
+        def close(self, *, raise_if_closed: bool = True) -> None:
+            super().close(raise_if_closed=raise_if_closed)
+            self.rollwright_env.close(raise_if_closed=False)
+
+    return RollwrightEnv
