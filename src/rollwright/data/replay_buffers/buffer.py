@@ -7,7 +7,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 import torch
@@ -75,13 +75,15 @@ class ReplayBuffer:
         (50, 50, torch.Size([32, 4]))
     """
 
-    def __new__(cls, *args: Any, **options: Any) -> Any:
-        """A buffer of this process, or one in a service."""
-        made = super().__new__(cls)
-        if options.get("service_backend") is None or hasattr(cls, "as_writer"):
-            return made
-        service: Any = importlib.import_module(_SERVICE).ServiceReplayBuffer
-        return service.__new__(service) if issubclass(service, cls) else service(kind=cls, **options)
+    if not TYPE_CHECKING:  # for type checkers, a buffer in a service is one like others
+
+        def __new__(cls, *args: Any, **options: Any) -> Any:
+            """A buffer of this process, or one in a service."""
+            made = super().__new__(cls)
+            if options.get("service_backend") is None or hasattr(cls, "as_writer"):
+                return made
+            service: Any = importlib.import_module(_SERVICE).ServiceReplayBuffer
+            return service.__new__(service) if issubclass(service, cls) else service(kind=cls, **options)
 
     def __init__(
         self,
