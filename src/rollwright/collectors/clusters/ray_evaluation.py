@@ -20,7 +20,6 @@ from rollwright.collectors.evaluation.arguments import copy_of
 from rollwright.collectors.evaluation.statistics import prepare_weights
 from rollwright.data.layout import end_of_trajectory
 from rollwright.envs.utils import ExplorationType, set_exploration_type
-from rollwright.errors import require
 
 __all__ = ["RayEvalWorker", "RolloutRunner"]
 
@@ -72,12 +71,16 @@ class RayEvalWorker:
         try:
             check_cluster(session, [config], grows=None)
             named = {} if name is None else {"name": name, "lifetime": "detached"}
-            actor = session.ray.remote(ObjectActor).options(**config, **named)
-            self._actor: Any = actor.remote(_sent(init_fn), _TARGET, _sent((env_maker, policy_maker)))
+            made = session.ray.remote(ObjectActor).options(**config, **named)
+            actor = made.remote(_sent(init_fn), _TARGET, _sent((env_maker, policy_maker)))
         except BaseException:
             session.close()
             raise
+        self._attach(session, actor, reward_keys)
+
+    def _attach(self, session: RaySession, actor: Any, reward_keys: NestedKey) -> None:
         self._session: RaySession | None = session
+        self._actor: Any = actor
         self._ray, self._reward_keys, self._pending = session.ray, reward_keys, None
 
     @classmethod
@@ -91,10 +94,14 @@ class RayEvalWorker:
         Raises:
             ValueError: there is none of that name.
         """
+        session = RaySession(purpose="RayEvalWorker")
+        try:
+            actor = session.ray.get_actor(name)
+        except BaseException:
+            session.close()
+            raise
         worker = cls.__new__(cls)
-        worker._session = RaySession(purpose="RayEvalWorker")
-        worker._ray, worker._reward_keys, worker._pending = require("ray", extra="ray", purpose=""), reward_keys, None
-        worker._actor = worker._ray.get_actor(name)
+        worker._attach(session, actor, reward_keys)
         return worker
 
     def submit(

@@ -130,26 +130,26 @@ class _Walk:
     def _node_of(self, value: Any, path: tuple[str, ...]) -> Callable[[_Walk, Any, tuple[str, ...]], tuple[Any, ...]]:
         """The method for all values of a type."""
         if isinstance(value, torch.Tensor):
-            return _Walk._tensor
+            return _Walk.tensor
         if isinstance(value, NonTensorStack):
-            return _Walk._objects
+            return _Walk.objects
         if isinstance(value, LazyStackedTensorDict):
-            return _Walk._stack
+            return _Walk.stack
         if isinstance(value, TensorDictBase):
-            return _Walk._entries
+            return _Walk.entries
         if isinstance(value, NonTensorData) or getattr(value, "_is_non_tensor", False):
-            return _Walk._object
+            return _Walk.object
         if is_tensorclass(value):
-            return _Walk._instance
+            return _Walk.instance
         raise self._refused(path, f"an object of type {type(value).__name__}")
 
-    def _objects(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+    def objects(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
         return self._bytes(OBJECTS, self._dumped(value.tolist(), path), value.batch_size)
 
-    def _stack(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+    def stack(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
         return (STACK, value.stack_dim, *(self.node(part, path) for part in value.tensordicts))
 
-    def _entries(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+    def entries(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
         batch_size = value.batch_size
         self.numbers += batch_size
         names, nodes = [], []
@@ -158,18 +158,18 @@ class _Walk:
             nodes.append(self.node(part, (*path, name)))
         return (ENTRIES, len(batch_size), tuple(names), tuple(nodes))
 
-    def _object(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+    def object(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
         data = value.data
         if type(data) is str:
             return self._bytes(TEXT, data.encode("utf-8", "surrogatepass"), value.batch_size)
         return self._bytes(OBJECT, self._dumped(data, path), value.batch_size)
 
-    def _instance(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+    def instance(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
         fields = {name: part for name, part in value._non_tensordict.items() if not name.startswith("_")}
         self._bytes(OBJECT, self._dumped(fields, path) if fields else b"{}", ())
         return (CLASS, remember(type(value)), self.node(value._tensordict, path))
 
-    def _tensor(self, value: torch.Tensor, path: tuple[str, ...]) -> tuple[Any, ...]:
+    def tensor(self, value: torch.Tensor, path: tuple[str, ...]) -> tuple[Any, ...]:
         if value.layout is not torch.strided or value.is_nested or value.dtype not in _NAMES:
             form = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
             raise self._refused(path, f"a tensor that is {form}, of dtype {value.dtype}")
