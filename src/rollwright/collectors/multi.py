@@ -45,7 +45,7 @@ from rollwright.collectors.workers.schedules.shaping import BatchShaping
 from rollwright.collectors.workers.schedules.staleness import Staleness
 from rollwright.collectors.workers.startup import Workers
 from rollwright.collectors.workers.stats import merged_stats
-from rollwright.collectors.workers.weights import WorkersWeights
+from rollwright.collectors.workers.weights import PeriodicUpdates, WorkersWeights
 from rollwright.weight_update.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class MultiCollector(BaseCollector):
     """
 
     _sync: bool | None = None
+    _updates: PeriodicUpdates | None = None
     _options_kind: type[CollectorOptions] = CollectorOptions
     _may_end = False  # whether the data of a worker may be over
     _ended = False
@@ -164,8 +165,10 @@ class MultiCollector(BaseCollector):
             if others.get("weight_recv_schemes"):
                 self.register_scheme_receiver(others["weight_recv_schemes"])
             self._weights.check_schemes(schemes or {})
-            if own.update_at_each_batch and self.weight_updater is None:
-                self._weights.check_source("update_at_each_batch")
+            if own.update_at_each_batch:
+                self._updates = PeriodicUpdates("update_at_each_batch")
+            if self._updates is not None and self.weight_updater is None:
+                self._weights.check_source(self._updates.option)
         except BaseException:
             self.shutdown(raise_on_error=False)
             raise
@@ -279,7 +282,7 @@ class MultiCollector(BaseCollector):
         return came
 
     def _update_at_each_batch(self) -> None:
-        if self.own_options.update_at_each_batch:
+        if self._updates is not None and self._updates.is_due():
             self.update_policy_weights_()
 
     def __len__(self) -> int:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollwright._options import with_options
 from rollwright.collectors.base import BaseCollector
-from rollwright.collectors.clusters.groups import GroupOptions, GroupsCollector
+from rollwright.collectors.clusters.groups import Grouped, GroupOptions, grouped
 from rollwright.collectors.collector import Collector
+from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.options import WorkerOptions
 
@@ -26,7 +27,7 @@ _LEFT_OUT = ("backend", "num_workers", "update_at_each_batch")  # said otherwise
 
 
 @with_options(WorkerOptions, CollectorOptions, leave_out=_LEFT_OUT)
-class DistributedCollector(GroupsCollector):
+class DistributedCollector(MultiCollector):
     """Collects experience in groups of workers, each a rank of its own: ``backend="distributed"``.
 
     Every group makes a process group of two with this process: one that dies is replaced
@@ -94,29 +95,30 @@ class DistributedCollector(GroupsCollector):
         backend_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        about: dict[str, Any] = {"process_group_backend": backend, "launcher": launcher}
-        about |= {} if slurm_kwargs is None else {"slurm_kwargs": slurm_kwargs}
-        about |= {} if tcp_port is None else {"port": tcp_port}
-        self._construct_groups(
+        self.closed = True
+        made = _grouped(
+            type(self).__name__,
             create_env_fn,
-            policy,
-            GroupOptions(
-                num_collectors=num_collectors,
-                num_workers_per_collector=num_workers_per_collector,
-                update_after_each_batch=update_after_each_batch,
-                max_weight_update_interval=max_weight_update_interval,
-            ),
-            backend="distributed",
-            backend_options=about,
-            more_backend_options=backend_options,
+            num_collectors=num_collectors,
+            num_workers_per_collector=num_workers_per_collector,
+            sync=sync,
+            backend=backend,
+            launcher=launcher,
+            slurm_kwargs=slurm_kwargs,
+            tcp_port=tcp_port,
             collector_class=collector_class,
             collector_kwargs=collector_kwargs,
-            options={"sync": sync, **options},
+            update_after_each_batch=update_after_each_batch,
+            max_weight_update_interval=max_weight_update_interval,
+            backend_options=backend_options,
+            **options,
         )
+        self._updates = made.updates
+        self._construct(made.makers, policy, made.options)
 
 
 @with_options(WorkerOptions, CollectorOptions, leave_out=_LEFT_OUT)
-class DistributedSyncCollector(DistributedCollector):
+class DistributedSyncCollector(MultiCollector):
     """A :class:`DistributedCollector` whose batches are of all workers, each with the newest weights.
 
     ``DistributedSyncDataCollector`` is the same class.
@@ -158,7 +160,48 @@ class DistributedSyncCollector(DistributedCollector):
                 raise TypeError(f"{type(self).__name__} has no option {name!r}: {why}.")
         if hasattr(policy, "parameters"):
             options["max_weight_update_interval"] = update_interval
-        super().__init__(create_env_fn, policy, sync=True, **options)
+        made = _grouped(type(self).__name__, create_env_fn, sync=True, **options)
+        self._updates = made.updates
+        self._construct(made.makers, policy, made.options)
+
+
+def _grouped(
+    owner: str,
+    create_env_fn: EnvMakers,
+    *,
+    sync: bool,
+    num_collectors: int | None = None,
+    num_workers_per_collector: int = 1,
+    backend: str = "gloo",
+    launcher: str = "submitit",
+    slurm_kwargs: Mapping[str, Any] | None = None,
+    tcp_port: int | None = None,
+    collector_class: object = Collector,
+    collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    update_after_each_batch: bool = False,
+    max_weight_update_interval: int = -1,
+    backend_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Grouped:
+    about: dict[str, Any] = {"process_group_backend": backend, "launcher": launcher}
+    about |= {} if slurm_kwargs is None else {"slurm_kwargs": slurm_kwargs}
+    about |= {} if tcp_port is None else {"port": tcp_port}
+    return grouped(
+        owner,
+        create_env_fn,
+        GroupOptions(
+            num_collectors=num_collectors,
+            num_workers_per_collector=num_workers_per_collector,
+            update_after_each_batch=update_after_each_batch,
+            max_weight_update_interval=max_weight_update_interval,
+        ),
+        backend="distributed",
+        backend_options=about,
+        more_backend_options=backend_options,
+        collector_class=collector_class,
+        collector_kwargs=collector_kwargs,
+        options={"sync": sync, **options},
+    )
 
 
 DistributedDataCollector = DistributedCollector

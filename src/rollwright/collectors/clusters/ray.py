@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
-from rollwright._options import check_fields, whole, with_options
+from rollwright._options import with_options
 from rollwright._processes.network.ray_sessions import leave_connected
 from rollwright.collectors.base import BaseCollector
-from rollwright.collectors.clusters.inner import check_collector_class, inner_options, makers_of_workers
+from rollwright.collectors.clusters.groups import GroupOptions, grouped
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import CollectorOptions
@@ -21,19 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RayCollector"]
 
-_ARGUMENTS = ("num_workers_per_collector", "remote_configs", "ray_init_config")  # that are options of the backend
 _LEFT_OUT = ("backend", "num_workers", "update_at_each_batch")  # said otherwise here
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Counts:
-    num_collectors: Annotated[int | None, whole(1)] = None
-    num_workers_per_collector: Annotated[int, whole(1)] = 1
-    update_after_each_batch: bool = False
-    max_weight_update_interval: Annotated[int, whole(-1)] = -1
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @with_options(WorkerOptions, CollectorOptions, leave_out=_LEFT_OUT)
@@ -97,49 +84,25 @@ class RayCollector(MultiCollector):
         **options: Unpack[WorkerKeywords],
     ) -> None:
         self.closed = True
-        check_collector_class(collector_class)
-        counts = _Counts(
-            num_collectors=num_collectors,
-            num_workers_per_collector=num_workers_per_collector,
-            update_after_each_batch=update_after_each_batch,
-            max_weight_update_interval=max_weight_update_interval,
-        )
-        _refuse(options)
-        in_each = counts.num_workers_per_collector
-        makers = makers_of_workers(create_env_fn, counts.num_collectors, in_each)
         given: dict[str, Any] = dict(options)
-        others = _not_twice(given.pop("backend_options", None))
-        merged: Any = inner_options(collector_kwargs, given, len(makers) // in_each, in_each)
-        interval = 0 if counts.update_after_each_batch else counts.max_weight_update_interval
-        self._update_interval: int | None = interval if interval >= 0 else None
-        self._batches_since_update = 0
-        own = (in_each, remote_configs, ray_init_config)
-        super().__init__(
-            makers,
-            policy,
+        made = grouped(
+            type(self).__name__,
+            create_env_fn,
+            GroupOptions(
+                num_collectors=num_collectors,
+                num_workers_per_collector=num_workers_per_collector,
+                update_after_each_batch=update_after_each_batch,
+                max_weight_update_interval=max_weight_update_interval,
+            ),
             backend="ray",
-            sync=sync,
-            backend_options={**others, **dict(zip(_ARGUMENTS, own, strict=True))},
-            **merged,
+            backend_options={"remote_configs": remote_configs, "ray_init_config": ray_init_config},
+            more_backend_options=given.pop("backend_options", None),
+            collector_class=collector_class,
+            collector_kwargs=collector_kwargs,
+            options={"sync": sync, **given},
         )
-        if self._update_interval is not None:
-            self._check_source()
-
-    def _check_source(self) -> None:
-        try:
-            if self.weight_updater is None:
-                self._weights.check_source("update_after_each_batch")
-        except BaseException:
-            self.shutdown(raise_on_error=False)
-            raise
-
-    def _update_at_each_batch(self) -> None:
-        if self._update_interval is None:
-            return
-        if self._batches_since_update >= self._update_interval:
-            self.update_policy_weights_()
-            self._batches_since_update = 0
-        self._batches_since_update += 1
+        self._updates = made.updates
+        self._construct(made.makers, policy, made.options)
 
     def shutdown(
         self,
@@ -160,24 +123,3 @@ class RayCollector(MultiCollector):
         if not shutdown_ray and not self.closed:
             leave_connected()
         super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
-
-
-def _refuse(options: Mapping[str, Any]) -> None:
-    instead = {
-        "backend": "RayCollector has backend='ray'. Drop it.",
-        "num_workers": "pass num_collectors= and num_workers_per_collector=.",
-        "update_at_each_batch": "here it is called update_after_each_batch.",
-    }
-    for name in options:
-        if name in instead:
-            raise TypeError(f"RayCollector has no option {name!r}: {instead[name]}")
-
-
-def _not_twice(given: Any) -> Mapping[str, Any]:
-    """Options of the backend that are no arguments."""
-    if given is not None and not isinstance(given, Mapping):
-        raise TypeError(f"backend_options: expected a dictionary, got {type(given).__name__}: {given!r}.")
-    for name in given or {}:
-        if name in _ARGUMENTS:
-            raise ValueError(f"backend_options: got {name!r}, which is an argument of RayCollector. Pass it there.")
-    return given or {}

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollwright._options import with_options
 from rollwright.collectors.base import BaseCollector
-from rollwright.collectors.clusters.groups import GroupOptions, GroupsCollector
+from rollwright.collectors.clusters.groups import GroupOptions, grouped
 from rollwright.collectors.collector import Collector
+from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.options import WorkerOptions
 
@@ -21,7 +22,7 @@ _LEFT_OUT = ("backend", "num_workers", "update_at_each_batch")  # said otherwise
 
 
 @with_options(WorkerOptions, CollectorOptions, leave_out=_LEFT_OUT)
-class RPCCollector(GroupsCollector):
+class RPCCollector(MultiCollector):
     """Collects experience in groups of workers, each a member of a group of RPC: ``backend="rpc"``.
 
     A worker that dies is replaced (``on_worker_failure="restart"``); a member that dies cannot be, which is an error:
@@ -103,9 +104,9 @@ class RPCCollector(GroupsCollector):
                 raise ValueError("visible_devices: got it as 'devices' in tensorpipe_options, too. Pass it once.")
             tensorpipe_options = {**(tensorpipe_options or {}), "devices": list(visible_devices)}
         about |= {} if tensorpipe_options is None else {"tensorpipe_options": tensorpipe_options}
-        self._construct_groups(
+        made = grouped(
+            type(self).__name__,
             create_env_fn,
-            policy,
             GroupOptions(
                 num_collectors=num_collectors,
                 num_workers_per_collector=num_workers_per_collector,
@@ -119,6 +120,8 @@ class RPCCollector(GroupsCollector):
             collector_kwargs=collector_kwargs,
             options={"sync": sync, **options},
         )
+        self._updates = made.updates
+        self._construct(made.makers, policy, made.options)
 
 
 RPCDataCollector = RPCCollector

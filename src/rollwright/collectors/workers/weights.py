@@ -24,7 +24,7 @@ from rollwright.weight_update.forms import Description
 from rollwright.weight_update.publisher import Publisher
 from rollwright.weight_update.receiving import Relay
 
-__all__ = ["WorkersWeights"]
+__all__ = ["PeriodicUpdates", "WorkersWeights"]
 
 _LAG_S = 60.0
 
@@ -187,3 +187,26 @@ class WorkersWeights(CollectorWeights):
     def _devices(self) -> list[Any]:
         ready = [worker.ready for worker in self._group.workers]
         return [None if of_worker is None else torch.device(of_worker.policy_device or "cpu") for of_worker in ready]
+
+
+class PeriodicUpdates:
+    """Says before which batches a collector publishes weights by itself.
+
+    Args:
+        option: that asks for it, for messages.
+        interval: batches from one update to the next; 0: one before each.
+
+    Example:
+        >>> updates = PeriodicUpdates("max_weight_update_interval", 2)
+        >>> [updates.is_due() for _ in range(5)]
+        [False, False, True, False, True]
+    """
+
+    def __init__(self, option: str, interval: int = 0) -> None:
+        self.option, self._interval, self._batches = option, interval, 0
+
+    def is_due(self) -> bool:
+        """Whether to publish before the next batch; to be asked once before each."""
+        is_due = self._batches >= self._interval
+        self._batches = 1 if is_due else self._batches + 1
+        return is_due
