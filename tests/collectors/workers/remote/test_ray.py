@@ -270,7 +270,7 @@ COLLECTORS = {
         "collector_kwargs: max_frames_per_traj has to be the same for all collectors",
     ),
     "backend": ({"backend": "tcp"}, TypeError, "RayCollector has no option 'backend'"),
-    "options": ({"backend_options": {"remote_configs": {}}}, ValueError, "'remote_configs', which is said by an argument"),
+    "options": ({"backend_options": {"remote_configs": {}}}, ValueError, "'remote_configs', which is said by an arg"),
     "start method": ({"start_method": "fork"}, ValueError, "start_method='fork' is for processes of this machine"),
 }
 
