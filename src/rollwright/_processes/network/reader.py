@@ -37,6 +37,8 @@ class BackgroundReader:
         >>> inbox.theirs.send(b"1"), inbox.arrived.wait(10)
         (1, True)
         >>> reader.stop()
+        >>> inbox.mine.close(), inbox.theirs.close()
+        (None, None)
     """
 
     def __init__(self, fd: int, read: Callable[[], None]) -> None:
