@@ -65,7 +65,9 @@ class Program:
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end; the exit status."""
         if self.returncode is None:
-            if not select.select([self._line], [], [], timeout)[0]:
+            poll = select.poll()  # which takes descriptors of any number
+            poll.register(self._line, select.POLLIN)
+            if not poll.poll(None if timeout is None else timeout * 1e3):
                 raise subprocess.TimeoutExpired(f"program {self.pid}", timeout or 0.0)
             self.returncode = self._answer()
         return self.returncode

@@ -39,7 +39,7 @@ WRONG = [
     (WorkerOptions, {"restart_delay": -1}, ValueError, "expected 0 s or more, got -1."),
     (WorkerOptions, {"env_step_timeout": 0}, ValueError, r"expected more than 0 s \(None: no limit\), got 0."),
     (WorkerOptions, {"policy_lag": "never"}, ValueError, "expected 'wait' or 'drop', got 'never'."),
-    (WorkerOptions, {"backend": "rpc"}, ValueError, "expected None, 'direct', .*'multiprocessing' or 'tcp', got"),
+    (WorkerOptions, {"backend": "cloud"}, ValueError, "expected None, 'direct', .*'multiprocessing', 'tcp'.* got"),
 ]
 
 

@@ -23,7 +23,7 @@ SEED = int(os.environ.get("ROLLWRIGHT_STORM_SEED", "0"))
 HOST_TIMEOUT_S = 2.0
 WAIT_S = 20.0  # no call may take longer
 QUICK, LONG = 3, 50  # rounds
-pytestmark = pytest.mark.usefixtures("replacing")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("replacing")]
 
 
 class Storm:

@@ -20,7 +20,7 @@ from rollwright.testing.transports import frames as of
 from rollwright.testing.transports.frames import VERSION
 
 KINDS = ["sync", "async"]
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("replacing")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("replacing")]
 
 
 def ended(program, pids, limit_s=10.0):

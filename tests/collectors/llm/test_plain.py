@@ -31,7 +31,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-PROMPTS = 4  # with 1, 4, 3 and 2 turns
+PROMPTS = 6
 
 
 class Talks:

@@ -76,7 +76,7 @@ class Stored(RolloutDelivery):
         if self.rollout.options.stores_rows and slices and self.rollout.num_rows > 1:
             raise ValueError(
                 "flatten_data=False: an element of the buffer would be all turns that one environment took in a batch, "
-                "and its sampler draws slices of single turns. Leave flatten_data out, or pass another "
+                "and its sampler draws slices of single turns (SliceSampler). Leave flatten_data out, or pass another "
                 "sampler."
             )
         tracked = self.rollout.options.track_traj_ids or not slices

@@ -81,6 +81,8 @@ class ChatEnv(ConversationEnv):
         >>> env.close()
     """
 
+    _data_key: str | None = None  # of environments that were saved before there was one
+
     def __init__(
         self,
         conversations: DatasetConversations | None = None,

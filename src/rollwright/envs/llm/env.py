@@ -70,6 +70,7 @@ class ConversationEnv(Pooled, EnvBase):
 
     returns_copies = True
     has_token_rewards = True
+    _changes = False  # of environments that were saved before it could be True
     # save_remote() saves what changes; the rest is what the constructor was given.
     _not_saved = ("conversations", "tokenizer", "_slots", "_blank", "_ends", "_keeps_ended")
 

@@ -115,7 +115,7 @@ def test_killed_writers_leave_whole_trajectories_and_are_replaced(make, serve, b
         for _ in range(4):
             before = buffer.write_count
             assert wait_until(lambda before=before: buffer.write_count > before + 100, 20.0)
-            workers = [worker for worker in collector.stats()["workers"] if worker["alive"]]
+            workers = [worker for worker in collector.stats()["workers"] if worker["alive"] and worker["pid"]]
             os.kill(workers[0]["pid"], signal.SIGKILL)
         before = buffer.write_count
         assert wait_until(lambda: buffer.write_count > before + 200, 20.0)

@@ -201,8 +201,10 @@ class InterpreterSession(ToolSession):
     def _answer(process: subprocess.Popen[bytes], limit_s: float) -> str:
         assert process.stdout is not None
         fd, until, held = process.stdout.fileno(), time.monotonic() + limit_s, b""
+        poll = select.poll()  # which takes descriptors of any number
+        poll.register(fd, select.POLLIN)
         while len(held) < 4 or len(held) < 4 + struct.unpack("!I", held[:4])[0]:
-            if not select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
+            if not poll.poll(max(0.0, until - time.monotonic()) * 1e3):
                 raise TimeoutError
             part = os.read(fd, 1 << 16)
             if not part:
