@@ -154,6 +154,7 @@ def test_siblings_go_on_and_what_they_wrote_stays(make, buffer):
     assert wait_until(lambda: rb.write_count > 200)
     burn(pids(collector)[1])
     assert wait_until(lambda: collector.stats()["workers_alive"] == 1, SECONDS)
+    assert wait_until(lambda: bool(collector.stats()["background"]["error"]), SECONDS)  # the collector knows, too
     with pytest.raises(WorkerError, match=r"worker 1.*SIGKILL"):
         collector.async_shutdown()
     check(rb[:], gaps=True)
