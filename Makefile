@@ -43,6 +43,7 @@ bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--q
 	$(if $(findstring --no-peers,$(BENCH)),,-$(MAKE) .venv-bench-sb3/.made)
 	$(if $(findstring --no-peers,$(BENCH)),,-$(MAKE) .venv-bench-cpprb/.made)
 	$(BIN)/python -m benchmarks.compare $(BENCH)
+	$(BIN)/python -m benchmarks.programs $(BENCH)
 	$(BIN)/python -m benchmarks.counts
 	$(BIN)/python -m benchmarks.scaling $(filter-out --no-peers,$(BENCH))
 	$(BIN)/python -m benchmarks.replay $(BENCH)

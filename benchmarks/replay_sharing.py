@@ -118,6 +118,7 @@ class Samplers:
         memory = self._segment.map(0, _TOTALS.nbytes * (count + 1))
         self._words = np.frombuffer(memory, np.int64).reshape(-1, len(_TOTALS))
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "tensordict", "rollwright.data"])  # not by each process
         self._processes: list[Any] = [
             context.Process(target=_sample, args=(buffer, self._segment, number), daemon=True)
             for number in range(count)

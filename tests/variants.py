@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["in_turn"]
+__all__ = ["in_turn", "one_quick"]
 
 
 def in_turn(values: Iterable[Any], others: Sequence[Any]) -> list[Any]:
@@ -18,6 +18,11 @@ def in_turn(values: Iterable[Any], others: Sequence[Any]) -> list[Any]:
         for turn, other in enumerate(others)
         for quick in (turn == number % len(others),)
     ]
+
+
+def one_quick(values: Iterable[Any], chosen: Any) -> list[Any]:
+    """The values, for ``parametrize``; all but the chosen one are slow: the promise does not depend on them."""
+    return [pytest.param(each, id=_name(each), marks=[] if each == chosen else [pytest.mark.slow]) for each in values]
 
 
 def _name(value: Any) -> str:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["class_path", "foreign_transform", "is_torchrl_buffer", "is_torchrl_env", "is_torchrl_spec", "kind_in"]
+__all__ = [
+    "class_path",
+    "foreign_transform",
+    "is_dm_env",
+    "is_pettingzoo_env",
+    "is_torchrl_buffer",
+    "is_torchrl_env",
+    "is_torchrl_spec",
+    "kind_in",
+    "library_of_env",
+]
 
 _HOOKS = ("transform_observation_spec", "transform_input_spec")
 
@@ -39,6 +49,11 @@ def kind_in(library: str, thing: Any) -> list[str]:
     return [base.__name__ for base in bases if base.__module__.partition(".")[0] == library]
 
 
+def is_dm_env(thing: Any) -> bool:
+    """Whether an object is an environment of dm_env, such as those of dm_control."""
+    return "Environment" in kind_in("dm_env", thing)
+
+
 def is_torchrl_env(thing: Any) -> bool:
     """Whether an object is an environment of TorchRL."""
     return "EnvBase" in kind_in("torchrl", thing)
@@ -52,3 +67,14 @@ def is_torchrl_spec(thing: Any) -> bool:
 def is_torchrl_buffer(thing: Any) -> bool:
     """Whether an object is a replay buffer of TorchRL."""
     return "ReplayBuffer" in kind_in("torchrl", thing)
+
+
+def is_pettingzoo_env(thing: Any) -> bool:
+    """Whether an object is an environment of PettingZoo, of either kind."""
+    return any(name in ("ParallelEnv", "AECEnv") for name in kind_in("pettingzoo", thing))
+
+
+def library_of_env(thing: Any) -> str:
+    """The library whose environment an object is: ``"dm_env"``, ``"pettingzoo"``, ``"torchrl"``; else ``""``."""
+    tests = {"dm_env": is_dm_env, "pettingzoo": is_pettingzoo_env, "torchrl": is_torchrl_env}
+    return next((library for library, test in tests.items() if test(thing)), "")

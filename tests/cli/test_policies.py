@@ -230,10 +230,10 @@ def test_policy_that_does_not_fit_the_environment(run, tmp_path, module):
         """
 import torch
 class Wrong(torch.nn.Module):
-    def forward(self, pixels): return pixels
+    def forward(self, pixels, speed): return pixels
 """
     )
     result = run("collect", "CartPole-v1", "--policy", f"{name}:Wrong", "--output", tmp_path / "out")
     assert result.status == 2
-    assert "Wrong.forward takes (pixels)" in result.err
+    assert "Wrong.forward takes (pixels, speed)" in result.err
     assert not (tmp_path / "out").exists()

@@ -72,7 +72,7 @@ def writes(value, key="action"):
 
 
 class Takes(nn.Module):
-    def forward(self, picture):
+    def forward(self, picture, pose):
         return picture
 
 
@@ -191,11 +191,10 @@ OPTIONS = [
 ]
 
 ENVIRONMENTS = [
-    Case("a name", lambda: collect("CartPole-v1"), TypeError, ("create_env_fn", "EnvBase", "'CartPole-v1'", "Wrap")),
-    Case("a gymnasium environment", lambda: collect(gymnasium.make("CartPole-v1")), TypeError, ("create_env_fn",
-         "EnvBase", "GymWrapper")),
-    Case("a callable that makes one", lambda: collect(lambda: gymnasium.make("CartPole-v1")), TypeError,
-         ("create_env_fn", "EnvBase", "GymWrapper")),
+    Case("a name of no version", lambda: collect("CartPole-v9"), EnvError, ("CartPole-v9", "v0", "v1")),
+    Case("a misspelt name", lambda: collect("Cartpol-v1"), EnvError, ("Cartpol-v1", "CartPole")),
+    Case("an environment's space", lambda: collect(gymnasium.make("CartPole-v1").action_space), TypeError,
+         ("create_env_fn", "Discrete", "EnvBase")),
     Case("a callable that returns nothing", lambda: collect(lambda: None), TypeError, ("create_env_fn", "NoneType")),
     Case("two factories", lambda: collect([CountingEnv, CountingEnv]), ValueError, ("create_env_fn", "2", "SerialEnv")),
     Case("no factory", lambda: collect([]), ValueError, ("create_env_fn", "0")),
@@ -241,8 +240,8 @@ POLICIES = [
     Case("a class", lambda: collect(pendulum, Takes), TypeError, ("policy", "class Takes", "Takes(...)")),
     Case("arguments that are no entries", lambda: collect(pendulum, Takes()), TypeError, ("policy", "picture",
          "observation", "in_keys")),
-    Case("a layer", lambda: collect(pendulum, nn.Linear(3, 1)), TypeError, ("policy", "Linear", "input",
-         "TensorDictModule")),
+    Case("a misspelt argument", lambda: collect(CountingEnv, lambda obsrvation, pose: 0), TypeError, ("policy",
+         "obsrvation", "observation", "TensorDictModule")),
     Case("reads what is not there", lambda: collect(pendulum, linear(in_keys=["pixels"])), PolicyKeyError, ("policy",
          "'pixels'", "'observation'", "in_keys")),
     Case("writes no action", lambda: collect(pendulum, linear(out_keys=["acton"])), PolicyKeyError, ("policy",
@@ -389,5 +388,5 @@ def test_an_environment_of_another_library_is_not_called():
         def forward(self, tensordict=None):
             raise AssertionError
 
-    with pytest.raises(TypeError, match=r"create_env_fn: expected an EnvBase of rollwright.*OtherEnv"):
+    with pytest.raises(TypeError, match=r"create_env_fn: expected the name of .*OtherEnv"):
         Collector(OtherEnv(), frames_per_batch=4)

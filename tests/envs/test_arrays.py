@@ -150,6 +150,10 @@ ENVS = {
     "floats of some": lambda: floats(walk(seen=DOUBLE), ["observation"], ["cast"]),
     "floats of a vector": lambda: floats(vector(seen=DOUBLE)),
     "doubles": lambda: doubles(walk()),
+    "doubles as actions": lambda: floats(walk(act=DOUBLE, seen=DOUBLE)),
+    "scaled actions": lambda: TransformedEnv(
+        walk(act=BOX), ObservationNorm(0.0, 2.0, ["observation"], in_keys_inv=["action"])
+    ),
     "doubles of a vector": lambda: doubles(vector(seen=DOUBLE)),
     "serial": lambda: SerialEnv(3, walk),
     "serial of vectors": lambda: SerialEnv(2, vector),
@@ -293,10 +297,9 @@ REFUSED = {
     "a reset_key": lambda: TransformedEnv(walk(), TensorDictPrimer(h=Unbounded(()), reset_key="_reset")),
     "another flag": lambda: TransformedEnv(walk(), StepCounter(3, update_done=False)),
     "its flags are": lambda: TransformedEnv(walk(), StepCounter(3, truncated_key="cut")),
-    "ObservationNorm changes what the environment is given": lambda: TransformedEnv(
-        walk(act=BOX), ObservationNorm(0.0, 2.0, ["observation"], in_keys_inv=["action"])
+    "ObservationNorm changes what the environment is given beside actions": lambda: TransformedEnv(
+        walk(), Compose(StepCounter(), ObservationNorm(0.0, 2.0, ["observation"], in_keys_inv=["step_count"]))
     ),
-    "DoubleToFloat changes what the environment is given": lambda: TransformedEnv(walk(act=DOUBLE), DoubleToFloat()),
     r"changes shape \(1,\) to \(3,\)": lambda: TransformedEnv(walk(), RewardScaling(torch.zeros(3), 2.0)),
     "Louder works on TensorDicts": lambda: TransformedEnv(walk(), Louder(0.0, 2.0)),
     "differ in their entries": lambda: SerialEnv(2, [walk, lambda: TransformedEnv(walk(), InitTracker())]),

@@ -41,7 +41,7 @@ def test_decorator() -> None:
     assert make().env_name == "CartPole-v1"
 
 
-@pytest.mark.parametrize("given", ["CartPole-v1", None, GymEnv("CartPole-v1")])
+@pytest.mark.parametrize("given", [7, None, GymEnv("CartPole-v1")])
 def test_refuses_what_makes_no_environment(given: Any) -> None:
     with pytest.raises(TypeError, match="create_env_fn: expected a function that makes an environment"):
         EnvCreator(given)

@@ -126,7 +126,17 @@ def test_a_step_after_close_says_that_a_reset_opens_it_again(kind: str) -> None:
 
 
 def test_a_closed_environment_that_cannot_be_opened_is_refused_at_construction() -> None:
-    env = TransformedEnv(cartpole(), StepCounter())
+    env = TransformedEnv(CountingEnv(), StepCounter())
     env.close()
     with pytest.raises(EnvError, match=r"create_env_fn: .* is closed\. Make a new environment\."):
         Collector(env, frames_per_batch=4)
+
+
+def test_an_environment_of_gymnasium_goes_on_after_close() -> None:
+    env = TransformedEnv(cartpole(), StepCounter())
+    for _ in range(2):
+        assert env.rollout(3)["step_count"].squeeze(-1).tolist() == [0, 1, 2]
+        env.close()
+        env.close()
+    with Collector(env, frames_per_batch=4) as collector:
+        assert collector.next().shape == (4,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import (
     AddStateIndependentNormalScale,
+    CompositeDistribution,
     NormalParamExtractor,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
@@ -24,6 +26,23 @@ from tensordict.nn import InteractionType as Type
 from tensordict.nn.distributions import Delta
 from torch import distributions as D
 from torch import nn
+
+from rollwright.data import Bounded, Categorical, OneHot
+from rollwright.modules import (
+    Actor,
+    AdditiveGaussianModule,
+    EGreedyModule,
+    IndependentNormal,
+    MaskedCategorical,
+    OneHotCategorical,
+    ProbabilisticActor,
+    QValueActor,
+    SafeModule,
+    SafeSequential,
+    TanhModule,
+    TanhNormal,
+    TruncatedNormal,
+)
 
 N_IN, N_ACTIONS = 4, 3
 
@@ -127,6 +146,54 @@ def probs_policy(**options: Any) -> ProbabilisticTensorDictSequential:
     return sampled(TensorDictModule(body, ["observation"], ["probs"]), ["probs"], D.Categorical, **options)
 
 
+def masked_policy(**options: Any) -> ProbabilisticTensorDictSequential:
+    """The first outcome is allowed, and those of a positive input."""
+
+    def mask(observation: torch.Tensor) -> torch.Tensor:
+        allowed = observation[..., :N_ACTIONS] > 0
+        allowed[..., 0] = True
+        return allowed
+
+    parts = [TensorDictModule(net(), ["observation"], ["logits"]), TensorDictModule(mask, ["observation"], ["mask"])]
+    return sampled(parts, ["logits", "mask"], MaskedCategorical, **options)
+
+
+def composite_policy(**options: Any) -> ProbabilisticActor:
+    """Three choices."""
+
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x[..., :2], x[..., 2:5], x[..., 5:]
+
+    body = TensorDictSequential(
+        TensorDictModule(net(9), ["observation"], ["hidden"]),
+        TensorDictModule(split, ["hidden"], [("params", name, "logits") for name in ("a", "b", "c")]),
+    )
+    settings = {
+        "distribution_map": {"a": D.Categorical, "b": D.OneHotCategorical, "c": D.Categorical},
+        "name_map": {"a": ("action", "a"), "b": ("action", "b"), "c": "c"},
+    }
+    kind = {"distribution_class": CompositeDistribution, "distribution_kwargs": settings}
+    return ProbabilisticActor(body, ["params"], default_interaction_type=Type.RANDOM, **kind, **options)
+
+
+def actor_policy(**options: Any) -> ProbabilisticActor:
+    body = nn.Sequential(net(2 * N_ACTIONS), NormalParamExtractor())
+    module = SafeModule(body, ["observation"], ["loc", "scale"])
+    options = {"distribution_class": TanhNormal, "return_log_prob": True, **options}
+    return ProbabilisticActor(module, ["loc", "scale"], default_interaction_type=Type.RANDOM, **options)
+
+
+def greedy_policy(spec: Any, **options: Any) -> TensorDictSequential:
+    return TensorDictSequential(QValueActor(net(), spec=spec), EGreedyModule(spec, eps_init=0.5, **options))
+
+
+def noisy_policy() -> SafeSequential:
+    spec = Bounded(-1, 1, shape=(N_ACTIONS,))
+    return SafeSequential(
+        Actor(net()), TanhModule(in_keys=["action"], spec=spec), AdditiveGaussianModule(spec, sigma_init=0.9)
+    )
+
+
 POLICIES: dict[str, Callable[[], Any]] = {
     "a linear layer": lambda: TensorDictModule(nn.Linear(N_IN, 2), ["observation"], ["action"]),
     "a subclass with a name": Named,
@@ -142,6 +209,42 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "normal without log-prob": lambda: gaussian_policy(return_log_prob=False),
     "normal with a free scale": lambda: gaussian_policy(split=False),
     "independent normal": lambda: gaussian_policy(kind=independent_normal),
+    "independent normal by name": lambda: gaussian_policy(kind=IndependentNormal),
+    "independent normal without log-prob": lambda: gaussian_policy(kind=IndependentNormal, return_log_prob=False),
+    "tanh normal": lambda: gaussian_policy(kind=TanhNormal),
+    "tanh normal without log-prob": lambda: gaussian_policy(kind=TanhNormal, return_log_prob=False),
+    "tanh normal with bounds": lambda: gaussian_policy(
+        kind=TanhNormal, distribution_kwargs={"low": -2.0, "high": torch.tensor([1.0, 2.0, 3.0])}
+    ),
+    "tanh normal of numbers": lambda: gaussian_policy(
+        kind=TanhNormal, distribution_kwargs={"event_dims": 0, "safe_tanh": False}
+    ),
+    "tanh normal with tanh_loc": lambda: gaussian_policy(kind=TanhNormal, distribution_kwargs={"tanh_loc": True}),
+    "truncated normal": lambda: gaussian_policy(kind=TruncatedNormal),
+    "partial": lambda: gaussian_policy(kind=partial(TanhNormal, low=-3.0)),
+    "laplace": lambda: gaussian_policy(kind=D.Laplace),
+    "scaled independent normal": lambda: gaussian_policy(
+        kind=lambda loc, scale: D.Independent(D.Normal(loc, 2 * scale), 1)
+    ),
+    "student": lambda: gaussian_policy(kind=lambda loc, scale: D.StudentT(3.0, loc, scale)),
+    "logistic normal": lambda: gaussian_policy(kind=D.LogisticNormal),
+    "mixture": lambda: gaussian_policy(
+        kind=lambda loc, scale: D.MixtureSameFamily(D.Categorical(logits=loc), D.Normal(loc, scale))
+    ),
+    "one-hot of integers": lambda: logits_policy(kind=OneHotCategorical),
+    "masked": masked_policy,
+    "masked without cross entropy": lambda: masked_policy(distribution_kwargs={"use_cross_entropy": False}),
+    "probabilistic actor": actor_policy,
+    "safe probabilistic actor": lambda: actor_policy(
+        spec=Bounded(-0.1, 0.1, shape=(N_ACTIONS,)), safe=True, distribution_class=IndependentNormal
+    ),
+    "several categoricals": lambda: composite_policy(return_log_prob=True),
+    "several categoricals without log-prob": composite_policy,
+    "greedy values": lambda: QValueActor(net(), spec=Categorical(N_ACTIONS)),
+    "greedy one-hot values": lambda: QValueActor(net(), action_space="one_hot"),
+    "epsilon-greedy": lambda: greedy_policy(Categorical(N_ACTIONS)),
+    "epsilon-greedy, one-hot": lambda: greedy_policy(OneHot(N_ACTIONS)),
+    "additive noise": noisy_policy,
     "bernoulli, unknown": lambda: logits_policy(kind=D.Bernoulli),
     "own generator": lambda: logits_policy(generator=3),
     "delta": lambda: sampled(

@@ -31,7 +31,7 @@ from rollwright.errors import NotNative, PolicyError
 from rollwright.modules import RandomPolicy
 from rollwright.modules.signature import SignaturePolicy
 from rollwright.policies import array_policy
-from rollwright.policies.draws import _race_is_exact, race
+from rollwright.policies.draws.basic import _race_is_exact, race
 
 
 def flat_of(lab, policy, batch=(), kind=Type.RANDOM, available=None):
@@ -123,7 +123,7 @@ REASONS = {
     r"^an earlier module writes what the distribution would draw$": rescoring,
     r"^a distribution has num_samples$": lambda: drawing(num_samples=2),
     r"^a distribution reads its generator": lambda: drawing(generator="seed"),
-    r"^it samples a CompositeDistribution$": composite,
+    r"^it samples a CompositeDistribution with Normal": composite,
     r"^the random policy has no spec yet$": RandomPolicy,
     r"^the spec of 'action' is a NonTensor$": lambda: RandomPolicy(Composite(action=NonTensor())),
 }

@@ -29,6 +29,21 @@ IN_NUMPY = [
     "normal",
     "normal without log-prob",
     "normal with a free scale",
+    "one-hot of integers",
+    "independent normal by name",
+    "independent normal without log-prob",
+    "tanh normal",
+    "tanh normal without log-prob",
+    "tanh normal with bounds",
+    "probabilistic actor",
+    "independent normal",
+    "truncated normal",
+    "partial",
+    "scaled independent normal",
+    "greedy values",
+    "greedy one-hot values",
+    "epsilon-greedy",
+    "additive noise",
     "delta",
     "nested sequence",
     "two draws",
@@ -280,3 +295,24 @@ def test_probabilities_have_no_numpy_program(lab):
     )
     compiled = compile_policy(flat, arguments={"backend": "eager"}, example=lab.root(()))
     assert compiled.how.startswith("torch.compile")
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, place, direction):
+        return self.layer(torch.cat([place, direction.unsqueeze(-1).float()], -1))
+
+
+def test_a_number_among_the_entries_stays_one_in_a_compiled_policy():
+    policy = TensorDictModule(Joined(), ["place", "direction"], ["action"])
+    flat = array_policy(policy, exploration_type=Type.RANDOM, batch_shape=(), available=["place", "direction"])
+    given = {"place": np.ones(2, np.float32), "direction": np.array(1)}
+    with torch.no_grad():
+        compiled = compile_policy(flat, example=given, arguments={"backend": "eager"})
+        flat.start(1)
+        compiled.start(1)
+        for written, expected in zip(compiled(*given.values()), flat(*given.values()), strict=True):
+            np.testing.assert_allclose(written, expected, rtol=1e-5)

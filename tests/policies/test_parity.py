@@ -22,6 +22,8 @@ MIXTURES = [
 @pytest.mark.parametrize(("kind", "batch"), MIXTURES, ids=str)
 @pytest.mark.filterwarnings("ignore:deterministic_sample wasn't found")
 def test_flat_equals_plain_to_the_bit(lab, policy_name, batch, kind):
+    if "several categoricals" in policy_name and kind is Type.MEAN:
+        pytest.skip("has no mean")
     policy = lab.policies[policy_name]()
     flat = array_policy(copy.deepcopy(policy), exploration_type=kind, batch_shape=batch, available=lab.available)
     torch.manual_seed(5)

@@ -289,7 +289,8 @@ def test_a_distribution_that_is_not_registered_is_named():
     policy[0].module, policy[1].module[0] = nn.Linear(3, 1), nn.Linear(3, 1)
     _, paths = batches(policy)
     assert paths["policy"].startswith("native")
-    assert paths["policy"].endswith(", and the distribution Laplace, built at each step")
+    remedy = "(register_distribution takes functions in its place)"
+    assert paths["policy"].endswith(f", and the distribution Laplace, built at each step {remedy}")
 
 
 def test_collecting_with_a_layer_in_numpy():

@@ -91,6 +91,7 @@ from typing import Any, Literal, TypedDict
 from tensordict import TensorDictBase
 
 from rollwright.collectors.options import Buffer, Device, Interrupts
+from rollwright.collectors.workers.transports.backends import Backend
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 
@@ -134,7 +135,7 @@ def _evaluator_options() -> tuple[str, ...]:
 def buffers() -> str:
     """``data/replay_buffers/keywords.py``."""
     buffer, slices = dict(arguments_of("ReplayBuffer")), dict(arguments_of("SliceSampler"))
-    text = """from collections.abc import Callable
+    text = """from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch

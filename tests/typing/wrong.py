@@ -30,7 +30,7 @@ def make() -> GymEnv:
 Collector(make, frame_per_batch=200)  # error
 Collector(make, frames_per_batch="x")  # error
 Collector(make, total_frames=None)  # error
-Collector("CartPole-v1")  # error
+Collector(3)  # error
 Collector(make, 3)  # error
 Collector(make, num_collectors="2")  # error
 Collector(make, num_collectors=2, cat_result=0)  # error
@@ -57,7 +57,7 @@ GymEnv(3)  # error
 GymWrapper("CartPole-v1")  # error
 ParallelEnv(2, make, num_process=2)  # error
 SerialEnv("2", make)  # error
-SerialEnv(2, "CartPole-v1")  # error
+SerialEnv(2, 3)  # error
 AsyncEnvPool([make], backend="ray")  # error
 EnvBase(batch_sizes=[])  # error
 make().rollout("3")  # error

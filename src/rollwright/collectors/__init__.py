@@ -10,12 +10,14 @@ from rollwright.collectors.collector import Collector
 from rollwright.collectors.collectors import SyncDataCollector
 from rollwright.collectors.evaluation import Evaluator
 from rollwright.collectors.interruptor import Interruptor
-from rollwright.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from rollwright.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import ProfileConfig
 from rollwright.modules import RandomPolicy
+from rollwright.weight_update import WeightUpdaterBase
 
 __all__ = [
+    "AsyncCollector",
     "BaseCollector",
     "Collector",
     "CollectorOptions",
@@ -35,6 +37,7 @@ __all__ = [
     "RayCollector",
     "RayEvalWorker",
     "SyncDataCollector",
+    "WeightUpdaterBase",
 ]
 
 if TYPE_CHECKING:

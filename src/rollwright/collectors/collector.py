@@ -33,6 +33,7 @@ from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.collectors.weights.local import LocalWeights
 from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.collectors.workers.transports.backends import WorkerBackend
 
 if TYPE_CHECKING:
     from rollwright.collectors.keywords import CollectorKeywords, MultiKeywords, WorkerKeywords
@@ -88,7 +89,7 @@ class Collector(BaseCollector):
         *,
         num_collectors: int,
         sync: Literal[True],
-        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"] | None = None,
+        backend: WorkerBackend | None = None,
         **options: Unpack[WorkerKeywords],
     ) -> MultiSyncCollector: ...
     @overload
@@ -99,7 +100,7 @@ class Collector(BaseCollector):
         *,
         num_collectors: int,
         sync: Literal[False] | None = None,
-        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"] | None = None,
+        backend: WorkerBackend | None = None,
         **options: Unpack[WorkerKeywords],
     ) -> MultiAsyncCollector: ...
     @overload
@@ -110,7 +111,7 @@ class Collector(BaseCollector):
         *,
         num_collectors: int,
         sync: bool | None,
-        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"] | None = None,
+        backend: WorkerBackend | None = None,
         **options: Unpack[WorkerKeywords],
     ) -> MultiCollector: ...
     @overload
@@ -119,7 +120,7 @@ class Collector(BaseCollector):
         create_env_fn: EnvMakers,
         policy: Callable[..., Any] | None = None,
         *,
-        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"],
+        backend: WorkerBackend,
         **options: Unpack[MultiKeywords],
     ) -> MultiCollector: ...
     @overload

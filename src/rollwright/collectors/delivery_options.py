@@ -56,6 +56,11 @@ def check_delivery(options: CollectorOptions) -> None:
             f"traj_format={options.traj_format!r} says how complete trajectories are delivered, and trajs_per_batch is "
             "None. Pass trajs_per_batch=, or drop traj_format."
         )
+    if options.trajs_per_write is not None and not (options.delivers_whole and options.replay_buffer is not None):
+        raise ValueError(
+            f"trajs_per_write={options.trajs_per_write} says how many complete trajectories are written at a time. "
+            "Pass trajs_per_batch= and replay_buffer= with it, or drop it."
+        )
     if options.replay_buffer is not None:
         _check_buffer(options)
     elif not options.extend_buffer:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from rollwright._options import check_fields, names_of, whole
 from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.collectors.workers.transports.backends import known_backend, num_workers_of
+from rollwright.envs.libs.foreign import makers_in
 
 __all__ = [
     "BackendOptions",
@@ -75,12 +76,13 @@ def make_with_workers(args: Sequence[Any], options: Mapping[str, Any]) -> Any:
             f"num_workers={given['num_workers']!r} and num_collectors={count} say the same twice. Drop one of the two."
         )
     makers = args[0] if args else options.get("create_env_fn")
-    if isinstance(makers, Sequence) and in_each > 1:  # one for each group
+    listed = makers_in(makers)
+    if listed is not None and in_each > 1:  # one for each group
         given.pop("create_env_fn", None)
-        args = ([maker for maker in makers for _ in range(in_each)], *args[1:])
+        args = ([maker for maker in listed for _ in range(in_each)], *args[1:])
     if count is not None:
         given["num_workers"] = count * in_each
-    elif not isinstance(makers, Sequence):
+    elif listed is None:
         given.setdefault("num_workers", in_each)
     return _makers[0](*args, **given)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 from tensordict import TensorDictBase
 
 from rollwright.collectors.options import Buffer, Device, Interrupts
+from rollwright.collectors.workers.transports.backends import Backend
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 
@@ -51,6 +52,7 @@ class CommonKeywords(TypedDict, total=False):
     worker_idx: int | None
     trajs_per_batch: int | None
     traj_format: Literal["padded", "cat"]
+    trajs_per_write: int | None
     replay_buffer: Buffer | None
     weight_sync_schemes: Mapping[str, WeightSyncScheme] | None
     weight_recv_schemes: Mapping[str, WeightSyncScheme] | None
@@ -138,7 +140,7 @@ class LLMKeywords(TypedDict, total=False):
     worker_idx: int | None
     create_env_fn: Any
     num_collectors: int | None
-    backend: Literal["direct", "process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"] | None
+    backend: Backend | None
     sync: bool | None
     cat_results: Literal["stack"] | int | None
     preemptive_threshold: float | None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -45,14 +45,16 @@ from rollwright.collectors.workers.schedules.shaping import BatchShaping
 from rollwright.collectors.workers.schedules.staleness import Staleness
 from rollwright.collectors.workers.startup import Workers
 from rollwright.collectors.workers.stats import merged_stats
+from rollwright.collectors.workers.transports.backends import WorkerBackend
 from rollwright.collectors.workers.weights import PeriodicUpdates, WorkersWeights
+from rollwright.envs.libs.foreign import check_maker
 from rollwright.weight_update.publisher import Publisher
 
 if TYPE_CHECKING:
     from rollwright.collectors.keywords import MultiKeywords
     from rollwright.collectors.rollout.environment import EnvMakers
 
-__all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
+__all__ = ["AsyncCollector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
 
 _WHOLE = ("total_frames", "trajs_per_batch", "groups_per_batch", "traj_format")  # options that are not divided
@@ -109,7 +111,7 @@ class MultiCollector(BaseCollector):
         create_env_fn: EnvMakers,
         policy: Callable[..., Any] | None = None,
         *,
-        backend: Literal["process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"] | None = None,
+        backend: WorkerBackend | None = None,
         **options: Unpack[MultiKeywords],
     ) -> None:
         self._construct(create_env_fn, policy, {"backend": backend, **options})
@@ -123,9 +125,11 @@ class MultiCollector(BaseCollector):
             options["sync"] = self._sync
         self.own_options, others = WorkerOptions.split(options, owner, self._options_kind)
         own = self.own_options
-        factories = factories_of(create_env_fn, own.num_workers, owner)
+        factories = factories_of(create_env_fn, own, owner)
         self.num_workers = len(factories)
         per_worker = options_of_workers(others, self.num_workers, own, self._options_kind)
+        for factory, its in zip(factories, per_worker, strict=True):
+            check_maker("create_env_fn", factory, its.create_env_kwargs)
         self.options = replace(
             per_worker[0],
             **{name: others[name] for name in _WHOLE if name in others},
@@ -632,6 +636,39 @@ class MultiAsyncCollector(MultiCollector):
     """
 
     _sync = False
+
+
+class AsyncCollector(MultiAsyncCollector):
+    """A :class:`MultiAsyncCollector` of one worker: it collects while the consumer trains.
+
+    Args:
+        create_env_fn: makes the environment, in the worker.
+        policy: see :class:`MultiCollector`.
+        **options: of :class:`MultiCollector`, without ``num_workers``.
+
+    Raises:
+        ValueError: several environments are given, or another number of workers.
+
+    Example:
+        >>> with AsyncCollector("CartPole-v1", frames_per_batch=100, total_frames=200) as collector:
+        ...     [batch.shape for batch in collector]
+        [torch.Size([100]), torch.Size([100])]
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvMakers,
+        policy: Callable[..., Any] | None = None,
+        *,
+        backend: WorkerBackend | None = None,
+        **options: Unpack[MultiKeywords],
+    ) -> None:
+        options.setdefault("num_workers", 1)
+        if options["num_workers"] != 1:
+            raise ValueError(
+                f"num_workers: AsyncCollector has one worker, got {options['num_workers']!r}. Use MultiAsyncCollector."
+            )
+        super().__init__(create_env_fn, policy, backend=backend, **options)
 
 
 register_workers(MultiCollector)

@@ -165,6 +165,8 @@ class CollectorOptions:
             ``max_frames_per_traj`` and ``set_truncated`` make complete what they cut.
         traj_format: of a batch of complete trajectories: ``"padded"`` ``[trajectories, T]``, with a mask, or ``"cat"``,
             one after another ``[sum of lengths]``.
+        trajs_per_write: with ``replay_buffer``, write up to this many complete trajectories at a time, as many as there
+            are; default: 1.
         replay_buffer: where frames go; the collector then yields None for each rollout. Frames are written flat into
             a storage of one dimension, as they are into one of more.
         weight_sync_schemes: how weights travel, by model.
@@ -214,6 +216,7 @@ class CollectorOptions:
     worker_idx: Annotated[int | None, whole(0, floats=True)] = None
     trajs_per_batch: Annotated[int | None, whole(1, floats=True)] = None
     traj_format: Literal["padded", "cat"] = "padded"
+    trajs_per_write: Annotated[int | None, whole(1, floats=True)] = None
     replay_buffer: Buffer | None = None
     weight_sync_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(_schemes)] = None
     weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(_schemes)] = None

@@ -1,4 +1,4 @@
-"""Post-processing of batches: returns over several steps."""
+"""Post-processing of batches: returns over several steps, and over the rest of a trajectory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import nn
 
-from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
+from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, leaf_keys, unravel
 from rollwright.data.compact import BOUNDARY
-from rollwright.data.layout import DONE, TERMINATED, TRUNCATED, done_groups, end_of_trajectory
+from rollwright.data.layout import DONE, TERMINATED, TRAJ_IDS, TRUNCATED, done_groups, end_of_trajectory
 from rollwright.data.layout.runs import find_ends
 
-__all__ = ["MultiStep"]
+__all__ = ["DensifyReward", "MultiStep", "Reward2GoTransform", "RewardToGo"]
 
 
 class MultiStep(nn.Module):
@@ -165,6 +165,183 @@ class MultiStep(nn.Module):
         summed = (ahead < steps.to(rewards.device).unsqueeze(-1)).unsqueeze(-1)
         discounts = self.gamma ** ahead.to(rewards.dtype).unsqueeze(-1)
         return torch.where(summed, window * discounts, 0.0).sum(-2)  # chosen, for 0 times infinity is no number
+
+
+class RewardToGo(nn.Module):
+    r"""Writes the discounted sum of the rewards from each step to the end of its trajectory.
+
+    .. math::
+
+        G_t = r_t + \gamma (1 - \text{done}_t) G_{t+1}
+
+    Sums end where a trajectory ends (``done``, or another trajectory id), and where the batch does: those of a
+    trajectory that goes on lack what comes later. So a batch, or each environment of one ``[*env, T]``, in which no
+    trajectory ends is an error. A transform of a replay buffer, which changes what is written (:meth:`inv`) and leaves
+    batches as they are; ``postproc=RewardToGo(...).inv`` of a collector does the same.
+
+    Args:
+        gamma: discount factor, a number from 0 to 1.
+        in_keys: entries of rewards; default: ``("next", "reward")``.
+        out_keys: where sums are written; default: over the rewards.
+        done_key: entry below ``"next"`` of flags that end a trajectory.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rollwright.data import LazyTensorStorage, ReplayBuffer
+        >>> to_go = RewardToGo(gamma=0.5, out_keys=["reward_to_go"])
+        >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100), transform=to_go)
+        >>> outcome = {"reward": torch.ones(4, 1), "done": torch.tensor([[False], [True], [False], [True]])}
+        >>> _ = buffer.extend(TensorDict({"next": outcome}, [4]))
+        >>> buffer[:]["reward_to_go"].squeeze(-1)
+        tensor([1.5000, 1.0000, 1.5000, 1.0000])
+    """
+
+    def __init__(
+        self,
+        gamma: float | torch.Tensor | None = 1.0,
+        in_keys: NestedKey | Sequence[NestedKey] | None = None,
+        out_keys: NestedKey | Sequence[NestedKey] | None = None,
+        done_key: NestedKey = DONE,
+    ) -> None:
+        super().__init__()
+        self.gamma = _discount("gamma", 1.0 if gamma is None else gamma)
+        self.in_keys: list[NestedKey] = as_keys([("next", "reward")] if in_keys is None else in_keys)
+        self.out_keys = list(self.in_keys) if out_keys is None else as_keys(out_keys)
+        if len(self.in_keys) != len(self.out_keys) or not self.in_keys:
+            raise ValueError(f"out_keys: expected one for each of {self.in_keys}, got {self.out_keys}.")
+        self.done_key = unravel(("next", *as_tuple(done_key)))
+
+    def forward(self, batch: TensorDictBase) -> TensorDictBase:
+        """Batches that are drawn stay as they are."""
+        return batch
+
+    def inv(self, data: TensorDictBase) -> TensorDictBase:
+        """Data ``[*env, T]`` with the sums; a copy of each level, which shares the other entries.
+
+        Raises:
+            KeyError: there is no such reward, or no ``done``.
+            ValueError: no trajectory ends, or there is no dimension of time.
+        """
+        ends = _ends(data, self.done_key)
+        if not bool(ends.any(-1).all()):
+            raise ValueError(
+                "data: expected the end of a trajectory in each environment, to which rewards are summed, got none. "
+                "Collect more frames at a time, or whole trajectories (trajs_per_batch)."
+            )
+        out = data.copy()
+        for key, to in zip(self.in_keys, self.out_keys, strict=True):
+            out.set(to, _to_go(_reward(data, key), ends, self.gamma))
+        return out
+
+    def extra_repr(self) -> str:
+        """See :meth:`torch.nn.Module.extra_repr`."""
+        return f"gamma={self.gamma}, in_keys={self.in_keys}, out_keys={self.out_keys}"
+
+
+Reward2GoTransform = RewardToGo
+
+
+class DensifyReward(nn.Module):
+    """Writes the sum of the rewards from each step to the end of its trajectory over the reward.
+
+    For rewards that are 0 but at the end: each step gets that one. See :class:`RewardToGo`; here the last trajectory
+    may go on, and is summed as far as the batch goes.
+
+    Args:
+        reward_key: entry below ``"next"``.
+        done_key: entry below ``"next"`` of flags that end a trajectory.
+        reward_key_out: entry below ``"next"`` for the sums; None: ``reward_key``.
+        time_dim: accepted for programs of the field; time is the last dimension of the batch.
+        discount: from 0 to 1.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> outcome = {"reward": torch.tensor([0.0, 3.0, 0.0]), "done": torch.tensor([False, True, False])}
+        >>> DensifyReward()(TensorDict({"next": outcome}, [3]))["next", "reward"]
+        tensor([3., 3., 0.])
+    """
+
+    def __init__(
+        self,
+        *,
+        reward_key: NestedKey = "reward",
+        done_key: NestedKey = DONE,
+        reward_key_out: NestedKey | None = None,
+        time_dim: int = 2,
+        discount: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.reward_key = unravel(("next", *as_tuple(reward_key)))
+        self.done_key = unravel(("next", *as_tuple(done_key)))
+        self.reward_key_out = (
+            self.reward_key if reward_key_out is None else unravel(("next", *as_tuple(reward_key_out)))
+        )
+        self.time_dim, self.discount = time_dim, _discount("discount", discount)
+
+    def forward(self, batch: TensorDictBase) -> TensorDictBase:
+        """A batch ``[*env, T]`` with the sums; a copy of each level, which shares the other entries.
+
+        Raises:
+            KeyError: there is no such reward, or no ``done``.
+            ValueError: there is no dimension of time.
+        """
+        ends = _ends(batch, self.done_key)
+        return batch.copy().set(self.reward_key_out, _to_go(_reward(batch, self.reward_key), ends, self.discount))
+
+
+def _discount(name: str, value: float | torch.Tensor) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, got {value!r}. Pass a discount factor such as 0.99.")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: expected 0 <= {name} <= 1, got {value}. Pass a discount factor such as 0.99.")
+    return float(value)
+
+
+def _reward(batch: TensorDictBase, key: NestedKey) -> torch.Tensor:
+    reward: torch.Tensor | None = batch.get(key, None)
+    if reward is None:
+        raise KeyError(f"data: expected the reward {key!r}, got {key_str(leaf_keys(batch))}. Name another entry.")
+    return reward if reward.is_floating_point() else reward.to(torch.get_default_dtype())
+
+
+def _ends(batch: TensorDictBase, done_key: NestedKey) -> torch.Tensor:
+    """Whether a trajectory ends with each step, bool ``[*env, T]``."""
+    if not isinstance(batch, TensorDictBase) or not batch.ndim:
+        got = list(batch.batch_size) if isinstance(batch, TensorDictBase) else type(batch).__name__
+        raise ValueError(f"data: expected a TensorDict with a dimension of time, got {got}. Pass batches to extend().")
+    done = batch.get(done_key, None)
+    if done is None:
+        raise KeyError(f"done_key: there is no entry {done_key!r}; the data have {key_str(leaf_keys(batch))}.")
+    ends: torch.Tensor = done.bool().reshape(*batch.batch_size, -1).any(-1)
+    ids = batch.get(TRAJ_IDS, None)
+    if ids is not None:
+        ids = ids.reshape(batch.batch_size)
+        changes = (ids[..., 1:] != ids[..., :-1]).to(ends.device)
+        ends = torch.cat([ends[..., :-1] | changes, ends[..., -1:]], -1)
+    return ends
+
+
+def _to_go(reward: torch.Tensor, ends: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Discounted sums ``[*env, T, ...]`` up to the next end, or the end of the batch.
+
+    Doubles how far each sum reaches, so that T steps take log2(T) passes over all of them.
+    """
+    time = ends.ndim - 1
+    total = reward.to(torch.float64).clone()
+    weight = (gamma * (~ends).to(torch.float64)).to(reward.device)
+    weight = weight.reshape(*ends.shape, *(1,) * (reward.ndim - ends.ndim))
+    length, reach = ends.shape[-1], 1
+    while reach < length:
+        kept = length - reach
+        here, later = weight.narrow(time, 0, kept), total.narrow(time, reach, kept)
+        ahead = torch.where(here != 0, here * later, 0.0)  # chosen, for 0 times infinity is no number
+        total = torch.cat([total.narrow(time, 0, kept) + ahead, total.narrow(time, kept, reach)], time)
+        further = here * weight.narrow(time, reach, kept)
+        weight = torch.cat([further, torch.zeros_like(weight.narrow(time, kept, reach))], time)
+        reach *= 2
+    return total.to(reward.dtype)
 
 
 def _original(key: NestedKey) -> NestedKey:

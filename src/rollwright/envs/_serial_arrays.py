@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from rollwright._keys import NestedKey
 from rollwright.envs.arrays import (
     FLAGS,
+    STEPPED,
     ArrayEnv,
     Entry,
     Rows,
@@ -46,6 +48,8 @@ class SerialArrays(ArrayEnv):
         self.batch = tuple(env.batch_size)
         self.entries, self.rewards = self._widened(first.entries), self._widened(first.rewards)
         self.reads = first.reads
+        self._by_rows = all(part.takes_rows and type(part) is type(first) for part in self._parts)
+        self._last: Values = {}  # outcomes of the step before
         flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
         self._outcome = {**self.entries, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
 
@@ -64,9 +68,19 @@ class SerialArrays(ArrayEnv):
         """See :meth:`ArrayEnv.step`."""
         check_open(self._env, "step")
         out = _blank(self._outcome)
-        reads = self.reads
+        reads, marks, last = self.reads, root.get(STEPPED), self._last
+        if self._by_rows and marks is None:
+            actions = self._parts[0].row_actions(root, len(self._parts))
+            if actions is not None:
+                return self._step_rows(actions, out)
         for i, part in enumerate(self._parts):
             mine = {key: root[key][i, ...] for key in reads}  # with the dots, a single number is an array too
+            if marks is not None and last:
+                if not np.any(marks[i]):
+                    for key, value in last.items():
+                        out[key][i] = value[i]
+                    continue
+                mine[STEPPED] = marks[i]
             try:
                 outcome = part.step(mine, {key: value[i, ...] for key, value in preset.items()} if preset else preset)
             except EnvError as error:
@@ -74,6 +88,17 @@ class SerialArrays(ArrayEnv):
             for key, value in outcome.items():
                 if key in out:
                     out[key][i] = value
+        self._last = dict(out)
+        return out
+
+    def _step_rows(self, actions: Sequence[Any], out: Values) -> Values:
+        for i, part in enumerate(self._parts):
+            try:
+                part.step_row(actions[i], out, i)
+            except EnvError as error:
+                raise self._env.named_error(i, error) from error
+        np.logical_or(out["terminated"], out["truncated"], out=out["done"])
+        self._last = dict(out)
         return out
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
@@ -81,18 +106,22 @@ class SerialArrays(ArrayEnv):
         check_open(self._env, "reset")
         self._env.seed_for_reset(kwargs)
         out = _blank(self.entries)
-        for i, part in enumerate(self._parts):
-            mine = None if rows is None else rows[i]
-            if mine is not None and not np.any(mine):
-                continue
+        for i in range(len(self._parts)) if rows is None else _marked(rows):
+            part = self._parts[i]
             try:
                 own = own_kwargs(kwargs, i) if kwargs else kwargs
-                fresh = part.reset(None if mine is None else np.asarray(mine), **own)
+                fresh = part.reset(None if rows is None else np.asarray(rows[i]), **own)
             except EnvError as error:
                 raise self._env.named_error(i, error) from error
             for key, memory in out.items():
                 memory[i] = fresh[key]
         return out
+
+
+def _marked(rows: Rows) -> list[int]:
+    """The environments of which a row, or a part of it, is marked."""
+    marked: list[int] = np.flatnonzero(rows if rows.ndim == 1 else rows.reshape(len(rows), -1).any(-1)).tolist()
+    return marked
 
 
 def _blank(entries: dict[NestedKey, Entry]) -> Values:

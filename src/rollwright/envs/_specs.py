@@ -11,7 +11,7 @@ from torch import nn
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.layout import DoneGroup, done_groups
-from rollwright.data.specs import Categorical, Composite, TensorSpec, Unbounded
+from rollwright.data.specs import Categorical, Composite, TensorSpec, Unbounded, register_as_torchrl
 from rollwright.data.specs.shapes import as_device
 from rollwright.errors import EnvError
 
@@ -117,6 +117,7 @@ class EnvSpecs(nn.Module):
 
     def _finalize(self) -> None:
         """Fill in the specs that the constructor left open, and check those set before ``EnvBase.__init__``."""
+        register_as_torchrl()
         for name in NAMES:
             if name in self._full_specs:
                 self.set_full_spec(name, self._full_specs[name])
@@ -237,6 +238,9 @@ class EnvSpecs(nn.Module):
             full_done_spec=self.full_done_spec,
             shape=self.batch_size,
         )
+
+    input_spec_unbatched = _unbatched("input_spec")
+    output_spec_unbatched = _unbatched("output_spec")
 
     @property
     def specs(self) -> Composite:

@@ -15,7 +15,7 @@ nothing (rewards, flags, counts) is a *column*, ``[*batch]``; for a single envir
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
 __all__ = [
+    "ARRAY_FORMS",
+    "STEPPED",
     "ArrayEnv",
     "ArrayTransform",
     "Entry",
@@ -43,6 +45,7 @@ __all__ = [
     "constant",
     "entries_of",
     "named_error",
+    "objects_of",
     "refuse_overrides",
 ]
 
@@ -50,6 +53,10 @@ Rows = NDArray[np.bool_]
 Values = dict[NestedKey, Any]
 
 FLAGS = ("done", "terminated", "truncated")
+
+#: Entry of the root, bool ``[*batch]``, by which a transform lets only some of the environments of a SerialEnv or a
+#: ParallelEnv be stepped; the others keep the outcome of the step before.
+STEPPED = "_step"
 
 
 class Entry(NamedTuple):
@@ -80,6 +87,12 @@ class ArrayTransform(NamedTuple):
             what it adds, and changes what :attr:`step` changes.
         rewards: those that it adds or whose dtype it changes, as :attr:`entries`.
         drops: keys of observations and rewards that it takes away, from ``out`` and ``fresh``.
+        restart: called in place of :attr:`reset`, as ``restart(fresh, rows)``, by transforms that keep something for
+            each row: ``rows``, bool ``[*batch]``, marks those that are reset; None: all.
+        inverse: called as ``inverse(given)`` with a copy of the root, before the environment is stepped, by
+            transforms that change what it is given. ``reads`` holds what it reads.
+        made: keys that :attr:`inverse` sets, and that the root therefore need not have.
+        reads_env: whether :attr:`step` reads the environment itself, or steps it: what ended is not to be reset before.
     """
 
     entries: dict[NestedKey, Entry]
@@ -88,6 +101,14 @@ class ArrayTransform(NamedTuple):
     reset: Callable[[Values], None]
     rewards: Mapping[NestedKey, Entry] = MappingProxyType({})
     drops: frozenset[NestedKey] = frozenset()
+    restart: Callable[[Values, Rows | None], None] | None = None
+    inverse: Callable[[Values], None] | None = None
+    made: frozenset[NestedKey] = frozenset()
+    reads_env: bool = False
+
+
+#: Functions that make the array form of a transform, by its class; see ``register_array_form``.
+ARRAY_FORMS: dict[type, Callable[[Any, ArrayEnv], ArrayTransform]] = {}
 
 
 class ArrayEnv(ABC):
@@ -136,6 +157,47 @@ class ArrayEnv(ABC):
             :attr:`entries`; what they hold in rows that are not marked means nothing.
         """
 
+    def stepper(self) -> Callable[[Values], Values]:
+        """A function that steps once more from a root, for a transform in :meth:`Transform.on_arrays`.
+
+        Returns:
+            It is called with the root of the step that the transform is part of, and returns the content of
+            ``"next"`` after another step from there, as the transforms before this one leave it.
+
+        Raises:
+            NotNative: the environment cannot be stepped so.
+        """
+        raise NotNative("its steps cannot be repeated")
+
+    # One of several environments that are stepped in turn --------------------------------------------
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether :meth:`row_actions` and :meth:`step_row` may be called; its steps read no preset then."""
+        return False
+
+    def row_actions(self, root: Values, num_rows: int) -> Sequence[Any] | None:
+        """The actions of ``num_rows`` environments like this one, as each is to be given them.
+
+        Args:
+            root: holds what :attr:`reads` names, ``[num_rows, ...]``.
+            num_rows: how many there are.
+
+        Returns:
+            None: one cannot be taken; :meth:`step` of its environment reports it.
+        """
+        raise NotNative("it is stepped as a whole")
+
+    def step_row(self, action: Any, out: Values, i: int) -> None:
+        """Act, and write the content of ``"next"``, all but ``"done"``, into row ``i`` of the arrays in ``out``.
+
+        Args:
+            action: of :meth:`row_actions`.
+            out: arrays by key, ``[num_rows, ...]``.
+            i: the row.
+        """
+        raise NotNative("it is stepped as a whole")
+
     # A step in two halves, where the environments work in between -----------------------------------
 
     def groups(self, number: int) -> list[ArrayEnv]:
@@ -157,13 +219,25 @@ class ArrayEnv(ABC):
         raise NotNative("its environments are stepped in this process")
 
 
-def array_form(env: EnvBase) -> ArrayEnv:
+def array_form(env: EnvBase, *, objects: bool = False) -> ArrayEnv:
     """The array form of an environment, which shares its state.
+
+    Args:
+        env: the environment.
+        objects: whether entries may hold objects (text, graphs); their values are ``NonTensorData``.
 
     Raises:
         NotNative: it has none.
     """
-    return env._array_form()
+    form = env._array_form()
+    if not objects and (held := objects_of(form.entries)):
+        raise NotNative(f"entry {held[0]!r} holds objects")
+    return form
+
+
+def objects_of(entries: Mapping[NestedKey, Entry]) -> list[NestedKey]:
+    """Keys of entries that hold objects."""
+    return [key for key, entry in entries.items() if entry.dtype == np.object_]
 
 
 def constant(entry: Entry, value: int) -> Any:
@@ -182,8 +256,16 @@ def named_error(env: EnvBase, call: str, error: Exception) -> EnvError:
     return EnvError(f"{env} raised in {call}: {type(error).__name__}: {error}")
 
 
-def entries_of(spec: Composite, batch_ndim: int, columns: Iterable[NestedKey] = ()) -> dict[NestedKey, Entry]:
+def entries_of(
+    spec: Composite, batch_ndim: int, columns: Iterable[NestedKey] = (), *, objects: bool = False
+) -> dict[NestedKey, Entry]:
     """The entries of a Composite.
+
+    Args:
+        spec: the Composite.
+        batch_ndim: the number of dimensions of the batch.
+        columns: entries of which those that end in a dimension of one are columns.
+        objects: whether entries may hold objects, one of a step.
 
     Raises:
         NotNative: one of them holds objects, or varies in shape.
@@ -192,6 +274,9 @@ def entries_of(spec: Composite, batch_ndim: int, columns: Iterable[NestedKey] = 
     found = {}
     for key in spec.keys(True, True):
         leaf = spec[key]
+        if objects and isinstance(leaf, NonTensor) and not leaf.shape:
+            found[unravel(key)] = Entry((), np.dtype(np.object_), False)
+            continue
         if isinstance(leaf, NonTensor) or leaf.dtype is None:
             raise NotNative(f"entry {key!r} holds objects")
         if -1 in leaf.shape:

@@ -284,9 +284,11 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         return self._set_seed(seed)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Release what the environment holds. A second call raises unless ``raise_if_closed=False``."""
-        if self.is_closed and raise_if_closed:
-            raise EnvError(f"{self} is already closed. Pass raise_if_closed=False to allow this.")
+        """Release what the environment holds. A second call does nothing.
+
+        Args:
+            raise_if_closed: whether a second call raises, of environments whose parts end with it: batched ones.
+        """
         self.is_closed = True
 
     def reopen(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollwright._processes.pickling import dumps
 from rollwright.envs.base import EnvBase
-from rollwright.envs.libs.foreign import is_env
+from rollwright.envs.libs.foreign import as_maker, is_env, remedy_for
 
 __all__ = ["EnvCreator", "env_creator"]
 
@@ -17,7 +17,7 @@ class EnvCreator:
     """A function that makes an environment, with its arguments; lambdas and closures can be pickled.
 
     Args:
-        create_env_fn: returns an environment.
+        create_env_fn: returns an environment; or the name of a registered one.
         create_env_kwargs: arguments for it.
         **kwargs: more arguments for it, which win over ``create_env_kwargs``.
 
@@ -36,21 +36,22 @@ class EnvCreator:
 
     def __init__(
         self,
-        create_env_fn: Callable[..., EnvBase],
+        create_env_fn: str | Callable[..., Any],
         create_env_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if is_env(create_env_fn) or not callable(create_env_fn):
+        if is_env(create_env_fn) or not (callable(create_env_fn) or isinstance(create_env_fn, str)):
             raise TypeError(
-                "create_env_fn: expected a function that makes an environment, got "
-                f"{type(create_env_fn).__name__}: {create_env_fn!r}. Pass a class, a function or a lambda."
+                "create_env_fn: expected a function that makes an environment, or a name, got "
+                f"{type(create_env_fn).__name__}: {create_env_fn!r}. {remedy_for(create_env_fn)}"
             )
-        self.create_env_fn = create_env_fn
+        self.create_env_fn = as_maker(create_env_fn)
         self.create_env_kwargs = {**(create_env_kwargs or {}), **kwargs}
 
     def __call__(self, **kwargs: Any) -> EnvBase:
         """Make an environment; arguments given here win over those given before."""
-        return self.create_env_fn(**{**self.create_env_kwargs, **kwargs})
+        made: EnvBase = self.create_env_fn(**{**self.create_env_kwargs, **kwargs})
+        return made
 
     def make_variant(self, **kwargs: Any) -> EnvCreator:
         """A creator of the same environments with other arguments."""

@@ -6,19 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import gymnasium
 import torch
+from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 
 from rollwright.data.specs import Composite, StackedComposite, stack
 from rollwright.envs.base import EnvBase
-from rollwright.envs.libs.foreign import as_env, is_env
+from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_env, remedy_for
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = [
     "EACH",
     "SPECS",
+    "EnvFunction",
+    "EnvMaker",
     "Factories",
     "FactoryKwargs",
+    "GymnasiumEnv",
     "call_each",
     "common_batch_size",
     "common_device",
@@ -31,8 +36,11 @@ __all__ = [
     "stacked_specs",
 ]
 
-Factory = Callable[..., EnvBase]
-Factories = Factory | Sequence[Factory]
+GymnasiumEnv = gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any]
+Factory = Callable[..., EnvBase]  # what functions of users become
+EnvFunction = Callable[..., EnvBase | GymnasiumEnv]
+EnvMaker = str | EnvFunction
+Factories = EnvMaker | Sequence[EnvMaker]
 FactoryKwargs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 SPECS = ("observation", "state", "action", "reward", "done")
@@ -43,19 +51,23 @@ def factories(num_workers: int, create_env_fn: Factories, create_env_kwargs: Fac
     """One function without arguments for each worker.
 
     Raises:
-        TypeError: a factory cannot be called, or is an environment.
+        EnvError: a name is not registered.
+        TypeError: a factory cannot be called with its arguments, or is an environment.
         ValueError: ``num_workers`` is not a positive number, or a list has another length.
     """
     if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
         raise ValueError(f"num_workers: expected a number of at least 1, got {num_workers!r}.")
-    makers = _one_each("create_env_fn", create_env_fn, num_workers)
-    for maker in makers:
-        if is_env(maker) or not callable(maker):
+    given = _one_each("create_env_fn", create_env_fn, num_workers)
+    for maker in given:
+        if is_env(maker) or not (callable(maker) or isinstance(maker, str)):
             raise TypeError(
-                "create_env_fn: expected a function that makes an environment, or a list of them, got "
-                f"{type(maker).__name__}: {maker!r}. Pass for example lambda: GymEnv('CartPole-v1')."
+                "create_env_fn: expected a function that makes an environment, a name, or a list of them, got "
+                f"{type(maker).__name__}: {maker!r}. {remedy_for(maker)}"
             )
+    makers = [as_maker(maker) for maker in given]
     arguments = _one_each("create_env_kwargs", create_env_kwargs, num_workers)
+    for maker, kwargs in zip(makers, arguments, strict=True):
+        check_maker("create_env_fn", maker, kwargs)
     return [partial(maker, **(kwargs or {})) for maker, kwargs in zip(makers, arguments, strict=True)]
 
 
@@ -86,9 +98,8 @@ def made(worker: int | None, maker: Factory) -> EnvBase:
         raise EnvError(f"{place} raised {type(error).__name__}: {error}") from error
     if not isinstance(env, EnvBase):
         raise TypeError(
-            "create_env_fn: expected a function that makes an environment of rollwright, got one that made "
-            f"{type(env).__name__}{'' if worker is None else f' (worker {worker})'}. Wrap gymnasium environments in "
-            "GymWrapper."
+            "create_env_fn: expected a function that makes an environment of rollwright, gymnasium or TorchRL, got one "
+            f"that made {type(env).__name__}{'' if worker is None else f' (worker {worker})'}. {remedy_for(env)}"
         )
     return env
 

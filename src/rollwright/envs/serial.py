@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from tensordict import TensorDictBase
 
 from rollwright._processes.channel import ByValue
 from rollwright.envs._serial_arrays import SerialArrays
-from rollwright.envs.arrays import ArrayEnv
+from rollwright.envs.arrays import STEPPED, ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.base import BatchedEnv
+from rollwright.envs.batched.ignored import IgnoredOptions, check_ignored
 from rollwright.envs.closing import closed_on_error
 from rollwright.envs.factories import Factories, Factory, FactoryKwargs, call_each, factories, made, own_kwargs, placed
 from rollwright.envs.recreation.env import RecreatedEnv
@@ -40,12 +41,9 @@ class SerialEnv(BatchedEnv):
         create_env_kwargs: arguments for it, or a list of them.
         device: where the batch's data is put; None: where the environments have theirs.
         serial_for_single: no effect; there so that a program can exchange this class for ``ParallelEnv``.
-        share_individual_td: no effect, as ``serial_for_single``.
         mp_start_method: no effect, as ``serial_for_single``.
         num_threads: no effect, as ``serial_for_single``.
         num_sub_threads: no effect, as ``serial_for_single``.
-        use_buffers: no effect, as ``serial_for_single``.
-        consolidate: no effect, as ``serial_for_single``.
         non_blocking: no effect, as ``serial_for_single``.
         on_env_failure: what follows when an environment raises in a step or a reset. ``"raise"``: an error that names
             it. ``"recreate"``: another one is made in its place, and the others do not notice; the step that failed is
@@ -55,6 +53,8 @@ class SerialEnv(BatchedEnv):
             environment without a step in between are raised. An environment whose step does not return can
             be replaced only in another process, by ``ParallelEnv``.
         policy: see :class:`~rollwright.envs.EnvBase`.
+        **ignored: options of other libraries without effect here, so that programs written with them run; see
+            :class:`~rollwright.envs.batched.ignored.IgnoredOptions`.
 
     Attributes:
         recreations: how many environments were in each place before, a list.
@@ -85,16 +85,15 @@ class SerialEnv(BatchedEnv):
         create_env_kwargs: FactoryKwargs = None,
         device: torch.device | str | int | None = None,
         serial_for_single: bool = False,
-        share_individual_td: bool | None = None,
         mp_start_method: Literal["forkserver", "spawn", "fork"] | None = None,
         num_threads: int | None = None,
         num_sub_threads: int = 1,
-        use_buffers: bool | None = None,
-        consolidate: bool = True,
         non_blocking: bool = False,
         on_env_failure: Literal["raise", "recreate"] = "raise",
         policy: Callable[..., Any] | None = None,
+        **ignored: Unpack[IgnoredOptions],
     ) -> None:
+        check_ignored(ignored, type(self).__name__)
         makers = factories(num_workers, create_env_fn, create_env_kwargs)
         recreates = check_failure(on_env_failure)
         envs = self._made(makers, recreates)
@@ -120,6 +119,7 @@ class SerialEnv(BatchedEnv):
     def _take(self, envs: list[EnvBase]) -> None:
         for i, env in enumerate(envs):
             self.add_module(f"worker{i}", env)
+        self._last: list[TensorDictBase] = []  # outcomes of the step before
         self._envs = envs  # from here on, attributes are looked up in them, which may have a "worker0" too
 
     def _known_parts(self) -> list[EnvBase]:
@@ -137,10 +137,14 @@ class SerialEnv(BatchedEnv):
     # Stepping ---------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        outcomes = []
+        marks, last, outcomes = tensordict.get(STEPPED, None), self._last, []
         for i, (env, row) in enumerate(zip(self._envs, tensordict.unbind(0), strict=True)):
+            if marks is not None and not marks[i].any() and last:
+                outcomes.append(last[i])
+                continue
             with self._naming(i):
                 outcomes.append(env.step_outcome(placed(row, env.device)))
+        self._last = outcomes
         return self._stack(outcomes)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:

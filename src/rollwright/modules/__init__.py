@@ -3,6 +3,20 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tensordict.nn import AddStateIndependentNormalScale, NormalParamExtractor
+from tensordict.nn import InteractionType as ExplorationType
+from tensordict.nn import set_interaction_type as set_exploration_type
+from tensordict.nn.probabilistic import interaction_type as exploration_type
+
+from rollwright.modules.distributions import (
+    Delta,
+    IndependentNormal,
+    MaskedCategorical,
+    OneHotCategorical,
+    TanhDelta,
+    TanhNormal,
+    TruncatedNormal,
+)
 from rollwright.modules.random_policy import RandomPolicy
 from rollwright.modules.recurrent import (
     GRU,
@@ -14,20 +28,62 @@ from rollwright.modules.recurrent import (
     recurrent_mode,
     set_recurrent_mode,
 )
+from rollwright.modules.tensordict_module import (
+    Actor,
+    ActorValueOperator,
+    AdditiveGaussianModule,
+    EGreedyModule,
+    OrnsteinUhlenbeckProcessModule,
+    ProbabilisticActor,
+    QValueActor,
+    QValueModule,
+    SafeModule,
+    SafeProbabilisticModule,
+    SafeProbabilisticTensorDictSequential,
+    SafeSequential,
+    TanhModule,
+    ValueOperator,
+)
 
 if TYPE_CHECKING:
     from rollwright.modules.llm import TransformersWrapper, vLLMWrapper
 
 __all__ = [
+    "Actor",
+    "ActorValueOperator",
+    "AddStateIndependentNormalScale",
+    "AdditiveGaussianModule",
+    "Delta",
+    "EGreedyModule",
+    "ExplorationType",
     "GRU",
     "GRUCell",
     "GRUModule",
+    "IndependentNormal",
     "LSTM",
     "LSTMCell",
     "LSTMModule",
+    "MaskedCategorical",
+    "NormalParamExtractor",
+    "OneHotCategorical",
+    "OrnsteinUhlenbeckProcessModule",
+    "ProbabilisticActor",
+    "QValueActor",
+    "QValueModule",
     "RandomPolicy",
+    "SafeModule",
+    "SafeProbabilisticModule",
+    "SafeProbabilisticTensorDictSequential",
+    "SafeSequential",
+    "TanhDelta",
+    "TanhModule",
+    "TanhNormal",
     "TransformersWrapper",
+    "TruncatedNormal",
+    "ValueOperator",
+    "exploration_type",
     "recurrent_mode",
+    "set_exploration_type",
     "set_recurrent_mode",
     "vLLMWrapper",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
 from tensordict import TensorDictBase
@@ -11,6 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from rollwright._keys import NestedKey, key_str
+from rollwright.modules.functions import ActionForm, FunctionPolicy
 from rollwright.modules.random_policy import RandomPolicy
 
 if TYPE_CHECKING:
@@ -22,27 +24,49 @@ Call = Callable[[TensorDictBase], TensorDictBase | None]
 
 
 class SignaturePolicy(TensorDictModuleBase):
-    """A module whose ``forward`` takes entries of the environment by name.
+    """A module whose ``forward`` takes entries of the environment by name, or the one entry that there is.
 
     Its outputs become ``action``, ``output1``, ``output2``…
 
     Args:
-        module: called with the entries as keyword arguments.
+        module: called with the entries as keyword arguments; with one that is no argument's name, by position.
         in_keys: entries to read, which are also the names of the arguments.
         action_key: where the first output goes.
+        by_position: pass the entries by position, whatever the arguments are called.
+        form: turns the first output into an action; None: it is one.
     """
 
-    def __init__(self, module: Callable[..., Any], in_keys: list[str], action_key: NestedKey) -> None:
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        in_keys: Sequence[NestedKey],
+        action_key: NestedKey,
+        *,
+        by_position: bool = False,
+        form: ActionForm | None = None,
+    ) -> None:
         super().__init__()
         self.module = module
-        self.in_keys = list(in_keys)
+        self.in_keys = cast(Any, list(in_keys))
         self.out_keys = cast(Any, [action_key])
+        self.by_position = by_position
+        self.form = form
+
+    def outputs(self, values: Sequence[Any], call: Callable[..., Any] | None = None) -> tuple[Any, ...]:
+        """What the module, or ``call`` in its place, makes of the values of ``in_keys``."""
+        made = self.returned(values, call)
+        return made if self.form is None else (self.form(made[0]), *made[1:])
+
+    def returned(self, values: Sequence[Any], call: Callable[..., Any] | None = None) -> tuple[Any, ...]:
+        """As :meth:`outputs`, the first of them as the module returned it."""
+        call = call or self.module
+        named = {} if self.by_position else dict(zip(self.in_keys, values, strict=True))
+        made = call(*([] if named else values), **named)
+        return made if isinstance(made, tuple) else (made,)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Read, call, write; returns ``tensordict``."""
-        outputs = self.module(**{key: tensordict.get(key) for key in self.in_keys})
-        if not isinstance(outputs, tuple):
-            outputs = (outputs,)
+        outputs = self.outputs([tensordict.get(key) for key in self.in_keys])
         for i in range(len(self.out_keys), len(outputs)):
             self.out_keys.append(f"output{i}")
         for key, value in zip(self.out_keys, outputs, strict=True):
@@ -54,12 +78,13 @@ def speak_tensordict(policy: Any, env: EnvBase, *, strict: bool = True) -> Call:
     """``policy`` as a callable on TensorDicts: itself, or wrapped by the signature of its ``forward``.
 
     Args:
-        policy: a callable on TensorDicts, or a module whose arguments are entries of ``env``.
+        policy: a callable on TensorDicts, or one whose arguments are entries of ``env``. Where the environment has one
+            observation, the single argument of a function or module may have any name.
         env: whose entries count.
         strict: refuse a module whose arguments are no entries; if False, take it for one on TensorDicts.
 
     Raises:
-        TypeError: a module's arguments are no entries of the environment.
+        TypeError: arguments are no entries of the environment.
     """
     if isinstance(policy, TensorDictModuleBase | RandomPolicy):
         return cast(Call, policy)
@@ -69,23 +94,49 @@ def speak_tensordict(policy: Any, env: EnvBase, *, strict: bool = True) -> Call:
         return cast(Call, policy)
     entries = {key for key in (*env.observation_keys, *env.state_keys) if isinstance(key, str)}
     names = [p.name for p in parameters if p.name in entries]
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
-    unknown = [name for name in required if name not in entries]
-    if unknown or not names:
-        if not is_module or not strict:
-            return cast(Call, policy)  # a function of anything else is one of a TensorDict
-        raise TypeError(
-            f"policy: {type(policy).__name__}.forward takes ({', '.join(p.name for p in parameters)}), and the "
-            f"environment has the entries ({', '.join(sorted(entries))}). Name the arguments after entries, wrap the "
-            "module as TensorDictModule(module, in_keys=[...], out_keys=['action']), or pass trust_policy=True if it "
-            "takes a TensorDict."
-        )
+    required = _required(parameters)
+    unknown = [p.name for p in required if p.name not in entries]
+    if names and not unknown:
+        _check_one_action(policy, env)
+        return SignaturePolicy(policy, names, env.action_key, form=None if is_module else ActionForm(env.action_spec))
+    observation = _one_observation(env)
+    if len(required) == 1 and observation is not None and len(env.action_keys) == 1:
+        if is_module and strict:
+            return SignaturePolicy(policy, [observation], env.action_key, by_position=True)
+        return FunctionPolicy(policy, required[0], observation, env)
+    if is_module and not strict:
+        return cast(Call, policy)
+    near = get_close_matches(unknown[0], sorted(entries), 1, _NEAR) if unknown else []
+    if not is_module and not near and len(required) < 2:  # a function of anything else is one of a TensorDict
+        several = len(required) == 1 and observation is None and len(env.action_keys) == 1
+        return FunctionPolicy(policy, required[0], None, env) if several else cast(Call, policy)
+    what = f"{type(policy).__name__}.forward" if is_module else getattr(policy, "__name__", type(policy).__name__)
+    raise TypeError(
+        f"policy: {what} takes ({', '.join(p.name for p in parameters)}), and the environment has the entries "
+        f"({', '.join(sorted(entries))}).{f' Did you mean {near[0]!r}?' if near else ''} Name the arguments after "
+        "entries, wrap it as TensorDictModule(module, in_keys=[...], out_keys=['action']), or pass trust_policy=True "
+        "if it takes a TensorDict."
+    )
+
+
+_NEAR = 0.8  # likeness of a name that is taken for a misspelt entry
+
+
+def _check_one_action(policy: Any, env: EnvBase) -> None:
     if len(env.action_keys) != 1:
         raise TypeError(
             f"policy: {type(policy).__name__} is no TensorDict module, and the environment has several actions, "
             f"{key_str(env.action_keys)}. Wrap it as TensorDictModule(module, in_keys=[...], out_keys=[...])."
         )
-    return SignaturePolicy(policy, names, env.action_key)
+
+
+def _one_observation(env: EnvBase) -> NestedKey | None:
+    """The one observation of an environment; entries that transforms have added to it do not count, if it is left."""
+    keys = list(env.observation_keys)
+    while len(keys) > 1 and (inside := getattr(env, "base_env", None)) is not None:
+        env = inside
+        keys = [key for key in keys if key in env.observation_keys]
+    return keys[0] if len(keys) == 1 else None
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -98,8 +149,12 @@ def _parameters(call: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
+def _required(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
+    return [p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
+
+
 def _takes_tensordict(parameters: list[inspect.Parameter]) -> bool:
-    required = [p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
+    required = _required(parameters)
     if len(required) != 1:
         return False
     hint = required[0].annotation

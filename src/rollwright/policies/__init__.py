@@ -14,10 +14,12 @@ from tensordict.nn import InteractionType, TensorDictModuleBase
 from rollwright._keys import NestedKey
 from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy
+from rollwright.modules.functions import FunctionPolicy
 from rollwright.modules.signature import SignaturePolicy
 from rollwright.policies.base import ArrayPolicy, TensorPolicy
+from rollwright.policies.calls import CalledFunction, CalledModule
 from rollwright.policies.compiling import compile_policy
-from rollwright.policies.program import CalledModule, Program, RandomActions, parameters_of
+from rollwright.policies.program import Program, RandomActions, parameters_of
 from rollwright.policies.registration import register_distribution, register_layer
 from rollwright.policies.staging import Staged
 
@@ -53,6 +55,8 @@ def array_policy(
         >>> acting.in_keys, acting.out_keys, acting(np.zeros(2, np.float32))
         (['observation'], ['action'], [array([0., 0.], dtype=float32)])
     """
+    if type(policy) is FunctionPolicy:
+        return CalledFunction(policy, tuple(batch_shape), available)
     made = _on_tensors(policy, exploration_type, tuple(batch_shape), available)
     devices = {tensor.device for tensor in parameters_of(policy)}
     if len(devices) > 1:

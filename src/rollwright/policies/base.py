@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from rollwright._keys import NestedKey
-from rollwright.errors import NotNative
+from rollwright.errors import NotNative, PolicyError
+from rollwright.policies.watch import ModuleSnapshot
 
-__all__ = ["ArrayPolicy", "TensorPolicy"]
+__all__ = ["ArrayPolicy", "TensorPolicy", "WatchedPolicy", "own_arrays"]
 
 
 class ArrayPolicy(abc.ABC):
@@ -26,6 +28,7 @@ class ArrayPolicy(abc.ABC):
             parameters of a distribution at each step; who runs it tests these, once a batch.
         how: what runs, in a short phrase.
         varies: whether shapes and dtypes of the outputs may differ from call to call.
+        kept: those of ``in_keys`` that it reads as it wrote them in the step before, with their values in a first one.
         frozen: whether the weights of a rollout's start act in all of it.
     """
 
@@ -35,6 +38,7 @@ class ArrayPolicy(abc.ABC):
     how: str
     varies: bool = True
     frozen: bool = False
+    kept: Mapping[NestedKey, np.ndarray] = MappingProxyType({})
 
     @abc.abstractmethod
     def start(self, steps: int) -> None:
@@ -73,3 +77,40 @@ class TensorPolicy(ArrayPolicy):
 
 
 _from_numpy: Any = torch.from_numpy
+
+
+def own_arrays(values: Sequence[Tensor]) -> list[np.ndarray]:
+    """Tensors on the CPU as arrays in memory of their own.
+
+    Raises:
+        NotNative: NumPy does not have a dtype.
+    """
+    try:
+        return [(value.detach() if value.requires_grad else value).numpy().copy() for value in values]
+    except TypeError as error:
+        raise NotNative(f"NumPy has no such output: {error}") from error
+
+
+class WatchedPolicy(TensorPolicy):
+    """A policy made of modules, which notices that they have changed, and tests the shapes of its outputs."""
+
+    def __init__(self, watch: ModuleSnapshot, batch_shape: tuple[int, ...]) -> None:
+        self.batch_shape = torch.Size(batch_shape)
+        self._watch = watch
+        self._shapes_seen = False
+
+    def start(self, steps: int) -> None:
+        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        self._watch.check()
+        self._shapes_seen = False
+
+    def _check_shapes(self, values: Sequence[Tensor]) -> None:
+        """Test, once a rollout, that outputs begin with the batch size, as entries of a TensorDict must."""
+        batch = self.batch_shape
+        for key, value in zip(self.out_keys, values, strict=True):
+            if value.shape[: len(batch)] != batch:
+                raise PolicyError(
+                    f"policy: it wrote {key!r} with shape {list(value.shape)}, which must begin with the batch size of "
+                    f"the environment, {list(batch)}. Keep the leading dimensions."
+                )
+        self._shapes_seen = True

@@ -17,8 +17,9 @@ from torch import nn
 from rollwright._keys import NestedKey
 from rollwright.errors import NotNative
 from rollwright.policies.base import ArrayPolicy, TensorPolicy
+from rollwright.policies.calls import CalledModule
 from rollwright.policies.numpy_program import NumpyProgram
-from rollwright.policies.program import CalledModule, Program, RandomActions
+from rollwright.policies.program import Program, RandomActions
 from rollwright.policies.staging import Staged
 from rollwright.policies.torch_program import CompiledModule, TorchProgram
 
@@ -54,7 +55,7 @@ def compile_policy(
     """
     if isinstance(policy, RandomActions):
         return policy
-    inputs = [np.ascontiguousarray(example[key]) for key in policy.in_keys]
+    inputs = [np.asarray(example[key], order="C") for key in policy.in_keys]  # a number stays one
     inner = policy.policy if isinstance(policy, Staged) else policy
     acting = set_interaction_type(inner.exploration_type) if isinstance(inner, Program) else nullcontext()
     with torch.no_grad(), acting, _same_random_numbers(), _same_buffers(getattr(inner, "policy", None)):
@@ -126,7 +127,8 @@ def _same_buffers(policy: Any) -> Iterator[None]:
         yield
     finally:
         for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ class Emitter:
         parameters: where parameters are, as dictionaries and names.
         noises: what the distributions draw, in order.
         noise: gives the next row of these random numbers.
+        draws_in_torch: whether a step on tensors draws random numbers when it is run.
         refreshes: calls that copy parameters to where the other calls read them; to be run before a rollout.
     """
 
@@ -36,6 +37,7 @@ class Emitter:
         self.noises: list[Noise] = []
         self.noise: Iterator[Array] = iter(())
         self.refreshes: list[Callable[[], Any]] = []
+        self.draws_in_torch = False
         self._own: list[Array] = []
         self._with_one: dict[int, tuple[Array, Array]] = {}
 
@@ -92,6 +94,31 @@ class Emitter:
         """Have ``noise`` give a row of such random numbers at this place, once a step."""
         dtype = torch.from_numpy(np.empty(0, like.dtype)).dtype
         self.noises.append(Noise(kind, like.shape, dtype, torch.device("cpu")))
+
+    def step_in_torch(
+        self, step: Callable[[list[Any]], None], reads: Sequence[Array], examples: Sequence[torch.Tensor], draws: bool
+    ) -> list[Array]:
+        """Append a step on tensors that share memory with the arrays; its results.
+
+        Args:
+            step: reads the first values of a list, and writes those after them.
+            reads: what it reads.
+            examples: of its results, for shapes and dtypes.
+            draws: whether it draws random numbers.
+        """
+        self.draws_in_torch |= draws
+        results = [self.new(tuple(example.shape), example.numpy().dtype) for example in examples]
+        inputs, targets = ([torch.from_numpy(array) for array in arrays] for arrays in (reads, results))
+        blank: list[Any] = [None] * len(targets)
+
+        def run() -> None:
+            values = [*inputs, *blank]
+            step(values)
+            for target, value in zip(targets, values[len(inputs) :], strict=True):
+                target.copy_(value)
+
+        self.calls.append(run)
+        return results
 
     def refresh(self) -> bool:
         """Copy parameters to where the calls read them; whether none is NaN or infinite."""

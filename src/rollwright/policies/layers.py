@@ -69,6 +69,15 @@ def _addmv_is_exact(rows: int, columns: int, dtype: torch.dtype) -> bool:
 
 def _linear_numpy(emitter: Emitter, module: nn.Linear, x: Array) -> Array:
     weight, bias = emitter.parameter(module, "weight", x.dtype), emitter.parameter(module, "bias", x.dtype)
+    return linear_numpy(emitter, weight, bias, x)
+
+
+def linear_numpy(emitter: Emitter, weight: Array | None, bias: Array | None, x: Array) -> Array:
+    """Append the calls of ``x @ weight.T + bias`` over the last dimension; the result.
+
+    Raises:
+        NotNative: there is no weight.
+    """
     if weight is None:
         raise NotNative("a Linear has no weight")
     out = emitter.new((*x.shape[:-1], len(weight)), x.dtype)
@@ -313,6 +322,16 @@ LAYERS: dict[type, KnownLayer] = {
 }
 
 
+def _is_sequence(module: nn.Module) -> bool:
+    """Whether a call on one tensor runs the children, one after another, and no more."""
+    kind: Any = type(module)
+    if not isinstance(module, nn.Sequential) or kind.__call__ is not nn.Module.__call__:
+        return False
+    if f"{kind.__module__}.{kind.__qualname__}" == "torchrl.modules.models.models.MLP":
+        return vars(module).get("_reshape_out") is False
+    return kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__
+
+
 def unroll(module: Any, watch: ModuleSnapshot) -> list[Layer]:
     """The calls that ``module`` makes on one tensor.
 
@@ -323,9 +342,9 @@ def unroll(module: Any, watch: ModuleSnapshot) -> list[Layer]:
         watch: is given the modules whose inside was read.
     """
     if isinstance(module, nn.Module) and is_special(module) is None:
-        if type(module) is nn.Sequential:
+        if _is_sequence(module):
             watch.add(module)
-            return [layer for child in module for layer in unroll(child, watch)]
+            return [layer for child in vars(module)["_modules"].values() for layer in unroll(child, watch)]
         known = LAYERS.get(type(module))
         if known is not None and all(name in vars(module)["_parameters"] for name in known.parameters):
             for part in module.modules():

@@ -33,6 +33,8 @@ class Node(abc.ABC):
         writes: slots of the results.
         known: whether equal shapes and dtypes in give equal ones out.
         compiles: whether ``torch.compile`` may take it together with other steps.
+        in_torch: whether a NumPy program runs it on tensors.
+        draws: whether it draws random numbers when it is run there.
     """
 
     reads: tuple[int, ...]
@@ -40,6 +42,8 @@ class Node(abc.ABC):
 
     known: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
+    in_torch: ClassVar[bool] = False
+    draws: ClassVar[bool] = False
 
     @abc.abstractmethod
     def step(self) -> Step:

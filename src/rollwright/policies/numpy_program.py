@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from rollwright.errors import NotNative
 from rollwright.policies.base import ArrayPolicy
 from rollwright.policies.emitter import Emitter
 from rollwright.policies.noise import noise_stream
@@ -32,9 +34,11 @@ class NumpyProgram(ArrayPolicy):
 
     def __init__(self, program: Program, example: Sequence[np.ndarray]) -> None:
         self.in_keys, self.out_keys, self.finite_keys = program.in_keys, program.out_keys, program.finite_keys
-        self.varies, self.frozen = False, True
+        self.varies, self.frozen, self.kept = False, True, program.kept
         self._program = program
         self._example = [(value.shape, value.dtype) for value in example]
+        torch_steps = any(node.in_torch for node in program.nodes)
+        self._values = program.values(*map(torch.from_numpy, example)) if torch_steps else []
         self._emit()
         self.how = f"NumPy program of {counted(len(self._calls), 'call')}"
 
@@ -44,8 +48,17 @@ class NumpyProgram(ArrayPolicy):
         self._inputs = [emitter.new(shape, dtype) for shape, dtype in self._example]
         values: dict[int, np.ndarray] = dict(zip(self._program.in_slots, self._inputs, strict=True))
         for node in self._program.nodes:
-            results = node.emit(emitter, *[values[slot] for slot in node.reads])
+            reads = [values[slot] for slot in node.reads]
+            if node.in_torch:
+                count = len(reads)
+                apart = replace(node, reads=tuple(range(count)), writes=tuple(range(count, count + len(node.writes))))
+                examples = [self._values[slot] for slot in node.writes]
+                results: Sequence[np.ndarray] = emitter.step_in_torch(apart.step(), reads, examples, node.draws)
+            else:
+                results = node.emit(emitter, *reads)
             values.update(zip(node.writes, results, strict=True))
+        if emitter.draws_in_torch and emitter.noises:
+            raise NotNative("distributions that are drawn at once and step by step would change their order")
         self._emitter, self._calls = emitter, emitter.calls
         self._outputs = [values[slot] for slot in self._program.out_slots]
         self._bound = emitter.forms()

@@ -1,54 +1,29 @@
-"""Policies on tensors: the steps of a graph, a module called by signature, and random actions."""
+"""Policies on tensors: the steps of a graph, and random actions."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
-from rollwright._keys import NestedKey, as_tuple, key_str, unravel
+from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data import specs
-from rollwright.errors import NotNative, PolicyError
+from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy
 from rollwright.modules.random_policy import missing_batch
-from rollwright.modules.signature import SignaturePolicy
-from rollwright.policies.base import TensorPolicy
-from rollwright.policies.nodes import Ask, Values, as_tensor
+from rollwright.policies.base import TensorPolicy, WatchedPolicy
+from rollwright.policies.draws import Built
+from rollwright.policies.nodes import Ask, Own, Step, Values
 from rollwright.policies.walk import Walk
-from rollwright.policies.watch import ModuleSnapshot, check_globals, is_special
 
-__all__ = ["CalledModule", "Program", "RandomActions"]
-
-
-class _WatchedPolicy(TensorPolicy):
-    """A policy made of modules, which notices that they have changed, and tests the shapes of its outputs."""
-
-    def __init__(self, watch: ModuleSnapshot, batch_shape: tuple[int, ...]) -> None:
-        self.batch_shape = torch.Size(batch_shape)
-        self._watch = watch
-        self._shapes_seen = False
-
-    def start(self, steps: int) -> None:
-        """See :class:`~rollwright.policies.ArrayPolicy`."""
-        self._watch.check()
-        self._shapes_seen = False
-
-    def _check_shapes(self, values: Sequence[Tensor]) -> None:
-        """Test, once a rollout, that outputs begin with the batch size, as entries of a TensorDict must."""
-        batch = self.batch_shape
-        for key, value in zip(self.out_keys, values, strict=True):
-            if value.shape[: len(batch)] != batch:
-                raise PolicyError(
-                    f"policy: it wrote {key!r} with shape {list(value.shape)}, which must begin with the batch size of "
-                    f"the environment, {list(batch)}. Keep the leading dimensions."
-                )
-        self._shapes_seen = True
+__all__ = ["Program", "RandomActions"]
 
 
-class Program(_WatchedPolicy):
+class Program(WatchedPolicy):
     """A graph of TensorDict modules as a list of steps over one list of values.
 
     Args:
@@ -74,16 +49,23 @@ class Program(_WatchedPolicy):
         self.policy = policy
         self.exploration_type = exploration_type
         self.nodes = walk.nodes
-        self.in_keys = list(walk.inputs)
+        self.in_keys, self.kept = list(walk.inputs), walk.kept
         self.out_keys = list(walk.written)
         self.finite_keys = [key for key in walk.checked if key in walk.written]
         self.in_slots = list(walk.inputs.values())
         self.out_slots = list(walk.written.values())
-        built = [f", and {node.label}, built at each step" for node in walk.nodes if isinstance(node, Ask)]
+        built = [
+            f", and {node.label}, built at each step (register_distribution takes functions in its place)"
+            for node in walk.nodes
+            if isinstance(node, Ask | Built)
+        ]
         self.how = "".join([f"{counted(sum(node.calls for node in walk.nodes), 'call')} on tensors", *built])
         self.varies = not all(node.known for node in walk.nodes)
         self._steps, self._compared = [node.checked_step() for node in walk.nodes], False
         self.blank: Values = [None] * walk.size
+        shared = {slot for node in walk.nodes if isinstance(node, Own) for slot in node.writes}
+        self._results = [(slot, slot in shared) for slot in self.out_slots]
+        self._apart: list[Step] = []  # the steps but for copies
 
     def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:
         """The steps, one after another."""
@@ -93,7 +75,27 @@ class Program(_WatchedPolicy):
             self._check_shapes(outputs)
             if not self._compared:
                 self._steps, self._compared = [node.step() for node in self.nodes], True
+                self._apart = [
+                    step for node, step in zip(self.nodes, self._steps, strict=True) if not isinstance(node, Own)
+                ]
         return outputs
+
+    def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
+        """The steps; what they did not give memory of its own is copied as arrays, far cheaper than tensors."""
+        if not self._compared or not self._shapes_seen:
+            return super().__call__(*inputs)
+        values = self.blank.copy()
+        for slot, value in zip(self.in_slots, inputs, strict=True):
+            values[slot] = torch.from_numpy(value)
+        for step in self._apart:
+            step(values)
+        try:
+            return [
+                (values[slot].detach().numpy().copy() if shared else values[slot].numpy())
+                for slot, shared in self._results
+            ]
+        except TypeError as error:  # bfloat16, as a rule
+            raise NotNative(f"NumPy has no such output: {error}") from error
 
     def values(self, *inputs: Tensor) -> Values:
         """All values of one call, by slot."""
@@ -102,63 +104,6 @@ class Program(_WatchedPolicy):
             values[slot] = value
         for step in self._steps:
             step(values)
-        return values
-
-
-class CalledModule(_WatchedPolicy):
-    """A module that takes entries of the environment by name.
-
-    Its further outputs, ``output1`` and so on, are known after the first call.
-
-    Args:
-        policy: the module, wrapped by its signature.
-        batch_shape: of the entries.
-        available: entries of the root.
-
-    Raises:
-        NotNative: the wrapper has hooks, or an entry is missing.
-    """
-
-    def __init__(self, policy: SignaturePolicy, batch_shape: tuple[int, ...], available: Collection[NestedKey]) -> None:
-        check_globals()
-        special = is_special(policy)
-        if special is not None:
-            raise NotNative(special)
-        self._names: list[str] = list(policy.in_keys)
-        self.in_keys = list(self._names)
-        missing = [key for key in self._names if key not in {unravel(key) for key in available}]
-        if missing:
-            raise NotNative(f"it reads {key_str(missing)}, which is no tensor of the environment")
-        super().__init__(ModuleSnapshot(), batch_shape)
-        self._watch.add(policy)
-        self.policy = policy
-        self.call = policy.module
-        self.finite_keys: list[NestedKey] = []
-        self.how = f"{type(policy.module).__name__} called on tensors"
-
-    @property
-    def out_keys(self) -> list[NestedKey]:  # type: ignore[override]
-        """The policy's own list, which its first call completes."""
-        return [unravel(key) for key in self.policy.out_keys]
-
-    def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:
-        """One call of the module, with keyword arguments."""
-        policy = self.policy
-        outputs = self.call(**dict(zip(self._names, inputs, strict=True)))
-        if not isinstance(outputs, tuple):
-            outputs = (outputs,)
-        for i in range(len(policy.out_keys), len(outputs)):
-            policy.out_keys.append(f"output{i}")
-        if len(outputs) != len(policy.out_keys):
-            raise ValueError(
-                f"policy: {type(policy.module).__name__} returned {len(outputs)} outputs after {len(policy.out_keys)} "
-                "before. Return the same number at each call."
-            )
-        owner = type(policy.module).__name__
-        # It may return memory that it uses again.
-        values = [as_tensor(value, self.batch_shape, owner).detach().clone() for value in outputs]
-        if not self._shapes_seen:
-            self._check_shapes(values)
         return values
 
 

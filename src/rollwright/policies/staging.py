@@ -67,7 +67,7 @@ class Staged(ArrayPolicy):
         self.policy, self.device = policy, device
         self.in_keys, self.finite_keys = policy.in_keys, policy.finite_keys
         self.how = f"{policy.how}, on {device}"
-        self.varies, self.frozen = policy.varies, policy.frozen
+        self.varies, self.frozen, self.kept = policy.varies, policy.frozen, policy.kept
         self._in: PackedArrays | None = None
         self._out: PackedArrays | None = None
         self._done = torch.cuda.Event()

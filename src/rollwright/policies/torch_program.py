@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from rollwright.policies.base import TensorPolicy
+from rollwright.policies.calls import CalledModule
 from rollwright.policies.nodes import Draw, Node, Step, Values
 from rollwright.policies.noise import Noise, noise_stream
-from rollwright.policies.program import CalledModule, Program
+from rollwright.policies.program import Program
 
 __all__ = ["CompiledModule", "TorchProgram"]
 
@@ -29,7 +30,7 @@ class TorchProgram(TensorPolicy):
 
     def __init__(self, program: Program, example: Sequence[Tensor], arguments: Mapping[str, Any]) -> None:
         self.in_keys, self.out_keys = program.in_keys, program.out_keys
-        self.finite_keys = program.finite_keys
+        self.finite_keys, self.kept = program.finite_keys, program.kept
         self._program = program
         compiled = _up_to_unknown(program.nodes)
         values = program.values(*example)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from tensordict.nn import (
     CompositeDistribution,
     InteractionType,
@@ -21,15 +22,35 @@ from torch import nn
 
 from rollwright._keys import NestedKey, as_tuple, is_private, unravel
 from rollwright.errors import NotNative
-from rollwright.policies.distributions import find_draw
+from rollwright.policies.distributions import Sampling, draw_of, draws_one, find_draw
+from rollwright.policies.draws import Built
+from rollwright.policies.exploration import MODULES, Called, Projection, safe_keys
 from rollwright.policies.layers import unroll
-from rollwright.policies.nodes import Ask, Chain, FunctionCall, Node, Outputs, Own
+from rollwright.policies.nodes import Ask, Chain, Draw, FunctionCall, Node, Outputs, Own
+from rollwright.policies.recurrent.step import Recurrent, RecurrentStep, find_recurrent
 from rollwright.policies.watch import ModuleSnapshot, check_globals, is_special
 
 __all__ = ["Walk"]
 
 _HARMLESS = {"__module__", "__doc__", "__init__", "__annotations__", "__repr__", "extra_repr", "__firstlineno__"}
 _HARMLESS |= {"__static_attributes__", "__parameters__", "__orig_bases__"}
+
+_MODULES_OF_SPECS = ("torchrl.modules.tensordict_module.", "rollwright.modules.tensordict_module.")
+_KNOWS_SPECS = {
+    "Actor",
+    "ActorCriticOperator",
+    "ActorCriticWrapper",
+    "ActorValueOperator",
+    "ProbabilisticActor",
+    "QValueActor",
+    "SafeModule",
+    "SafeProbabilisticModule",
+    "SafeProbabilisticTensorDictSequential",
+    "SafeSequential",
+    "ValueOperator",
+    "_Gathered",
+    "_WithSpec",
+}
 
 
 class Walk:
@@ -46,6 +67,7 @@ class Walk:
         written: entries written, with the slots of their last values.
         checked: entries that turn NaN where the parameters of a distribution do.
         size: the number of slots.
+        kept: entries that it reads as it wrote them in the step before, with their values in a first one.
         watch: what was read of the policy's modules.
     """
 
@@ -56,6 +78,7 @@ class Walk:
         self.inputs: dict[NestedKey, int] = {}
         self.written: dict[NestedKey, int] = {}
         self.checked: list[NestedKey] = []
+        self.kept: dict[NestedKey, np.ndarray] = {}
         self.watch = ModuleSnapshot()
         self._type = exploration_type
         self._batch = tuple(batch_shape)
@@ -96,7 +119,7 @@ class Walk:
     def _read_one(self, key: NestedKey) -> int:
         if key in self.written:
             return self.written[key]
-        if key not in self._available:
+        if key not in self._available and key not in self.inputs:
             raise NotNative(f"it reads {key!r}, which is no tensor of the environment")
         if key not in self.inputs:
             self.inputs[key] = self._slot(fresh=False)
@@ -132,14 +155,48 @@ class Walk:
             if isinstance(module, base) and _adds_nothing(type(module), base):
                 self._look_into(module)
                 visit(module)
+                self._project(module)
                 return
-        raise NotNative(f"{type(module).__name__} is no module that can be taken apart")
+        if (recurrent := find_recurrent(module)) is not None:
+            self._recurrent(recurrent)
+            return
+        found = MODULES.get(type(module).__name__)
+        if found is not None and type(module).__module__.startswith(_MODULES_OF_SPECS):
+            self._look_into(module)
+            call = found(module, self._type, self._batch)
+            if call is not None:
+                self._keep(call.keeps, call.in_keys)
+                reads = self._read(call.in_keys)
+                self.nodes.append(Called(reads, self._write(call.out_keys, False), call))
+            self._project(module)
+            return
+        name = type(module).__name__
+        raise NotNative(
+            f"{name} is no module that can be taken apart: put what it does with tensors into a TensorDictModule"
+        )
+
+    def _keep(self, kept: Mapping[NestedKey, np.ndarray], in_keys: Collection[NestedKey]) -> None:
+        """Add entries that a module reads as it wrote them in the step before."""
+        known = {*self._available, *self.written, *kept}
+        if missing := [key for key in in_keys if kept and unravel(key) not in known]:
+            raise NotNative(f"it reads {missing[0]!r}: append InitTracker() to the environment")
+        for key, value in kept.items():
+            if key not in self.written and key not in self.inputs:
+                self.inputs[key] = self._slot(fresh=False)
+                self.kept[key] = value
 
     def _look_into(self, module: Any) -> None:
-        special = is_special(module)
+        special = is_special(module, hooks=safe_keys(module) is None)
         if special is not None:
             raise NotNative(special)
         self.watch.add(module)
+
+    def _project(self, module: Any) -> None:
+        """What ``safe=True`` does: bring outputs into their specs."""
+        for key, spec in (safe_keys(module) or {}).items():
+            if key in self.written:
+                reads = (self.written[key],)
+                self.nodes.append(Projection(reads, self._write([key], False), spec))
 
     def _wrapper(self, module: TensorDictModuleWrapper) -> None:
         self._module(module.td_module)
@@ -195,6 +252,12 @@ class Walk:
         function = module.module if module.method is None else _method(module.module, module.method)
         self.nodes.append(FunctionCall(reads, self._write(keys, False), function, names, module.method_kwargs, outputs))
 
+    def _recurrent(self, found: Recurrent) -> None:
+        self._look_into(found.module)
+        self._look_into(found.rnn)
+        reads = self._read(found.in_keys)
+        self.nodes.append(RecurrentStep(reads, self._write(found.out_keys, True), found, self._batch))
+
     # Distributions ----------------------------------------------------------------------------
 
     def _probabilistic(self, module: ProbabilisticTensorDictModule) -> None:
@@ -207,21 +270,65 @@ class Walk:
         if getattr(module, "_composite_lp_aggreate_at_init", None) != composite_lp_aggregate(nowarn=True):
             raise NotNative("composite_lp_aggregate has changed since the distribution was made")
         if module.distribution_class is CompositeDistribution:
-            raise NotNative("it samples a CompositeDistribution")
+            self._composite(module)
+            return
         reads, batch = self._read(module.in_keys), self._batch
         draw = find_draw(module, reads, self._type, batch=batch, positive=self._positive)
         if draw is None:
             keys, in_keys = _unraveled(module.out_keys), _unraveled(module.in_keys)
             # Values of an unknown distribution may share the memory of its parameters.
-            self.nodes.append(Ask(reads, self._write(keys, False), module, in_keys, keys, batch))
+            ask = Ask(reads, self._write(keys, False), module, in_keys, keys, batch)
+            self.nodes.append(self._built(module, ask) or ask)
             return
         sampled: Any = module.dist_sample_keys[0]
-        score: list[Any] = [module.log_prob_key] if module.return_log_prob else []
-        writes = self._write([sampled], draw.fresh) + self._write(score, True)
+        score: Any = module.log_prob_key if module.return_log_prob else None
+        self._draw(draw, sampled, score, unravel(module.in_keys[0]))
+
+    def _draw(self, draw: Draw, sampled: NestedKey, score: NestedKey | None, parameter: NestedKey) -> None:
+        """Add a draw, and note which of its entries shows that a parameter is no number."""
+        scores = [] if score is None else [score]
+        writes = self._write([sampled], draw.fresh) + self._write(scores, True)
         if draw.nan_shows is not None:
-            tested = unravel((score or (module.in_keys if draw.nan_shows == "parameter" else [sampled]))[0])
+            tested = unravel((scores or [parameter if draw.nan_shows == "parameter" else sampled])[0])
             self._tested.append((tested, self.written.get(tested)))
         self.nodes.append(replace(draw, writes=writes))
+
+    def _composite(self, module: ProbabilisticTensorDictModule) -> None:
+        """One draw after another, in the order of the distributions."""
+        if composite_lp_aggregate(nowarn=True):
+            raise NotNative("it sums the log-probs of a CompositeDistribution: call set_composite_lp_aggregate(False)")
+        settings = dict(module.distribution_kwargs or {})
+        kinds, others = settings.pop("distribution_map", {}), dict(settings.pop("extra_kwargs", None) or {})
+        keys = {unravel(key): unravel(new) for key, new in dict(settings.pop("name_map", None) or {}).items()}
+        if settings or len(module.in_keys) != 1 or getattr(module, "_generator", None) is not None:
+            raise NotNative("it samples a CompositeDistribution with further arguments")
+        known = [*self._available, *self.written]
+        above = as_tuple(unravel(module.in_keys[0]))
+        found: list[tuple[Draw, Any, NestedKey]] = []
+        for name, kind in kinds.items():
+            prefix = (*above, *as_tuple(unravel(name)))
+            parameters = {as_tuple(key)[-1]: key for key in known if as_tuple(key)[:-1] == prefix}
+            reads, options = self._read(parameters.values()), dict(others.get(name, {}))
+            given = Sampling(module, kind, options, list(parameters), reads, self._type, self._batch, self._positive)
+            draw = draw_of(given) if parameters else None
+            if draw is None:
+                raise NotNative(
+                    f"it samples a CompositeDistribution with {getattr(kind, '__name__', kind)} for {name!r}"
+                )
+            found.append((draw, keys.get(unravel(name), unravel(name)), next(iter(parameters.values()))))
+        if [target for _, target, _ in found] != list(_unraveled(module.dist_sample_keys)):
+            raise NotNative("the out_keys of a CompositeDistribution are others than it writes")
+        scores: list[Any] = list(module.log_prob_keys) if module.return_log_prob else [None] * len(found)
+        for (draw, target, parameter), score in zip(found, scores, strict=True):
+            self._draw(draw, target, score, parameter)
+
+    def _built(self, module: ProbabilisticTensorDictModule, ask: Ask) -> Built | None:
+        """The distribution built, sampled and scored on tensors; None where only a TensorDict will do."""
+        scored = bool(module.return_log_prob)
+        if not draws_one(module) or not hasattr(module, "_dist_sample") or len(ask.writes) != 1 + scored:
+            return None
+        names = tuple(as_tuple(key)[-1] for key in module.dist_keys)
+        return Built(ask.reads, ask.writes, ask, names, dict(module.distribution_kwargs or {}), self._type, scored)
 
 
 def _method(owner: Any, name: str) -> Callable[..., Any]:
@@ -243,5 +350,10 @@ def _adds_nothing(kind: type, base: type) -> bool:
     if kind is base:
         return True
     inherited = set(dir(base))
-    between = kind.__mro__[: kind.__mro__.index(base)]
+    between = [each for each in kind.__mro__[: kind.__mro__.index(base)] if not _only_knows_specs(each)]
     return all(name in _HARMLESS or name not in inherited for each in between for name in vars(each))
+
+
+def _only_knows_specs(kind: type) -> bool:
+    """Whether a class of ours or of TorchRL acts as the class of tensordict that it derives from."""
+    return kind.__name__ in _KNOWS_SPECS and kind.__module__.startswith(_MODULES_OF_SPECS)

@@ -23,11 +23,16 @@ _GLOBAL_HOOKS = (
 )
 
 
-def is_special(module: nn.Module) -> str | None:
-    """Why a call of the module is more than its type's ``forward``, or None."""
+def is_special(module: nn.Module, hooks: bool = True) -> str | None:
+    """Why a call of the module is more than its type's ``forward``, or None.
+
+    Args:
+        module: any module.
+        hooks: whether hooks count.
+    """
     fields = vars(module)
     name = type(module).__name__
-    if any(fields.get(hooks) for hooks in _HOOKS):
+    if hooks and any(fields.get(hooks) for hooks in _HOOKS):
         return f"it has hooks ({name})"
     if "forward" in fields:
         return f"forward was replaced on an instance ({name})"
@@ -59,12 +64,12 @@ class ModuleSnapshot:
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Any, type, list[Any], dict[str, Any], list[Any], list[str], bool]] = []
+        self._seen: list[tuple[Any, type, list[Any], dict[str, Any], list[Any], list[str], list[Any]]] = []
 
     def add(self, thing: Any) -> None:
         """Remember an object (a module, or any other with attributes)."""
         children = vars(thing).get("_modules", {})
-        special = isinstance(thing, nn.Module) and is_special(thing) is not None
+        special = _specialties(thing)
         fields, parameters = vars(thing), list(vars(thing).get("_parameters", ()))
         parts = list(children.values())
         self._seen.append((thing, type(thing), list(fields.values()), children, parts, parameters, special))
@@ -85,6 +90,15 @@ class ModuleSnapshot:
                 or len(children) != len(parts)
                 or not all(map(is_, children.values(), parts))
                 or list(now.get("_parameters", ())) != parameters
-                or (isinstance(thing, nn.Module) and (is_special(thing) is not None) is not special)
+                or _specialties(thing) != special
             ):
                 raise NotNative(f"the policy has changed ({kind.__name__})")
+
+
+def _specialties(thing: Any) -> list[Any]:
+    """What a call of a module does beside ``forward``: the reason, and its hooks."""
+    if not isinstance(thing, nn.Module):
+        return []
+    fields = vars(thing)
+    hooks = [key for name in _HOOKS for key in fields.get(name) or ()]
+    return [is_special(thing), *hooks]

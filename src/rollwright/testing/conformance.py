@@ -11,7 +11,7 @@
 ``last_observation``  ``("next", observation)`` at a done step is not that of the new trajectory, and
                       ``step_and_maybe_reset`` gives what ``step`` and ``reset`` give by hand
 ``aliasing``          later steps do not overwrite what earlier ones returned
-``close``             closing twice raises unless allowed, and so does any use after it
+``close``             a step after closing raises, and a reset does or opens it again
 ====================  =================================================================================
 """
 

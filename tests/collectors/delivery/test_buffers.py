@@ -310,6 +310,29 @@ def test_whole_trajectories_are_written_flat_in_the_order_of_their_ends(fill, yi
     assert stats["trajectories_held"] == 0
 
 
+@pytest.mark.parametrize(("at_once", "writes"), [(None, [1, 1, 1, 1, 1]), (2, [2, 2, 1]), (10, [5])])
+def test_several_trajectories_are_written_at_a_time(make, count, at_once, writes):
+    class Counted(ReplayBuffer):
+        def extend_pieces(self, pieces):
+            found.append(sum(bool(piece["next", "done"][-1]) for piece in pieces))
+            return super().extend_pieces(pieces)
+
+    found, env = [], CountingEnv(max_steps=3)
+    buffer = Counted(storage=LazyTensorStorage(100), batch_size=4)
+    collector = make(
+        env,
+        count(env),
+        frames_per_batch=20,
+        total_frames=20,
+        replay_buffer=buffer,
+        trajs_per_batch=5,
+        trajs_per_write=at_once,
+    )
+    assert list(collector) == [None]
+    assert found == writes
+    assert buffer.write_count == 20
+
+
 def test_until_one_is_complete_the_buffer_stays_empty(make, count):
     env, buffer = CountingEnv(max_steps=9), a_buffer()
     collector = make(env, count(env), frames_per_batch=4, replay_buffer=buffer, trajs_per_batch=2)
@@ -358,6 +381,8 @@ def test_a_trajectory_longer_than_the_storage(make, count):
         ({"return_same_td": True}, ValueError, ["return_same_td"]),
         ({"trajs_per_batch": 2, "extend_buffer": False}, ValueError, ["trajs_per_batch", "extend_buffer"]),
         ({"trajs_per_batch": 2, "traj_format": "cat"}, ValueError, ["traj_format"]),
+        ({"trajs_per_write": 2}, ValueError, ["trajs_per_write=2", "trajs_per_batch="]),
+        ({"trajs_per_write": 0, "trajs_per_batch": 2}, ValueError, ["trajs_per_write", "at least 1"]),
         ({"extend_buffer": False, "set_truncated": True}, ValueError, ["set_truncated", "extend_buffer"]),
         ({"replay_buffer": None, "extend_buffer": False}, ValueError, ["extend_buffer", "replay_buffer is None"]),
         ({"extend_buffer": None}, TypeError, ["extend_buffer", "True or False"]),

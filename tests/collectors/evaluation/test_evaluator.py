@@ -19,7 +19,7 @@ from torch import nn
 from rollwright.collectors.evaluation.evaluator import Evaluator
 from rollwright.collectors.evaluation.results import EpisodeResults
 from rollwright.data import Categorical, Composite, Unbounded
-from rollwright.envs import EnvBase, ExplorationType, GymEnv, SerialEnv, StepCounter, TransformedEnv, VecNorm
+from rollwright.envs import EnvBase, ExplorationType, GymEnv, SerialEnv, StepCounter, TransformedEnv, VecNorm, VecNormV2
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.batched.parallel import ParallelEnv
 
@@ -245,25 +245,31 @@ def normed() -> TransformedEnv:
     return TransformedEnv(pendulum(), VecNorm(in_keys=["observation", "reward"], decay=0.9))
 
 
+def averaged() -> TransformedEnv:
+    return TransformedEnv(pendulum(), VecNormV2(in_keys=["observation", "reward"], decay=0.9))
+
+
 @backends
-def test_statistics_come_from_training_and_do_not_move(make: Any, backend: str) -> None:
+@pytest.mark.parametrize("create", [normed, averaged])
+def test_statistics_come_from_training_and_do_not_move(make: Any, create: Any, backend: str) -> None:
     policy = pendulum_policy()
-    training = normed()
+    training = create()
     training.set_seed(0)
     training.rollout(50)
-    norm = training.transform if isinstance(training.transform, VecNorm) else training.transform[0]
+    norm = training.transform
     plain = TransformedEnv(pendulum(), norm.frozen_copy())
     plain.set_seed(1)
     expected = [plain.rollout(20, policy)["next", "reward"].double().sum().item() for _ in range(2)]
-    evaluator = make(normed, policy, num_trajectories=2, max_steps=20, seed=1, backend=backend)
+    evaluator = make(create, policy, num_trajectories=2, max_steps=20, seed=1, backend=backend)
     given = {"env.transform[0]": norm}
     results = [evaluator.evaluate(weights_dict=given), evaluator.evaluate()]
     for result in results:
         assert result["eval/returns"] == pytest.approx(expected)
 
 
-def test_missing_statistics_are_an_error(make: Any) -> None:
-    evaluator = make(normed, pendulum_policy(), num_trajectories=1, max_steps=5)
+@pytest.mark.parametrize("create", [normed, averaged])
+def test_missing_statistics_are_an_error(make: Any, create: Any) -> None:
+    evaluator = make(create, pendulum_policy(), num_trajectories=1, max_steps=5)
     with pytest.raises(
         RuntimeError, match=r"no statistics of 'observation'.*weights_dict=\{'env\.transform\[0\]': that"
     ):

@@ -84,13 +84,18 @@ def test_a_module_that_takes_a_tensordict_is_called_as_it_is(make, cls):
     torch.testing.assert_close(batch["action"], module.linear(batch["observation"]).detach())
 
 
-@pytest.mark.parametrize("module", [TakesSomethingElse(), nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 1))])
-def test_arguments_that_are_no_entries_are_an_error_that_lists_both(make, module):
+@pytest.mark.parametrize("module", [nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 1))])
+def test_one_argument_of_any_name_is_given_the_one_observation(make, module):
+    batch = make(PENDULUM["single"], module, frames_per_batch=5).next()
+    torch.testing.assert_close(batch["action"], module(batch["observation"]).detach())
+
+
+def test_arguments_that_are_no_entries_are_an_error_that_lists_both(make):
+    module = TakesSomethingElse()
     with pytest.raises(TypeError) as error:
         make(PENDULUM["single"], module, frames_per_batch=5)
     message = str(error.value)
-    names = ("pixels", "speed") if isinstance(module, TakesSomethingElse) else ("input",)
-    for part in (*names, "observation", type(module).__name__, "trust_policy"):
+    for part in ("pixels", "speed", "observation", type(module).__name__, "trust_policy"):
         assert part in message
 
 
@@ -101,8 +106,8 @@ class Opaque(ByName):
 
 def test_trust_policy_skips_wrapping(make):
     module = Opaque()
-    with pytest.raises(TypeError, match="trust_policy=True"):
-        make(PENDULUM["single"], module, frames_per_batch=5)
+    with pytest.raises(AttributeError, match=r"The module reads 'observation' \[3\]"):
+        make(PENDULUM["single"], module, frames_per_batch=5).next()
     batch = make(PENDULUM["single"], module, frames_per_batch=5, trust_policy=True).next()
     torch.testing.assert_close(batch["action"], module.linear(batch["observation"]).detach())
 

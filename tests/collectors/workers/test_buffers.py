@@ -22,7 +22,7 @@ from tests.collectors.workers.envs import (
 from tests.collectors.workers.frames import check, flat
 from tests.collectors.workers.processes import wait_until
 from tests.patience import patient
-from tests.variants import in_turn
+from tests.variants import in_turn, one_quick
 
 from rollwright.collectors import Collector
 from rollwright.data import (
@@ -241,7 +241,7 @@ def test_it_ends_with_its_total(started, kind):
     check(rb[:])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_pause_freezes_the_count_and_always_resumes(started, kind):
     collector, rb = started(kind, extend_buffer=False)
     assert wait_until(lambda: rb.write_count > 10)
@@ -352,7 +352,7 @@ def test_an_ensemble_that_is_too_small_is_refused(make):
 # The limiter -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_workers_wait_for_samples(make, kind):
     from rollwright.data import SampleToInsertRatio
 

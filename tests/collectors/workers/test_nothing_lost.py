@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tests.collectors.workers.envs import IDS, STEP, VERSION, Gain, gain, makers, pixels, sampling, tallies
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import in_shared_memory, wait_until
-from tests.variants import in_turn
+from tests.variants import in_turn, one_quick
 
 from rollwright.collectors.workers.counters import Count, WorkerState
 from rollwright.collectors.workers.schedules import first_come, gather
@@ -372,7 +372,7 @@ def broken_hook(batch):
     raise LookupError("hook")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_a_hook_that_raised_is_forgotten_with_it(make, kind):
     collector = make(kind, makers(), gain(), frames_per_batch=20, post_collect_hook=broken_hook)
     with pytest.raises(LookupError, match="hook"):

@@ -16,6 +16,7 @@ from tensordict.nn import TensorDictModule
 from tests.collectors.workers.envs import IDENT, STEP, Trouble, gain, makers, one_bad, sampling, tallies, tally
 from tests.collectors.workers.frames import check, flat
 from tests.collectors.workers.processes import wait_until
+from tests.variants import one_quick
 
 from rollwright.collectors import Collector
 from rollwright.collectors.workers import group
@@ -50,7 +51,7 @@ def test_statistics_in_every_state(make, kind):
     assert after["workers_alive"] == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_statistics_of_workers(make, kind):
     collector = make(kind, makers(), gain(), frames_per_batch=20, total_frames=200)
     list(collector)
@@ -73,7 +74,7 @@ def test_statistics_of_workers(make, kind):
         assert name in stats, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_episodes_and_returns(make, kind):
     collector = make(kind, makers(length=5), gain(), frames_per_batch=20, total_frames=200)
     frames = flat(collector)
@@ -97,7 +98,7 @@ def function(td):
     return td.set("action", td["observation"][..., :1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_what_shows_when_a_policy_is_compiled_is_passed_on(make, kind):
     linear = TensorDictModule(torch.nn.Linear(3, 1), ["observation"], ["action"])
     collector = make(kind, [partial(GymEnv, "Pendulum-v1")] * 2, linear, frames_per_batch=20, compile_policy=True)
@@ -121,7 +122,7 @@ def test_a_slow_environment_shows_where_the_time_goes(make):
 # Calls -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_values_come_in_order_of_workers(make, kind):
     collector = make(kind, makers(3), gain(), frames_per_batch=30)
     collector.next()
@@ -161,7 +162,7 @@ def test_attributes_of_environment_and_policy(make):
 # Hooks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_hooks_run_once_a_batch_in_the_worker_on_what_is_yielded(make, kind, tmp_path):
     def pre():
         with (tmp_path / f"{os.getpid()}").open("a") as log:
@@ -214,7 +215,7 @@ def test_hooks_can_be_set_later_and_taken_away(make, tmp_path):
 # Profiles ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_profiles_of_workers(make, kind, tmp_path):
     collector = make(kind, makers(), gain(), frames_per_batch=20, total_frames=200)
     collector.enable_profile(
@@ -287,7 +288,7 @@ def test_what_a_state_holds(make):
         assert "env_state_dict" in state[worker]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_ids_go_on_above_those_that_were_saved(make, kind):
     first = make(kind, makers(), gain(), frames_per_batch=20)
     batches = [first.next() for _ in range(3)]

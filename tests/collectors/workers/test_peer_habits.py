@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tests.collectors.workers.envs import DRAW, IDENT, IDS, VERSION, gain, makers, tally
+from tests.variants import one_quick
 
 from rollwright.collectors import RandomPolicy
 from rollwright.envs import GymEnv, SerialEnv
@@ -24,7 +25,7 @@ SCHEMES = [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme]
 # Environments ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_environments_that_are_made_already(make, kind):
     """Each worker has a copy, with episodes of its own, whatever the one that was passed had been used for."""
     env = tally()
@@ -146,7 +147,7 @@ class Counted:
         return gain()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_hooks_and_factories_that_write_to_a_manager(make, kind):
     with Manager() as manager:
         calls, made = manager.list(), manager.list()
@@ -169,7 +170,7 @@ def test_hooks_and_factories_that_write_to_a_manager(make, kind):
         collector.shutdown()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_versions_of_both_schemes(make, kind):
     for scheme in SCHEMES:
         schemes = {"weight_sync_schemes": {"policy": scheme()}}

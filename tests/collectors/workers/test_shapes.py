@@ -11,7 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict
 from tests.collectors.workers.envs import EPISODE, IDENT, IDS, gain, makers, pixels, tallies, tally
 from tests.collectors.workers.frames import check, flat, per_worker
-from tests.variants import in_turn
+from tests.variants import in_turn, one_quick
 
 from rollwright.collectors import BaseCollector, Collector
 from rollwright.envs import GymEnv
@@ -151,7 +151,7 @@ def test_pixels(make):
     assert bool((images == images[..., :1, :1, :1]).all())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_objects_and_growing_shapes(make, kind):
     batch = make(kind, [CountingEnvWithString] * 2, frames_per_batch=8).next()
     strings = batch["string"] if kind == "async" else [text for row in batch["string"] for text in row]
@@ -189,7 +189,7 @@ def test_counts_are_those_that_were_announced(make, kind, asked, total, batch, b
     assert collector.next() is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_an_endless_collector_has_no_length(make, kind):
     collector = make(kind, makers(), gain(), frames_per_batch=10)
     with pytest.raises(RuntimeError, match="total_frames"):
@@ -229,7 +229,7 @@ def test_frames_per_trajectory_are_limited(make):
     assert frames["next", "truncated"].any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_resets_at_each_iteration(make, kind):
     batches = list(make(kind, makers(length=50), gain(), frames_per_batch=10, total_frames=40, reset_at_each_iter=True))
     for batch in batches:
@@ -304,7 +304,7 @@ def counted(folder, worker):
     return gain(float(worker))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_policy_factories_are_called_once_a_worker_in_the_worker(make, kind, tmp_path):
     factories = [partial(counted, tmp_path, worker) for worker in range(2)]
     collector = make(kind, makers(), policy_factory=factories, frames_per_batch=10, total_frames=80)
@@ -317,7 +317,7 @@ def test_policy_factories_are_called_once_a_worker_in_the_worker(make, kind, tmp
     assert os.getpid() % 1000 not in pids
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_devices_by_worker(make, kind):
     collector = make(
         kind, makers(), gain(), frames_per_batch=10, device=["cpu", "cpu"], storing_device=["cpu", torch.device("cpu")]
@@ -343,7 +343,7 @@ def test_other_ways_to_start(make, start_method):
     assert check(batches).frames == 60
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_threads_are_shared_out(make, kind, tmp_path):
     def note():
         (tmp_path / f"{os.getpid()}-{torch.get_num_threads()}").touch()

@@ -18,7 +18,7 @@ from tests.collectors.workers import processes
 from tests.collectors.workers.envs import Trouble, broken, failing, gain, makers, one_bad, tally
 from tests.collectors.workers.processes import burn, gone, heard, wait_until
 from tests.patience import patient
-from tests.variants import in_turn
+from tests.variants import in_turn, one_quick
 
 from rollwright._processes.channel import ByValue
 from rollwright.collectors.workers import messages
@@ -345,7 +345,7 @@ def test_the_timeout_given_at_construction(make, tmp_path):
     assert time.monotonic() - begun < patient(0.5 + BOUND_S)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_errors_of_close_are_raised_unless_told_otherwise(make, kind):
     for silent in (False, True):
         collector = make(kind, one_bad(troubles={"on_close": Trouble("raise", 0)}), gain(), frames_per_batch=20)

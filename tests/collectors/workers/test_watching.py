@@ -14,6 +14,7 @@ from tests.collectors.workers.envs import Trouble, gain, makers, one_bad, perish
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import burn, heard, wait_until
 from tests.patience import patient
+from tests.variants import one_quick
 
 from rollwright.collectors.workers import watching
 from rollwright.collectors.workers.counters import WorkerState
@@ -31,7 +32,7 @@ def run(collector, limit=2000):
     return [batch for _, batch in zip(range(limit), collector, strict=False)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_a_step_that_takes_too_long(make, kind, tmp_path):
     troubles = {"trouble": Trouble("sleep", 30)}
     collector = make(kind, one_bad(troubles=troubles), gain(), frames_per_batch=20, env_step_timeout=0.5)
@@ -54,7 +55,7 @@ def test_a_step_that_takes_too_long(make, kind, tmp_path):
     assert collector.stats()["restarts"] == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_a_reset_that_takes_too_long(make, kind):
     envs = one_bad(troubles={"on_reset": Trouble("sleep", 1)})
     collector = make(kind, envs, gain(), frames_per_batch=4, env_step_timeout=0.5)
@@ -94,7 +95,7 @@ def test_a_worker_that_waits_for_memory_while_the_consumer_is_busy_is_not_stuck(
         assert collector.next() is not None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_a_call_that_takes_too_long_is_known_to_who_waits_for_a_batch(make, monkeypatch, tmp_path, kind):
     monkeypatch.setattr(watching, "ASIDE_S", 0.5)
     struck = str(tmp_path / "struck")
@@ -116,7 +117,7 @@ def test_a_call_that_takes_too_long_is_known_to_who_waits_for_a_batch(make, monk
     assert collector.stats()["workers_alive"] == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_a_worker_that_does_not_come_back_from_loading_weights_is_replaced(make, monkeypatch, tmp_path, kind):
     monkeypatch.setattr(watching, "ASIDE_S", 0.5)
     policy = perishing(Trouble("sleep", 0, str(tmp_path / "struck")), loaded=True)

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from tests.collectors.workers.envs import VERSION, ActorCritic, gain, makers, running, tallies, tally
 from tests.collectors.workers.frames import check, flat
 from tests.collectors.workers.processes import wait_until
-from tests.variants import in_turn
+from tests.variants import in_turn, one_quick
 from torch import nn
 
 from rollwright.envs import GymEnv, ObservationNorm, TransformedEnv
@@ -199,7 +199,7 @@ def test_workers_report_the_versions_they_act_with(make):
     assert [worker["policy_version"] for worker in collector.stats()["workers"]] == [1, 1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_the_learner_is_never_read_by_workers(make, kind):
     """Training in place acts when it is published, and not before."""
     policy = gain(1.0)
@@ -255,7 +255,7 @@ def test_increment_version(make):
     assert collector.get_policy_version() == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_running_statistics_and_extra_state_travel(make, kind):
     collector = make(kind, makers(), running(1.0), frames_per_batch=10)
     collector.next()
@@ -352,7 +352,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_weights_that_do_not_fit_change_nothing(make, kind):
     collector = make(kind, makers(), gain(), frames_per_batch=10, track_policy_version=True)
     collector.next()
@@ -383,7 +383,7 @@ def test_weights_that_do_not_fit_change_nothing(make, kind):
     assert collector.policy_version == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_nothing_to_publish_is_an_error_and_counts_no_version(make, kind):
     def policy(td):
         return td.set("action", torch.ones(1))

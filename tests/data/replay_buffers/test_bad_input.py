@@ -79,7 +79,7 @@ def test_the_first_data_are_looked_at_too(storage):
         (TensorDict({}, [3]), ValueError, "elements with entries"),
         (frames()[:0], ValueError, "at least one element|expected elements"),
         (TensorDict({"name": "text"}, [3]), TypeError, r"'name'.*ListStorage"),
-        ([1, 2], TypeError, "ListStorage"),
+        (["a", "b"], TypeError, "ListStorage"),
         (torch.tensor(3.0), (TypeError, ValueError), r"batch dimension"),
     ):
         with pytest.raises(error, match=message):

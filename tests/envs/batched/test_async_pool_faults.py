@@ -267,7 +267,7 @@ def test_unclear_environments(make: Any) -> None:
         (ValueError, "env_step_timeout: expected seconds above 0", {"env_step_timeout": 0}),
         (ValueError, "mp_start_method: expected one of", {"mp_start_method": "thread"}),
         (ValueError, "env_makers: expected at least one", {"env_makers": []}),
-        (TypeError, r"env_makers\[0\]: expected a callable or an environment, got int", {"env_makers": [3]}),
+        (TypeError, r"env_makers\[0\]: expected a name, a callable or an environment, got int", {"env_makers": [3]}),
         (ValueError, "create_env_kwargs: expected 2", {"create_env_kwargs": [{}]}),
         (TypeError, r"env_makers\[0\]: got an environment", {"env_makers": Faulty(), "backend": "multiprocessing"}),
         (ValueError, r"env_makers\[1\]: got the same environment twice", {"env_makers": [Faulty()] * 2}),

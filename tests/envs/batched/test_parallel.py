@@ -127,7 +127,8 @@ def test_serial_for_single() -> None:
     ("args", "kwargs", "error", "message"),
     [
         ((0, Steps), {}, ValueError, "num_workers: expected a number of at least 1, got 0"),
-        ((2, "CartPole-v1"), {}, TypeError, "create_env_fn: expected a function .* got str"),
+        ((2, Steps), {"pin_memroy": True}, TypeError, "no option 'pin_memroy'. Did you mean 'pin_memory'"),
+        ((2, 7), {}, TypeError, "create_env_fn: expected .* got int"),
         ((2, [Steps]), {}, ValueError, "create_env_fn: expected one entry for each of the 2 workers, got 1"),
         ((2, Steps), {"num_processes": 3}, ValueError, "num_processes: expected a number from 1 to num_workers=2, got"),
         ((2, Steps), {"num_processes": True}, ValueError, "num_processes"),

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from abc import ABCMeta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -163,6 +165,21 @@ class TestSpecs:
         assert ours.mask.tolist() == [True, False]
         assert len({ours, ours.clone()}) == 1
 
+    def test_our_specs_count_as_its_specs_where_the_program_has_imported_it(self, monkeypatch):
+        base = ABCMeta("TensorSpec", (), {})
+        names = ["Composite", "Bounded", "Unbounded", "Categorical", "OneHot", "MultiCategorical", "MultiOneHot"]
+        names += ["NonTensor", "Stacked", "StackedComposite", "Binary"]
+        library = SimpleNamespace(TensorSpec=base, **{name: ABCMeta(name, (base,), {}) for name in names[:-1]})
+        monkeypatch.setitem(sys.modules, "torchrl.data.tensor_specs", library)
+        GymEnv("CartPole-v1")  # while it is being imported: nothing is there yet to be counted as
+        assert not isinstance(Categorical(2), base)
+        library.Binary = ABCMeta("Binary", (library.Categorical,), {})
+        env = GymEnv("CartPole-v1")
+        assert isinstance(env.action_spec, library.OneHot)
+        assert isinstance(env.action_spec, base)
+        assert isinstance(env.full_action_spec, library.Composite)
+        assert not isinstance(env.action_spec, library.Bounded)
+
     def test_torchrl_is_not_imported(self):
         code = "import rollwright.collectors, rollwright.envs, sys; assert 'torchrl' not in sys.modules"
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -200,6 +217,24 @@ class TestWithTorchRL:
             assert from_torchrl(to_torchrl(ours)) == ours
             assert spec.is_in(ours.rand())
             hash(ours)
+
+    def test_its_losses_and_modules_take_our_specs(self):
+        data, modules = pytest.importorskip("torchrl.data"), pytest.importorskip("torchrl.modules")
+        objectives = pytest.importorskip("torchrl.objectives")
+        env = GymEnv("CartPole-v1")
+        assert isinstance(env.action_spec, data.OneHot)
+        assert isinstance(env.full_action_spec, data.Composite)
+        assert not isinstance(env.action_spec, data.Bounded)
+        net = TensorDictModule(nn.Linear(4, 2), ["observation"], ["action_value"])
+        actor = TensorDictSequential(net, modules.QValueModule(spec=env.action_spec))
+        with pytest.raises(TypeError, match="to_torchrl"):
+            modules.QValueModule(spec=env.full_action_spec)
+        modules.QValueModule(spec=to_torchrl(env.full_action_spec))
+        loss = objectives.DQNLoss(
+            modules.QValueActor(nn.Linear(4, 2), spec=env.action_spec), action_space=env.action_spec
+        )
+        batch = Collector(env, actor, frames_per_batch=20).next()
+        assert loss(batch)["loss"].isfinite()
 
     def envs(self):
         envs = pytest.importorskip("torchrl.envs")

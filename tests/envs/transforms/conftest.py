@@ -1,15 +1,21 @@
-"""Ladder: a batched environment with episodes of different lengths, whose resets return rubbish in other rows."""
+"""Ladder: a batched environment with episodes of different lengths, whose resets return rubbish in other rows.
+
+Besides, environments as TorchRL seeds them, and collecting on arrays and on TensorDicts.
+"""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from rollwright.collectors import Collector
 from rollwright.data import Bounded, Categorical, Composite, Unbounded
-from rollwright.envs import EnvBase
+from rollwright.envs import Compose, EnvBase, GymWrapper, TransformedEnv
 
 RUBBISH = -99
 
@@ -75,3 +81,46 @@ def still(tensordict: TensorDictBase) -> TensorDictBase:
 @pytest.fixture
 def do_nothing() -> Any:
     return still
+
+
+def _seeded(name, *transforms, seed=0):
+    env = gymnasium.make(name)
+    env.reset(seed=seed)
+    return TransformedEnv(GymWrapper(env), Compose(*transforms))
+
+
+@pytest.fixture
+def seeded():
+    """Makes an environment whose first reset is that which follows TorchRL's ``set_seed(seed)``."""
+    return _seeded
+
+
+def _collect(make, seed, frames, batches, policy, **options):
+    env = make()
+    env.set_seed(seed)
+    torch.manual_seed(seed)
+    with Collector(env, policy, frames_per_batch=frames, total_frames=batches * frames, **options) as collector:
+        found = torch.cat([batch.clone() for batch in collector], -1)
+        state = {key: copy.deepcopy(value) for key, value in env.state_dict().items()}
+        return found, collector.stats()["paths"]["env"], state
+
+
+def _both(make, *, seed=3, frames=40, batches=3, policy=None, **options):
+    native, how, state = _collect(make, seed, frames, batches, policy, **options)
+    plain, _, expected = _collect(make, seed, frames, batches, policy, use_buffers=False)
+    assert how.startswith("native: NumPy arrays"), how
+    assert set(native.keys(True, True)) == set(plain.keys(True, True))
+    for key in plain.keys(True, True):
+        assert native[key].dtype == plain[key].dtype, key
+        assert torch.equal(native[key], plain[key]), key
+    assert state.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(state[key], value), key
+    return native
+
+
+@pytest.fixture
+def both_paths():
+    """Collects on arrays and on TensorDicts, compares all bits and the state left behind, and returns the data."""
+    return _both

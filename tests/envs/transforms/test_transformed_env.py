@@ -15,6 +15,7 @@ from rollwright.envs import (
     Compose,
     InitTracker,
     RewardSum,
+    SerialEnv,
     StepCounter,
     TensorDictPrimer,
     Transform,
@@ -99,7 +100,7 @@ def test_a_function_is_a_transform(ladder, do_nothing):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((3,), "base_env: expected an environment of rollwright, got int. Wrap a gymnasium environment in GymWrapper"),
+        ((3,), "base_env: expected an environment of rollwright.*got int: 3. Pass a name such as"),
         (("env", 3), "transform: expected a Transform, or a function from .*, got int. Subclass Transform"),
         (("env", [StepCounter()]), r"got list. Write Compose\(\*transforms\)"),
         (("env", StepCounter), r"got the class StepCounter. Call it: StepCounter\(\)"),
@@ -240,9 +241,22 @@ def test_close(ladder):
     env.close()
     assert env.is_closed
     assert env.base_env.is_closed
+    env.close()
+    batched = TransformedEnv(SerialEnv(2, lambda: ladder([2])), StepCounter())
+    batched.close()
     with pytest.raises(EnvError, match="already closed"):
-        env.close()
-    env.close(raise_if_closed=False)
+        batched.close()
+    batched.close(raise_if_closed=False)
+
+
+def test_dump_reaches_each_transform(ladder):
+    class Dumped(Transform):
+        def dump(self, **kwargs):
+            written.append(kwargs)
+
+    written = []
+    TransformedEnv(ladder([2]), Compose(Dumped(), StepCounter(), Dumped())).transform.dump(suffix="a")
+    assert written == [{"suffix": "a"}] * 2
 
 
 def test_rand_action_of_the_base_environment(ladder):

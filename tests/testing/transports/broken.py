@@ -35,9 +35,6 @@ Options = None
 class Fault:
     """Nothing is broken."""
 
-    def __init__(self) -> None:
-        self.specs: list[Any] = []
-
     def change(self, spec: Any) -> Any:
         """What a worker is made of."""
         return spec
@@ -75,7 +72,6 @@ class Transport:
 
     def connect(self, spec: Any) -> Connection:
         spec = fault.change(spec)
-        fault.specs.append(spec)
         return Connection(fault.connect(self._inner, spec), spec)
 
     def published(self) -> None:
@@ -279,7 +275,6 @@ class OwnBoards(Fault):
     """Workers read other boards than those that the collector writes."""
 
     def __init__(self):
-        super().__init__()
         self.publisher, self.forwarder, self.before = Publisher(8), Forwarder(), {}
 
     def change(self, spec):
@@ -322,9 +317,8 @@ class MixesUpWorkers(Fault):
     """A worker gets the weights of the one before it."""
 
     def change(self, spec):
-        before = self.specs[-1] if self.specs and spec.index else spec
         self.originals = [*getattr(self, "originals", []), spec]
-        own = before.boards[1] if spec.index < 2 else self.originals[-2].boards[1]
+        own = self.originals[-2 if spec.index else -1].boards[1]
         return dataclasses.replace(spec, boards=(spec.boards[0], own))
 
 
@@ -422,7 +416,7 @@ class DoesNotHear(Fault):
         connection.inner.post(message)
         if isinstance(message, say.Collect):
             with uninterrupted:
-                time.sleep(3.0)
+                time.sleep(0.5)
 
 
 class LeavesProcesses(Fault):

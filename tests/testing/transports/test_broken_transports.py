@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from tests.patience import patient
 from tests.testing.transports import broken
 
-from rollwright.collectors.workers.transports.backends import BACKENDS, register_backend
+from rollwright.collectors.workers.transports.backends import BACKENDS, Backend, WorkerBackend, register_backend
 from rollwright.testing.transports import TRANSPORT_CHECKS, check_transport
 
 FAULTS = {
@@ -44,6 +46,14 @@ FAULTS = {
 }
 CASES = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
 HANGS = (broken.DropsMessages, broken.IgnoresTheDead)
+FOUND = {  # what the message names, where a check looks for several things
+    broken.DoesNotHear: r"expected a KeyboardInterrupt within 0\.6 s",
+    broken.LeavesProcesses: "process ",
+    broken.LeavesThreads: "thread left",
+    broken.LeavesDescriptors: "descriptors: {'pipe': 12}",
+    broken.LeavesMemory: "/dev/shm/psm_",
+    broken.LeavesMappings: "6 shared mappings",
+}
 
 
 @pytest.fixture
@@ -65,9 +75,10 @@ def breaking(monkeypatch):
 @pytest.mark.parametrize(("name", "fault"), CASES, ids=[f"{name}-{fault.__name__}" for name, fault in CASES])
 def test_a_broken_transport_fails(breaking, name, fault):
     breaking(fault)
-    limit_s = patient(5.0 if fault in HANGS else 60.0)
-    with pytest.raises(AssertionError) as caught:
-        check_transport("broken", only=[name], limit_s=limit_s, interrupt_s=patient(1.0), failure_s=patient(5.0))
+    limit_s = patient(1.5 if fault in HANGS else 60.0)
+    limits = {"limit_s": limit_s, "interrupt_s": 0.6, "failure_s": patient(5.0), "gone_s": 0.5}
+    with pytest.raises(AssertionError, match=FOUND.get(fault, ".")) as caught:
+        check_transport("broken", only=[name], **limits)
     assert f"in the check {name!r} of backend 'broken'" in caught.value.__notes__
     assert ("expected the check to end" in str(caught.value)) is (fault in HANGS)
 
@@ -78,7 +89,7 @@ def test_every_check_was_seen_to_fail():
 
 def test_the_backend_is_sound_without_a_fault(breaking):
     breaking(broken.Fault)
-    check_transport("broken", only=["stacked", "trajectories", "weights_whole", "calls"])
+    check_transport("broken", only=["stacked", "trajectories", "weights_whole", "calls", "shutdown"])
 
 
 WRONG = {
@@ -93,6 +104,12 @@ def test_wrong_arguments(wrong):
     arguments, error, message = WRONG[wrong]
     with pytest.raises(error, match=message):
         check_transport("process", **arguments)
+
+
+def test_type_checkers_know_the_names_of_all_backends():
+    own = [name for name, module in BACKENDS.items() if module.startswith("rollwright.")]  # tests register others
+    assert get_args(WorkerBackend) == tuple(own)
+    assert get_args(Backend) == ("direct", *own)
 
 
 def test_a_name_is_registered_once():

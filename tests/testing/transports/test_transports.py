@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 from tests.patience import patient
+from tests.ray_cluster import attach
 
 from rollwright.testing.transports import TransportConformance
 
@@ -36,3 +38,36 @@ class TestGroupsOfTwo(Patient):
 @pytest.mark.slow
 class TestGroupsOfOne(Patient):
     backend = "tcp"
+
+
+@pytest.mark.slow
+class TestGlooPairs(Patient):
+    backend = "distributed"
+    backend_options: ClassVar[dict[str, Any]] = {"num_workers_per_collector": 2, "min_bytes": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:backend='rpc'.*:FutureWarning")
+class TestRpc(Patient):
+    backend = "rpc"
+    one_at_a_time = True
+    backend_options: ClassVar[dict[str, Any]] = {"num_workers_per_collector": 2, "min_bytes": 0}
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    line, address = attach()
+    ray.init(address=address, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+    line.close()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+class TestRay(Patient):
+    backend = "ray"
+    backend_options: ClassVar[dict[str, Any]] = {"num_workers_per_collector": 2}
+    limit_s = property(lambda self: patient(120.0))  # type: ignore[assignment]

@@ -11,6 +11,7 @@ from rollwright.collectors.collector import Collector
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.envs.libs.foreign import makers_in
 
 __all__ = ["check_collector_class", "inner_options", "makers_of_workers"]
 
@@ -52,7 +53,8 @@ def makers_of_workers(create_env_fn: Any, num_collectors: int | None, in_each: i
     Raises:
         ValueError: a list has another length.
     """
-    given = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn] * (num_collectors or 1)
+    listed = makers_in(create_env_fn)
+    given = [create_env_fn] * (num_collectors or 1) if listed is None else listed
     if num_collectors not in (None, len(given)):
         raise ValueError(
             f"create_env_fn: expected one function for each of the {num_collectors} collectors, got {len(given)}. "

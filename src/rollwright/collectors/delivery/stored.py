@@ -23,7 +23,7 @@ from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import placed, td_from, td_state
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.replay_buffers import SampleToInsertRatio
-from rollwright.data.replay_buffers.storages.base import no_objects
+from rollwright.data.replay_buffers.storages.batches import no_objects
 from rollwright.data.specs import Composite, NonTensor
 
 __all__ = ["StoredBatches", "StoredFrames", "StoredTrajectories", "await_publication", "choose_delivery"]
@@ -230,13 +230,14 @@ class StoredFrames(Stored):
 
 
 class StoredTrajectories(Stored):
-    """Writes each trajectory (of groups: all of one) alone, when it is complete."""
+    """Writes each trajectory (of groups: all of one) when it is complete, alone or with others that are."""
 
     assembler: TrajectoryAssembler
 
     def __init__(self, rollout: Rollout, *parts: Any) -> None:
         super().__init__(rollout, *parts)
         self._by_pieces = hasattr(self._buffer, "extend_pieces")
+        self._at_once = rollout.options.trajs_per_write or 1
 
     def ready(self) -> bool:
         """See :class:`~rollwright.collectors.core.Delivery`."""
@@ -250,7 +251,7 @@ class StoredTrajectories(Stored):
             self.collect_trajectories()
         self.batches += 1
         while self.assembler.num_complete:
-            popped = self.assembler.pop(1)
+            popped = self.assembler.pop(min(self._at_once, self.assembler.num_complete))
             try:
                 self.rollout.observer.publishes(self.rollout.path, [found.id for found in popped])
                 pieces = [piece for found in popped for piece in self.pieces_of(found)]
@@ -282,6 +283,7 @@ class StoredTrajectories(Stored):
             raise ValueError(
                 f"replay_buffer: a trajectory of {length} frames is longer than the storage, which has room for "
                 f"{room}. Make the storage larger, or end trajectories with max_frames_per_traj."
+                f"{'' if self._at_once == 1 else ' Lower trajs_per_write, which writes several at a time.'}"
             )
 
     @property

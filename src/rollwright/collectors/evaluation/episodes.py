@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from rollwright.collectors.evaluation.statistics import FrozenBuffers, check_sta
 from rollwright.data.layout import end_of_trajectory
 from rollwright.envs.base import EnvBase
 from rollwright.envs.closing import closed_on_error
-from rollwright.envs.libs.foreign import as_env, is_around, is_env
+from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_around, is_env, makers_in
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 from rollwright.weight_update.forms import State
 
@@ -139,8 +139,9 @@ class EpisodeRunner:
         self._buffers = FrozenBuffers(None)
         self._asked = time.monotonic()
         given = settings.create_env_fn
-        if isinstance(given, Sequence) and len(given) == 1:
-            given = given[0]
+        if (listed := makers_in(given)) is not None and len(listed) == 1:
+            given = listed[0]
+        given = as_maker(given)
         made = _made_env(given, settings.options.get("create_env_kwargs"))
         with closed_on_error([made] if isinstance(made, EnvBase) and not is_around(made, given) else []):
             self._prepare(freeze(made) if isinstance(made, EnvBase) else made)
@@ -238,6 +239,7 @@ class EpisodeRunner:
 
 
 def _made_env(given: Any, kwargs: Mapping[str, Any] | None) -> Any:
+    check_maker("create_env_fn", given, kwargs)
     return as_env(given if is_env(given) or not callable(given) else given(**(kwargs or {})))
 
 

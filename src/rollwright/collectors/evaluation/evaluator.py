@@ -26,6 +26,7 @@ from rollwright.collectors.evaluation.episodes import EvaluationProgress, Evalua
 from rollwright.collectors.evaluation.queue import Evaluation, EvaluationQueue
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
+from rollwright.envs.factories import EnvFunction, GymnasiumEnv
 from rollwright.envs.libs.foreign import is_env
 from rollwright.envs.utils import ExplorationType
 
@@ -105,7 +106,7 @@ class Evaluator:
 
     def __init__(
         self,
-        create_env_fn: EnvBase | Callable[..., EnvBase],
+        create_env_fn: str | EnvBase | GymnasiumEnv | EnvFunction,
         policy: Callable[..., Any] | None = None,
         *,
         policy_factory: Callable[[], Any] | None = None,

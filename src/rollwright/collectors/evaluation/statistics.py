@@ -15,7 +15,8 @@ from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.batched.hosting.host import Hosted
 from rollwright.envs.recreation.env import RecreatedEnv
-from rollwright.envs.transforms import Transform, VecNorm
+from rollwright.envs.transforms import Transform
+from rollwright.envs.transforms.entries.running import RunningNorm
 from rollwright.weight_update.forms import State, prepare
 
 __all__ = ["FrozenBuffers", "check_statistics", "freeze", "prepare_weights"]
@@ -55,13 +56,12 @@ def check_statistics(env: EnvBase) -> None:
     for name, module in env.named_modules():
         if isinstance(module, BatchedEnv):
             module.call_in_hosts(_check_hosted)
-        if not isinstance(module, VecNorm):
+        if not isinstance(module, RunningNorm):
             continue
         written = {*env.observation_keys, *env.reward_keys}
         for index, (key, out_key) in enumerate(zip(module.in_keys, module.out_keys, strict=True)):
-            stats = module.stats(index)
-            unknown = out_key in written if stats is None else not bool(stats.weight.all())
-            if unknown:
+            seen = module.has_seen(index)
+            if out_key in written if seen is None else not seen:
                 raise RuntimeError(
                     f"evaluation: {module} has no statistics of {key!r}, and evaluation does not gather any. Pass "
                     f"evaluate() or trigger_eval() weights_dict={{{_model_id(name)!r}: that transform of the training "

@@ -15,7 +15,8 @@ from rollwright.data.llm.turns import Origin
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.closing import closed_on_error
-from rollwright.envs.libs.foreign import as_env, is_around
+from rollwright.envs.factories import EnvFunction, GymnasiumEnv
+from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_around, makers_in, remedy_for
 from rollwright.envs.llm.core import Conversations
 from rollwright.envs.llm.transforms import PolicyVersion, TurnHook, turn_hooks
 from rollwright.envs.recreation.env import RecreatedEnv
@@ -25,8 +26,8 @@ from rollwright.errors import EnvError, NotNative
 
 __all__ = ["EnvMaker", "EnvMakers", "conversations_of", "making_env", "note_waits", "version_of"]
 
-EnvMaker = EnvBase | Callable[..., EnvBase] | Sequence[Callable[..., EnvBase]]
-EnvMakers = EnvBase | Callable[..., EnvBase] | Sequence[EnvBase | Callable[..., EnvBase]]  # one, or one for each worker
+EnvMaker = str | EnvBase | GymnasiumEnv | EnvFunction | Sequence[str | EnvFunction]
+EnvMakers = EnvMaker | Sequence[str | EnvBase | GymnasiumEnv | EnvFunction]  # one, or one for each worker
 
 
 @contextmanager
@@ -40,21 +41,22 @@ def making_env(create_env_fn: EnvMaker, options: CollectorOptions) -> Iterator[E
         ValueError: options do not fit it.
     """
     made = _made(create_env_fn, options)
-    given = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn]
+    listed = makers_in(create_env_fn)
+    given = [create_env_fn] if listed is None else listed
     with closed_on_error([] if any(is_around(made, each) for each in given) else [made]):
         yield _fitted(made, options)
 
 
 def _made(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
     made: Any = create_env_fn
-    if isinstance(made, Sequence) and not isinstance(made, str):
-        if len(made) != 1:
+    if (listed := makers_in(made)) is not None:
+        if len(listed) != 1:
             raise ValueError(
-                f"create_env_fn: a collector of one process takes one environment, got {len(made)} factories. "
+                f"create_env_fn: a collector of one process takes one environment, got {len(listed)} factories. "
                 "Wrap them in SerialEnv."
             )
-        made = made[0]
-    made = as_env(made)
+        made = listed[0]
+    made = as_maker(made)
     if isinstance(made, EnvBase):
         if options.create_env_kwargs:
             raise ValueError("create_env_kwargs: got arguments for an environment that is made. Pass a callable.")
@@ -64,6 +66,7 @@ def _made(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
                 f"{type(made).__name__}: {made!r}. Pass for example lambda: GymEnv('CartPole-v1')."
             )
     elif callable(made) and not isinstance(made, nn.Module):  # an environment of another library is not called
+        check_maker("create_env_fn", made, options.create_env_kwargs)
         maker = partial(made, **(options.create_env_kwargs or {}))
         made = as_env(maker())
         if options.on_env_failure == "recreate" and isinstance(made, EnvBase):
@@ -72,8 +75,9 @@ def _made(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
                 made = RecreatedEnv(made, maker, None, partial(notice.warn, "create_env_fn: the environment"))
     if not isinstance(made, EnvBase):
         raise TypeError(
-            f"create_env_fn: expected an EnvBase of rollwright or a callable that returns one, got "
-            f"{type(made).__module__}.{type(made).__qualname__}: {made!r}. Wrap a gymnasium environment in GymWrapper."
+            "create_env_fn: expected the name of a registered environment, an environment of rollwright, gymnasium or "
+            "TorchRL, or a callable that returns one, got "
+            f"{type(made).__module__}.{type(made).__qualname__}: {made!r}. {remedy_for(made)}"
         )
     return made
 

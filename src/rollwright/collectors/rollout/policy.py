@@ -64,8 +64,8 @@ def check_policy(policy: Any) -> None:
     """
     if not callable(policy):
         raise TypeError(
-            f"policy: expected a callable on TensorDicts, a TensorDictModule, an nn.Module or None, got "
-            f"{type(policy).__name__}: {policy!r}. Pass one of these."
+            "policy: expected a callable on TensorDicts or on observations, a TensorDictModule, an nn.Module or None, "
+            f"got {type(policy).__name__}: {policy!r}. Pass one of these."
         )
     if isinstance(policy, type):
         raise TypeError(f"policy: got the class {policy.__name__}. Pass an instance, {policy.__name__}(...).")

@@ -17,10 +17,10 @@ from rollwright.collectors.delivery_options import is_service
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.memory.blocks import Join
 from rollwright.collectors.workers.messages import Ready
-from rollwright.collectors.workers.transports.backends import check_backend, known_backend, shares_memory
+from rollwright.collectors.workers.transports.backends import Backend, check_backend, known_backend, shares_memory
 from rollwright.collectors.workers.watching import START_S
 from rollwright.envs.base import EnvBase
-from rollwright.envs.libs.foreign import as_env
+from rollwright.envs.libs.foreign import as_maker, makers_in, remedy_for
 
 __all__ = ["WorkerOptions", "check_join", "factories_of", "options_of_workers"]
 
@@ -99,10 +99,7 @@ class WorkerOptions:
     policy_lag: Literal["wait", "drop"] = "wait"
     max_batches_held: Annotated[int, whole(1)] = 8
     shutdown_timeout: Annotated[float, seconds()] = 10.0
-    backend: Annotated[
-        Literal["direct", "process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"] | None,
-        Check(known_backend),
-    ] = None
+    backend: Annotated[Backend | None, Check(known_backend)] = None
     backend_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -164,14 +161,17 @@ class WorkerOptions:
         return own, {name: value for name, value in options.items() if name not in mine}
 
 
-def factories_of(create_env_fn: Any, num_workers: int | None, owner: str) -> list[Any]:
+def factories_of(create_env_fn: Any, own: WorkerOptions, owner: str) -> list[Any]:
     """The function that makes the environment of each worker, or an environment that each gets a copy of.
 
+    Names have to be registered here, unless ``init_fn`` or another machine may register them.
+
     Raises:
+        EnvError: a name is not registered.
         TypeError: one is neither.
         ValueError: there are more or fewer than workers.
     """
-    given = list(create_env_fn) if isinstance(create_env_fn, Sequence) else None
+    num_workers, given = own.num_workers, makers_in(create_env_fn)
     if given is None:
         if num_workers is None:
             raise ValueError(
@@ -186,12 +186,13 @@ def factories_of(create_env_fn: Any, num_workers: int | None, owner: str) -> lis
             f"create_env_fn: expected one function for each of the {num_workers} workers, got {len(given)}. Change "
             "num_workers, or pass a single function for all."
         )
-    given = [as_env(maker) for maker in given]
+    here = own.init_fn is None and shares_memory(own.transport)
+    given = [as_maker(maker, registered=here) for maker in given]
     for maker in given:
         if not isinstance(maker, EnvBase) and not callable(maker):
             raise TypeError(
                 f"create_env_fn: expected functions that make an environment in a worker, got {type(maker).__name__}: "
-                f"{maker!r}. Pass for example [lambda: GymEnv('CartPole-v1')] * 2."
+                f"{maker!r}. {remedy_for(maker)}"
             )
     return given
 

@@ -1,7 +1,9 @@
 """Replay buffers: a storage, a writer that fills it, a sampler that reads it."""
 
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
+from rollwright.data.replay_buffers.conditional import ConditionalUpdateResult
 from rollwright.data.replay_buffers.ensemble import ReplayBufferEnsemble
+from rollwright.data.replay_buffers.hindsight import HERReplayBuffer, HindsightStrategy
 from rollwright.data.replay_buffers.kinds import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
@@ -9,13 +11,17 @@ from rollwright.data.replay_buffers.kinds import (
 )
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler, SamplerWithoutReplacement
+from rollwright.data.replay_buffers.samplers.consuming import ConsumingSampler
 from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from rollwright.data.replay_buffers.samplers.prioritized_slices import PrioritizedSliceSampler
 from rollwright.data.replay_buffers.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
+from rollwright.data.replay_buffers.samplers.staleness import StalenessAwareSampler
 from rollwright.data.replay_buffers.service.ray import RayReplayBuffer
-from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
+from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.lists import ListStorage
 from rollwright.data.replay_buffers.storages.ragged import LazyStackStorage, RaggedStorage
 from rollwright.data.replay_buffers.storages.tensors import LazyMemmapStorage, LazyTensorStorage, TensorStorage
+from rollwright.data.replay_buffers.transforms import NextStateReconstructor, PolicyAgeFilter
 from rollwright.data.replay_buffers.writers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,
@@ -25,12 +31,18 @@ from rollwright.data.replay_buffers.writers import (
 )
 
 __all__ = [
+    "ConditionalUpdateResult",
+    "ConsumingSampler",
     "Draw",
+    "HERReplayBuffer",
+    "HindsightStrategy",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyStackStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "NextStateReconstructor",
+    "PolicyAgeFilter",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
@@ -45,6 +57,7 @@ __all__ = [
     "SamplerWithoutReplacement",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "StalenessAwareSampler",
     "Storage",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
+from rollwright._keys import NestedKey
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
+from rollwright.data.replay_buffers.samplers.base import RandomSampler, Sampler
+from rollwright.data.replay_buffers.samplers.consuming import ConsumingSampler
+from rollwright.data.replay_buffers.storages import structures
+from rollwright.data.replay_buffers.storages.batches import positive
 
-__all__ = ["Transform", "check_given", "dimension", "inverse_of", "made", "stacked"]
+__all__ = [
+    "Transform",
+    "check_given",
+    "Inverted",
+    "consuming",
+    "dimension",
+    "entry_of",
+    "inverse_of",
+    "made",
+    "stacked",
+    "with_info",
+]
 
 Transform = Callable[[Any], Any]
 
@@ -64,6 +80,73 @@ def dimension(name: str, value: int, ndim: int) -> int:
     return value % ndim
 
 
+class Inverted:
+    """A transform the other way round: applied to what is written, and its inverse, if it has one, to batches.
+
+    Args:
+        transform: a transform, a module or a callable.
+
+    Example:
+        >>> double = Inverted(lambda batch: batch * 2)
+        >>> double.inv(torch.ones(2)), double(torch.ones(2))
+        (tensor([2., 2.]), tensor([1., 1.]))
+    """
+
+    def __init__(self, transform: Transform) -> None:
+        self.transform, self._inverse = transform, inverse_of(transform)
+
+    def __call__(self, batch: Any) -> Any:
+        return batch if self._inverse is None else self._inverse(batch)
+
+    def inv(self, data: Any) -> Any:
+        """What is written, transformed."""
+        return self.transform(data)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.transform!r})"
+
+
+def with_info(batch: Any, info: Mapping[str, Any]) -> Any:
+    """A batch with what the sampler returned for its elements; changes it.
+
+    Raises:
+        TypeError: it is no TensorDict.
+    """
+    if not isinstance(batch, TensorDictBase):
+        raise TypeError(
+            f"include_info: expected batches that are TensorDicts, got {type(batch).__name__}. Pass return_info=True."
+        )
+    for name, value in info.items():
+        for _ in range(batch.ndim - 1):  # elements with a batch size of their own: the same for all of each
+            value = value.unsqueeze(1)
+        batch.set(name, value.expand(*batch.batch_size, *value.shape[batch.ndim :]))
+    return batch
+
+
+def consuming(times: Any, sampler: Any, prefetch: Any, shared: bool) -> Sampler:
+    """The sampler of a buffer whose elements are drawn so many times.
+
+    Raises:
+        ValueError, TypeError: another option cannot go with it.
+    """
+    count = positive("consume_after_n_samples", times)
+    if sampler is not None and not isinstance(sampler, RandomSampler) and sampler is not RandomSampler:
+        raise ValueError(
+            f"consume_after_n_samples: expected no sampler beside it, or a RandomSampler, got {sampler!r}. Leave one "
+            "out."
+        )
+    if prefetch:
+        raise ValueError(
+            "consume_after_n_samples: batches that are prefetched would be consumed too. Pass prefetch=None."
+        )
+    if shared:
+        raise ValueError(
+            "consume_after_n_samples: each process would consume for itself. Make the buffer with "
+            "service_backend='process' instead of shared=True."
+        )
+    return ConsumingSampler(count)
+
+
 def inverse_of(change: Transform) -> Transform | None:
     """The inverse of a transform that has one, of this library or of another.
 
@@ -92,9 +175,21 @@ def inverse_of(change: Transform) -> Transform | None:
 
 
 def stacked(items: list[Any]) -> Any:
-    """Elements as a batch, where they are tensors or TensorDicts; else the list."""
-    if items and all(isinstance(item, TensorDictBase) for item in items):
-        return LazyStackedTensorDict.maybe_dense_stack(items, 0)
-    if items and all(isinstance(item, torch.Tensor) and item.shape == items[0].shape for item in items):
-        return torch.stack(items)
-    return items
+    """Elements as a batch, where they are tensors, TensorDicts, or structures of those; else the list."""
+    if not items:
+        return items
+    try:
+        return structures.stacked(items)
+    except ValueError:
+        return items
+
+
+def entry_of(elements: Any, key: NestedKey) -> Any:
+    """An entry of elements.
+
+    Raises:
+        TypeError: they are no TensorDicts.
+    """
+    if not isinstance(elements, TensorDictBase):
+        raise TypeError(f"index: {key!r} names an entry, and the elements here have none. Pass places, such as [:].")
+    return elements[key]

@@ -14,16 +14,30 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
+from rollwright._keys import NestedKey
 from rollwright._options import with_options
 from rollwright._processes.forks import on_fork
 from rollwright.data.replay_buffers import checkpoint
-from rollwright.data.replay_buffers._arguments import Transform, check_given, dimension, inverse_of, made, stacked
+from rollwright.data.replay_buffers._arguments import (
+    Inverted,
+    Transform,
+    check_given,
+    consuming,
+    dimension,
+    entry_of,
+    inverse_of,
+    made,
+    stacked,
+    with_info,
+)
 from rollwright.data.replay_buffers._counts import Counts
-from rollwright.data.replay_buffers._indexing import elements_at, entry_of
 from rollwright.data.replay_buffers._prefetch import Prefetcher, Ticket
+from rollwright.data.replay_buffers.conditional import ConditionalUpdateResult, still_there, update_if_present
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
-from rollwright.data.replay_buffers.samplers.base import RandomSampler, Sampler, draw_and_read
-from rollwright.data.replay_buffers.storages.base import ListStorage, Storage, pieces, positive
+from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler, draw_and_read
+from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.batches import pieces, positive
+from rollwright.data.replay_buffers.storages.lists import ListStorage
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
 
@@ -59,6 +73,10 @@ class ReplayBuffer:
             on this machine, ``"ray"`` in an actor. What is made is a
             :class:`~rollwright.data.replay_buffers.service.buffer.ServiceReplayBuffer`.
         service_backend_options: of that backend, see there.
+        consume_after_n_samples: draw each element so often and no more, see
+            :class:`~rollwright.data.replay_buffers.samplers.consuming.ConsumingSampler`; ``len`` counts what is left.
+        delayed_init, compilable: accepted for programs of the field; they change nothing here. Parts are made at once
+            (their memory with the first element), and a buffer can be sent to a process whenever it was made.
 
     Attributes:
         limiter: as it was given.
@@ -80,8 +98,13 @@ class ReplayBuffer:
         def __new__(cls, *args: Any, **options: Any) -> Any:
             """A buffer of this process, or one in a service."""
             made = super().__new__(cls)
-            if options.get("service_backend") is None or hasattr(cls, "as_writer"):
+            if options.get("service_backend") in (None, "direct") or hasattr(cls, "as_writer"):
                 return made
+            if args:
+                raise TypeError(
+                    f"service_backend: expected arguments of a {cls.__name__} in a service by name, got {len(args)} by "
+                    "position. Name them."
+                )
             service: Any = importlib.import_module(_SERVICE).ServiceReplayBuffer
             return service.__new__(service) if issubclass(service, cls) else service(kind=cls, **options)
 
@@ -103,6 +126,9 @@ class ReplayBuffer:
         limiter: SampleToInsertRatio | None = None,
         service_backend: str | None = None,
         service_backend_options: dict[str, Any] | None = None,
+        consume_after_n_samples: int | None = None,
+        delayed_init: bool | None = None,
+        compilable: bool | None = None,
     ) -> None:
         if service_backend_options:
             raise ValueError(
@@ -110,6 +136,8 @@ class ReplayBuffer:
                 "service_backend='process' or 'ray'."
             )
         self.storage: Storage = made("storage", storage, Storage, lambda: ListStorage(1000))
+        if consume_after_n_samples is not None:
+            sampler = consuming(consume_after_n_samples, sampler, prefetch, shared)
         self.sampler: Sampler = made("sampler", sampler, Sampler, RandomSampler)
         self.writer: Writer = made("writer", writer, Writer, RoundRobinWriter)
         check_given(collate_fn, transform, transform_factory, generator, limiter, pin_memory=pin_memory)
@@ -150,7 +178,7 @@ class ReplayBuffer:
     def _counts(self) -> Counts:
         return Counts(
             write_count=lambda: self.write_count,
-            num_stored=lambda: len(self),
+            num_stored=lambda: len(self.storage),
             can_draw=lambda: True,
             is_shared=lambda: self.storage.shared,
             max_size=self.storage.max_size,
@@ -158,12 +186,15 @@ class ReplayBuffer:
 
     # Writing ----------------------------------------------------------------------------------
 
-    def extend(self, data: Any) -> torch.Tensor:
+    def extend(self, data: Any, *, update_priority: bool | None = None) -> torch.Tensor:
         """Store a batch.
 
         Args:
             data: ``[n]`` or more dimensions for a storage of ``ndim=1``, whose elements are those of the first; with
-                ``ndim=2`` a batch ``[B, T]``, and so on. A list of objects for a ``ListStorage``.
+                ``ndim=2`` a batch ``[B, T]``, and so on. A tensor, a TensorDict, a tensorclass, or a dictionary or
+                tuple of those; a list is one of elements.
+            update_priority: False: the data's entry ``priority_key`` is no first priority, see
+                :class:`~rollwright.data.replay_buffers.kinds.TensorDictReplayBuffer`; others have no such entry.
 
         Returns:
             Where elements lie, int64 ``[n]``, or ``[n, ndim]``.
@@ -171,7 +202,10 @@ class ReplayBuffer:
         Raises:
             KeyError, ValueError, TypeError: the data do not fit what the storage holds.
         """
-        return self._store(self._inverted(data))
+        given = self._inverted(data)
+        if given is None and data is not None:
+            return self._nothing()
+        return self._store(given, update_priority is not False)
 
     def extend_pieces(self, batches: Sequence[Any]) -> torch.Tensor:
         """Store batches one after the other, without joining them first; they come to light together.
@@ -179,26 +213,34 @@ class ReplayBuffer:
         Raises:
             ValueError: they are more than the storage has room for.
         """
-        return self._store(pieces([self._inverted(batch) for batch in batches]))
+        given = [batch for batch in map(self._inverted, batches) if batch is not None]
+        return self._store(pieces(given)) if given else self._nothing()
 
-    def _store(self, data: Any) -> torch.Tensor:
+    def _store(self, data: Any, prioritise: bool = True) -> torch.Tensor:
         self.sampler.check(self.storage, data)
         index = self.writer.extend(self.storage, data, self.dim_extend)
         self.written()
-        return self._indices(data, index)
+        return self._indices(data, index, prioritise)
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Store one element (for a storage of several dimensions: one step of all environments).
 
         Returns:
-            Where it lies: an int, or int64 ``[n, ndim]``.
+            Where it lies: an int, or int64 ``[n, ndim]``; int64 ``[0]`` where a transform left nothing to be stored.
         """
-        index = self.writer.add(self.storage, self._inverted(data), self.dim_extend)
+        given, data = data, self._inverted(data)
+        if data is None and given is not None:
+            return self._nothing()
+        index = self.writer.add(self.storage, data, self.dim_extend)
         self._notify_limiter()
         where = self._indices(data, index)
         return int(where[0]) if where.ndim == 1 and len(where) == 1 else where
 
-    def _indices(self, data: Any, index: NDArray[np.int64]) -> torch.Tensor:
+    def _nothing(self) -> torch.Tensor:
+        """The index of no elements: a transform has left nothing to be stored."""
+        return self.storage.public(np.zeros(0, np.int64))
+
+    def _indices(self, data: Any, index: NDArray[np.int64], prioritise: bool = True) -> torch.Tensor:
         return self.storage.public(index)
 
     def written(self) -> None:
@@ -229,19 +271,29 @@ class ReplayBuffer:
     # Sampling ---------------------------------------------------------------------------------
 
     @overload
-    def sample(self, batch_size: int | None = None, return_info: Literal[False] = False) -> Any: ...
+    def sample(
+        self, batch_size: int | None = None, return_info: Literal[False] = False, include_info: bool | None = None
+    ) -> Any: ...
     @overload
-    def sample(self, batch_size: int | None = None, *, return_info: Literal[True]) -> tuple[Any, dict[str, Any]]: ...
+    def sample(
+        self, batch_size: int | None = None, *, return_info: Literal[True], include_info: bool | None = None
+    ) -> tuple[Any, dict[str, Any]]: ...
     @overload
-    def sample(self, batch_size: int | None, return_info: Literal[True]) -> tuple[Any, dict[str, Any]]: ...
+    def sample(
+        self, batch_size: int | None, return_info: Literal[True], include_info: bool | None = None
+    ) -> tuple[Any, dict[str, Any]]: ...
     @overload
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any: ...
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
+    ) -> Any: ...
+    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """A batch of elements, copied.
 
         Args:
             batch_size: elements in it; default: the buffer's.
             return_info: return ``(batch, info)``, where ``info`` has ``"index"`` and what else the sampler returns.
+            include_info: whether the batch, a TensorDict, has the entries of ``info``; default: that of a
+                :class:`~rollwright.data.replay_buffers.kinds.TensorDictReplayBuffer` has, others have not.
 
         Raises:
             RuntimeError: the buffer is empty; with a limiter: nobody else could fill it.
@@ -249,6 +301,8 @@ class ReplayBuffer:
             TimeoutError: the limiter waited in vain.
         """
         batch, info, _ = self._next(batch_size)
+        if include_info is not None:
+            batch = with_info(batch, info) if include_info else _without_info(batch, info)
         return (batch, info) if return_info else batch
 
     def _next(self, batch_size: int | None) -> tuple[Any, dict[str, Any], bool]:
@@ -275,8 +329,10 @@ class ReplayBuffer:
         storage = self.storage
         storage.ledger.settle()
         with turn, self.drawing:
-            draw, data = draw_and_read(storage, self.sampler, size, self.generator, type(self).__name__)
+            draw, data = self._read(size)
             ran_out = self.sampler.ran_out
+        if storage.structured:
+            data = storage.restored(self.sampler.mark(data, draw))
         batch = self._collated(data)
         info: dict[str, Any] = {"index": storage.public(draw.index), **draw.info}
         if isinstance(batch, TensorDictBase):
@@ -286,6 +342,11 @@ class ReplayBuffer:
             if batch is None:
                 raise TypeError(f"transform: expected {change!r} to return the batch, got None. Let it return one.")
         return (batch.pin_memory() if self.pin_memory else batch), info, ran_out
+
+    def _read(self, size: int) -> tuple[Draw, Any]:
+        """Draw elements, and read them; whoever holds :attr:`drawing` calls it."""
+        tracks = self.writer.tracks_generations
+        return draw_and_read(self.storage, self.sampler, size, self.generator, type(self).__name__, tracks)
 
     def _collated(self, data: Any) -> Any:
         if self.collate_fn is not None:
@@ -311,22 +372,87 @@ class ReplayBuffer:
             if ran_out:
                 return
 
-    def update_priority(self, index: Any, priority: Any) -> None:
+    def update_priority(self, index: Any, priority: Any, *, generation: Any = None) -> None:
         """Set the priorities of elements, for samplers that have them.
 
         Args:
             index: as ``sample`` and ``extend`` give it.
             priority: at least 0, one for each; a number for all.
+            generation: ``"index_generation"`` of the batch, of a writer that tracks it: elements that were overwritten
+                since they were drawn are left out.
         """
         flat = self.storage.flat(index)
         with self.drawing, self.storage.ledger.reading():
+            if generation is not None:
+                flat = np.where(still_there(self.storage, flat, generation), flat, -1)
             self.sampler.update_priority(flat, priority, self.storage)
+
+    def update_if_present(
+        self,
+        *,
+        index: Any,
+        generation: Any,
+        patch: Mapping[NestedKey, Any] | TensorDictBase,
+        version_key: NestedKey | None = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult:
+        """Change entries of elements, except those that were overwritten or dropped since they were drawn.
+
+        All of the patch is checked before anything is written, and all of it comes to light at once. Samplers that keep
+        what they have read of the storage (slices, versions) look at all of it again.
+
+        Args:
+            index: ``"index"`` of a batch, int64 ``[n]`` or ``[n, ndim]``.
+            generation: ``"index_generation"`` of the batch, int64 ``[n]``.
+            patch: new values of some entries, ``[n, ...]`` each.
+            version_key: an entry of one number for each element, that of the version of what is stored: elements are
+                changed where ``version`` is at least that, and get it. Of an element that is named twice, the newest
+                version counts.
+            version: of the patch, one number or ``[n]``.
+            require_newer: change elements where ``version`` is larger only.
+
+        Returns:
+            Which elements were changed, and which were not because of their version.
+
+        Raises:
+            RuntimeError: the writer tracks no generations.
+            KeyError, ValueError, TypeError: the patch does not fit what is stored.
+        """
+        if not self.writer.tracks_generations:
+            raise RuntimeError(
+                f"update_if_present: {self.writer} tracks no generations. Make the buffer with "
+                "writer=RoundRobinWriter(track_generations=True)."
+            )
+        flat = self.storage.flat(index)
+        return update_if_present(self.storage, flat, generation, patch, version_key, version, require_newer)
 
     # Elements ---------------------------------------------------------------------------------
 
+    # Programs of the field reach for these names.
+    @property
+    def _storage(self) -> Storage:
+        return self.storage
+
+    @property
+    def _sampler(self) -> Sampler:
+        return self.sampler
+
+    @property
+    def _writer(self) -> Writer:
+        return self.writer
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Whether :meth:`sample` would find something to draw, or, of a buffer that consumes, a full batch."""
+        size = batch_size or self.batch_size or 1
+        return len(self) >= (size if self.sampler.consumes else 1)
+
     def __len__(self) -> int:
         self.storage.ledger.settle()
-        return len(self.storage)
+        if not self.sampler.consumes:
+            return len(self.storage)
+        with self.drawing, self.storage.ledger.reading():
+            return self.sampler.num_left(self.storage)
 
     @property
     def write_count(self) -> int:
@@ -342,41 +468,44 @@ class ReplayBuffer:
         """
         if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
             return entry_of(self[:], index)
-        with self.storage.ledger.reading():
-            chosen = elements_at(self.storage, index, self.dim_extend)
-            data = self.storage.read(chosen.reshape(-1))
-        if not chosen.ndim:
-            one = data[0]  # a list gives the element itself
-            return one.clone() if isinstance(data, list) and isinstance(one, TensorDictBase | torch.Tensor) else one
-        if isinstance(data, list):
-            return self._collated(data)
-        return data.reshape(*chosen.shape, *data.shape[1:]) if chosen.ndim > 1 else data
+        return self.storage.get(index, dim=self.dim_extend, collate=self._collated)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Replace elements."""
-        chosen = elements_at(self.storage, index, self.dim_extend)
-        if isinstance(value, TensorDictBase | torch.Tensor):
-            value = value.reshape(-1, *value.shape[chosen.ndim :]) if chosen.ndim else value.unsqueeze(0)
-        elif not chosen.ndim:
-            value = [value]
-        self.storage.overwrite(chosen.reshape(-1), value)
+        self.storage.replace(index, value, dim=self.dim_extend)
 
-    def empty(self) -> None:
-        """Drop all elements; :attr:`write_count` goes on."""
+    def empty(self, empty_write_count: bool = False) -> None:
+        """Drop all elements.
+
+        Args:
+            empty_write_count: count what is written from 0 again; default: :attr:`write_count` goes on.
+        """
         self._drop_prefetched()
         self.storage.clear()
+        if empty_write_count:
+            self.storage.ledger.reset_write_count()
         if self.insert_limiter is not None:
             self.insert_limiter.begin()
 
     # Transforms -------------------------------------------------------------------------------
 
-    def append_transform(self, transform: Transform) -> ReplayBuffer:
-        """Apply a transform to each batch, after those that are there; returns the buffer."""
-        self.insert_transform(len(self.transforms), transform)
+    def append_transform(self, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
+        """Apply a transform to each batch, after those that are there; returns the buffer.
+
+        Args:
+            transform: see :class:`ReplayBuffer`.
+            invert: see :meth:`insert_transform`.
+        """
+        self.insert_transform(len(self.transforms), transform, invert=invert)
         return self
 
-    def insert_transform(self, index: int, transform: Transform) -> ReplayBuffer:
+    def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
         """Apply a transform before the one at ``index``.
+
+        Args:
+            index: from 0 to their number.
+            transform: see :class:`ReplayBuffer`.
+            invert: apply it to what is written, and its inverse, where it has one, to batches.
 
         Raises:
             IndexError: ``index`` lies outside the transforms.
@@ -384,6 +513,7 @@ class ReplayBuffer:
         if not callable(transform):
             raise TypeError(f"transform: expected a transform, a module or a callable, got {transform!r}.")
         inverse_of(transform)  # or an error: it could not be inverted
+        transform = Inverted(transform) if invert else transform
         most = len(self.transforms)
         if not -most <= index <= most:
             raise IndexError(f"index: expected one from {-most} to {most}, got {index}.")
@@ -394,7 +524,7 @@ class ReplayBuffer:
     def _inverted(self, data: Any) -> Any:
         for change in reversed(self.transforms):
             inverse = inverse_of(change)
-            data = data if inverse is None else inverse(data)
+            data = data if inverse is None or data is None else inverse(data)
         return data
 
     # Parts ------------------------------------------------------------------------------------
@@ -521,3 +651,7 @@ class ReplayBuffer:
             f"{type(self).__name__}(\n    storage={self.storage},\n    sampler={self.sampler},\n"
             f"    writer={self.writer},\n    batch_size={self.batch_size},\n)"
         )
+
+
+def _without_info(batch: Any, info: Mapping[str, Any]) -> Any:
+    return batch.exclude(*info) if isinstance(batch, TensorDictBase) else batch

@@ -15,7 +15,7 @@ from rollwright.data.replay_buffers._arguments import Transform, inverse_of
 from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
-from rollwright.data.replay_buffers.storages.base import positive
+from rollwright.data.replay_buffers.storages.batches import positive
 
 __all__ = ["ReplayBufferEnsemble"]
 
@@ -147,12 +147,13 @@ class ReplayBufferEnsemble:
 
     # Writing ----------------------------------------------------------------------------------
 
-    def extend(self, data: Any, *, member: int | None = None) -> torch.Tensor:
+    def extend(self, data: Any, *, member: int | None = None, update_priority: bool | None = None) -> torch.Tensor:
         """Store a batch in a member, or parts of it in several.
 
         Args:
             data: see :meth:`ReplayBuffer.extend`.
             member: where to; None: by ``routing_key`` or ``routing_dim``.
+            update_priority: see :meth:`ReplayBuffer.extend`.
 
         Returns:
             Where elements lie in their members: as of :meth:`ReplayBuffer.extend`; of several members one after the
@@ -161,15 +162,16 @@ class ReplayBufferEnsemble:
         Raises:
             ValueError: nothing determines the member.
         """
+        how = {"update_priority": update_priority}
         if member is not None:
-            return self._member(member).extend(data)
+            return self._member(member).extend(data, **how)
         if self.routing_dim is not None:
             parts = data.unbind(self.routing_dim)
             if len(parts) != len(self.members):
                 raise ValueError(
                     f"data: expected {len(self.members)} parts along routing_dim={self.routing_dim}, got {len(parts)}."
                 )
-            return torch.cat([buffer.extend(part) for buffer, part in zip(self.members, parts, strict=True)])
+            return torch.cat([buffer.extend(part, **how) for buffer, part in zip(self.members, parts, strict=True)])
         if self.routing_key is None:
             raise ValueError(
                 "member: the ensemble cannot tell which member the data belong to. Pass extend(data, member=i), or "
@@ -186,7 +188,7 @@ class ReplayBufferEnsemble:
         if not bool(((where >= 0) & (where < len(self.members))).all()):
             raise ValueError(f"{self.routing_key!r}: expected members 0 to {len(self.members) - 1}, got {where}.")
         written = [(buffer, rows[where == n]) for n, buffer in enumerate(self.members)]
-        return torch.cat([buffer.extend(part) for buffer, part in written if len(part)])
+        return torch.cat([buffer.extend(part, **how) for buffer, part in written if len(part)])
 
     def add(self, data: Any, *, member: int) -> int | torch.Tensor:
         """Store one element in a member."""
@@ -314,10 +316,10 @@ class ReplayBufferEnsemble:
             member.share(shared)
         return self
 
-    def empty(self) -> None:
-        """Drop all elements of all members."""
+    def empty(self, empty_write_count: bool = False) -> None:
+        """Drop all elements of all members; see :meth:`ReplayBuffer.empty`."""
         for member in self.members:
-            member.empty()
+            member.empty(empty_write_count)
 
     def state_dict(self) -> dict[str, Any]:
         """Those of the members, by index, and that of the limiter, where there is one."""

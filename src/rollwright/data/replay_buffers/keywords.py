@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -33,6 +33,9 @@ class CommonBufferKeywords(TypedDict, total=False):
     limiter: SampleToInsertRatio | None
     service_backend: str | None
     service_backend_options: dict[str, Any] | None
+    consume_after_n_samples: int | None
+    delayed_init: bool | None
+    compilable: bool | None
 
 
 class BufferKeywords(CommonBufferKeywords, total=False):
@@ -55,6 +58,10 @@ class CommonSliceKeywords(TypedDict, total=False):
     pad_output: bool
     ends: torch.Tensor | None
     trajectories: torch.Tensor | None
+    end_keys: Sequence[NestedKey] | None
+    replacement: bool
+    compile: bool | dict[str, Any]
+    use_gpu: torch.device | bool
 
 
 class SliceKeywords(CommonSliceKeywords, total=False):

@@ -11,9 +11,13 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys
 from rollwright._options import with_options
+from rollwright.data.replay_buffers._arguments import with_info
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
+from rollwright.data.replay_buffers.samplers.base import GENERATION
 from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler, Reduction
-from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
+from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.lists import ListStorage
+from rollwright.data.replay_buffers.storages.structures import is_a_class, is_structure
 
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.keywords import BufferKeywords, CommonBufferKeywords
@@ -48,31 +52,45 @@ class TensorDictReplayBuffer(ReplayBuffer):
     if TYPE_CHECKING:  # batches of TensorDicts are TensorDicts
 
         @overload
-        def sample(self, batch_size: int | None = None, return_info: Literal[False] = False) -> TensorDictBase: ...
+        def sample(
+            self, batch_size: int | None = None, return_info: Literal[False] = False, include_info: bool | None = None
+        ) -> TensorDictBase: ...
         @overload
         def sample(
-            self, batch_size: int | None = None, *, return_info: Literal[True]
+            self, batch_size: int | None = None, *, return_info: Literal[True], include_info: bool | None = None
         ) -> tuple[TensorDictBase, dict[str, Any]]: ...
         @overload
         def sample(
-            self, batch_size: int | None, return_info: Literal[True]
+            self, batch_size: int | None, return_info: Literal[True], include_info: bool | None = None
         ) -> tuple[TensorDictBase, dict[str, Any]]: ...
         @overload
-        def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any: ...
-        def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        def sample(
+            self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
+        ) -> Any: ...
+        def sample(
+            self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
+        ) -> Any:
             """See :meth:`ReplayBuffer.sample`."""
 
         def __iter__(self) -> Iterator[TensorDictBase]: ...
 
-    def _with_info(self, batch: TensorDictBase, info: Mapping[str, Any]) -> TensorDictBase:
-        for name, value in info.items():
-            for _ in range(batch.ndim - 1):  # elements with a batch size of their own: the same for all of each
-                value = value.unsqueeze(1)
-            batch.set(name, value.expand(*batch.batch_size, *value.shape[batch.ndim :]))
-        return batch
+    def _inverted(self, data: Any) -> Any:
+        items = () if isinstance(data, TensorDictBase) else data if isinstance(data, list) else (data,)
+        for item in items:
+            if is_a_class(item) or is_structure(item):
+                raise TypeError(
+                    f"data: {type(self).__name__} writes the index of elements into its batches, and expected a "
+                    f"TensorDict or tensor, or a list of TensorDicts, got {type(item).__name__}. Use a ReplayBuffer, "
+                    "which returns elements as they were given, and sample(return_info=True) for their index."
+                )
+        return super()._inverted(data)
 
-    def _indices(self, data: Any, index: np.ndarray[Any, Any]) -> torch.Tensor:
-        if isinstance(self.sampler, PrioritizedSampler):
+    def _with_info(self, batch: TensorDictBase, info: Mapping[str, Any]) -> TensorDictBase:
+        included: TensorDictBase = with_info(batch, info)
+        return included
+
+    def _indices(self, data: Any, index: np.ndarray[Any, Any], prioritise: bool = True) -> torch.Tensor:
+        if prioritise and isinstance(self.sampler, PrioritizedSampler):
             self._prioritise(data, index)
         return super()._indices(data, index)
 
@@ -89,16 +107,19 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set priorities from a batch of :meth:`sample`, to which ``priority_key`` was written.
 
+        Where the batch has ``"index_generation"`` (a writer with ``track_generations=True`` gives it), elements that
+        were overwritten since they were drawn are left out.
+
         Raises:
             KeyError: the batch has no such entry, or no ``"index"``.
         """
         missing = [key for key in (self.priority_key, "index") if data.get(key, None) is None]
         if missing:
             raise KeyError(f"data: expected the entries {missing}, got {sorted(map(str, data.keys(True)))}.")
-        index = cast(torch.Tensor, data.get("index"))
+        index, generation = cast(torch.Tensor, data.get("index")), data.get(GENERATION, None)
         for _ in range(data.ndim - 1):
-            index = index[:, 0]
-        self.update_priority(index, data.get(self.priority_key))
+            index, generation = index[:, 0], None if generation is None else generation[:, 0]
+        self.update_priority(index, data.get(self.priority_key), generation=generation)
 
 
 def _prioritized(options: CommonBufferKeywords, alpha: float, beta: float, *more: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from rollwright._interrupts import uninterrupted
 from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers._progress import ProgressCondition
-from rollwright.data.replay_buffers.storages.base import positive
+from rollwright.data.replay_buffers.storages.batches import positive
 
 __all__ = ["SampleToInsertRatio"]
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
-from rollwright.data.replay_buffers.storages.base import Storage, num_rows
+from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.batches import num_rows
 
 __all__ = [
     "ImmutableDatasetWriter",
@@ -29,9 +30,11 @@ class Writer(ABC):
 
     Attributes:
         in_order: whether elements lie in the order in which they came, which writes in place rely on.
+        tracks_generations: whether batches say which element of its place each is, see :class:`RoundRobinWriter`.
     """
 
     in_order: bool = False
+    tracks_generations: bool = False
 
     @abstractmethod
     def extend(self, storage: Storage, data: Any, dim: int) -> NDArray[np.int64]:
@@ -68,6 +71,14 @@ class Writer(ABC):
 class RoundRobinWriter(Writer):
     """Elements lie in the order in which they come; a full storage loses the oldest.
 
+    Args:
+        track_generations: give the entry ``"index_generation"`` along with ``"index"``, int64 ``[n]``, by which
+            :meth:`~rollwright.data.replay_buffers.buffer.ReplayBuffer.update_if_present` and ``update_priority`` know
+            whether an element was overwritten since it was drawn.
+
+    Attributes:
+        tracks_generations: as given.
+
     Example:
         >>> from rollwright.data import LazyTensorStorage, ReplayBuffer
         >>> buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=RoundRobinWriter())
@@ -76,6 +87,9 @@ class RoundRobinWriter(Writer):
     """
 
     in_order = True
+
+    def __init__(self, track_generations: bool = False) -> None:
+        self.tracks_generations = bool(track_generations)
 
     def extend(self, storage: Storage, data: Any, dim: int) -> NDArray[np.int64]:
         """See :meth:`Writer.extend`."""

@@ -11,7 +11,7 @@ from rollwright.data.specs.numeric import Bounded, Unbounded
 from rollwright.data.specs.stack import stack
 from rollwright.data.specs.stacked import Stacked
 from rollwright.data.specs.stackedcomposite import StackedComposite
-from rollwright.data.specs.torchrl import from_torchrl, to_torchrl
+from rollwright.data.specs.torchrl import from_torchrl, register_as_torchrl, to_torchrl
 
 __all__ = [
     "Binary",
@@ -30,6 +30,7 @@ __all__ = [
     "Unbounded",
     "from_gym_space",
     "from_torchrl",
+    "register_as_torchrl",
     "stack",
     "to_gym_space",
     "to_gym_value",

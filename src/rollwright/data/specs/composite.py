@@ -133,7 +133,8 @@ class Composite(SpecMapping):
         if isinstance(spec, Mapping):
             spec = Composite(spec, shape=self.shape, device=self.device)
         if not isinstance(spec, TensorSpec):
-            raise TypeError(f"{name!r}: expected a TensorSpec or a mapping of them, got {type(spec).__name__}.")
+            to_do = "" if spec is not None else " Modules of TorchRL set None: pass them to_torchrl(spec)."
+            raise TypeError(f"{name!r}: expected a TensorSpec or a mapping of them, got {type(spec).__name__}.{to_do}")
         if spec.shape[: self.ndim] != self.shape:
             if isinstance(spec, (Composite, NonTensor)) and spec.shape == self.shape[: spec.ndim]:
                 spec = spec.rebatched(self.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from rollwright.data.specs.stacked import Stacked
 from rollwright.data.specs.stackedcomposite import StackedComposite
 from rollwright.errors import SpecError, require
 
-__all__ = ["from_torchrl", "to_torchrl"]
+__all__ = ["from_torchrl", "register_as_torchrl", "to_torchrl"]
 
 
 def from_torchrl(spec: Any) -> Any:
@@ -74,6 +75,30 @@ def to_torchrl(spec: TensorSpec) -> Any:
         if kind in _WRITTEN:
             return _WRITTEN[kind](spec, library)
     raise SpecError(f"spec: {class_path(spec)} has no counterpart in torchrl.data. Convert a spec of rollwright.data.")
+
+
+def register_as_torchrl() -> None:
+    """Have TorchRL's own ``isinstance`` take our specs for its specs of the same name, as abstract base classes allow.
+
+    So its losses and modules read the specs of our environments. Nothing happens where the program has not imported
+    TorchRL, or has done so before: it is called by each environment that is made.
+    """
+    library = sys.modules.get(_SPECS_OF_TORCHRL)
+    if library is None or library in _registered:
+        return
+    if not all(hasattr(library, kind.__name__) for kind in _WRITTEN):  # it is being imported
+        return
+    names = getattr(sys.modules.get(_UTILS_OF_TORCHRL), "ACTION_SPACE_MAP", {})  # which its losses look classes up in
+    for ours in _WRITTEN:
+        their = getattr(library, ours.__name__)
+        their.register(ours)
+        if their in names:
+            names[ours] = names[their]
+    _registered.append(library)
+
+
+_SPECS_OF_TORCHRL, _UTILS_OF_TORCHRL = "torchrl.data.tensor_specs", "torchrl.data.utils"
+_registered: list[Any] = []
 
 
 # From TorchRL -----------------------------------------------------------------------------------

@@ -19,14 +19,15 @@ from rollwright.envs.batched.async_halves import INDEX, AsyncHalves, first_index
 from rollwright.envs.batched.async_processes import ProcessSlots
 from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.async_threads import ThreadSlots
-from rollwright.envs.factories import own_kwargs
+from rollwright.envs.factories import EnvFunction, GymnasiumEnv, own_kwargs
+from rollwright.envs.libs.foreign import as_maker, check_maker, makers_in, remedy_for
 
 __all__ = ["AsyncEnvPool"]
 
 _BACKENDS = ("threading", "multiprocessing")
 _STACKS = ("dense", "maybe_dense", "lazy")
 
-Maker = EnvBase | Callable[..., EnvBase]
+Maker = str | EnvBase | GymnasiumEnv | EnvFunction
 
 
 class AsyncEnvPool(AsyncHalves):
@@ -287,7 +288,8 @@ class AsyncEnvPool(AsyncHalves):
 
 
 def _makers(env_makers: Any, kwargs: Any, backend: Any) -> list[Callable[[], EnvBase]]:
-    given = list(env_makers) if isinstance(env_makers, Sequence) else [env_makers]
+    listed = makers_in(env_makers)
+    given = [as_maker(one) for one in ([env_makers] if listed is None else listed)]
     if not given:
         raise ValueError("env_makers: expected at least one, got none.")
     arguments = list(kwargs) if isinstance(kwargs, Sequence) else [kwargs] * len(given)
@@ -299,15 +301,19 @@ def _makers(env_makers: Any, kwargs: Any, backend: Any) -> list[Callable[[], Env
             if backend == "multiprocessing" or its:
                 raise TypeError(
                     f"env_makers[{i}]: got an environment, which can neither go to another process nor take "
-                    "create_env_kwargs. Pass a callable that makes it."
+                    f"create_env_kwargs. {remedy_for(one)}"
                 )
             if any(one is other for other in given[:i]):
                 raise ValueError(f"env_makers[{i}]: got the same environment twice. Pass a callable.")
             makers.append(partial(_itself, one))
         elif callable(one):
+            check_maker(f"env_makers[{i}]", one, its)
             makers.append(partial(one, **(its or {})))
         else:
-            raise TypeError(f"env_makers[{i}]: expected a callable or an environment, got {type(one).__name__}.")
+            raise TypeError(
+                f"env_makers[{i}]: expected a name, a callable or an environment, got {type(one).__name__}. "
+                f"{remedy_for(one)}"
+            )
     return makers
 
 

@@ -60,6 +60,16 @@ class BatchedEnv(EnvBase):
         self._moved_to: torch.device | None = None
         self._ragged = any(is_ragged(getattr(self, f"full_{name}_spec")) for name in SPECS)
 
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Close all environments. A second call raises unless ``raise_if_closed=False``.
+
+        Raises:
+            EnvError: they are closed.
+        """
+        if self.is_closed and raise_if_closed:
+            raise EnvError(f"{self} is already closed. Pass raise_if_closed=False to allow this.")
+        super().close()
+
     # Closed, and opened again ---------------------------------------------------------------------
 
     @abstractmethod

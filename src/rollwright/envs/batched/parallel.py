@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self, Unpack, cast
 
 import torch
 from tensordict import TensorDictBase
 
 from rollwright._processes.channel import ByValue
 from rollwright._processes.start.methods import check_start_method
-from rollwright.envs.arrays import ArrayEnv
+from rollwright.data.specs import NonTensor
+from rollwright.envs.arrays import STEPPED, ArrayEnv
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.calls import EnvFacts
 from rollwright.envs.batched.hosting.messages import ResetRows, Some, StepRows
 from rollwright.envs.batched.hosting.outcomes import Sent, lay_out_outcomes, overwritten, send_rows
 from rollwright.envs.batched.hosting.processes import EnvProcesses, default_num_processes
 from rollwright.envs.batched.hosting.rows import HostedRows
+from rollwright.envs.batched.ignored import IgnoredOptions, check_ignored
 from rollwright.envs.batched.parallel_arrays import ParallelArrays
 from rollwright.envs.batched.remote import RemoteEnvs
 from rollwright.envs.factories import Factories, FactoryKwargs, factories, placed
@@ -49,10 +51,7 @@ class ParallelEnv(RemoteEnvs):
         serial_for_single: make a ``SerialEnv`` where ``num_workers`` is 1.
         num_threads: that torch uses in this process from here on; None: as it is.
         num_sub_threads: that torch uses in each of the others.
-        share_individual_td: no effect; there so that programs written for it run.
-        use_buffers: no effect, as ``share_individual_td``.
-        consolidate: no effect, as ``share_individual_td``.
-        non_blocking: no effect, as ``share_individual_td``.
+        non_blocking: no effect, as ``ignored``.
         env_step_timeout: seconds that an environment may take for a step or a reset; None: an hour. What takes
             longer, up to twice this time, is a failure.
         on_env_failure: what follows when an environment raises in a step, takes too long, or its process dies.
@@ -63,6 +62,8 @@ class ParallelEnv(RemoteEnvs):
             is reported by a ``RuntimeWarning``, all are counted in :attr:`recreations`; four failures in a row without
             a step in between are raised.
         policy: see :class:`~rollwright.envs.EnvBase`.
+        **ignored: options of other libraries without effect here, so that programs written with them run; see
+            :class:`~rollwright.envs.batched.ignored.IgnoredOptions`.
 
     Attributes:
         recreations: how many environments were in each place before, a list.
@@ -108,14 +109,13 @@ class ParallelEnv(RemoteEnvs):
         serial_for_single: bool = False,
         num_threads: int | None = None,
         num_sub_threads: int = 1,
-        share_individual_td: bool | None = None,
-        use_buffers: bool | None = None,
-        consolidate: bool = True,
         non_blocking: bool = False,
         env_step_timeout: float | None = None,
         on_env_failure: Literal["raise", "recreate"] = "raise",
         policy: Callable[..., Any] | None = None,
+        **ignored: Unpack[IgnoredOptions],
     ) -> None:
+        check_ignored(ignored, type(self).__name__)
         makers = factories(num_workers, create_env_fn, create_env_kwargs)
         _check(num_workers, num_processes, mp_start_method, env_step_timeout)
         recreates = check_failure(on_env_failure)
@@ -172,12 +172,18 @@ class ParallelEnv(RemoteEnvs):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         hosted = self._hosted
         hosted.check_free(self, range(self.num_workers))
+        marks = tensordict.get(STEPPED, None)
+        if marks is not None:
+            tensordict = tensordict.exclude(STEPPED)
+            # What is not in shared rows comes with each answer, and is not there for those that do not answer.
+            whole = self._ragged or any(isinstance(spec, NonTensor) for spec in self.full_observation_spec.values(True))
+            marks = None if whole else marks.reshape(self.num_workers, -1).any(-1).tolist()
         sent = send_rows(hosted.processes, tensordict)
 
         def command(ticket: int, some: Some, mine: Sequence[int]) -> StepRows:
             return StepRows(ticket, some, sent.layout, sent.nests, sent.rest_of(mine))
 
-        gathered, missed = hosted.step(command, sent.layout)
+        gathered, missed = hosted.step(command, sent.layout, marks)
         rest = hosted.outcomes.beside(gathered.replies.values())
         form = None if rest or self._ragged else self._hosted.outcomes.common_form("step", range(self.num_workers))
         if form is None:

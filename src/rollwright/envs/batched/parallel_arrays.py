@@ -12,7 +12,17 @@ from numpy.typing import NDArray
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._processes.channel import ByValue
-from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values, check_flags, check_open, refuse_overrides
+from rollwright.envs.arrays import (
+    FLAGS,
+    STEPPED,
+    ArrayEnv,
+    Entry,
+    Rows,
+    Values,
+    check_flags,
+    check_open,
+    refuse_overrides,
+)
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.calls import ArrayFacts
 from rollwright.envs.batched.hosting.messages import AHEAD, ResetArrays, Some, StepArrays
@@ -104,13 +114,15 @@ class ParallelArrays(ArrayEnv):
         for key, value in preset.items():
             given["next", *as_tuple(key)] = value
         layout = self._write(given)
+        marks = root.get(STEPPED)
+        stepped = None if marks is None else marks.reshape(len(self._rows), -1).any(-1).tolist()
 
         def command(ticket: int, some: Some, mine: Sequence[int]) -> StepArrays:
             return StepArrays(ticket, some, layout, self.resets_ahead)
 
         self._root, self._num_seedings = root, self._hosted.num_seedings
         with uninterrupted:
-            self._ticket, self._due = self._hosted.post_step(command, self._rows, layout)
+            self._ticket, self._due = self._hosted.post_step(command, self._rows, layout, stepped)
         self._hosted.processes.flush()
 
     def _write(self, given: Values) -> int:

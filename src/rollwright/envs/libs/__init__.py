@@ -1,16 +1,22 @@
 """Environments of other packages."""
 
 from rollwright.envs.libs.backend import gym_backend, set_gym_backend
+from rollwright.envs.libs.dm_control import DMControlEnv, DMControlWrapper
 from rollwright.envs.libs.envpool import EnvPoolEnv
 from rollwright.envs.libs.gym import BaseInfoDictReader, GymEnv, GymWrapper, default_info_dict_reader
+from rollwright.envs.libs.pettingzoo import PettingZooEnv, PettingZooWrapper
 from rollwright.envs.libs.torchrl import TorchRLWrapper
 from rollwright.envs.libs.torchrl_envs import to_torchrl
 
 __all__ = [
     "BaseInfoDictReader",
+    "DMControlEnv",
+    "DMControlWrapper",
     "EnvPoolEnv",
     "GymEnv",
     "GymWrapper",
+    "PettingZooEnv",
+    "PettingZooWrapper",
     "TorchRLWrapper",
     "default_info_dict_reader",
     "gym_backend",

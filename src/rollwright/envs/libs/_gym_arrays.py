@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from rollwright.envs.arrays import (
     check_open,
     entries_of,
     named_error,
+    objects_of,
     refuse_overrides,
 )
 from rollwright.envs.base import EnvBase
@@ -45,11 +47,11 @@ class GymArrays(ArrayEnv):
             raise NotNative("it has readers of info")
         self._env = env
         self.batch = tuple(env.batch_size)
-        self.entries = entries_of(env.full_observation_spec, env.ndim)
+        self.entries = entries_of(env.full_observation_spec, env.ndim, objects=not env.ndim)
         self.rewards = entries_of(env.full_reward_spec, env.ndim, env.reward_keys)
         self.reads = list(env.action_keys)
         self._specs = _specs_of(env)
-        rewards = {"reward": Entry((*self.batch, 1), np.dtype(np.float32), True)}
+        rewards = {"reward": Entry((*self.batch, 1), np.dtype(env.reward_dtype), True)}
         if self.entries.keys() != set(env.space_keys) or self.rewards != rewards:
             raise NotNative("its specs are not those of its spaces")
 
@@ -79,3 +81,26 @@ class GymArrays(ArrayEnv):
             raise
         except Exception as error:
             raise named_error(self._env, "reset", error) from error
+
+    # One of several environments in this process ------------------------------------------------------
+
+    @property
+    def takes_rows(self) -> bool:
+        """See :attr:`ArrayEnv.takes_rows`: it is a single environment, without objects."""
+        return not self.batch and not objects_of(self.entries)
+
+    def row_actions(self, root: Values, num_rows: int) -> Sequence[Any] | None:
+        """See :meth:`ArrayEnv.row_actions`."""
+        return self._env.row_actions(root, num_rows)
+
+    def step_row(self, action: Any, out: Values, i: int) -> None:
+        """See :meth:`ArrayEnv.step_row`."""
+        env = self._env
+        if env.is_closed:
+            check_open(env, "step")
+        try:
+            env.step_row(action, out, i)
+        except RollwrightError:
+            raise
+        except Exception as error:
+            raise named_error(env, "step", error) from error

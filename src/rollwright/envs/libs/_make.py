@@ -10,7 +10,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import AddRenderObservation, OrderEnforcing
 
-from rollwright.envs.libs._registered import registered
+from rollwright.envs.libs._registered import check_registered, registered
 from rollwright.errors import EnvError
 
 __all__ = ["FrameSkip", "decorate", "make"]
@@ -116,7 +116,7 @@ def make(
     """Create ``env_name``, alone (``num_envs=0``) or as a vector environment that never resets itself.
 
     Raises:
-        EnvError: gymnasium could not create it; its message is in ours.
+        EnvError: gymnasium does not know it, or could not create it; its message is in ours.
         ValueError: an option has no such value.
     """
     if vectorization_mode not in MODES:
@@ -124,6 +124,7 @@ def make(
     if from_pixels:
         kwargs.setdefault("render_mode", "rgb_array")
     _check_frame_skip(frame_skip)
+    check_registered(env_name)
     spec = registered(env_name)
     if frame_skip is not None and spec is not None and "frameskip" in spec.kwargs:
         if "frameskip" in kwargs:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from difflib import get_close_matches
 from typing import NamedTuple
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
-from rollwright.errors import MissingExtraError
+from rollwright.errors import EnvError, MissingExtraError
 
-__all__ = ["registered"]
+__all__ = ["check_registered", "registered"]
 
 
 class Package(NamedTuple):
@@ -64,6 +65,45 @@ def registered(env_name: str) -> EnvSpec | None:
         return gymnasium.spec(name)  # one without a version, which make() completes, is none
     except gymnasium.error.Error:
         return _newest(name)
+
+
+def check_registered(env_name: str) -> None:
+    """Test that ``gymnasium.make`` knows a name.
+
+    Raises:
+        EnvError: it does not; gymnasium's message is in ours, with names like it.
+        MissingExtraError: the name is one of a known package that is not installed.
+    """
+    if registered(env_name) is not None:
+        return
+    module, _, name = env_name.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        gymnasium.spec(name)
+    except Exception as error:
+        raise EnvError(
+            f"GymEnv({env_name!r}): gymnasium raised {type(error).__name__}: {_sentence(str(error))} {_remedy(name)}"
+        ) from error
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+_NUM_NAMES = 3  # that a message lists
+
+
+def _remedy(name: str) -> str:
+    """What to do about a name that is not registered."""
+    base = name.rpartition("-v")[0]
+    versions = [id for id in gymnasium.registry if id.rpartition("-v")[0] == base]
+    near = versions[::-1] or get_close_matches(name, list(gymnasium.registry), _NUM_NAMES)
+    names = "".join(f"{id!r}, " for id in near[:_NUM_NAMES])
+    return (
+        f"Pass {names}'package:{name}' (imports the package that registers it), or a function that makes the "
+        "environment; gymnasium.pprint_registry() prints the names."
+    )
 
 
 def _newest(name: str) -> EnvSpec | None:

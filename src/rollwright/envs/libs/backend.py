@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
@@ -18,10 +19,11 @@ class set_gym_backend:
     """Choose the package that :class:`~rollwright.envs.GymEnv` builds environments with.
 
     Only gymnasium is supported. The function exists so that programs which name their backend run
-    unchanged, and so that those which ask for another get an error.
+    unchanged, and so that those which ask for another get an error. ``"gym"``, which gymnasium has continued, means
+    gymnasium, with a warning.
 
     Args:
-        backend: ``"gymnasium"``, or the imported module.
+        backend: ``"gymnasium"`` or ``"gym"``, or the imported module.
 
     Raises:
         ValueError: any other backend.
@@ -38,7 +40,13 @@ class set_gym_backend:
 
     def __init__(self, backend: str | ModuleType) -> None:
         name = backend.__name__ if isinstance(backend, ModuleType) else backend
-        if name != "gymnasium":
+        if name == "gym":
+            warnings.warn(
+                "backend: 'gym' is no longer maintained; environments are made by gymnasium, which has continued it. "
+                "Write set_gym_backend('gymnasium').",
+                stacklevel=2,
+            )
+        elif name != "gymnasium":
             raise ValueError(
                 f"backend: expected 'gymnasium' or the gymnasium module, got {backend!r}. Port the "
                 "environment to gymnasium, or wrap an old gym environment with shimmy's "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -95,6 +95,13 @@ class ReadArray:
         copied: NDArray[Any] = value.astype(self.out_dtype, "C") if self.casts else value.copy()
         return copied
 
+    def write(self, value: Any, rows: NDArray[Any], i: int) -> None:
+        """Write what a call returns into row ``i``."""
+        if type(value) is np.ndarray and value.dtype == self.dtype and value.shape == self.shape:
+            rows[i] = value
+        else:
+            rows[i] = self(value)
+
     def _cast(self, value: Any) -> Any:
         if self.dtype.kind != "f" or not isinstance(value, np.ndarray | np.generic):
             return value
@@ -143,8 +150,16 @@ class ReadIndex:
         self.tables = [
             np.eye(n, dtype=self.dtype) if self.one_hot and n <= _MOST_ROWS else None for n in self.nvec.flat
         ]
+        self._single = None  # the rows of one choice, by a plain integer
+        if self.shape == () and int(nvec) <= _MOST_ROWS:
+            self._single = self.tables[0] if self.one_hot else np.arange(int(nvec), dtype=self.dtype)
+        self._first = int(start) if self.shape == () else 0
 
     def __call__(self, value: Any) -> NDArray[Any]:
+        if self._single is not None and (type(value) is int or isinstance(value, np.integer)):
+            at = int(value) - self._first
+            if 0 <= at < len(self._single):
+                return np.array(self._single[at])
         index = np.asarray(value)
         if index.dtype.kind not in "iub" or index.shape != self.shape:
             raise SpecError(
@@ -163,6 +178,10 @@ class ReadIndex:
             return self._rows(0, index)
         return np.concatenate([self._rows(i, index[..., i]) for i in range(len(self.tables))], -1)
 
+    def write(self, value: Any, rows: NDArray[Any], i: int) -> None:
+        """Write what a call returns into row ``i``."""
+        rows[i] = self(value)
+
     def _rows(self, i: int, index: NDArray[Any]) -> NDArray[Any]:
         """The one-hot rows of choice number ``i``, ``[*index, n]``."""
         table = self.tables[i]
@@ -180,7 +199,7 @@ class ReadObject:
         self.batched = bool(batch)
 
     def __call__(self, value: Any) -> Any:
-        value = copy.deepcopy(value)
+        value = value if type(value) is str else copy.deepcopy(value)
         return NonTensorStack(*map(NonTensorData, value)) if self.batched else NonTensorData(value)
 
 
@@ -189,11 +208,17 @@ class ObservationReader:
 
     Attributes:
         entries: key, place in the raw value and converter of each observation.
+        plain_array: key, dtype and shape of a raw value that is the one entry as it is; no dtype: there is no such.
+        plain_dtype: of that entry.
     """
 
     def __init__(self, leaves: list[Leaf], batch: Batch) -> None:
         self.entries = [(leaf.key, leaf.path, _reader(leaf, batch)) for leaf in leaves]
         self._only = _only(self.entries)
+        self.plain_array: tuple[NestedKey, Any, Any] = ("", None, None)
+        self.plain_dtype: Any = None
+        if self._only is not None and isinstance(read := self._only[1], ReadArray):
+            self.plain_array, self.plain_dtype = (self._only[0], read.dtype, read.shape), read.out_dtype
 
     def __call__(self, raw: Any) -> dict[NestedKey, Any]:
         """Convert.
@@ -211,6 +236,23 @@ class ObservationReader:
             for key, path, read in self.entries:
                 out[key] = read(_at(raw, path, key))
             return out
+        except SpecError as error:
+            raise SpecError(f"{key!r} {error}") from error
+
+    def write(self, raw: Any, out: Mapping[NestedKey, NDArray[Any]], i: int) -> None:
+        """Write what a call returns into row ``i`` of arrays by key; there are no objects among the entries.
+
+        Raises:
+            SpecError, KeyError: see a call.
+        """
+        key: NestedKey = ""
+        try:
+            if self._only is not None:
+                key, read = self._only
+                read.write(raw, out[key], i)
+                return
+            for key, path, read in self.entries:
+                read.write(_at(raw, path, key), out[key], i)
         except SpecError as error:
             raise SpecError(f"{key!r} {error}") from error
 
@@ -292,8 +334,12 @@ class WriteIndex:
         self.first, self.choices = (int(self.start), int(self.nvec)) if self.as_int else (0, 0)
 
     def __call__(self, array: NDArray[Any]) -> Any:
+        if self.as_int and not self.one_hot and array.shape == () and array.dtype.kind in "iub":  # as a rule
+            place = int(array)
+            if 0 <= place < self.choices:
+                return place + self.first
         _check_shape(array, self.shape)
-        if self.as_int:  # by far the most frequent case, worth a branch of its own
+        if self.as_int:
             return self._one(array) + self.first
         index = self._place_of_one(array) if self.one_hot else self._in_range(array)
         return (index + self.start if self.shifted else index).astype(self.dtype, copy=False)
@@ -310,6 +356,11 @@ class WriteIndex:
         return int(hot[0])
 
     def _place_of_one(self, array: NDArray[Any]) -> NDArray[Any]:
+        if self.nvec.ndim == 0:  # the same as below, of one block
+            index: NDArray[Any] = array.argmax(-1)
+            if np.count_nonzero(array) != index.size or np.count_nonzero(array.max(-1) == 1) != index.size:
+                raise self._not_one_hot(array)
+            return index
         places = []
         for block in np.split(array, self.nvec.reshape(-1).cumsum()[:-1], -1):
             hot = block == 1
@@ -359,6 +410,20 @@ class ActionWriter:
         self.entries = [(leaf.key, leaf.path, _writer(leaf, batch)) for leaf in leaves]
         self._only = _only(self.entries)
 
+    def rows(self, values: Mapping[Any, Any]) -> Sequence[Any]:
+        """The actions of a batch as a raw value for each row.
+
+        Raises:
+            SpecError: an action that the environments cannot take, or none that is an array of its own.
+        """
+        if self._only is None or type(value := values.get(self._only[0], None)) is not np.ndarray:
+            raise SpecError("is no single array.")
+        written = self._only[1](value)
+        if written.ndim == 1 and isinstance(self.space, spaces.Discrete):
+            numbers: list[int] = written.tolist()
+            return numbers
+        return [written[i, ...] for i in range(len(written))]
+
     def __call__(self, values: Mapping[Any, Any] | TensorDictBase) -> Any:
         """Convert the actions among ``values``, tensors or arrays by key.
 
@@ -400,7 +465,7 @@ def _assemble(space: Space[Any], path: tuple[Any, ...], values: dict[tuple[Any, 
 # ----------------------------------------------------------------------------------------------------
 
 
-def _reader(leaf: Leaf, batch: Batch) -> Callable[[Any], Any]:
+def _reader(leaf: Leaf, batch: Batch) -> Any:
     if isinstance(leaf.space, (spaces.Discrete, spaces.MultiDiscrete)):
         return ReadIndex(leaf, batch)
     if isinstance(leaf.space, (spaces.Box, spaces.MultiBinary)):

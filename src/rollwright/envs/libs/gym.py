@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack
 
 import gymnasium
@@ -11,8 +11,10 @@ import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDict, TensorDictBase
 
+from rollwright._foreign import class_path, library_of_env
 from rollwright._keys import NestedKey, key_str, leaf_keys, place, unravel
 from rollwright.data.specs import Categorical, Unbounded
+from rollwright.data.specs.gymspaces import torch_dtype
 from rollwright.envs.arrays import ArrayEnv, Rows, Values
 from rollwright.envs.libs._gym_arrays import GymArrays
 from rollwright.envs.libs._info import BaseInfoDictReader, InfoReadingEnv, default_info_dict_reader
@@ -36,7 +38,12 @@ Seeds = list[int | None]
 
 COLUMNS = ("reward", "done", "terminated", "truncated")
 RESERVED = (*COLUMNS, "next", "_reset")
-_PLAIN = (float, bool, np.floating, np.bool_)  # what a single environment returns as a rule
+_OTHERWISE = "Pass gymnasium.make(...), call GymEnv(name) to create one by name, or subclass EnvBase."
+_REMEDIES = {
+    "dm_env": "Use DMControlWrapper(env), or DMControlEnv(domain, task) to create one by name.",
+    "pettingzoo": "It has several agents: use PettingZooWrapper(env), or PettingZooEnv(task, parallel=...).",
+}
+_PLAIN = (float, int, np.floating, np.bool_)  # what a single environment returns as a rule
 
 
 class GymWrapper(InfoReadingEnv):
@@ -84,6 +91,7 @@ class GymWrapper(InfoReadingEnv):
     """
 
     returns_copies = True  # readers copy
+    reward_dtype: type[np.floating[Any]] = np.float32
 
     def __init__(
         self,
@@ -100,9 +108,8 @@ class GymWrapper(InfoReadingEnv):
     ) -> None:
         if not isinstance(env, (gymnasium.Env, VectorEnv)):
             raise TypeError(
-                "env: expected a gymnasium.Env or gymnasium.vector.VectorEnv, got "
-                f"{type(env).__module__}.{type(env).__qualname__}. Pass gymnasium.make(...), call "
-                "GymEnv(name) to create one by name, or subclass EnvBase."
+                f"env: expected a gymnasium.Env or gymnasium.vector.VectorEnv, got {class_path(env)}. "
+                f"{_REMEDIES.get(library_of_env(env), _OTHERWISE)}"
             )
         if hasattr(env.unwrapped, "all_env_ids"):
             raise TypeError("env: expected a gymnasium environment, got an EnvPool. Use EnvPoolEnv(task_id, num_envs).")
@@ -144,10 +151,14 @@ class GymWrapper(InfoReadingEnv):
             )
         self._observe = ObservationReader(observations, batch)
         self._observe_one = ObservationReader(observations, ()) if vector else self._observe
-        self._act = ActionWriter(done, actions, batch)
+        self._act, self._actions = ActionWriter(done, actions, batch), actions
+        self._plain_array = self._observe.plain_array
+        self._plain_dtype = self._observe.plain_dtype
+        self._act_rows: tuple[int, ActionWriter] | None = None
         self.observation_spec = spec_of(observations, batch)
         self.action_spec = spec_of(actions, batch)
-        self.reward_spec = Unbounded((*batch, 1), device=self.device)
+        reward_dtype = torch_dtype(self.reward_dtype)
+        self.reward_spec = Unbounded((*batch, 1), device=self.device, dtype=reward_dtype)
         flag = Categorical(2, shape=(*batch, 1), dtype=torch.bool, device=self.device)
         self.done_spec = flag
         self.add_truncated_keys()
@@ -159,10 +170,52 @@ class GymWrapper(InfoReadingEnv):
 
     def step_values(self, given: TensorDictBase | Values) -> Values:
         """Act, by the actions among ``given``; the content of ``"next"`` as arrays."""
-        action = self._raw_action(given)
         if self._episodes is not None:
-            return self._episodes.step(action, self._readers)
-        return self._read_step(self._env.step(action))
+            return self._episodes.step(self._raw_action(given), self._readers)
+        values = self._env.step(self._raw_action(given))
+        if type(values) is tuple and len(values) == 5 and not self.info_dict_reader:  # as a rule
+            observation, reward, terminated, truncated, _ = values
+            key, dtype, shape = self._plain_array
+            plain = type(observation) is np.ndarray and observation.dtype == dtype and observation.shape == shape
+            if plain and type(terminated) is bool and type(truncated) is bool and isinstance(reward, (float, int)):
+                done = terminated or truncated
+                out: Values = {key: observation.astype(self._plain_dtype, "C")}  # a copy
+                out["reward"], out["terminated"], out["truncated"] = np.float32(reward), terminated, truncated
+                out["done"] = done
+                return out
+        return self._read_step(values)
+
+    def row_actions(self, given: Values, num_rows: int) -> Sequence[Any] | None:
+        """The actions of several environments like this one, ``[num_rows, ...]`` each, as raw values for each row.
+
+        None: one of them cannot be taken, or they are no single array; :meth:`step_values` reports what is wrong.
+        """
+        writer = self._act_rows
+        if writer is None or writer[0] != num_rows:
+            writer = self._act_rows = num_rows, ActionWriter(self._act.space, self._actions, (num_rows,))
+        try:
+            return writer[1].rows(given)
+        except SpecError:
+            return None
+
+    def step_row(self, action: Any, out: Values, i: int) -> None:
+        """Act as one of several environments, with a raw value; row ``i`` of ``out`` gets the content of ``"next"``.
+
+        All but ``"done"``, which follows.
+        """
+        values = self._env.step(action)
+        if type(values) is tuple and len(values) == 5:
+            observation, reward, terminated, truncated, _ = values
+            if type(terminated) is bool and type(truncated) is bool and isinstance(reward, (float, int)):
+                key, dtype, shape = self._plain_array
+                if type(observation) is np.ndarray and observation.dtype == dtype and observation.shape == shape:
+                    out[key][i] = observation
+                else:
+                    self._write_converted(observation, out, i)
+                out["reward"][i], out["terminated"][i], out["truncated"][i] = reward, terminated, truncated
+                return
+        for key, value in self._read_step(values).items():
+            out[key][i] = value
 
     def _raw_action(self, given: TensorDictBase | Values) -> Any:
         try:
@@ -191,11 +244,14 @@ class GymWrapper(InfoReadingEnv):
         return self._read_reset(self._env.reset(**kwargs))
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close the gymnasium environment. A second call raises unless ``raise_if_closed=False``."""
+        """Close the gymnasium environment. A second call does nothing, and a reset uses it again, if it allows that."""
         was_closed = self.is_closed
         super().close(raise_if_closed=raise_if_closed)
         if not was_closed:
             self._env.close()
+
+    def _reopen(self) -> None:
+        self.is_closed = False
 
     # Seeds ------------------------------------------------------------------------------------
 
@@ -208,6 +264,8 @@ class GymWrapper(InfoReadingEnv):
 
     def _seeds_for(self, rows: Rows | None, given: int | Seeds | None) -> Seeds | None:
         """The seeds of a reset: those given, else those that ``set_seed`` left for the environments reset."""
+        if self._seeds is None and given is None:
+            return None
         seeds, self._seeds = self._seeds, None
         if given is not None:
             return [given + i for i in range(self.numel())] if isinstance(given, int) else list(given)
@@ -239,7 +297,7 @@ class GymWrapper(InfoReadingEnv):
             terminated = self._column("terminated", terminated, np.bool_)
             truncated = self._column("truncated", truncated, np.bool_)
         plain = type(reward) is float and self._episodes is None
-        out["reward"] = np.float32(reward) if plain else self._column("reward", reward, np.float32)
+        out["reward"] = self.reward_dtype(reward) if plain else self._column("reward", reward, self.reward_dtype)
         out["terminated"], out["truncated"], out["done"] = terminated, truncated, terminated | truncated
         if self.info_dict_reader:
             out.update(self._read_info(info, out))
@@ -274,6 +332,13 @@ class GymWrapper(InfoReadingEnv):
                 value = np.asarray(value).reshape(*self.batch_size, 1)
             place(nested, key, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
         return TensorDict(nested, batch_size=self.batch_size, device=self.device)
+
+    def _write_converted(self, observation: Any, out: Values, i: int) -> None:
+        try:
+            self._observe.write(observation, out, i)
+        except (SpecError, KeyError):
+            self._converted(self._observe, observation, "step")  # which reports it
+            raise
 
     def _converted(self, read: ObservationReader, observation: Any, call: str) -> Values:
         try:

@@ -12,7 +12,9 @@ from rollwright._keys import without
 from rollwright.data.specs import TensorSpec
 from rollwright.data.specs.shapes import as_device
 from rollwright.data.specs.torchrl import from_torchrl
+from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase
+from rollwright.envs.libs.torchrl_arrays.env import TorchRLArrays
 from rollwright.errors import EnvError
 
 __all__ = ["TorchRLWrapper"]
@@ -80,6 +82,9 @@ class TorchRLWrapper(EnvBase):
         self._take_masks()
         return outcome
 
+    def _array_form(self) -> ArrayEnv:
+        return TorchRLArrays(self, TorchRLWrapper)
+
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Random actions, drawn by TorchRL's environment from its own action spec."""
         acted: TensorDictBase = self.torchrl_env.rand_action(tensordict)
@@ -107,7 +112,7 @@ class TorchRLWrapper(EnvBase):
         return self
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close TorchRL's environment. A second call raises unless ``raise_if_closed=False``."""
+        """Close TorchRL's environment."""
         super().close(raise_if_closed=raise_if_closed)
         if not self.torchrl_env.is_closed:
             self.torchrl_env.close()

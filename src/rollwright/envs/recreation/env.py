@@ -239,7 +239,7 @@ class RecreatedEnv(WrapperEnv):
         return self
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close the base environment. A second call raises unless ``raise_if_closed=False``."""
+        """Close the base environment."""
         super().close(raise_if_closed=raise_if_closed)
         self.base_env.close(raise_if_closed=False)
 

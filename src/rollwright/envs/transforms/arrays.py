@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
-from rollwright._keys import unravel
+from rollwright._keys import NestedKey, unravel
 from rollwright.envs.arrays import (
+    ARRAY_FORMS,
     ArrayEnv,
     ArrayTransform,
     Rows,
@@ -15,19 +17,45 @@ from rollwright.envs.arrays import (
     check_flags,
     check_open,
     named_error,
+    objects_of,
     refuse_overrides,
 )
-from rollwright.envs.transforms.base import Transform
+from rollwright.envs.transforms.base import EntryTransform, Transform
 from rollwright.envs.transforms.compose import Compose
+from rollwright.envs.transforms.frames import CatFrames
 from rollwright.envs.wrapper import WrapperArrays
 from rollwright.errors import NotNative, RollwrightError
 
 if TYPE_CHECKING:
     from rollwright.envs.transforms.transformed_env import TransformedEnv
 
-__all__ = ["TransformedArrays"]
+__all__ = ["TransformedArrays", "register_array_form"]
 
-OVERRIDABLE = {"_apply_transform", "_call", "_reset", "_step"}  # on an instance
+OVERRIDABLE = {"_inv_apply_transform", "_inv_call", "_apply_transform", "_call", "_reset", "_step"}  # on an instance
+
+
+_BESIDE_OBJECTS = {  # do not touch what they were not asked to
+    "EndOfLifeTransform",
+    "ExcludeTransform",
+    "InitTracker",
+    "RandomTruncationTransform",
+    "RenameTransform",
+    "RewardScaling",
+    "RewardSum",
+    "SelectTransform",
+    "StepCounter",
+    "TargetReturn",
+    "TensorDictPrimer",
+}
+
+
+def _leaves(transform: Transform, objects: list[NestedKey]) -> bool:
+    """Whether a transform leaves entries that hold objects as they are."""
+    if type(transform).__name__ in _BESIDE_OBJECTS:
+        return True
+    return isinstance(transform, EntryTransform | CatFrames) and not {*transform.in_keys, *transform.out_keys} & {
+        *objects
+    }
 
 
 def _same(now: list[Transform], then: list[Transform]) -> bool:
@@ -53,26 +81,43 @@ class TransformedArrays(WrapperArrays):
         if not env.cache_specs:
             raise NotNative("cache_specs=False")
         self._env, self._known = env, known
-        base = array_form(env.base_env) if base is None else base
+        base = array_form(env.base_env, objects=True) if base is None else base
+        held = objects_of(base.entries)
         super().__init__(base)
         self.entries, self.rewards, self.reads = dict(base.entries), dict(base.rewards), list(base.reads)
         self._parts: list[ArrayTransform] = []
+        self._steps: list[Callable[[Values, Values], None]] = []
+        self._inverses: list[Callable[[Values], None]] = []
+        self._preset: Values = {}
         self._transforms = _chain(env.transform)
         for transform in self._transforms:
-            if "on_arrays" not in vars(type(transform)) or OVERRIDABLE & vars(transform).keys():
-                raise NotNative(f"{type(transform).__name__} works on TensorDicts")
-            part = transform.on_arrays(self)  # with the entries of those before
+            part = self._part(transform, held)  # with the entries of those before
             self._parts.append(part)
+            self._steps.append(part.step)
             for key in part.drops:
                 self.entries.pop(key, None)
                 self.rewards.pop(key, None)
             self.entries.update(part.entries)
             self.rewards.update(part.rewards)
+            self.reads = [key for key in self.reads if key not in part.made]
             self.reads += [key for key in part.reads if key not in self.reads]
-        self._steps = [part.step for part in self._parts]
+        self._inverses = [part.inverse for part in reversed(self._parts) if part.inverse is not None]
         announced = [{unravel(key) for key in keys} for keys in (env.observation_keys, env.reward_keys)]
         if [self.entries.keys(), self.rewards.keys()] != announced:
             raise NotNative("its specs are not those of its transforms")
+
+    def _part(self, transform: Transform, objects: list[NestedKey]) -> ArrayTransform:
+        kind = type(transform)
+        make = kind.on_arrays if "on_arrays" in vars(kind) else ARRAY_FORMS.get(kind)
+        if make is None:
+            raise NotNative(
+                f"{kind.__name__} works on TensorDicts. Define on_arrays in it, or call register_array_form"
+            )
+        if changed := sorted(OVERRIDABLE & vars(transform).keys()):
+            raise NotNative(f"{kind.__name__} works on TensorDicts: this one has a {changed[0]} of its own")
+        if objects and not _leaves(transform, objects):
+            raise NotNative(f"entry {objects[0]!r} holds objects, and {kind.__name__} may change it")
+        return make(transform, self)
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
@@ -83,9 +128,48 @@ class TransformedArrays(WrapperArrays):
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
         check_open(self._env, "step")
+        root = self._given(root)
         return self._transformed(root, preset, self._base.step(root, preset))
 
+    def _given(self, root: Values) -> Values:
+        """What the base environment is given, and transforms see as the root."""
+        if not self._inverses:
+            return root
+        given = dict(root)
+        try:
+            for inverse in self._inverses:
+                inverse(given)
+        except RollwrightError:
+            raise
+        except Exception as error:
+            raise named_error(self._env, "step", error) from error
+        return given
+
+    def stepper(self) -> Callable[[Values], Values]:
+        """See :meth:`ArrayEnv.stepper`."""
+        before, base = list(self._steps), self._base
+
+        def step(root: Values) -> Values:
+            out = base.step(root, self._preset)
+            for key, value in self._preset.items():
+                out.setdefault(key, value)
+            for part in before:
+                part(root, out)
+            return out
+
+        return step
+
+    @property
+    def resets_ahead(self) -> bool:
+        """See :class:`ArrayEnv`; never where a transform reads or steps what has ended."""
+        return self._base.resets_ahead
+
+    @resets_ahead.setter
+    def resets_ahead(self, value: bool) -> None:
+        self._base.resets_ahead = value and not any(part.reads_env for part in self._parts)
+
     def _transformed(self, root: Values, preset: Values, out: Values) -> Values:
+        self._preset = preset
         for key, value in preset.items():
             out.setdefault(key, value)
         try:
@@ -102,6 +186,7 @@ class TransformedArrays(WrapperArrays):
     def send(self, root: Values, preset: Values) -> None:
         """See :meth:`ArrayEnv.send`."""
         check_open(self._env, "step")
+        root = self._given(root)
         self._base.send(root, preset)
         self._sent = root, preset
 
@@ -115,9 +200,65 @@ class TransformedArrays(WrapperArrays):
         fresh = self._base.reset(rows, **kwargs)
         try:
             for part in self._parts:
-                part.reset(fresh)
+                if part.restart is None:
+                    part.reset(fresh)
+                else:
+                    part.restart(fresh, rows)
         except RollwrightError:
             raise
         except Exception as error:
             raise named_error(self._env, "reset", error) from error
         return fresh
+
+
+# Array forms of the user's own --------------------------------------------------------------------
+
+Make = Callable[[Any, ArrayEnv], ArrayTransform]
+
+
+def register_array_form(kind: type, make: Make | None = None) -> None:
+    """Let transforms of a class run on arrays, as :meth:`Transform.on_arrays` does for classes that define it.
+
+    A run on arrays must give the bits of a run on TensorDicts; ``Collector(..., use_buffers=False)`` takes TensorDicts,
+    to compare. Subclasses of ``kind`` are not meant. Registrations are those of the process: register where ``kind`` is
+    defined, or in ``init_fn`` of workers.
+
+    Args:
+        kind: a subclass of :class:`Transform`, or of TorchRL's in environments of TorchRL.
+        make: ``(transform, env) -> ArrayTransform``, see :meth:`Transform.on_arrays`. None: the transform does nothing
+            but change each of ``in_keys`` by ``_apply_transform``, which is called on tensors that share memory with
+            no others.
+
+    Raises:
+        TypeError: ``kind`` is no class; ``make`` cannot be called; or it is None and ``kind`` does more.
+        ValueError: ``kind`` has an array form already.
+
+    Example:
+        >>> class Half(Transform):
+        ...     def _apply_transform(self, obs):
+        ...         return obs / 2
+        >>> register_array_form(Half)
+    """
+    if not isinstance(kind, type):
+        raise TypeError(f"kind: expected a class of transforms, got {kind!r}. Pass the class.")
+    if "on_arrays" in vars(kind) or kind in ARRAY_FORMS:
+        raise ValueError(f"kind: {kind.__name__} has an array form already. Register each class once.")
+    if make is None:
+        more = [name for name in _WHOLE if getattr(kind, name, None) is not getattr(Transform, name)]
+        if more:
+            raise TypeError(
+                f"make: expected a function (transform, env) -> ArrayTransform, got None, which is for transforms that "
+                f"define _apply_transform alone: {kind.__name__} is no such Transform, by its {more[0]}."
+            )
+        make = _by_entries
+    if not callable(make):
+        raise TypeError(f"make: expected a function (transform, env) -> ArrayTransform, got {make!r}.")
+    ARRAY_FORMS[kind] = make
+
+
+_WHOLE = ("_call", "_step", "_reset", "_inv_call", "inv", "transform_step", "transform_reset")
+
+
+def _by_entries(transform: Transform, env: ArrayEnv) -> ArrayTransform:
+    """The array form of a transform that changes each of ``in_keys`` by ``_apply_transform``."""
+    return transform.entries_on_arrays(env)

@@ -17,6 +17,7 @@ from rollwright.data.layout import DoneGroup, deciding_groups, done_groups
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs._partial_reset import mask_like
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Values
+from rollwright.envs.transforms._on_arrays import by_entries, on_array
 from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
@@ -161,6 +162,25 @@ class Transform(nn.Module):
         """
         raise NotNative(f"{type(self).__name__} works on TensorDicts")
 
+    def entries_on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """The array form of a transform that changes each of ``in_keys`` by ``_apply_transform``, and nothing else.
+
+        Its specs say which shapes and dtypes that gives.
+
+        Raises:
+            NotNative: an entry is neither an observation nor a reward, or the transform changes other than actions
+                on the way in.
+        """
+        parent = self.parent
+        if parent is None:
+            raise NotNative(f"{type(self).__name__} is on no environment")
+        specs = (
+            self.transform_observation_spec(parent.full_observation_spec.clone()),
+            self.transform_reward_spec(parent.full_reward_spec.clone()),
+        )
+        form = by_entries(type(self).__name__, env, self._pairs(), self._apply_transform, specs)
+        return self._with_inverse(env, form)
+
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """The spec of all observations after this transform."""
         return observation_spec
@@ -198,6 +218,9 @@ class Transform(nn.Module):
 
     def close(self) -> None:
         """Release what the transform holds; called when its environment is closed."""
+
+    def dump(self, **kwargs: Any) -> None:
+        """Write out what the transform has gathered, such as a video; for a transform of your own to override."""
 
     # Help for subclasses ----------------------------------------------------------------------
 
@@ -265,6 +288,36 @@ class Transform(nn.Module):
         marks = {group.prefix: tensordict.get(group.reset, None) for group in self._groups}
         masks = {prefix: mask for prefix, mask in marks.items() if mask is not None}
         return mask_like(masks, as_tuple(key)[:-1], value, tensordict.ndim) if masks else None
+
+    def _needs_all_rows(self, env: ArrayEnv) -> None:
+        """Test, in ``on_arrays`` of a transform that keeps something for each row, that ``env`` has all of them.
+
+        Raises:
+            NotNative: it is a group of them.
+        """
+        parent = self.parent
+        if parent is None or tuple(parent.batch_size) != env.batch:
+            raise NotNative(f"{type(self).__name__} keeps the rows of all environments together")
+
+    def _with_inverse(self, env: ArrayEnv, form: ArrayTransform) -> ArrayTransform:
+        """``form``, for ``on_arrays``, with what :meth:`_inv_apply_transform` does to actions.
+
+        Raises:
+            NotNative: it changes other entries, or ``_inv_call`` is overridden.
+        """
+        pairs = self._pairs_inv()
+        if not self.inverts:
+            return form
+        if _overrides(self, "_inv_call") or _overrides(self, "inv") or any(key in env.entries for key, _ in pairs):
+            raise NotNative(f"{type(self).__name__} changes what the environment is given beside actions")
+        convert = on_array(self._inv_apply_transform) if _overrides(self, "_inv_apply_transform") else _as_it_is
+
+        def inverse(given: Values) -> None:
+            for in_key, out_key in pairs:
+                given[in_key] = convert(self._read(given, out_key))
+
+        made = frozenset(in_key for in_key, _ in pairs)
+        return form._replace(inverse=inverse, made=made, reads=[*form.reads, *(out_key for _, out_key in pairs)])
 
     def _remember(self, name: str, find: Callable[[], T]) -> T:
         """``find()``, called once until the environment or the transforms before this one change."""
@@ -398,10 +451,8 @@ class EntryTransform(Transform):
             change: for an entry, what it becomes, and the function of its values.
 
         Raises:
-            NotNative: the transform changes what the environment is given, too, or it changes flags.
+            NotNative: the transform changes flags, or what the environment is given beside actions.
         """
-        if self.inverts:
-            raise NotNative(f"{type(self).__name__} changes what the environment is given")
         entries: dict[NestedKey, Entry] = {}
         rewards: dict[NestedKey, Entry] = {}
         calls: list[tuple[NestedKey, NestedKey, Callable[[Any], Any]]] = []
@@ -422,7 +473,7 @@ class EntryTransform(Transform):
             for key, out_key, function in of_observations:
                 fresh[out_key] = function(fresh[key])
 
-        return ArrayTransform(entries, [], step, reset, rewards)
+        return self._with_inverse(env, ArrayTransform(entries, [], step, reset, rewards))
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Observations after the change."""
@@ -443,6 +494,10 @@ class EntryTransform(Transform):
 
 def _overrides(transform: Transform, method: str) -> bool:
     return getattr(type(transform), method) is not getattr(Transform, method)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def map_spec(

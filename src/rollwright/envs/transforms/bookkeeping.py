@@ -18,7 +18,7 @@ from rollwright.envs.transforms._time import expand_right, time_axis, trajectory
 from rollwright.envs.transforms.base import KeySeq, Transform, kept
 from rollwright.errors import NotNative
 
-__all__ = ["InitTracker", "RewardSum", "StepCounter"]
+__all__ = ["Bookkeeping", "Cutting", "InitTracker", "RewardSum", "StepCounter"]
 
 
 Pairs = list[tuple[NestedKey, NestedKey]]
@@ -31,7 +31,7 @@ def _check_name(argument: str, name: object) -> str:
     return name
 
 
-class _Bookkeeping(Transform):
+class Bookkeeping(Transform):
     """A transform that writes one entry beside the flags of each group."""
 
     def __init__(self, name: str) -> None:
@@ -57,7 +57,7 @@ class _Bookkeeping(Transform):
         )
 
 
-class InitTracker(_Bookkeeping):
+class InitTracker(Bookkeeping):
     """Marks the first step of each trajectory.
 
     ``is_init``, bool ``[*batch, 1]``, is True at the root of the first step after a reset and False
@@ -115,7 +115,45 @@ class InitTracker(_Bookkeeping):
         return f"InitTracker(init_key={self.init_key!r})"
 
 
-class StepCounter(_Bookkeeping):
+class Cutting(Bookkeeping):
+    """A transform that may cut trajectories short, by setting a flag."""
+
+    def __init__(self, name: str, truncated_key: str, update_done: bool) -> None:
+        super().__init__(name)
+        self.truncated_key = _check_name("truncated_key", truncated_key)
+        self.update_done = update_done
+
+    def _cut(self, out: TensorDictBase | Values, group: DoneGroup, cut: Any) -> None:
+        """Set the flag of the group, and those of agents below it."""
+        for place, flag, done_key in self._remember(f"flags {group.prefix}", lambda: self._flags_below(group)):
+            done, truncated = out[place.done], out.get(flag, None)
+            here = cut if place.prefix == group.prefix else _as_deep(cut, done)
+            out[flag] = here.clone() if truncated is None else truncated | here
+            if done_key != place.done:  # a flag of another name: it stays as it is
+                out[self._beside(place, "terminated")] = out[place.terminated]
+                out[done_key] = done
+            if self.update_done:
+                out[done_key] = done | here
+
+    def _flags_below(self, group: DoneGroup) -> list[tuple[DoneGroup, NestedKey, NestedKey]]:
+        """The groups in the place of ``group`` and below it, with the keys of the flags that are set there."""
+        below = [place for place in self._all_groups if place.prefix[: len(group.prefix)] == group.prefix]
+        return [(place, self._beside(place, self.truncated_key), self._beside(place, "done")) for place in below]
+
+    @staticmethod
+    def _beside(group: DoneGroup, name: str) -> NestedKey:
+        return unravel((*group.prefix, name))
+
+    def _announce_flags(self, flags: Composite) -> None:
+        """Add what is set to the spec of the flags."""
+        for group in self._all_groups:
+            flag = flags[group.done]
+            for name in ("done", "terminated", self.truncated_key):
+                if self._beside(group, name) not in flags:
+                    flags.set(self._beside(group, name), flag.clone())
+
+
+class StepCounter(Cutting):
     """Counts the steps of each trajectory, and may cut it short.
 
     ``step_count``, int64 ``[*batch, 1]``, is 0 at a reset and grows by one with each step. Where flags lie
@@ -147,11 +185,9 @@ class StepCounter(_Bookkeeping):
     ) -> None:
         if max_steps is not None and max_steps < 1:
             raise ValueError(f"max_steps: expected at least 1, or None for no limit, got {max_steps}.")
-        super().__init__(_check_name("step_count_key", step_count_key))
+        super().__init__(_check_name("step_count_key", step_count_key), truncated_key, update_done)
         self.max_steps = max_steps
-        self.truncated_key = _check_name("truncated_key", truncated_key)
         self.step_count_key = step_count_key
-        self.update_done = update_done
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         self._count(self._entries, tensordict, next_tensordict)
@@ -162,27 +198,6 @@ class StepCounter(_Bookkeeping):
             out[key] = count = self._carried(root, key) + 1
             if self.max_steps is not None:
                 self._cut(out, group, count >= self.max_steps)
-
-    def _cut(self, out: TensorDictBase | Values, group: DoneGroup, cut: Any) -> None:
-        """Set the flag of the group, and those of agents below it."""
-        for place, flag, done_key in self._remember(f"flags {group.prefix}", lambda: self._flags_below(group)):
-            done, truncated = out[place.done], out.get(flag, None)
-            here = cut if place.prefix == group.prefix else _as_deep(cut, done)
-            out[flag] = here.clone() if truncated is None else truncated | here
-            if done_key != place.done:  # a flag of another name: it stays as it is
-                out[self._beside(place, "terminated")] = out[place.terminated]
-                out[done_key] = done
-            if self.update_done:
-                out[done_key] = done | here
-
-    def _flags_below(self, group: DoneGroup) -> list[tuple[DoneGroup, NestedKey, NestedKey]]:
-        """The groups in the place of ``group`` and below it, with the keys of the flags that are set there."""
-        below = [place for place in self._all_groups if place.prefix[: len(group.prefix)] == group.prefix]
-        return [(place, self._beside(place, self.truncated_key), self._beside(place, "done")) for place in below]
-
-    @staticmethod
-    def _beside(group: DoneGroup, name: str) -> NestedKey:
-        return unravel((*group.prefix, name))
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         for group, key in self._entries:
@@ -208,11 +223,8 @@ class StepCounter(_Bookkeeping):
         output_spec = output_spec.clone()
         flags = output_spec["full_done_spec"]
         self._announce(output_spec["full_observation_spec"], flags)
-        for group in self._all_groups if self.max_steps is not None else []:
-            flag = flags[group.done]
-            for name in ("done", "terminated", self.truncated_key):
-                if self._beside(group, name) not in flags:
-                    flags.set(self._beside(group, name), flag.clone())
+        if self.max_steps is not None:
+            self._announce_flags(flags)
         return output_spec
 
     def transform_state_spec(self, state_spec: Composite) -> Composite:

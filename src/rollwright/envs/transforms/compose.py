@@ -187,6 +187,11 @@ class Compose(Transform):
         """A chain of clones without an environment."""
         return type(self)(*(transform.clone() for transform in self))
 
+    def dump(self, **kwargs: Any) -> None:
+        """See :meth:`Transform.dump`, of each."""
+        for transform in self:
+            transform.dump(**kwargs)
+
     def close(self) -> None:
         """Close each transform."""
         for transform in self:

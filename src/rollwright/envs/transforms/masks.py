@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, unravel
 from rollwright.data.layout import DONE
 from rollwright.data.specs import Categorical, Composite, MultiCategorical, MultiOneHot, OneHot
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Rows, Values
 from rollwright.envs.transforms.base import Transform
+from rollwright.errors import NotNative
 
 __all__ = ["ActionMask"]
 
@@ -46,7 +49,7 @@ class ActionMask(Transform):
         self._mask: torch.Tensor | None = None
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self._allow(self._read(next_tensordict, self.mask_key), next_tensordict)
+        self._allow(self._read(next_tensordict, self.mask_key), self._done(next_tensordict))
         return next_tensordict
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
@@ -55,21 +58,46 @@ class ActionMask(Transform):
         past = tensordict.get(self.mask_key, None)
         if fresh is not None and past is not None:
             mask = torch.where(fresh, mask, past)
-        self._allow(mask, tensordict)
+        self._allow(mask, self._done(tensordict))
         return tensordict_reset
 
-    def _allow(self, mask: torch.Tensor, td: TensorDictBase) -> None:
+    def _done(self, td: TensorDictBase) -> torch.Tensor | None:
+        done: torch.Tensor | None = td.get(unravel((*as_tuple(self.action_key)[:-1], DONE)), td.get(DONE, None))
+        return done
+
+    def _allow(self, mask: torch.Tensor, done: torch.Tensor | None) -> None:
         env = self.container
         if env is None:
             raise RuntimeError("ActionMask needs an environment: TransformedEnv(env, ActionMask()).")
         spec = self._spec(env.full_action_spec)
-        done = td.get(unravel((*as_tuple(self.action_key)[:-1], DONE)), td.get(DONE, None))
         if done is not None:
             done = done.reshape(done.shape[:-1] + (1,) * (mask.ndim - done.ndim + 1))
             parts = mask.split(spec.widths(), -1)
             mask = torch.cat([part | (done & ~part.any(-1, keepdim=True)) for part in parts], -1)
         self._mask = mask
         spec.update_mask(mask)
+
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`."""
+        self._needs_all_rows(env)
+        key, entry = self.mask_key, env.entries.get(self.mask_key)
+        if entry is None or entry.column or entry.dtype != np.bool_:
+            raise NotNative(f"ActionMask finds no mask at {key!r}, but {entry}")
+        last: torch.Tensor | None = None
+
+        def step(root: Values, out: Values) -> None:
+            nonlocal last
+            last = torch.from_numpy(out[key])
+            self._allow(last, torch.from_numpy(np.array(out["done"])).unsqueeze(-1))
+
+        def restart(fresh: Values, rows: Rows | None) -> None:
+            mask, marked = torch.from_numpy(fresh[key]), None
+            if rows is not None:
+                marked = torch.from_numpy(np.array(rows)).unsqueeze(-1)
+                mask = mask if last is None else torch.where(marked, mask, last)
+            self._allow(mask, marked)
+
+        return ArrayTransform({}, [], step, lambda fresh: restart(fresh, None), restart=restart)
 
     def _spec(self, action_spec: Composite) -> Categorical | MultiCategorical | MultiOneHot | OneHot:
         spec = action_spec.get(self.action_key, None)

@@ -197,9 +197,20 @@ class TensorDictPrimer(Transform):
             raise NotNative("TensorDictPrimer holds objects")
         entries = entries_of(self.transform_observation_spec(self.primers.empty().expand(env.batch)), len(env.batch))
 
+        constants: dict[NestedKey, tuple[Any, Any]] = {}
+
+        def first(key: NestedKey, spec: TensorSpec) -> Any:
+            default = self.default_value
+            if self.random or not isinstance(default, (int, float)):
+                return self._first(key, spec).detach().cpu().numpy()
+            known = constants.get(key)
+            if known is None or known[0] != default:
+                constants[key] = known = default, self._first(key, spec).cpu().numpy()
+            return known[1].copy()
+
         def reset(fresh: Values) -> None:
             for key, spec in specs.items():
-                fresh[key] = self._first(key, spec).detach().cpu().numpy()
+                fresh[key] = first(key, spec)
 
         return ArrayTransform(entries, list(specs), self._carry, reset)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -246,11 +246,11 @@ class ObservationNorm(_Affine):
         """
         dims = (reduce_dim,) if isinstance(reduce_dim, int) else tuple(reduce_dim)
         cat_dim = dims[0] if cat_dim is None and len(dims) == 1 else cat_dim
-        if cat_dim is None or cat_dim not in dims:
-            raise ValueError(f"cat_dim: expected one of reduce_dim={reduce_dim}, got {cat_dim}. Pass one.")
+        if cat_dim is None:
+            raise ValueError(f"cat_dim: expected one of reduce_dim={reduce_dim}, got None. Pass one.")
         if key is None and len(self.in_keys) > 1:
             raise ValueError(f"key: expected one of in_keys={self.in_keys} to look at, got None. Pass key=.")
-        data = self._observe(num_iter, self.in_keys[0] if key is None else unravel(key), cat_dim)
+        data = self._observe(num_iter, self.in_keys[0] if key is None else unravel(key), cat_dim, dims)
         dims = tuple(dim % data.ndim for dim in dims)
         kept = {dim % data.ndim for dim in keep_dims or ()}
         if not kept <= set(dims):
@@ -267,7 +267,7 @@ class ObservationNorm(_Affine):
         if (env := self.container) is not None:
             env.empty_cache()
 
-    def _observe(self, num_iter: int, key: NestedKey, cat_dim: int) -> torch.Tensor:
+    def _observe(self, num_iter: int, key: NestedKey, cat_dim: int, dims: Sequence[int]) -> torch.Tensor:
         if self.initialized:
             raise RuntimeError("init_stats: loc and scale are set already. Make a new ObservationNorm.")
         parent = self.parent
@@ -276,8 +276,13 @@ class ObservationNorm(_Affine):
         frames, rollouts = 0, []
         while frames < num_iter:
             rollout = parent.rollout(num_iter)
+            found = rollout.get(key)
+            if cat_dim % found.ndim not in {dim % found.ndim for dim in dims}:
+                raise ValueError(
+                    f"cat_dim: expected one of reduce_dim={dims} of data {list(found.shape)}, got {cat_dim}. Pass one."
+                )
             frames += rollout.numel()
-            rollouts.append(rollout.get(key))
+            rollouts.append(found)
         data = torch.cat(rollouts, cat_dim)
         return data if data.is_floating_point() else data.to(torch.get_default_dtype())
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+import gymnasium
 import torch
+from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 
 from rollwright._keys import leaf_keys
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase, register_extension
-from rollwright.envs.libs.foreign import as_env
+from rollwright.envs.libs.foreign import as_env, as_maker, remedy_for
 from rollwright.envs.transforms.arrays import TransformedArrays
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.compose import Compose, TransformLike
@@ -59,7 +61,7 @@ class TransformedEnv(WrapperEnv):
 
     def __init__(
         self,
-        base_env: EnvBase,
+        base_env: str | EnvBase | gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any],
         transform: TransformLike | None = None,
         cache_specs: bool = True,
         *,
@@ -67,12 +69,10 @@ class TransformedEnv(WrapperEnv):
         auto_unwrap: bool = True,
         policy: Callable[..., Any] | None = None,
     ) -> None:
-        base_env = as_env(base_env)
+        base_env = as_env(as_maker(base_env)()) if isinstance(base_env, str) else as_env(base_env)
         if not isinstance(base_env, EnvBase):
-            raise TypeError(
-                f"base_env: expected an environment of rollwright, got {type(base_env).__name__}. "
-                "Wrap a gymnasium environment in GymWrapper(env) first."
-            )
+            got = f"the class {base_env.__name__}" if isinstance(base_env, type) else type(base_env).__name__
+            raise TypeError(f"base_env: expected an environment of rollwright, got {got}. {remedy_for(base_env)}")
         transform = Compose() if transform is None else as_transform(transform)
         transform.check_free()
         if auto_unwrap and type(base_env) is TransformedEnv and type(self) is TransformedEnv:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+import math
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 
 from rollwright._keys import NestedKey
-from rollwright.data.specs import TensorSpec, Unbounded
-from rollwright.envs.transforms.base import EntryTransform, KeySeq
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform
+from rollwright.envs.transforms.base import KeySeq
 from rollwright.envs.transforms.compose import Compose
+from rollwright.envs.transforms.entries.running import RunningNorm, root_of_array, total, total_of_array
+from rollwright.envs.transforms.entries.vecnorm_v2 import VecNormV2
 from rollwright.envs.transforms.scaling import ObservationNorm
 
 __all__ = ["VecNorm"]
@@ -27,7 +31,7 @@ class Stats(NamedTuple):
     spread: torch.Tensor
 
 
-class VecNorm(EntryTransform):
+class VecNorm(RunningNorm):
     r"""Normalises entries by the mean and deviation of what it has seen, older data counting less.
 
     With :math:`x_1 \dots x_n` the values that one step (or reset) of a batch of ``n`` environments brings,
@@ -53,6 +57,7 @@ class VecNorm(EntryTransform):
         out_keys: where to write; default: ``in_keys``.
         decay: :math:`d`, above 0 and at most 1.
         eps: the smallest variance to divide by.
+        new_api: True: make a :class:`VecNormV2` instead.
 
     Raises:
         ValueError: ``decay`` or ``eps`` is out of range.
@@ -65,6 +70,12 @@ class VecNorm(EntryTransform):
         tensor(2.)
     """
 
+    _statistics = BUFFERS
+
+    def __new__(cls, *args: Any, new_api: bool | None = None, **kwargs: Any) -> Any:
+        """The transform, or a :class:`VecNormV2`."""
+        return VecNormV2(*args, **kwargs) if new_api else super().__new__(cls)
+
     def __init__(
         self,
         in_keys: KeySeq = None,
@@ -72,30 +83,14 @@ class VecNorm(EntryTransform):
         *,
         decay: float = 0.9999,
         eps: float = 1e-4,
+        new_api: bool | None = None,
     ) -> None:
-        super().__init__(["observation", "reward"] if in_keys is None else in_keys, out_keys)
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay: expected a number above 0 and at most 1, got {decay}.")
-        if not eps > 0:
-            raise ValueError(f"eps: expected a number above 0, got {eps}.")
-        self.decay = decay
-        self.eps = eps
-        self.frozen = False
+        super().__init__(["observation", "reward"] if in_keys is None else in_keys, out_keys, decay, eps)
         for index in range(len(self.in_keys)):
             for name in BUFFERS:
                 self.register_buffer(f"{name}_{index}", None)
 
     # Statistics -------------------------------------------------------------------------------
-
-    def freeze(self) -> Self:
-        """Stop updating the statistics; returns the transform."""
-        self.frozen = True
-        return self
-
-    def unfreeze(self) -> Self:
-        """Update the statistics again; returns the transform."""
-        self.frozen = False
-        return self
 
     def frozen_copy(self) -> Self:
         """A frozen transform with statistics of its own, equal to those of now, on no environment."""
@@ -133,6 +128,11 @@ class VecNorm(EntryTransform):
         weight, mean, spread = (self._buffers[f"{name}_{index}"] for name in BUFFERS)
         return None if weight is None or mean is None or spread is None else Stats(weight, mean, spread)
 
+    def has_seen(self, index: int) -> bool | None:
+        """See :class:`RunningNorm`."""
+        stats = self.stats(index)
+        return None if stats is None else bool(stats.weight.all())
+
     def _known(self) -> dict[NestedKey, Stats]:
         found = {key: self.stats(index) for index, key in enumerate(self.in_keys)}
         return {key: stats for key, stats in found.items() if stats is not None}
@@ -163,44 +163,30 @@ class VecNorm(EntryTransform):
             if not bool(fresh.any()):
                 return
             value = torch.where(fresh, value, mean)
-            rows = _total(fresh.expand(*value.shape[:ndim], *fresh.shape[ndim:]), ndim)
+            rows = total(fresh.expand(*value.shape[:ndim], *fresh.shape[ndim:]), ndim)
         weight.mul_(self.decay).add_(rows)
         offset = value - mean
-        mean.add_(_total(offset, ndim) / weight)
-        spread.mul_(self.decay).add_(_total(offset * (value - mean), ndim))
+        mean.add_(total(offset, ndim) / weight)
+        spread.mul_(self.decay).add_(total(offset * (value - mean), ndim))
 
-    def _normalise_all(self, td: TensorDictBase, source: TensorDictBase | None) -> TensorDictBase:
-        for index, (in_key, out_key) in enumerate(self._pairs()):
-            value = td.get(in_key, None)
-            if value is None:
-                continue
-            fresh = None if source is None else self._fresh(source, in_key, value)
-            td.set(out_key, self._normalise(index, value, fresh, td.ndim))
-        return td
+    def _in_numpy(self, numbers: list[Any], value: Any, ndim: int) -> Any:
+        weight, mean, spread = numbers
+        if not self.frozen:
+            weight *= self.decay
+            weight += math.prod(value.shape[:ndim])
+            offset = value - mean
+            mean += total_of_array(offset, ndim) / weight
+            rest = value - mean
+            spread *= self.decay
+            spread += total_of_array(offset * rest, ndim)
+        else:
+            rest = value - mean
+        return rest / root_of_array(np.maximum(spread / weight, self.eps))
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return self._normalise_all(next_tensordict, None)
-
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        return self._normalise_all(tensordict_reset, tensordict)
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Normalise data of any batch size, which count as one step (freeze the transform to avoid that)."""
-        return self._normalise_all(tensordict, None)
-
-    def _change_spec(self, spec: TensorSpec) -> TensorSpec:
-        return _unbounded(spec)
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`."""
+        return self._normalise_arrays(env)
 
     def __repr__(self) -> str:
         frozen = ", frozen" if self.frozen else ""
         return f"VecNorm(in_keys={self.in_keys}, decay={self.decay}, eps={self.eps}{frozen})"
-
-
-def _total(value: torch.Tensor, ndim: int) -> torch.Tensor:
-    return value.sum(tuple(range(ndim))) if ndim else value
-
-
-def _unbounded(spec: TensorSpec) -> TensorSpec:
-    is_float = spec.dtype is not None and spec.dtype.is_floating_point
-    dtype = spec.dtype if is_float else torch.get_default_dtype()
-    return Unbounded(spec.shape, device=spec.device, dtype=dtype or torch.float32)

@@ -113,8 +113,10 @@ class TransportConformance:
     limit_s: float = 120.0
     interrupt_s: float = 1.0
     failure_s: float = 10.0
+    gone_s: float = 5.0
     make_buffer: Callable[[], Any] | None = None
     stays: tuple[str, ...] = ()
+    one_at_a_time: bool = False
 
     def check(self, name: str) -> None:
         """Run a check.

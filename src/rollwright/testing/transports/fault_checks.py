@@ -173,7 +173,7 @@ def shutdown(trial: Trial) -> None:
     before = Resources.now(trial.settings.stays)
     for kind in ("sync", "async"):
         _run_once(trial, kind)
-    left = Resources.left_since(before)
+    left = Resources.left_since(before, trial.settings.gone_s)
     expect(not left, f"two collectors were shut down, and this is left: {'; '.join(left)}")
 
 

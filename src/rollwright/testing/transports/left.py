@@ -14,7 +14,6 @@ from typing import NamedTuple, Self
 
 __all__ = ["Resources"]
 
-_GO_S = 5.0  # for processes to end
 _SERVERS = ("forkserver", "_processes.start.server", "resource_tracker")  # which start workers, and stay
 
 
@@ -49,9 +48,9 @@ class Resources(NamedTuple):
         return cls(processes, threads, _descriptors(), len(shared), files, tuple(stays))
 
     @classmethod
-    def left_since(cls, before: Self) -> list[str]:
-        """What is there that was not there before, as phrases, after a while to go."""
-        until = time.monotonic() + _GO_S
+    def left_since(cls, before: Self, gone_s: float) -> list[str]:
+        """What is there that was not there before, as phrases; ``gone_s``: seconds for it to go."""
+        until = time.monotonic() + gone_s
         while (left := cls.now(before.stays)._beside(before)) and time.monotonic() < until:
             time.sleep(0.05)
         return left

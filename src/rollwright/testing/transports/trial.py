@@ -29,10 +29,13 @@ class TransportSettings:
         limit_s: seconds for a check; what hangs is shut down then, and fails.
         interrupt_s: seconds from a Ctrl-C to the KeyboardInterrupt.
         failure_s: seconds from the death of a worker to the error.
+        gone_s: seconds from the end of a collector until nothing of it is left.
         make_buffer: makes a replay buffer that workers of this backend can write to; None: one in shared memory, for
             backends that share memory, and a refusal for others.
         stays: parts of command lines of processes that may stay when a collector was shut down, such as a server that
             starts workers for the next one.
+        one_at_a_time: whether a process can have one collector of this backend at a time: the one before is shut down
+            when a check makes another.
     """
 
     backend: str
@@ -41,8 +44,10 @@ class TransportSettings:
     limit_s: float = 120.0
     interrupt_s: float = 1.0
     failure_s: float = 10.0
+    gone_s: float = 5.0
     make_buffer: Callable[[], Any] | None = None
     stays: tuple[str, ...] = ()
+    one_at_a_time: bool = False
 
     def __post_init__(self) -> None:
         if self.num_workers < 2:
@@ -99,6 +104,8 @@ class Trial:
             each: frames of a worker in a batch.
             **options: of the collector.
         """
+        while self.settings.one_at_a_time and self._made:
+            self._made.pop().shutdown(raise_on_error=False)
         of_kind: Any = MultiSyncCollector if kind == "sync" else MultiAsyncCollector
         options["frames_per_batch"] = each * len(envs) if kind == "sync" else each
         options |= {"backend": self.settings.backend, "backend_options": self.settings.backend_options}
@@ -108,7 +115,8 @@ class Trial:
 
     def forget(self, collector: Any) -> None:
         """Hold a collector no longer, which was shut down."""
-        self._made.remove(collector)
+        if collector in self._made:
+            self._made.remove(collector)
 
     @property
     def num_workers(self) -> int:

@@ -86,9 +86,8 @@ def test_around_a_batch_of_environments(both, lab, name):
     [
         (lambda: [ExcludeTransform("truncated")], "flags"),
         (lambda: [ExcludeTransform("q", inverse=True)], "given"),
-        (lambda: [RenameTransform([], [], ["action"], ["move"])], "given"),
     ],
-    ids=["flags", "inverse", "actions"],
+    ids=["flags", "inverse"],
 )
 def test_what_has_no_array_form_says_so(both, lab, chain, reason):
     both(made(lab, None, chain), "none", expect=reason)

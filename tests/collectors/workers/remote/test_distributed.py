@@ -32,6 +32,7 @@ from tests.patience import patient
 from rollwright import Collector
 from rollwright._processes.network.addresses import SECRET
 from rollwright._processes.network.pair import PairCarrier
+from rollwright.collectors.workers.remote import link
 from rollwright.errors import WorkerError
 
 KINDS = ["sync", "async"]
@@ -240,6 +241,31 @@ def test_a_pair_that_cannot_be_made_is_an_error_that_says_so(remote, monkeypatch
     monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", refuse)
     with pytest.raises(WorkerError, match=r"gloo: the pair could not be connected: no such device"):
         collect(remote("sync", makers(1), gain(), frames_per_batch=20))
+
+
+def test_a_pair_that_fails_before_the_worker_is_sent_is_an_error_as_well(remote, monkeypatch):
+    """The group joins, and is lost again, while what the worker is made of is being pickled."""
+    links, begin = [], link.Link.__init__
+
+    def init(self, *args, **options):
+        begin(self, *args, **options)
+        links.append(self)
+
+    def pickle_slowly(pickled):
+        until = time.monotonic() + patient(20.0)
+        while links[0].lost is None:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        return pickled
+
+    def refuse(*args, **options):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(link.Link, "__init__", init)
+    monkeypatch.setattr(link, "with_sources", pickle_slowly)
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", refuse)
+    with pytest.raises(WorkerError, match=r"gloo: the pair could not be connected: no such device"):
+        remote("sync", makers(1), gain(), frames_per_batch=20)
 
 
 # The end, and wrong input ------------------------------------------------------------------------------------------

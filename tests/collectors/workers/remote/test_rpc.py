@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed.rpc as rpc
+import torch.distributed.rpc.api as api
 from tests.collectors.workers.envs import DONE, EPISODE, IDENT, IDS, STEP, VERSION, gain, makers, pixels, tally
 from tests.collectors.workers.processes import alive, gone, num_fds
 from tests.patience import patient
@@ -227,6 +228,17 @@ def test_nothing_is_left_behind_but_what_torch_keeps_of_one_group():
     gc.collect()
     assert num_fds() <= before + 2
     assert len(os.listdir("/proc/self/task")) <= threads
+
+
+def test_shutdown_ends_the_wait_for_members_that_are_gone(remote, monkeypatch):
+    """What the members wait for at their beginning does not reach the collector."""
+    announced = threading.Event()
+    monkeypatch.setattr(api, "_broadcast_to_followers", lambda *args: announced.set())
+    collector = remote("sync", makers(1), gain(), frames_per_batch=20)
+    collector.next()
+    assert announced.wait(patient(20.0))
+    collector.shutdown()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollwright-rpc")]
 
 
 def test_the_notice_of_torch_appears_once_and_as_ours(monkeypatch):

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 
@@ -24,17 +25,19 @@ from tests.collectors.workers.envs import (
     Trouble,
     gain,
     makers,
+    many,
     one_bad,
     pixels,
     tallies,
     tally,
 )
-from tests.collectors.workers.processes import alive, descendants, gone, num_fds, wait_until
+from tests.collectors.workers.processes import alive, descendants, gone, heard, num_fds, wait_until
 from tests.patience import patient
 
 from rollwright import Collector
 from rollwright._processes.network.addresses import SECRET
 from rollwright.collectors.workers.remote.frame_line import FrameLine
+from rollwright.collectors.workers.remote.worker import RemoteWorker
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.errors import EnvError, WorkerError
 
@@ -166,6 +169,21 @@ def test_a_consumer_may_take_longer_than_a_host_may_be_silent(remote):
     assert seen == 4000
 
 
+def test_what_another_thread_brings_while_nothing_was_found_is_noticed(remote, monkeypatch):
+    silence = RemoteWorker._silence
+
+    def bring_and_silence(self):
+        until = time.monotonic() + 0.03
+        while not self._arrived and time.monotonic() < until:
+            self._link.read()
+        silence(self)
+
+    monkeypatch.setattr(RemoteWorker, "_silence", bring_and_silence)
+    collector = remote("sync", makers(2), gain(), frames_per_batch=20, env_step_timeout=5.0)
+    collect(collector, 5)
+    collector.shutdown()
+
+
 def test_frames_of_pixels_arrive_untorn(remote):
     collector = remote("async", [pixels] * 2, None, frames_per_batch=100, total_frames=1000)
     for batch in collector:
@@ -196,16 +214,41 @@ def test_weights_of_one_worker_are_its_own(remote):
     assert torch.equal(before[0], before[2])
 
 
+def test_weights_of_several_workers_arrive_together_whole(remote):
+    env = [partial(homing, i) for i in range(2)]
+    size = 1 << 20  # more than a socket holds: what comes later waits, and is sent together
+    collector = remote("sync", env, many(size=size), per=2, frames_per_batch=20, options={"host_timeout": 60.0})
+    collector.update_policy_weights_(many(value=0.5, size=size))  # asks what the workers have
+    collector.next()
+    (host,) = hosts(collector)
+    os.kill(host, signal.SIGSTOP)
+    try:
+        collector.update_policy_weights_(many(value=1.0, size=size))
+        for worker in range(2):
+            collector.update_policy_weights_(many(value=2.0 + worker, size=size), worker_ids=[worker])
+    finally:
+        os.kill(host, signal.SIGCONT)
+    batch = collector.next()
+    for worker in range(2):
+        for key in ("low", "high"):
+            assert batch[key][worker].unique().tolist() == [2.0 + worker]
+
+
 def test_weights_act_in_the_middle_of_a_long_rollout(remote):
     collector = remote("async", makers(2, step_s=0.002), gain(), frames_per_batch=3000, track_policy_version=True)
-    collector.update_policy_weights_(gain(2.0))
-    collector.next()  # asks for rollouts of six seconds
-    version = collector.update_policy_weights_(gain(3.0))
+    waiting = threading.Thread(target=heard, args=(collector.next, RuntimeError))  # for a rollout of six seconds
+    waiting.start()
 
-    def acting():
+    def acting(version):
         return [worker["policy_version"] for worker in collector.stats()["workers"]] == [version] * 2
 
-    assert wait_until(lambda: acting(), 4.0)
+    for value in (2.0, 3.0):
+        version = collector.update_policy_weights_(gain(value))
+        assert wait_until(lambda version=version: acting(version), 2.0)
+    assert collector.stats()["batches"] == 0
+    collector.shutdown()
+    waiting.join(patient(5.0))
+    assert not waiting.is_alive()
 
 
 def test_calls_reach_the_workers_and_their_errors_come_back(remote):
@@ -370,7 +413,7 @@ def test_a_shorter_silence_costs_time_only(remote):
     collector.next()
     frozen = hosts(collector)[0]
     os.kill(frozen, signal.SIGSTOP)
-    waker = subprocess.Popen([sys.executable, "-c", f"import time, os; time.sleep(3); os.kill({frozen}, 18)"])
+    waker = subprocess.Popen([sys.executable, "-c", f"import time, os; time.sleep(2); os.kill({frozen}, 18)"])
     for _ in range(5):
         assert collector.next().shape == (2, 10)
     assert collector.stats()["restarts"] == 0
@@ -398,15 +441,15 @@ def test_nothing_is_left_behind(kind):
     assert num_fds() <= before
 
 
-def test_who_joins_by_hand_runs_workers(make, monkeypatch, caplog):
+def test_who_joins_by_hand_runs_workers(make, monkeypatch, caplog, programs):
     monkeypatch.setenv(SECRET, KNOWN)
     joining = []
 
     def join(record):
         if "waits for" in record.getMessage():
             address = record.args[1], record.args[2]
-            command = [sys.executable, "-m", "rollwright", "join", f"{address[0]}:{address[1]}", "--name", "elsewhere"]
-            joining.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+            command = ["-m", "rollwright", "join", f"{address[0]}:{address[1]}", "--name", "elsewhere"]
+            joining.append(programs.start(*command))
         return True
 
     import logging
@@ -422,9 +465,9 @@ def test_who_joins_by_hand_runs_workers(make, monkeypatch, caplog):
     with pytest.raises(WorkerError, match="on elsewhere"):
         collector.map_fn("no_such")
     collector.shutdown()
-    assert joining[0].wait(30) == 0, joining[0].stderr.read()
-    assert "the collector has ended" in joining[0].stderr.read()
-    joining[0].stderr.close()
+    _, errors = joining[0].communicate(patient(30))
+    assert joining[0].returncode == 0, errors
+    assert "the collector has ended" in errors
 
 
 def test_a_host_that_does_not_come_is_an_error_that_says_how_long(make, monkeypatch):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.collectors.workers.processes import wait_until
 from tests.patience import patient
+from tests.variants import in_turn
 
 from rollwright._processes.network.addresses import SECRET
 
@@ -106,8 +107,7 @@ MOMENTS = {  # by state: the line after which, and seconds after it
 }
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-@pytest.mark.parametrize("state", MOMENTS)
+@pytest.mark.parametrize(("state", "kind"), in_turn(MOMENTS, ["sync", "async"]))
 def test_ctrl_c(start, kind, state):
     """As a terminal sends it: to all processes."""
     line, after_s = MOMENTS[state]

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from tests.collectors.workers.processes import gone
 from tests.patience import patient
-
-import rollwright
 
 PROGRAM = """
 import sys, time
@@ -47,29 +42,19 @@ if __name__ == "__main__":
         pytest.param("waits", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_no_service_is_left(tmp_path, state, number):
+def test_no_service_is_left(programs, tmp_path, state, number):
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
-    environ = {"PYTHONPATH": str(Path(rollwright.__file__).parents[1]), "PATH": "/usr/bin:/bin"}
-    program = subprocess.Popen(
-        [sys.executable, str(file), state], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
-    )
-    try:
-        pid = int(program.stdout.readline())
-        began = time.monotonic()
-        if number is not None:
-            time.sleep(0.1)
-            program.send_signal(number)
-        status = program.wait(patient(20.0))
-        took = time.monotonic() - began
-        errors = program.stderr.read()
-    finally:
-        program.kill()
-        program.wait()
-        program.stdout.close()
-        program.stderr.close()
+    program = programs.start(file, state)
+    pid = int(program.stdout.readline())
+    began = time.monotonic()
+    if number is not None:
+        time.sleep(0.1)
+        program.send_signal(number)
+    _, errors = program.communicate(patient(20.0))
+    took = time.monotonic() - began
     assert gone([pid])
     assert took < patient(6.0)
     expected = {"ends": 0, "error": 1}.get(state, -number if number is not None else 0)
-    assert status == expected, errors
+    assert program.returncode == expected, errors
     assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)

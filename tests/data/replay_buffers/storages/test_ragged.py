@@ -95,7 +95,7 @@ def test_an_object_that_cannot_be_kept_is_named_and_nothing_is_stored(kind):
     buffer = make(kind, 4)
     with pytest.raises(TypeError, match=r"got an object of type builtins.object in \('next', 'odd'\).*ListStorage"):
         buffer.extend(lazy_stack([record(0, 0), TensorDict({"next": {"odd": NonTensorData(object())}})]))
-    with pytest.raises(TypeError, match="expected TensorDicts or tensors as elements, got dict"):
+    with pytest.raises(TypeError, match="expected a TensorDict or tensor, or a list of TensorDicts, got dict"):
         buffer.extend([{"a": 1}])
     assert (len(buffer), buffer.write_count) == (0, 0)
 

@@ -12,10 +12,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from tests.data.replay_buffers.storages.ragged_records import check_whole, record, records
 
 from rollwright._memory import Segment
-from rollwright.data import RaggedStorage, ReplayBuffer
+from rollwright.data import LazyTensorStorage, RaggedStorage, ReplayBuffer
 from rollwright.data.encoding import Encoded
 from rollwright.data.replay_buffers.ledger import Ledger
 from rollwright.data.replay_buffers.ledger.reservations import Reservations
@@ -182,3 +183,28 @@ def test_a_writer_killed_at_each_moment_leaves_the_rest_as_it_was(moment):
         buffer.extend(records(3, start, 10))
         assert set(check_whole(buffer.sample(20))) <= set(check_whole(buffer[:]))
     assert sorted(check_whole(buffer[:])) == [(3, n) for n in range(30, 60)]
+
+
+@pytest.mark.parametrize(
+    "read", [lambda buffer: len(buffer[:]), lambda buffer: buffer.state_dict()["storage"]["high"] - 2]
+)
+@pytest.mark.parametrize("storage", [LazyTensorStorage, RaggedStorage])
+def test_what_was_published_behind_a_killed_writer_can_be_read_at_once(storage, read):
+    buffer = ReplayBuffer(storage=storage(100), shared=True, batch_size=4)
+    buffer.extend(TensorDict({"n": torch.arange(3)}, [3]))
+    begun, reserved = os.pipe()
+    child = os.fork()
+    if not child:
+        buffer.storage.ledger.reserve(2)
+        os.write(reserved, b"!")
+        signal.pause()
+    os.read(begun, 1)
+    buffer.extend(TensorDict({"n": torch.arange(3, 6)}, [3]))
+    with buffer.storage.ledger.reading():
+        assert len(buffer[:]) == 3
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert read(buffer) == 6
+    assert len(buffer) == 6
+    os.close(begun)
+    os.close(reserved)

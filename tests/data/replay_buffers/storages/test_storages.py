@@ -493,3 +493,10 @@ def test_elements_of_another_kind_are_not_loaded():
         rows.load_state_dict(items.state_dict())
     with pytest.raises(ValueError, match="expected elements of a ListStorage, got Tensor"):
         items.load_state_dict(rows.state_dict())
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+def test_compilable_is_accepted_and_changes_nothing(kind):
+    buffer = ReplayBuffer(storage=kind(10, compilable=True), batch_size=4)
+    buffer.extend(TensorDict({"obs": torch.arange(6.0)}, [6]))
+    assert [row["obs"].item() for row in (buffer[i] for i in range(6))] == [0, 1, 2, 3, 4, 5]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,13 @@ from rollwright.collectors.core import Actor
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.outputs import entries_or_rows
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
+from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.arrays import Entry, Values
+from rollwright.envs.base import EnvBase
 from rollwright.errors import NotNative
 from rollwright.policies import ArrayPolicy, compile_policy
 
-__all__ = ["CastActor", "FlatActor", "TensorDictActor", "as_array"]
+__all__ = ["CastActor", "FlatActor", "TensorDictActor", "UndecidedActor", "as_array"]
 
 
 class FlatActor(Actor):
@@ -35,7 +37,9 @@ class FlatActor(Actor):
         self._policy, self._entries = policy, entries
         self.how, self.finite_keys = f"native: {policy.how}", policy.finite_keys
         self.varies, self.frozen = policy.varies, policy.frozen
-        self._in_rows = [(key, entries[key] if entries[key].column else None) for key in policy.in_keys]
+        columns = {key: entry for key, entry in entries.items() if entry.column}
+        self._in_rows = [(key, columns.get(key)) for key in policy.in_keys]
+        self._kept = policy.kept
         self._keys = policy.out_keys
 
     def start(self, steps: int) -> None:
@@ -50,12 +54,39 @@ class FlatActor(Actor):
         return dict(zip(self._keys, outputs, strict=True))
 
     def _inputs(self, root: Values) -> list[NDArray[Any]]:
+        if self._kept and not all(key in root for key in self._kept):
+            root = {**{key: value.copy() for key, value in self._kept.items()}, **root}
         return [root[key] if column is None else full(root[key], column) for key, column in self._in_rows]
 
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
         """See :meth:`Actor.compiled`."""
         example = dict(zip(self._policy.in_keys, self._inputs(root), strict=True))
         return FlatActor(compile_policy(self._policy, arguments=arguments, example=example), self._entries)
+
+
+class EnvActions(ArrayPolicy):
+    """Random actions, drawn by an environment's own ``rand_action``, which reads nothing of the root.
+
+    Args:
+        env: the environment.
+    """
+
+    how = "drawn by the environment"
+    varies = False
+
+    def __init__(self, env: EnvBase) -> None:
+        self.in_keys: list[NestedKey] = []
+        self.out_keys = list(env.action_keys)
+        self.finite_keys: list[NestedKey] = []
+        self._env, self._batch = env, env.batch_size
+
+    def start(self, steps: int) -> None:
+        """See :class:`~rollwright.policies.ArrayPolicy`."""
+
+    def __call__(self, *inputs: NDArray[Any]) -> Sequence[NDArray[Any]]:
+        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        drawn = self._env.rand_action(TensorDict({}, batch_size=self._batch))
+        return [drawn.get(key).numpy() for key in self.out_keys]
 
 
 class CastActor(Actor):
@@ -97,6 +128,7 @@ class TensorDictActor(Actor):
         act: of :func:`~rollwright.collectors.rollout.paths.stages.build_act`.
         entries: what the current TensorDict holds.
         rewards: what a step leaves beside them, which no policy sees.
+        stale: what the policy wrote in the step before and does not see: it must not repeat it in silence.
         batch: the environment's batch size.
         device: of the current TensorDict.
         reads_ids: whether there are trajectory ids.
@@ -109,6 +141,7 @@ class TensorDictActor(Actor):
         entries: Mapping[NestedKey, Entry],
         *,
         rewards: Collection[NestedKey],
+        stale: Collection[NestedKey],
         batch: tuple[int, ...],
         device: torch.device | None,
         reads_ids: bool,
@@ -118,7 +151,7 @@ class TensorDictActor(Actor):
         self._device, self._reads_ids = device, reads_ids
         self.how, self.finite_keys = f"plain, called on a TensorDict of the arrays: {why}", []
         self._why = why
-        self._rewards = set(rewards)
+        self._left_out = {*rewards, *stale}
 
     def start(self, steps: int) -> None:
         """See :meth:`Actor.start`."""
@@ -127,15 +160,22 @@ class TensorDictActor(Actor):
         """See :class:`Actor`."""
         nested: dict[str, Any] = {}
         given: dict[NestedKey, torch.Tensor] = {}
+        entries, left_out = self._entries, self._left_out
         for key, value in root.items():
-            if key in self._entries:
-                given[key] = tensor = torch.from_numpy(full(value, self._entries[key]))
+            if key in entries:
+                given[key] = tensor = torch.from_numpy(full(value, entries[key]))
+            elif key in left_out or as_tuple(key)[0] == "next":
+                continue
+            else:  # what it wrote, until it writes it again
+                tensor = torch.from_numpy(value)
+            if type(key) is str:
+                nested[key] = tensor
+            else:
                 place(nested, key, tensor)
-            elif key not in self._rewards and as_tuple(key)[0] != "next":  # what it wrote, until it writes it again
-                place(nested, key, torch.from_numpy(value))
         if self._reads_ids:
             place(nested, IDS, torch.from_numpy(np.array(ids)))
-        current = self._act(TensorDict(nested, batch_size=self._batch, device=self._device))
+        # All that is in it has been in a TensorDict of this batch size, or comes from the environment.
+        current = self._act(unchecked_td(nested, self._batch, device=self._device))
         return {
             key: as_array(value)
             for key, value in entries_or_rows(current)
@@ -145,6 +185,51 @@ class TensorDictActor(Actor):
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
         """See :meth:`Actor.compiled`."""
         raise NotNative(self._why[:1].upper() + self._why[1:] + ".")
+
+
+class UndecidedActor(Actor):
+    """A policy whose first call shows what it takes: on TensorDicts until then, on arrays from then on if it can be.
+
+    Args:
+        actor: on TensorDicts.
+        decided: the actor to go on with; None: the first call has not been.
+    """
+
+    def __init__(self, actor: Actor, decided: Callable[[], Actor | None]) -> None:
+        self._actor, self._decided, self._steps = actor, decided, 0
+        self._is_decided = False
+        self.varies, self.frozen = actor.varies, actor.frozen
+
+    @property
+    def how(self) -> str:  # type: ignore[override]
+        """That of the actor of now."""
+        return self._actor.how
+
+    @property
+    def finite_keys(self) -> list[NestedKey]:  # type: ignore[override]
+        """Those of the actor of now."""
+        return self._actor.finite_keys
+
+    def start(self, steps: int) -> None:
+        """See :meth:`Actor.start`."""
+        self._steps = steps
+        self._actor.start(steps)
+
+    def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
+        """See :class:`Actor`."""
+        if self._is_decided:
+            return self._actor(root, ids)
+        outputs = self._actor(root, ids)
+        if (actor := self._decided()) is not None:
+            self._is_decided = True
+            if actor is not self._actor:
+                actor.start(self._steps)
+                self._actor = actor
+        return outputs
+
+    def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
+        """See :meth:`Actor.compiled`."""
+        return self._actor.compiled(arguments, root)
 
 
 def full(value: Any, entry: Entry) -> NDArray[Any]:

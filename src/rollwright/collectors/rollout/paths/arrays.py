@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys
 from rollwright.collectors.core import Actor, Path, UnfitOutputs
@@ -21,7 +21,7 @@ from rollwright.collectors.rollout.paths.recording import BatchMemory
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.collectors.rollout.policy_trial import action_forms
 from rollwright.data.compact import BoundaryKeeper
-from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values
+from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values, objects_of
 from rollwright.errors import NotNative, PolicyError
 
 __all__ = ["ArrayPath", "reset_rows"]
@@ -65,6 +65,8 @@ class ArrayPath(Path):
         flag = Entry((*self._batch, 1), _FLAG, True)
         flags: dict[NestedKey, Entry] = dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)
         self._roots = {**arrays.entries, **flags}
+        self._objects = objects_of(arrays.entries)  # are in lists, beside the rows
+        self._object_rows: dict[NestedKey, list[Any]] = {}
         self._policy, self._random = policy, CastActor(random)
         self._acting = policy
         self._like: TensorDictBase | None = None  # what the policy writes, in batches of random actions
@@ -101,6 +103,9 @@ class ArrayPath(Path):
             if key == VERSION or as_tuple(key)[0] == "next" or key in self._arrays.rewards:
                 continue  # of the last step, not of the next one
             entry = self._roots.get(key)
+            if key in self._objects:
+                current.set(key, value.copy())
+                continue
             array = np.array(value) if entry is None else np.array(value, entry.dtype).reshape(entry.shape)
             current.set(key, torch.from_numpy(array))
         if self._tracks_ids:
@@ -114,6 +119,9 @@ class ArrayPath(Path):
             return
         root: Values = dict(self._no_flags)
         for key in leaf_keys(current):
+            if key in self._objects:
+                root[key] = current.get(key).copy()
+                continue
             value = np.array(current.get(key).detach().cpu().numpy())
             if key == IDS:
                 self._ids = value
@@ -177,6 +185,7 @@ class ArrayPath(Path):
         self.finite_keys = [key for key in actor.finite_keys if not is_private(key)]
         self._ahead = None if actor in self._layouts else self._tried(actor)
         self._version_of_batch = self._version() if actor.frozen else None
+        self.how["policy"] = self._policy.how  # a first call may have shown it
         if self._keeper is not None:
             self._keeper.begin()
 
@@ -286,7 +295,7 @@ class ArrayPath(Path):
         if t:
             block = cast(BatchMemory, self._block)
             self._fill(block, slice(t))
-            frames = block.frames(t)
+            frames = [self._frame(block, step) for step in range(t)] if self._objects else block.frames(t)
         current = cast(TensorDictBase, self.current)
         current = write_outputs(current, self._written(outputs), {}, fresh=True)
         if self._tracks_version:
@@ -314,8 +323,8 @@ class ArrayPath(Path):
             self._check_action(self._written(outputs))
             layout = self._layouts[self._acting] = lay_out(
                 acts,
-                self._roots,
-                self._outcomes,
+                _without(self._roots, self._objects),
+                _without(self._outcomes, self._objects),
                 batch=self._batch,
                 dropped=self._dropped,
                 own=[*([IDS] if self._tracks_ids else []), *(VERSIONS if self._tracks_version else [])],
@@ -332,6 +341,7 @@ class ArrayPath(Path):
         self._block = block
         self._root_rows = [(key, _row(block, at, column)) for key, at, column in layout.roots]
         self._out_rows = [(key, _row(block, at, column)) for key, at, column in layout.outcomes]
+        self._open_objects()
         self._blank = layout.blank
         for key in layout.blank:
             block.rows(key)[...] = 0
@@ -340,13 +350,34 @@ class ArrayPath(Path):
         if self._tracks_ids:
             self._ids_row = block.rows(IDS)
 
+    def _open_objects(self) -> None:
+        """Lists for the entries that hold objects, which :meth:`record` writes as it does rows."""
+        self._object_rows = {}
+        for key in self._objects:
+            for at, rows in ((key, self._root_rows), (below_next(key), self._out_rows)):
+                self._object_rows[at] = row = [None] * self._steps
+                rows.append((key, cast(Any, row)))
+
+    def _with_objects(self, batch: TensorDictBase, steps: int) -> None:
+        """Set the objects of the steps taken; a step that was not taken has those of the last one.
+
+        The object below ``"next"`` is that of the next root, which gets a copy, as does the root of the next batch.
+        """
+        for key, row in self._object_rows.items():
+            taken = row[:steps]
+            values = taken[:-1] if as_tuple(key)[0] == "next" else [value.copy() for value in taken[:-1]]
+            values += [taken[-1].copy() for _ in range(self._steps - steps + 1)]
+            # Setting the name afterwards would go through all values.
+            batch.set(key, NonTensorStack(*values, stack_dim=0, stack_dim_name=batch.names[-1]))
+
     def finish(self, steps: int) -> TensorDictBase:
         """See :meth:`Path.finish`."""
         block = cast(BatchMemory, self._block)
         self._fill(block, slice(steps))
         batch = block.finish(steps)
+        self._with_objects(batch, steps)
         if not self._reuses:
-            self._block, self._root_rows, self._out_rows = None, [], []
+            self._block, self._root_rows, self._out_rows, self._object_rows = None, [], [], {}
         if self._device is not None and batch.device != self._device:
             batch = batch.to(self._device, non_blocking=True)
         if self._acts_device is not None:
@@ -362,7 +393,13 @@ class ArrayPath(Path):
         """See :meth:`Path.frame`."""
         block = cast(BatchMemory, self._block)
         self._fill(block, slice(t, t + 1))
-        return block.frame(t)
+        return self._frame(block, t)
+
+    def _frame(self, block: BatchMemory, t: int) -> TensorDictBase:
+        frame = block.frame(t)
+        for key, row in self._object_rows.items():
+            frame.set(key, row[t].copy())
+        return frame
 
     def _fill(self, block: BatchMemory, times: slice) -> None:
         """Write what follows from the rows of the batch: ``done``, the roots' flags, versions."""
@@ -374,15 +411,22 @@ class ArrayPath(Path):
             block.rows(NEXT_VERSION)[times] = block.rows(VERSION)[times]
 
 
+def _without(entries: Mapping[NestedKey, Entry], keys: list[NestedKey]) -> dict[NestedKey, Entry]:
+    return {key: entry for key, entry in entries.items() if key not in keys}
+
+
 def reset_rows(arrays: ArrayEnv, root: Values, no_flags: Values, rows: Rows, **kwargs: Any) -> Values:
     """``root`` with the first values of new trajectories where ``rows`` marks."""
     fresh = arrays.reset(rows, **kwargs)
     if np.count_nonzero(rows) == rows.size:
         return {**root, **fresh, **no_flags}
     merged = {**root, **no_flags}
+    marked: Any = np.flatnonzero(rows) if rows.ndim == 1 else rows
+    if len(marked) == 1 and rows.ndim == 1:  # as a rule, and a row is cheaper than a list of rows
+        marked = int(marked[0])
     for key, value in fresh.items():
         merged[key] = new = root[key].copy()
-        new[rows] = value[rows]
+        new[marked] = value[marked]
     return merged
 
 

@@ -10,11 +10,12 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
+from rollwright._memory import MemoryPool
 from rollwright.collectors.core import Actor, Path
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.environment import conversations_of
 from rollwright.collectors.rollout.paths import stages
-from rollwright.collectors.rollout.paths.actors import FlatActor, TensorDictActor
+from rollwright.collectors.rollout.paths.actors import EnvActions, FlatActor, TensorDictActor, UndecidedActor
 from rollwright.collectors.rollout.paths.arrays import ArrayPath
 from rollwright.collectors.rollout.paths.conversations.pool import ConversationPoolPath, is_pool_of_conversations
 from rollwright.collectors.rollout.paths.conversations.turns import TurnPath
@@ -24,15 +25,17 @@ from rollwright.collectors.rollout.paths.plain import PlainPath
 from rollwright.collectors.rollout.paths.pool import PoolPath
 from rollwright.collectors.rollout.policy import accelerate
 from rollwright.data.llm.records import RecordLayout
-from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form
+from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form, objects_of
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
+from rollwright.envs.libs.torchrl import TorchRLWrapper
 from rollwright.envs.llm.core import Conversations
 from rollwright.envs.llm.transforms import TurnHook
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.transforms import TransformedEnv
 from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy
+from rollwright.modules.functions import FunctionPolicy
 from rollwright.modules.llm.engine import Engine
 from rollwright.policies import ArrayPolicy, array_policy
 from rollwright.policies.program import RandomActions
@@ -70,7 +73,7 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
     if flat is not None:
         actor = FlatActor(flat, entries)
     else:
-        actor = _tried(against, "env", lambda: _on_tensordicts(parts, entries, against["policy"]))
+        actor = _tried(against, "env", lambda: _not_flat(parts, arrays, entries, against["policy"]))
     if actor is None:
         return plain_path(parts, against, strict=strict)
     random_actor = FlatActor(random, entries)
@@ -267,6 +270,21 @@ def _check_layout(parts: PathParts) -> None:
     )
 
 
+def _not_flat(parts: PathParts, arrays: ArrayEnv, entries: dict[NestedKey, Entry], why: str) -> Actor:
+    """The policy on TensorDicts; a function whose first call shows that it does not need them, on arrays from there."""
+    actor, call = _on_tensordicts(parts, entries, why), parts.acting.call
+    if type(call) is not FunctionPolicy or call.takes is not None:
+        return actor
+
+    def decided() -> Actor | None:
+        if call.takes is None:
+            return None
+        flat = _tried({}, "policy", lambda: _flat(parts, arrays, call))
+        return actor if flat is None else FlatActor(flat, entries)
+
+    return UndecidedActor(actor, decided)
+
+
 def _on_tensordicts(parts: PathParts, entries: dict[NestedKey, Entry], why: str) -> Actor:
     """The policy as it is, on TensorDicts made of arrays."""
     options, env = parts.options, parts.env
@@ -274,14 +292,17 @@ def _on_tensordicts(parts: PathParts, entries: dict[NestedKey, Entry], why: str)
         raise NotNative("torch compiles the policy as a whole")
     if any(device is not None and device.type != "cpu" for device in (parts.devices.policy, parts.devices.storing)):
         raise NotNative("policy and batches are not on the CPU")
+    if any(entry.dtype == np.object_ for entry in entries.values()):
+        raise NotNative(f"an entry holds objects, and the policy is given a TensorDict ({why})")
     stale = stages.stale_actions(env, parts.acting.policy)
-    act = stages.build_act(parts.acting.call, lambda td: td, stages.action_check(env), fresh_outputs=True, stale=stale)
+    act = stages.build_act(parts.acting.call, lambda td: td, stages.action_check(env), fresh_outputs=True)
     if options.track_policy_version:
         act = stages.tag_act(act, parts.version)
     return TensorDictActor(
         act,
         entries,
         rewards=env.reward_keys,
+        stale=stale,
         batch=tuple(env.batch_size),
         device=parts.current_device,
         reads_ids=options.track_traj_ids,
@@ -308,19 +329,28 @@ def arrays_of(parts: PathParts) -> ArrayEnv:
         raise NotNative("reset_when_done=False")
     if options.use_buffers is False:
         raise NotNative("use_buffers=False")
-    return array_form(parts.env)
+    arrays = array_form(parts.env, objects=True)
+    if held := objects_of(arrays.entries):
+        # Rows have no objects: they are in lists beside them, in batches that this process delivers itself.
+        rows_only = ("use_buffers", "compact_obs", "return_same_td")
+        if names := [name for name in rows_only if getattr(options, name)]:
+            raise NotNative(f"entry {held[0]!r} holds objects, with {names[0]}=True")
+        if type(parts.memory) is not MemoryPool:
+            raise NotNative(f"entry {held[0]!r} holds objects, which the memory of this batch cannot")
+    return arrays
 
 
 def _flat(parts: PathParts, arrays: ArrayEnv, policy: Any) -> ArrayPolicy:
     if parts.options.cudagraph_policy:
         raise NotNative("cudagraph_policy")
     env = parts.env
+    objects = objects_of(arrays.entries)
     available = {*arrays.entries, *FLAGS}
     flat = array_policy(
         policy,
         exploration_type=parts.options.exploration_type,
         batch_shape=arrays.batch,
-        available=available,
+        available=available.difference(objects),
     )
     written = {unravel(key) for key in flat.out_keys}
     missing = [key for key in env.action_keys if key not in written]
@@ -344,6 +374,8 @@ def _random(parts: PathParts, arrays: ArrayEnv) -> ArrayPolicy:
     passing = (TransformedEnv.rand_action, RecreatedEnv.rand_action)
     while isinstance(env, TransformedEnv | RecreatedEnv) and type(env).rand_action in passing:
         env = env.base_env
+    if type(env).rand_action is TorchRLWrapper.rand_action and env.full_action_spec == parts.env.full_action_spec:
+        return EnvActions(parts.env)
     if type(env).rand_action is not EnvBase.rand_action:
         raise NotNative(f"{type(env).__name__} overrides rand_action")
     policy = RandomPolicy(parts.env.full_action_spec)

@@ -35,7 +35,7 @@ def entries(td: TensorDictBase, place: tuple[str, ...] = ()) -> Iterator[tuple[N
         if type(value) is TensorDict:
             yield from entries(value, (*place, key))
         else:
-            yield unravel((*place, key)), value
+            yield unravel((*place, key)) if place else key, value
 
 
 def entries_or_rows(td: TensorDictBase) -> Iterator[tuple[NestedKey, Any]]:

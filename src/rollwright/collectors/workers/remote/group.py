@@ -9,6 +9,7 @@ import pickle
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import Any
@@ -64,7 +65,7 @@ class RemoteGroup:
         self._serials: dict[int, int] = {}  # by worker
         self._workers: dict[int, int] = {}  # by serial number
         self._places: dict[int, RolloutPlaces] = {}  # by worker
-        self._weights: list[torch.Tensor] = []  # that are being received
+        self._weights: deque[list[torch.Tensor]] = deque()  # of the publications in the message being received
         self._beat_at = 0.0
         threading.Thread(target=self._show_life, name="rollwright-beat", daemon=True).start()
 
@@ -119,8 +120,8 @@ class RemoteGroup:
     def place(self, frame: Any, sizes: Sequence[int]) -> list[memoryview]:
         """Memory for published weights."""
         specs = [spec for entries, _ in frame.models.values() for spec in entries]
-        self._weights = [torch.empty(shape, dtype=dtype) for _, shape, dtype in specs]
-        memories = [bytes_of(tensor) if tensor.numel() else None for tensor in self._weights]
+        self._weights.append([torch.empty(shape, dtype=dtype) for _, shape, dtype in specs])
+        memories = [bytes_of(tensor) if tensor.numel() else None for tensor in self._weights[-1]]
         return [memoryview(b"") if memory is None else memory for memory in memories]
 
     def received(self, frame: Any) -> None:
@@ -169,12 +170,12 @@ class RemoteGroup:
         self._send(frames.Started(asked.serial, child.pid))
 
     def _publish(self, frame: frames.Publish) -> None:
-        tensors = iter(self._weights)
+        has_tensors = any(specs for specs, _ in frame.models.values())
+        tensors = iter(self._weights.popleft() if has_tensors else ())
         models: dict[str, State] = {
             model_id: {**{name: next(tensors) for name, _, _ in specs}, **extras}
             for model_id, (specs, extras) in frame.models.items()
         }
-        self._weights = []
         meant = None if frame.worker is None else [frame.worker]
         self._publisher.publish([Update(meant, models)], frame.version)
         for index in range(len(self._pages)) if meant is None else meant:

@@ -56,6 +56,7 @@ class Link:
         self._began = self._heard = time.monotonic()
         self.clock = 0.0
         self.lost: str | None = None
+        self._failure: ExceptionInfo | None = None  # by which it was lost
         self.lock = threading.RLock()
         self._weights = Forwarder()
 
@@ -102,7 +103,7 @@ class Link:
         """The group is gone, with all of its workers."""
         with self.lock:
             if self.lost is None:
-                self.lost = f"was lost: {self.name} {how}"
+                self.lost, self._failure = f"was lost: {self.name} {how}", failure
                 for worker in self._workers.values():
                     worker.end(self.lost, failure)
                 self._workers.clear()
@@ -127,6 +128,9 @@ class Link:
         pickled = with_sources(bytes(dumps(bare)))
         with self.lock:
             worker = RemoteWorker(self, next(_serials), spec)
+            if self.lost is not None:  # meanwhile, as another thread has read
+                worker.end(self.lost, self._failure)
+                return worker
             self._workers[worker.serial] = worker
             self._weights.follow(spec.index, spec.boards)
             with contextlib.suppress(ChannelClosed):  # the link is lost, and the worker with it

@@ -100,9 +100,9 @@ class RemoteWorker:
     def end(self, how: str, failure: ExceptionInfo | None = None) -> None:
         """Its process has ended."""
         if self._how is None:
-            self._how = how
             if failure is not None:
                 self._arrived.append((failure, None))
+            self._how = how  # last: who sees it finds the failure
             self._ring()
 
     def note_stopped(self, seconds: float) -> None:
@@ -158,10 +158,13 @@ class RemoteWorker:
         if not self._arrived:
             self._link.read()
         if not self._arrived:
-            if self._how is not None or self._closed:
-                raise ChannelClosed("the other end is gone")
             self._silence()
-            return NOTHING
+            is_gone = self._how is not None or self._closed
+            if not self._arrived and not is_gone:  # asked after that: another thread may bring something
+                return NOTHING
+            self._ring()
+            if not self._arrived:
+                raise ChannelClosed("the other end is gone")
         message, counters = self._arrived.popleft()
         with self._link.lock:
             if counters is not None:

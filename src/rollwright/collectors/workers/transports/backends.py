@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollwright._options import names_of, refuse_unknown
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKENDS",
+    "Backend",
+    "WorkerBackend",
     "check_backend",
     "known_backend",
     "num_workers_of",
@@ -21,6 +23,11 @@ __all__ = [
     "shares_memory",
     "transport_of",
 ]
+
+WorkerBackend = Literal["process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"]
+"""Names of the backends that type checkers know, and that have workers; those that are registered are others."""
+Backend = Literal["direct", WorkerBackend]
+"""The same, and the collector's own process."""
 
 BACKENDS = {
     "process": "rollwright.collectors.workers.transports.local",

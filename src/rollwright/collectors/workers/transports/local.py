@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollwright._processes.channel import ByValue
 from rollwright._processes.child import Child
 from rollwright.collectors.workers.worker import WorkerSpec, serve
+from rollwright.envs.libs.foreign import is_env, remedy_for
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
@@ -68,6 +69,12 @@ def transport(options: None, own: WorkerOptions, num_workers: int) -> LocalTrans
     return LocalTransport(start_method=own.start_method, num_threads=own.threads_of(num_workers))
 
 
+def _remedy_for(maker: Any) -> str:
+    if is_env(maker):
+        return remedy_for(maker)
+    return "Let the function make what cannot be pickled when it is called, instead of holding it."
+
+
 def unsendable(spec: WorkerSpec, error: Exception) -> Exception:
     """Why a worker could not be started: the part of its spec that cannot be pickled, if that is it."""
     parts = {"create_env_fn": spec.create_env_fn, "init_fn": spec.init_fn}
@@ -77,5 +84,6 @@ def unsendable(spec: WorkerSpec, error: Exception) -> Exception:
         try:
             pickle.dumps(ByValue(part))
         except Exception as why:  # an object may refuse in any way it likes
-            return TypeError(f"{name}: cannot be sent to a worker process: {type(why).__name__}: {why}.")
+            remedy = f" {_remedy_for(part)}" if name == "create_env_fn" else ""
+            return TypeError(f"{name}: cannot be sent to a worker process: {type(why).__name__}: {why}.{remedy}")
     return error

@@ -21,6 +21,7 @@ _COUNTERS = {
     "oldest_gap": layout.OLDEST_GAP,
     "ids": layout.IDS,
     "skipped": layout.SKIPPED,
+    "uncounted": layout.UNCOUNTED,
 }
 
 Numbers = NDArray[np.int64]

@@ -29,6 +29,7 @@ from rollwright.data.replay_buffers.ledger.layout import (
     REVISION,
     SKIPPED,
     SLOT,
+    UNCOUNTED,
 )
 from rollwright.data.replay_buffers.ledger.locks import RowLock
 from rollwright.data.replay_buffers.ledger.reservations import Reservation, Reservations
@@ -90,7 +91,6 @@ class Ledger:
         space: of the rows, which is taken before they are reserved; None: it is there.
         on_reserve: called with the first position of each reservation of this process, under the lock; None: nothing.
         end: where the last reservation ends.
-        reading: see :meth:`RowLock.reading`.
         writing: see :meth:`RowLock.writing`.
 
     Example:
@@ -125,7 +125,7 @@ class Ledger:
         self.capacity: int = self._head[CAPACITY]
         if capacity:
             self.set_capacity(capacity)
-        self.reading, self.writing = self.lock.reading, self.lock.writing
+        self.writing = self.lock.writing
 
     def _keep_in(self, memory: memoryview) -> None:
         numbers = memory[: self.num_bytes].cast("q")
@@ -200,6 +200,15 @@ class Ledger:
             return self._head[IDS]
 
     # Reading ----------------------------------------------------------------------------------
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """Hold off writers inside a ``with`` block; what writers that were killed had reserved is settled before it.
+
+        Raises:
+            TimeoutError: a writer did not let go in time.
+        """
+        self.settle()
+        return self.lock.reading()
 
     def live(self) -> tuple[int, int]:
         """``(low, high)``: the positions that may be read, less the gaps of :meth:`gaps`."""
@@ -286,8 +295,8 @@ class Ledger:
         return span.high - span.low - (int((gaps[:, 1] - gaps[:, 0]).sum()) if len(gaps) else 0)
 
     def settle(self) -> None:
-        """See to reservations whose writer was killed: nobody else may come to do it. Not for use while reading."""
-        if not self._reservations.all_settled and not self._reservations.must_wait():
+        """See to reservations whose writer was killed: nobody else may come to do it. While reading it does nothing."""
+        if not (self._reservations.all_settled or self.lock.is_read_here or self._reservations.must_wait()):
             with self.writing():  # where nobody is about to sign
                 self._settle()
 
@@ -302,7 +311,21 @@ class Ledger:
     @property
     def write_count(self) -> int:
         """Rows given so far: positions published, less those that hold nothing, and rows that were never stored."""
+        return self._given - self._head[UNCOUNTED]
+
+    @property
+    def num_uncounted(self) -> int:
+        """Rows given before :meth:`reset_write_count`."""
+        return self._head[UNCOUNTED]
+
+    @property
+    def _given(self) -> int:
         return self._head[PUBLISHED] - self.num_lost + self._head[SKIPPED]
+
+    def reset_write_count(self) -> None:
+        """Count the rows that are given from now on; positions go on."""
+        with self.writing():
+            self._head[UNCOUNTED] = self._given
 
     @property
     def num_skipped(self) -> int:
@@ -455,7 +478,7 @@ class Ledger:
         """Take the positions of a saved storage. For use while rows change in place.
 
         Args:
-            state: ``low``, ``high``, ``voids`` (the gaps), ``lost`` and ``skipped`` of what was saved.
+            state: ``low``, ``high``, ``voids`` (the gaps), ``lost``, ``skipped`` and ``uncounted`` of what was saved.
 
         Raises:
             RuntimeError: somebody is writing rows.
@@ -474,6 +497,7 @@ class Ledger:
         for start, stop in gaps:
             self._add_gap(start, stop)
         head[SKIPPED] = state.get("skipped", 0)
+        head[UNCOUNTED] = state.get("uncounted", 0)
         head[IDS] = max(head[IDS], state.get("ids", 0))
 
     @property

@@ -97,6 +97,11 @@ class RowLock:
         """
         return _Locked(self._begin_reading, self._end_reading)
 
+    @property
+    def is_read_here(self) -> bool:
+        """Whether this thread is inside :meth:`reading`."""
+        return threading.get_ident() in self._readers
+
     def writing(self) -> _Locked:
         """Hold off everyone inside a ``with`` block.
 

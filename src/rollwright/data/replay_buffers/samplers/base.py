@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
+from rollwright._options import with_options
 from rollwright.data.replay_buffers.storages.base import Storage
 
 __all__ = ["Draw", "InPasses", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "Slices", "draw_and_read"]
 
 Index = NDArray[np.int64]
+GENERATION = "index_generation"
 _TRIES = 3  # to read elements while others write, before these are held off
 
 
@@ -60,9 +62,11 @@ class Sampler(ABC):
             what is stored once (``storage.ledger.span()``) and keeps to that. Where an element is overwritten
             meanwhile, the batch is drawn again. Otherwise writers wait: both happen inside
             ``storage.ledger.reading()``.
+        consumes: whether elements that were drawn may not be drawn again; :meth:`num_left` are left.
     """
 
     repeatable: bool = False
+    consumes: bool = False
 
     @abstractmethod
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
@@ -85,6 +89,10 @@ class Sampler(ABC):
     def follow(self, storage: Storage) -> None:  # noqa: B027 - most remember nothing
         """Take in what was written since the last call."""
 
+    def num_left(self, storage: Storage) -> int:
+        """Number of elements that may be drawn; called inside ``storage.ledger.reading()``."""
+        return len(storage)
+
     def mark(self, batch: TensorDictBase, draw: Draw) -> TensorDictBase:
         """Write into a batch what the draw returned for it.
 
@@ -94,13 +102,15 @@ class Sampler(ABC):
         """
         return batch
 
-    def update_priority(self, index: Index | torch.Tensor, priority: Any, storage: Storage) -> None:  # noqa: B027
+    def update_priority(  # noqa: B027
+        self, index: Index | torch.Tensor, priority: Any, storage: Storage | None = None
+    ) -> None:
         """Learn how much elements matter; ignored where they all matter alike.
 
         Args:
             index: int64 ``[n]``, flat elements; those below 0 are left out.
             priority: at least 0: ``[n]``, or ``[n, ...]``, or one for all.
-            storage: of the elements.
+            storage: of the elements; None: the one that was drawn from last, and ``index`` is as ``sample`` gives it.
         """
 
     @property
@@ -120,7 +130,12 @@ class Sampler(ABC):
 
 
 def draw_and_read(
-    storage: Storage, sampler: Sampler, size: int, generator: torch.Generator | None, buffer: str
+    storage: Storage,
+    sampler: Sampler,
+    size: int,
+    generator: torch.Generator | None,
+    buffer: str,
+    generations: bool = False,
 ) -> tuple[Draw, Any]:
     """Draw elements, and read them; of a shared storage while others write, if that goes well.
 
@@ -130,13 +145,14 @@ def draw_and_read(
         size: how many.
         generator: of random numbers; None: torch's global one.
         buffer: what is sampled, for messages.
+        generations: add ``"index_generation"`` to ``info``, see :meth:`Storage.generations`.
 
     Raises:
         RuntimeError: nothing is stored.
     """
     if storage.shared and sampler.repeatable:
         for _ in range(_TRIES):
-            found = _read_beside_writers(storage, sampler, size, generator)
+            found = _read_beside_writers(storage, sampler, size, generator, generations)
             if found is not None:
                 return found
     with storage.ledger.reading():
@@ -146,11 +162,13 @@ def draw_and_read(
                 "what writes into it has written."
             )
         draw = sampler.draw(storage, size, generator)
+        if generations:
+            draw.info[GENERATION] = torch.from_numpy(storage.generations(draw.index))
         return draw, storage.read(draw.index)
 
 
 def _read_beside_writers(
-    storage: Storage, sampler: Sampler, size: int, generator: torch.Generator | None
+    storage: Storage, sampler: Sampler, size: int, generator: torch.Generator | None, generations: bool
 ) -> tuple[Draw, Any] | None:
     """Draw elements and read them without holding anyone off; None: a writer prevented it.
 
@@ -162,6 +180,8 @@ def _read_beside_writers(
     try:
         draw = sampler.draw(storage, size, generator)
         data = storage.read(draw.index)
+        if generations:
+            draw.info[GENERATION] = torch.from_numpy(storage.generations(draw.index))
     except Exception:  # of what changed meanwhile, or what it will raise once more where nothing changes
         return None
     return (draw, data) if storage.ledger.still_holds(span, draw.index, storage.columns) else None
@@ -181,8 +201,13 @@ def nth_live(rank: Index, low: int, gaps: Index) -> Index:
     return position
 
 
+@with_options()
 class RandomSampler(Sampler):
     """Every element that is stored, with the same probability, and with replacement.
+
+    Args:
+        replacement: False makes a :class:`SamplerWithoutReplacement`.
+        drop_last, shuffle: of that one.
 
     Example:
         >>> from tensordict import TensorDict
@@ -194,6 +219,23 @@ class RandomSampler(Sampler):
     """
 
     repeatable = True
+
+    def __init__(self, *, replacement: bool = True, drop_last: bool = False, shuffle: bool = True) -> None:
+        if drop_last or not shuffle:
+            raise ValueError(
+                "drop_last, shuffle: expected them for a sampler without replacement, whose passes they shape. Pass "
+                "replacement=False, or leave them out."
+            )
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, replacement: bool = True, **options: Any) -> Any:
+            """A sampler with replacement, or one without."""
+            if replacement:
+                return super().__new__(cls)
+            if cls is not RandomSampler:
+                raise TypeError(f"replacement: no {cls.__name__} draws without replacement. Leave it out.")
+            return SamplerWithoutReplacement(**options)
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
         """See :meth:`Sampler.draw`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class Boundaries:
 
     Args:
         traj_key: entry of ids, a number an element; below 0: no frame.
-        end_key: entry of flags: the last of its trajectory.
+        end_keys: entries of flags, any of which marks the last of its trajectory.
         trajectories: ids ``[elements of the storage]`` in place of an entry.
         ends: bool flags in place of an entry.
 
@@ -46,10 +47,11 @@ class Boundaries:
     def __init__(
         self,
         traj_key: NestedKey | None,
-        end_key: NestedKey | None,
+        end_keys: Sequence[NestedKey],
         trajectories: torch.Tensor | None,
         ends: torch.Tensor | None,
     ) -> None:
+        end_key = end_keys[0] if end_keys else None
         for name, key, tensor in (("trajectories", traj_key, trajectories), ("ends", end_key, ends)):
             if tensor is None:
                 continue
@@ -65,10 +67,10 @@ class Boundaries:
                     f"{name}: expected one value for each element, of shape [n], got {list(tensor.shape)}. Flatten it."
                 )
         self.traj_key = None if traj_key is None else checked_key("traj_key", traj_key)
-        self.end_key = None if end_key is None else checked_key("end_key", end_key)
+        self.end_keys = tuple(checked_key("end_key" if len(end_keys) == 1 else "end_keys", key) for key in end_keys)
         self._ids = None if trajectories is None else trajectories.numpy(force=True)
         self._ends = None if ends is None else ends.numpy(force=True)
-        self._free = traj_key is None and end_key is None and trajectories is None and ends is None
+        self._free = traj_key is None and not end_keys and trajectories is None and ends is None
         self.grid: Grid | None = None
         self._forget()
 
@@ -78,7 +80,7 @@ class Boundaries:
         self._seen = 0  # positions
         self._revision = -1
         self._storage: Storage | None = None
-        self._used: tuple[NestedKey | None, NestedKey | None] = (None, None)
+        self._used: tuple[NestedKey | None, tuple[NestedKey, ...]] = (None, ())
 
     def __getstate__(self) -> dict[str, Any]:
         derived = ("grid", "_index", "_seen", "_revision", "_storage", "_used")  # from the storage, where it is needed
@@ -112,24 +114,21 @@ class Boundaries:
         keys = set(storage.keys())
         if self._free:
             traj_key: NestedKey | None = next((key for key in TRAJ_KEYS if key in keys), None)
-            end_key: NestedKey | None = NEXT_DONE if NEXT_DONE in keys else None
+            end_keys: tuple[NestedKey, ...] = (NEXT_DONE,) if NEXT_DONE in keys else ()
         else:
-            traj_key, end_key = self.traj_key, self.end_key
-            if not {traj_key, end_key} - {None} <= keys:
+            traj_key, end_keys = self.traj_key, self.end_keys
+            if not {traj_key, *end_keys} - {None} <= keys:
                 return False
             if traj_key is None and self._ids is None and TRAJ_IDS in keys:
                 traj_key = TRAJ_IDS  # what several writers put side by side need not end with a flag
-        if traj_key is None and end_key is None and self._ids is None and self._ends is None:
+        if traj_key is None and not end_keys and self._ids is None and self._ends is None:
             return False
         if not storage.capacity:
             return False
-        if (
-            _MULTISTEP in keys
-            and (traj_key is not None or self._ids is not None)
-            and as_tuple(end_key or ())[:1] == ("next",)
-        ):
-            end_key = None  # of the frame n steps later: it would cut each of the last n frames off as a run of one
-        self._used = traj_key, end_key
+        if _MULTISTEP in keys and (traj_key is not None or self._ids is not None):
+            # of the frame n steps later: it would cut each of the last n frames off as a run of one
+            end_keys = tuple(key for key in end_keys if as_tuple(key)[0] != "next")
+        self._used = traj_key, end_keys
         self.grid = Grid(storage.capacity, storage.columns, storage.period)
         self._index = RunIndex(self.grid.lanes, storage.period)
         return True
@@ -144,8 +143,11 @@ class Boundaries:
                 f"trajectories apart, but {has}. Collect with "
                 "track_traj_ids=True, or name the entries with traj_key= or end_key=."
             )
-        name = "traj_key" if self.traj_key is not None and self.traj_key not in keys else "end_key"
-        key = self.traj_key if name == "traj_key" else self.end_key
+        if self.traj_key is not None and self.traj_key not in keys:
+            name, key = "traj_key", self.traj_key
+        else:
+            name = "end_key" if len(self.end_keys) == 1 else "end_keys"
+            key = next((key for key in self.end_keys if key not in keys), "")
         return KeyError(f"{name}: there is no entry {key!r}; {has}. Name one of these, or leave {name} out.")
 
     def _take_in(self, storage: Storage, grid: Grid, span: Span) -> None:
@@ -160,7 +162,7 @@ class Boundaries:
         self._read(storage, grid, low, high)
 
     def _read(self, storage: Storage, grid: Grid, low: int, high: int) -> None:
-        traj_key, end_key = self._used
+        traj_key, end_keys = self._used
         step = max(_CHUNK // grid.columns, 1)
         for start in range(low, high, step):
             stop = min(start + step, high)
@@ -169,13 +171,14 @@ class Boundaries:
                 ids = storage.entry(traj_key, start, stop)
             elif self._ids is not None:
                 ids = self._listed("trajectories", self._ids, grid, start, stop)
-            if end_key is not None:
-                ends = storage.entry(end_key, start, stop)
+            if end_keys:
+                flags = [_any_of_each(storage.entry(key, start, stop)) for key in end_keys]
+                ends = flags[0] if len(flags) == 1 else np.logical_or.reduce(flags)
             elif self._ends is not None:
-                ends = self._listed("ends", self._ends, grid, start, stop)
+                ends = _any_of_each(self._listed("ends", self._ends, grid, start, stop))
             self._index.extend(
                 None if ids is None else grid.by_tick(_one_each(ids, traj_key)),
-                None if ends is None else grid.by_tick(_any_of_each(ends)),
+                None if ends is None else grid.by_tick(ends),
             )
 
     def _listed(self, name: str, values: NDArray[Any], grid: Grid, start: int, stop: int) -> NDArray[Any]:

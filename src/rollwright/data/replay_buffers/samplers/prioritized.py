@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from rollwright.data.replay_buffers.ledger.ledger import Span
 from rollwright.data.replay_buffers.samplers.base import Draw, Sampler
 from rollwright.data.replay_buffers.samplers.sumtree import MinTree, SumTree
-from rollwright.data.replay_buffers.storages.base import Storage, positive
+from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.batches import positive
 
 __all__ = ["PrioritizedSampler"]
 
@@ -232,13 +233,22 @@ class PrioritizedSampler(Sampler):
         weight: Floats = (self._masses.leaves.take(index) / least) ** -self._beta
         return torch.from_numpy(weight).to(self.dtype)
 
-    def update_priority(self, index: Index | torch.Tensor, priority: Any, storage: Storage) -> None:
+    def update_priority(self, index: Index | torch.Tensor, priority: Any, storage: Storage | None = None) -> None:
         """See :meth:`Sampler.update_priority`; elements that are not stored any more are left out.
 
         Raises:
+            RuntimeError: no storage is given, and none was drawn from.
             ValueError: priorities of another number than elements, below 0, or not finite.
             IndexError: an element beyond the storage.
         """
+        if storage is None:
+            storage = self._storage
+            if storage is None:
+                raise RuntimeError(
+                    "update_priority: this sampler has drawn from no storage yet. Call it on the buffer, or pass "
+                    "the storage."
+                )
+            index = storage.flat(index)
         self.follow(storage)
         where = np.asarray(index.numpy(force=True) if isinstance(index, torch.Tensor) else index, np.int64).reshape(-1)
         value = self._one_each(priority, len(where))

@@ -43,6 +43,19 @@ class Grid:
         row = tick % self.capacity
         return row if self.columns == 1 else row * self.columns + lane
 
+    def place(self, element: Index, high: int) -> tuple[Index, Index]:
+        """Lanes and ticks of live elements, both ``[n]``.
+
+        Args:
+            element: flat elements of the storage.
+            high: tick after the last.
+        """
+        row, column = np.divmod(element, self.columns)
+        position = row + (high // self.ticks - 1 - row) // self.capacity * self.capacity
+        if self.period:
+            return column // self.period, position * self.period + column % self.period
+        return column, position
+
     def ahead(self, element: Index, ticks: Index) -> Index:
         """Elements of the same lanes, ``ticks`` later, for arrays that broadcast."""
         return (element + ticks * self.stride if self.stride > 1 else element + ticks) % self.size
@@ -217,6 +230,22 @@ class RunIndex:
         last = queue.head + int(queue.table[2, queue.head : queue.tail].searchsorted(self.low + length))
         runs = queue.table[:, queue.head : last]
         return runs[:, runs[1] < self.low]
+
+    def around(self, lane: Index, tick: Index) -> tuple[Index, Index]:
+        """First and last tick that is left of the runs in which frames lie, both ``[n]``.
+
+        Of a frame that is in no run, its own tick.
+        """
+        lanes, starts, stops = self.runs()
+        if not len(lanes):
+            return tick, tick
+        if self.lanes > 1:
+            order = np.lexsort((starts, lanes))
+            lanes, starts, stops = lanes[order], starts[order], stops[order]
+        width = self.high + 2
+        run = (lanes * width + starts).searchsorted(lane * width + tick, "right") - 1
+        inside = (run >= 0) & (lanes[run] == lane) & (tick < stops[run])
+        return np.where(inside, np.maximum(starts[run], self.low), tick), np.where(inside, stops[run] - 1, tick)
 
     def open_runs(self, length: int = 1) -> Index:
         """Open runs of which at least ``length`` frames are left, int64 ``[3, m]``, as in :meth:`runs`."""

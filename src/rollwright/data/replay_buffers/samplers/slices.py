@@ -18,7 +18,8 @@ from rollwright.data.replay_buffers.ledger.ledger import Span
 from rollwright.data.replay_buffers.samplers.base import Draw, InPasses, Passes, Sampler, Slices
 from rollwright.data.replay_buffers.samplers.boundaries import Boundaries
 from rollwright.data.replay_buffers.samplers.runs import Grid, RunIndex
-from rollwright.data.replay_buffers.storages.base import Storage, positive
+from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.batches import positive
 
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.keywords import SliceKeywords
@@ -29,6 +30,7 @@ Index = NDArray[np.int64]
 Margin = bool | int | tuple[bool | int, bool | int]
 
 
+@with_options()
 class SliceSampler(Sampler):
     """Slices of trajectories: a flat batch in which they lie one after the other.
 
@@ -45,6 +47,7 @@ class SliceSampler(Sampler):
         slice_len: steps of a slice; their number is ``batch_size // slice_len``. One of the two is needed; where
             both are given their product has to be the batch size.
         end_key: entry of flags that mark the last frame of a trajectory.
+        end_keys: several such entries, in place of ``end_key``: a trajectory ends where any of them is set.
         traj_key: entry of trajectory ids, a number a frame. Where neither this nor ``end_key`` is given:
             ``("collector", "traj_ids")``, else ``"episode"``, and ``("next", "done")``, those that are stored. A
             trajectory then ends where the id changes, and after each done.
@@ -60,6 +63,8 @@ class SliceSampler(Sampler):
             one step is in; i: at least ``length - i``. A pair gives both sides apart.
         ends: flags of all elements of the storage, bool ``[n]``, in place of ``end_key``.
         trajectories: ids of all elements of the storage, ``[n]``, in place of ``traj_key``.
+        replacement: False makes a :class:`SliceSamplerWithoutReplacement`, which has options of its own.
+        compile, use_gpu: accepted for programs of the field; they change nothing here.
 
     Raises:
         ValueError: neither ``num_slices`` nor ``slice_len``, or a combination that excludes itself.
@@ -96,7 +101,16 @@ class SliceSampler(Sampler):
         span: bool | int | tuple[bool | int, bool | int] = False,
         ends: torch.Tensor | None = None,
         trajectories: torch.Tensor | None = None,
+        end_keys: Sequence[NestedKey] | None = None,
+        replacement: bool = True,
+        compile: bool | dict[str, Any] = False,
+        use_gpu: torch.device | bool = False,
     ) -> None:
+        if not replacement and not isinstance(self, InPasses):
+            raise TypeError(
+                f"replacement: no {type(self).__name__} draws without replacement. Leave it out, or use a "
+                "SliceSamplerWithoutReplacement."
+            )
         if num_slices is None and slice_len is None:
             raise ValueError("num_slices, slice_len: expected one of them, got neither. Pass slice_len=32, say.")
         self.num_slices = None if num_slices is None else positive("num_slices", num_slices)
@@ -106,7 +120,15 @@ class SliceSampler(Sampler):
         self.truncated_key = None if truncated_key is None else checked_key("truncated_key", truncated_key)
         self.init_key = None if init_key is None else checked_key("init_key", init_key)
         self.span = _span(span, self.slice_len)
-        self._boundaries = Boundaries(traj_key, end_key, trajectories, ends)
+        self._boundaries = Boundaries(traj_key, _end_keys(end_key, end_keys), trajectories, ends)
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, **options: Any) -> Any:
+            """A sampler of slices; with ``replacement=False`` one that draws each trajectory once."""
+            if cls is SliceSampler and not options.get("replacement", True):
+                cls = SliceSamplerWithoutReplacement
+            return super().__new__(cls)
 
     # Drawing ----------------------------------------------------------------------------------
 
@@ -272,6 +294,9 @@ class SliceSamplerWithoutReplacement(InPasses, SliceSampler):
     """
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **options: Unpack[SliceKeywords]) -> None:
+        if options.get("replacement"):
+            raise ValueError(f"replacement: expected False for {type(self).__name__}, got True. Use a SliceSampler.")
+        options["replacement"] = False
         super().__init__(**options)
         self._passes = Passes(bool(drop_last), bool(shuffle))
 
@@ -290,6 +315,18 @@ class SliceSamplerWithoutReplacement(InPasses, SliceSampler):
         chosen = self._passes.take(count, lambda: index.runs(least).copy(), alive, generator)
         share = torch.rand(chosen.shape[1], dtype=torch.float64, generator=generator).numpy()
         return self._sliced(grid, index.low, chosen, share, length)
+
+
+def _end_keys(end_key: NestedKey | None, end_keys: Sequence[NestedKey] | None) -> list[NestedKey]:
+    if end_key is not None and end_keys is not None:
+        raise ValueError(f"end_key, end_keys: expected one of them, got {end_key!r} and {end_keys!r}. Leave one out.")
+    if end_keys is None:
+        return [] if end_key is None else [end_key]
+    if isinstance(end_keys, str) or not isinstance(end_keys, Sequence) or not end_keys:
+        raise TypeError(
+            f"end_keys: expected a list of entries, at least one, got {end_keys!r}. For one entry pass end_key."
+        )
+    return list(end_keys)
 
 
 def _frames_in_elements(shape: Sequence[int], ndim: int) -> ValueError:

@@ -20,7 +20,7 @@ from rollwright.data.replay_buffers.service.client import ReplayClient
 from rollwright.data.replay_buffers.service.hosting import LimiterForm, Recipe, ServiceHost
 from rollwright.data.replay_buffers.service.messages import Ready
 from rollwright.data.replay_buffers.service.session import Session, Target
-from rollwright.data.replay_buffers.storages.base import positive
+from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.errors import WorkerError
 
 __all__ = ["ServiceReplayBuffer"]

@@ -13,14 +13,15 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey
 from rollwright._processes.forks import on_fork
 from rollwright._processes.pickling import dumps
-from rollwright.data.replay_buffers._arguments import Transform
-from rollwright.data.replay_buffers._indexing import entry_of
+from rollwright.data.replay_buffers._arguments import Transform, entry_of
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
-from rollwright.data.replay_buffers.samplers.base import Sampler
+from rollwright.data.replay_buffers.conditional import ConditionalUpdateResult
+from rollwright.data.replay_buffers.samplers.base import GENERATION, Sampler
 from rollwright.data.replay_buffers.service.facade import RemoteLedger, RemoteLimiter, RemoteStorage
 from rollwright.data.replay_buffers.service.messages import Info, WriterName
 from rollwright.data.replay_buffers.service.session import Expected, Session, Target
-from rollwright.data.replay_buffers.storages.base import Storage, positive
+from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.data.replay_buffers.writers import Writer
 
 __all__ = ["ReplayClient"]
@@ -135,9 +136,9 @@ class ReplayClient(ReplayBuffer):
 
     # Writing ------------------------------------------------------------------------------------------
 
-    def extend(self, data: Any) -> torch.Tensor:
+    def extend(self, data: Any, *, update_priority: bool | None = None) -> torch.Tensor:
         """See :meth:`ReplayBuffer.extend`; returns when the service has stored it."""
-        found: torch.Tensor = self._session.ask("extend", data, noted=self._ledger.on_reserve)
+        found: torch.Tensor = self._session.ask("extend", data, update_priority, noted=self._ledger.on_reserve)
         return found
 
     def extend_pieces(self, batches: Sequence[Any]) -> torch.Tensor:
@@ -187,9 +188,14 @@ class ReplayClient(ReplayBuffer):
         for expected in ahead:
             self._session.abandon(expected)
 
-    def update_priority(self, index: Any, priority: Any) -> None:
+    def update_priority(self, index: Any, priority: Any, *, generation: Any = None) -> None:
         """See :meth:`ReplayBuffer.update_priority`."""
-        self._session.ask("update_priority", index, priority)
+        self._session.ask("update_priority", index, priority, generation)
+
+    def update_if_present(self, **arguments: Any) -> ConditionalUpdateResult:
+        """See :meth:`ReplayBuffer.update_if_present`."""
+        found: ConditionalUpdateResult = self._session.ask("update_if_present", arguments)
+        return found
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set priorities from a batch of :meth:`sample`, see :class:`TensorDictReplayBuffer`.
@@ -201,10 +207,10 @@ class ReplayClient(ReplayBuffer):
         missing = [name for name in (key, "index") if data.get(name, None) is None]
         if missing:
             raise KeyError(f"data: expected the entries {missing}, got {sorted(map(str, data.keys(True)))}.")
-        index = cast(torch.Tensor, data.get("index"))
+        index, generation = cast(torch.Tensor, data.get("index")), data.get(GENERATION, None)
         for _ in range(data.ndim - 1):
-            index = index[:, 0]
-        self.update_priority(index, data.get(key))
+            index, generation = index[:, 0], None if generation is None else generation[:, 0]
+        self.update_priority(index, data.get(key), generation=generation)
 
     # Elements -----------------------------------------------------------------------------------------
 
@@ -226,23 +232,23 @@ class ReplayClient(ReplayBuffer):
         """See :meth:`ReplayBuffer.__setitem__`."""
         self._session.ask("set_elements", index, value)
 
-    def empty(self) -> None:
+    def empty(self, empty_write_count: bool = False) -> None:
         """See :meth:`ReplayBuffer.empty`."""
         self._drop_prefetched()
-        self._session.ask("empty")
+        self._session.ask("empty", empty_write_count)
 
     # Transforms and parts -----------------------------------------------------------------------------
 
-    def insert_transform(self, index: int, transform: Transform) -> ReplayBuffer:
+    def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
         """See :meth:`ReplayBuffer.insert_transform`; a copy of it is applied in the service."""
         self._drop_prefetched()
-        self._session.ask("insert_transform", index, dumps(transform))
+        self._session.ask("insert_transform", index, dumps(transform), invert)
         self._num_transforms += 1
         return self
 
-    def append_transform(self, transform: Transform) -> ReplayBuffer:
+    def append_transform(self, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
         """See :meth:`ReplayBuffer.append_transform`; a copy of it is applied in the service."""
-        return self.insert_transform(self._num_transforms, transform)
+        return self.insert_transform(self._num_transforms, transform, invert=invert)
 
     def set_sampler(self, sampler: Sampler) -> None:
         """See :meth:`ReplayBuffer.set_sampler`; the service has a copy of it."""

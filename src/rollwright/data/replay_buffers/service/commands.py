@@ -47,9 +47,9 @@ class Commands:
 
     # Writing ------------------------------------------------------------------------------------------
 
-    def extend(self, data: Any) -> torch.Tensor:
+    def extend(self, data: Any, update_priority: bool | None = None) -> torch.Tensor:
         """See :meth:`ReplayBuffer.extend`."""
-        return self._buffer.extend(data)
+        return self._buffer.extend(data, update_priority=update_priority)
 
     def extend_pieces(self, batches: list[Any]) -> torch.Tensor:
         """See :meth:`ReplayBuffer.extend_pieces`."""
@@ -59,17 +59,21 @@ class Commands:
         """See :meth:`ReplayBuffer.add`."""
         return self._buffer.add(data)
 
-    def update_priority(self, index: Any, priority: Any) -> None:
+    def update_priority(self, index: Any, priority: Any, generation: Any = None) -> None:
         """See :meth:`ReplayBuffer.update_priority`."""
-        self._buffer.update_priority(index, priority)
+        self._buffer.update_priority(index, priority, generation=generation)
+
+    def update_if_present(self, arguments: dict[str, Any]) -> Any:
+        """See :meth:`ReplayBuffer.update_if_present`."""
+        return self._buffer.update_if_present(**arguments)
 
     def set_elements(self, index: Any, value: Any) -> None:
         """Replace elements."""
         self._buffer[index] = value
 
-    def empty(self) -> None:
+    def empty(self, empty_write_count: bool = False) -> None:
         """See :meth:`ReplayBuffer.empty`."""
-        self._buffer.empty()
+        self._buffer.empty(empty_write_count)
 
     # Reading ------------------------------------------------------------------------------------------
 
@@ -96,9 +100,9 @@ class Commands:
 
     # Parts --------------------------------------------------------------------------------------------
 
-    def insert_transform(self, index: int, transform: bytes) -> None:
+    def insert_transform(self, index: int, transform: bytes, invert: bool = False) -> None:
         """See :meth:`ReplayBuffer.insert_transform`."""
-        self._buffer.insert_transform(index, pickle.loads(transform))
+        self._buffer.insert_transform(index, pickle.loads(transform), invert=invert)
 
     def set_sampler(self, sampler: bytes) -> Info:
         """See :meth:`ReplayBuffer.set_sampler`."""

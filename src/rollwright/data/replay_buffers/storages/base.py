@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from multiprocessing.reduction import ForkingPickler
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import is_tensor_collection
 
-from rollwright._keys import NestedKey, key_str, leaf_keys
-from rollwright._processes.pickling import is_sending
+from rollwright._keys import NestedKey, key_str
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
+from rollwright.data.replay_buffers.storages.structures import mapped
 
-__all__ = ["ListStorage", "Storage"]
-
-_UNLIMITED = 1 << 40
-_SENT_REMEDY = (
-    "Pass a LazyTensorStorage or LazyMemmapStorage to a buffer with shared=True, or make the buffer in the process "
-    "that uses it."
-)
+__all__ = ["Storage"]
 
 
 class Storage(ABC):
@@ -99,6 +92,15 @@ class Storage(ABC):
         anything of the same form.
         """
 
+    @property
+    def structured(self) -> bool:
+        """Whether elements are kept in another form than that in which users gave them; see :meth:`restored`."""
+        return False
+
+    def restored(self, elements: Any) -> Any:
+        """What :meth:`read` gives, one element or a batch, in the structure in which it was written."""
+        return elements
+
     @abstractmethod
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
         """Replace the elements at flat indices, which are published, by a batch ``[n]``.
@@ -174,6 +176,129 @@ class Storage(ABC):
             array = np.where(stored, np.ravel_multi_index(places, (self.capacity, *self.rest)), -1)
         return array.reshape(-1)
 
+    def elements_at(self, index: Any, dim: int | None = None) -> NDArray[np.int64]:
+        """Flat indices of the elements at places.
+
+        Args:
+            index: of the batch ``[n]`` of all that is stored; with ``ndim=2`` of ``[B, T]``, and so on.
+            dim: of that batch, the dimension that grows; None: that of the storage.
+
+        Returns:
+            int64, of the shape that indexing that batch gives.
+
+        Raises:
+            TypeError: the index is a name.
+            IndexError: there are no such places.
+        """
+        if isinstance(index, str):
+            raise TypeError(f"index: expected places of elements, got {index!r}. For an entry: buffer[:][{index!r}].")
+        index = index.numpy(force=True) if isinstance(index, torch.Tensor) else index
+        index = np.asarray(index) if isinstance(index, range) else index
+        count = self.rows_from_0()
+        if self.ndim == 1 and count is not None and isinstance(index, int | np.integer | slice):
+            if isinstance(index, slice):
+                return np.arange(*index.indices(count))
+            live: Any = range(count)
+        else:
+            rest = self.rest or (0,) * (self.ndim - 1)  # of a storage that nothing was written to
+            rows = self.live_index()
+            grid = rows.reshape(len(rows) // self.columns, *rest)
+            live = np.moveaxis(grid, 0, self.dim_extend if dim is None else dim) if self.ndim > 1 else grid
+        try:
+            return np.array(live[index], np.int64, order="C")
+        except IndexError as error:
+            size = len(self) if self.ndim == 1 else list(live.shape)
+            raise IndexError(f"index: {index!r} is out of range: the buffer holds {size} elements.") from error
+
+    def get(self, index: Any, *, dim: int | None = None, collate: Callable[[Any], Any] = list) -> Any:
+        """Elements by place, copied, in the structure in which they were written; of a ``ListStorage`` a list.
+
+        Args:
+            index: an integer gives one element; a slice, a range, a list, an array of integers or a mask, a batch.
+            dim: see :meth:`elements_at`.
+            collate: makes a batch of the list of elements of a ``ListStorage``.
+        """
+        with self.ledger.reading():
+            chosen = self.elements_at(index, dim)
+            data = self.read(chosen.reshape(-1))
+        if not chosen.ndim:
+            return self.restored(data[0])
+        if isinstance(data, list):
+            return collate(data)
+        if chosen.ndim == 1:
+            return self.restored(data)
+        return self.restored(data.reshape(*chosen.shape, *data.shape[1:]))
+
+    def set(self, index: Any, data: Any, *, dim: int | None = None) -> None:
+        """Replace elements by place, or write those that come next.
+
+        Args:
+            index: see :meth:`get`; of a storage of ``ndim=1`` also the places after the last element, in order.
+            data: one element for an integer, else a batch.
+            dim: see :meth:`elements_at`.
+
+        Raises:
+            IndexError: there are no such places.
+        """
+        if self.ndim == 1 and (len(self) < self.max_size) and self._comes_next(index):
+            self.append_one(data) if isinstance(index, int | np.integer) else self.append(data)
+            return
+        self.replace(index, data, dim=dim)
+
+    def replace(self, index: Any, data: Any, *, dim: int | None = None) -> None:
+        """Replace elements by place; see :meth:`set`."""
+        chosen = self.elements_at(index, dim)
+        if not chosen.ndim:
+            data = [data]
+        elif not isinstance(data, list):
+            data = mapped(lambda leaf: leaf.reshape(-1, *leaf.shape[chosen.ndim :]), data)
+        self.overwrite(chosen.reshape(-1), data)
+
+    def _comes_next(self, index: Any) -> bool:
+        """Whether places are those after the last element."""
+        if isinstance(index, slice):
+            index = np.arange(index.start or 0, len(self) if index.stop is None else index.stop, index.step or 1)
+        places = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index).reshape(-1)
+        first = len(self)
+        is_next = places.dtype != np.bool_ and len(places) and np.array_equal(places, first + np.arange(len(places)))
+        return bool(is_next) and self.rows_from_0() == first
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.get(index)
+
+    def __setitem__(self, index: Any, data: Any) -> None:
+        self.set(index, data)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.get(place) for place in range(len(self)))
+
+    def contains(self, index: Any) -> Any:
+        """Whether there are elements at places: a bool for an integer, a tensor of bools for others."""
+        if isinstance(index, int | np.integer):
+            return -len(self) <= index < len(self)
+        places = torch.as_tensor(index)
+        return (places >= -len(self)) & (places < len(self))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next element replaces the oldest."""
+        return len(self) >= self.capacity * self.columns > 0
+
+    def generations(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How often the row of each flat index was written before its element was; -1: nothing is stored there.
+
+        An element that is overwritten is followed by one of a higher generation at the same place. Replacing an element
+        by place does not change it.
+        """
+        low, high = self.ledger.live()
+        rows = index // self.columns
+        times = (high - 1 - rows) // max(self.capacity, 1)
+        positions = rows + times * self.capacity
+        stored = (index >= 0) & (positions >= low) & (positions < high)
+        for start, stop in self.ledger.gaps().tolist():
+            stored &= (positions < start) | (positions >= stop)
+        return np.where(stored, times, -1)
+
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,6 +316,7 @@ class Storage(ABC):
             "voids": torch.from_numpy(self.ledger.gaps()),
             "lost": self.ledger.num_lost,
             "skipped": self.ledger.num_skipped,
+            "uncounted": self.ledger.num_uncounted,
             "ids": self.ledger.next_id,
             "capacity": self.capacity,
             "max_size": self.max_size,
@@ -228,193 +354,3 @@ class Storage(ABC):
     def _takes(self, elements: Any) -> bool:
         """Whether elements of a state are of the kind that this storage holds."""
         return isinstance(elements, torch.Tensor) or is_tensor_collection(elements)
-
-
-class ListStorage(Storage):
-    """Elements of any kind, in a list of this process.
-
-    Other processes cannot have it: ``multiprocessing`` refuses to send it (as an argument of a process, through a
-    queue or a pipe). What comes along with a function that is sent to a worker is a copy, which can be read and not
-    written. Copies by :mod:`copy` and :mod:`pickle` are storages of their own.
-
-    Args:
-        max_size: number of elements; None: no limit.
-
-    Example:
-        >>> from rollwright.data import ReplayBuffer
-        >>> buffer = ReplayBuffer(storage=ListStorage(10), batch_size=2, collate_fn=list)
-        >>> buffer.extend(["left", "right", "up"])
-        tensor([0, 1, 2])
-        >>> len(buffer), len(buffer.sample())
-        (3, 2)
-    """
-
-    def __init__(self, max_size: int | None = None) -> None:
-        self.max_size = _UNLIMITED if max_size is None else positive("max_size", max_size)
-        self.ledger = Ledger(capacity=self.max_size)
-        self._items: dict[int, tuple[Any]] = {}  # by row; each write makes a tuple of its own
-        self._was_sent = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        ForkingPickler.register(cls, _refuse_to_send)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_was_sent": self._was_sent or is_sending()}
-
-    def _check_here(self) -> None:
-        if self._was_sent:
-            raise TypeError(
-                "storage: this is a copy of a ListStorage of another process, where nobody would see what is written "
-                f"here. {_SENT_REMEDY}"
-            )
-
-    def append(self, data: Any, *, dim: int = 0) -> Reservation:
-        """See :meth:`Storage.append`."""
-        self._check_here()
-        items = items_of(data, dim)
-        if not items:
-            raise ValueError("data: expected at least one element, got none.")
-        skipped = max(0, len(items) - self.max_size)
-        with self.ledger.writes(len(items) - skipped, skipped) as rows:
-            for position, item in enumerate(items[skipped:], rows.start):
-                self._put(position % self.max_size, item)
-        return rows
-
-    def element(self, data: Any) -> Any:
-        """See :meth:`Storage.element`."""
-        return [data]
-
-    def _put(self, row: int, item: Any) -> None:
-        self._items[row] = (_copied(item),)
-
-    def clear(self) -> None:
-        """See :meth:`Storage.clear`; lets the objects go."""
-        before = list(self._items.items())
-        self.ledger.clear()
-        with self.ledger.writing():
-            for row, item in before:
-                if self._items.get(row) is item:  # else it was written since
-                    del self._items[row]
-
-    def read(self, index: NDArray[np.int64]) -> list[Any]:
-        """See :meth:`Storage.read`; a list, of copies as far as elements are tensors or TensorDicts."""
-        return [_copied(self._items.get(row, (None,))[0]) for row in index.tolist()]  # nothing lies in a gap
-
-    def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
-        """See :meth:`Storage.overwrite`."""
-        self._check_here()
-        items = items_of(data, 0)
-        if len(items) != len(index):
-            raise ValueError(f"data: expected {len(index)} elements to replace as many, got {len(items)}.")
-        with self.ledger.changing_in_place():
-            for row, item in zip(index.tolist(), items, strict=True):
-                self._put(row, item)
-
-    def keys(self) -> list[NestedKey]:
-        """See :meth:`Storage.keys`; those of the newest element."""
-        positions = self.ledger.positions() if len(self.ledger.gaps()) else range(*self.ledger.live())
-        newest = self._items[positions[-1] % self.max_size][0] if len(positions) else None
-        return leaf_keys(newest) if isinstance(newest, TensorDictBase) else []
-
-    def entry(self, key: NestedKey, low: int, high: int) -> NDArray[Any]:
-        """See :meth:`Storage.entry`."""
-        values = [self._items[p % self.max_size][0].get(key) for p in range(low, high)]
-        if not values:
-            return np.zeros((0, 1), np.int64)
-        return np.stack([value.numpy(force=True) for value in values])[:, None]
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`Storage.load_state_dict`."""
-        self._check_state(state_dict)
-        with self.ledger.changing_in_place():
-            for position, item in enumerate(state_dict["elements"] or (), state_dict["low"]):
-                self._put(position % self.max_size, item)
-            self.ledger.restore(state_dict)
-
-    def _takes(self, elements: Any) -> bool:
-        return isinstance(elements, list)
-
-    def __repr__(self) -> str:
-        limit = "" if self.max_size == _UNLIMITED else f", max_size={self.max_size}"
-        return f"ListStorage(len={len(self)}{limit})"
-
-
-def _refuse_to_send(storage: ListStorage) -> Any:
-    raise TypeError(
-        f"storage: {type(storage).__name__} holds objects of this process, and another process would get a copy, of "
-        f"which nobody else sees what is written. {_SENT_REMEDY}"
-    )
-
-
-ForkingPickler.register(ListStorage, _refuse_to_send)
-
-
-def _copied(item: Any) -> Any:
-    with torch.no_grad():
-        return item.clone() if is_tensor_collection(item) or isinstance(item, torch.Tensor) else item
-
-
-class _Pieces(list[Any]):
-    """Batches to be written one after the other, and published at once."""
-
-
-def pieces(batches: Sequence[Any]) -> list[Any]:
-    """Mark batches as parts of one write, see :meth:`Storage.append`."""
-    return _Pieces(batches)
-
-
-def batches_of(data: Any) -> list[Any]:
-    """The batches in data for :meth:`Storage.append`: one, or those of :func:`pieces`."""
-    return data if isinstance(data, _Pieces) else [data]
-
-
-def items_of(data: Any, dim: int) -> list[Any]:
-    """The rows in data for :meth:`Storage.append`, one by one; they share memory with it.
-
-    Raises:
-        TypeError: it is neither a tensor, a TensorDict, nor a list of elements.
-    """
-    return [item for batch in batches_of(data) for item in _unbound(batch, dim)]
-
-
-def num_rows(data: Any, dim: int) -> int:
-    """Rows in data for :meth:`Storage.append`."""
-    if isinstance(data, _Pieces):
-        return sum(num_rows(batch, dim) for batch in data)
-    return int(data.shape[dim]) if isinstance(data, torch.Tensor) or is_tensor_collection(data) else len(data)
-
-
-def _unbound(batch: Any, dim: int) -> list[Any]:
-    if isinstance(batch, torch.Tensor) or is_tensor_collection(batch):
-        return list(batch.unbind(dim))
-    if isinstance(batch, Mapping) or not isinstance(batch, Sequence) or isinstance(batch, str):
-        raise TypeError(
-            f"data: expected a TensorDict, a tensor or a list of elements, got {type(batch).__name__}. "
-            "Pass one element to add()."
-        )
-    return list(batch)
-
-
-def no_objects(name: str, keys: Sequence[NestedKey], storage: str) -> str:
-    """The message for entries that a storage of tensors cannot keep."""
-    quoted = ", ".join(repr(key) for key in keys)
-    return (
-        f"{name}: {storage} keeps tensors only, got text or other objects in {key_str(keys)}. Use a "
-        f"RaggedStorage or a ListStorage, which keep them, or leave them out: data.exclude({quoted}); in a collector "
-        f"postproc=lambda data: data.exclude({quoted}), or an environment without them "
-        "(gymnasium.wrappers.FilterObservation)."
-    )
-
-
-def positive(name: str, value: Any) -> int:
-    """An integer of at least 1.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name}: expected an integer of at least 1, got {type(value).__name__}: {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name}: expected an integer of at least 1, got {value}.")
-    return int(value)

@@ -46,6 +46,7 @@ class Schema(NamedTuple):
         dim_extend: which dimension of the data the rows are.
         fields: shape and dtype of each entry of an element; the key ``()`` stands for data that is one tensor.
         batch: batch size of an element, which may be a trajectory ``[T]``.
+        form: what an element is, see :data:`~rollwright.data.replay_buffers.storages.structures.Form`.
     """
 
     max_size: int
@@ -55,6 +56,7 @@ class Schema(NamedTuple):
     dim_extend: int
     fields: dict[NestedKey, tuple[tuple[int, ...], torch.dtype]]
     batch: tuple[int, ...] = ()
+    form: Any = None
 
     def dumps(self) -> bytes:
         """As JSON."""
@@ -62,7 +64,10 @@ class Schema(NamedTuple):
             [list(as_tuple(key)), list(shape), str(dtype).removeprefix("torch.")]
             for key, (shape, dtype) in self.fields.items()
         ]
-        return json.dumps({**self._asdict(), "fields": entries}).encode()
+        fields = {**self._asdict(), "fields": entries}
+        if self.form is None:
+            del fields["form"]
+        return json.dumps(fields).encode()
 
     @classmethod
     def loads(cls, text: bytes) -> Schema:

@@ -13,7 +13,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_ten
 from rollwright._keys import NestedKey, key_str
 from rollwright.data.encoding import Decoder, Encoded, PackedRows, encode, pack_rows
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
-from rollwright.data.replay_buffers.storages.base import Storage, batches_of, items_of, positive
+from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.batches import batches_of, items_of, positive
 from rollwright.data.replay_buffers.storages.encoded_rows import EncodedRows, PrivateRows, SharedRows
 
 __all__ = ["LazyStackStorage", "RaggedStorage"]

@@ -4,23 +4,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, key_str, leaves, place
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
-from rollwright.data.replay_buffers.storages.base import Storage, batches_of, no_objects, positive
+from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.batches import batches_of, no_objects, positive
 from rollwright.data.replay_buffers.storages.builder import TensorDictBuilder
 from rollwright.data.replay_buffers.storages.columns import Column
 from rollwright.data.replay_buffers.storages.memory import Memory, PrivateMemory, Schema, SharedMemory
+from rollwright.data.replay_buffers.storages.structures import (
+    Form,
+    form_str,
+    is_a_class,
+    joined,
+    mapped,
+    packed,
+    restored,
+)
 
 __all__ = ["RowStorage"]
 
 _WHOLE: NestedKey = ()  # the key of data that is one tensor
+
+
+class _Parts(NamedTuple):
+    """Data as they are written.
+
+    Attributes:
+        entries: by name, ``[*batch, ...]``; at least one dimension less where an element is a tensor.
+        batch: batch size; that of elements that have one of their own is at its end.
+        form: what an element is.
+    """
+
+    entries: dict[NestedKey, torch.Tensor]
+    batch: tuple[int, ...]
+    form: Form
 
 
 class RowStorage(Storage):
@@ -138,26 +162,27 @@ class RowStorage(Storage):
 
     def append(self, data: Any, *, dim: int = 0) -> Reservation:
         """See :meth:`Storage.append`."""
-        batches = batches_of(data)
-        found = [self._entries(batch, self.ndim, "extend") for batch in batches]
-        schema = self._settled() or self._settle(batches[0], found[0], dim)
-        lengths = [self._check(schema, entries, batch, dim) for entries, batch in zip(found, batches, strict=True)]
+        parts = [self._parts(batch, self.ndim, "extend") for batch in batches_of(data)]
+        first = parts[0]
+        schema = self._settled() or self._settle(first, dim)
+        lengths = [self._check(schema, part, dim) for part in parts]
         total = sum(lengths)
         if not total:
             raise ValueError("data: expected at least one element, got none.")
         skipped = max(0, total - schema.capacity)
         if skipped:
-            if len(batches) > 1:
+            if len(parts) > 1:
                 raise ValueError(
                     f"data: a trajectory of {total} frames is longer than the storage, which has room for "
                     f"{schema.capacity}. Make the storage larger, or end trajectories with max_frames_per_traj."
                 )
-            batch = batches[0].narrow(dim, skipped, schema.capacity)  # the rest would be overwritten
-            found, lengths, total = [self._entries(batch, self.ndim, "extend")], [schema.capacity], schema.capacity
+            total = schema.capacity  # the rest would be overwritten
+            kept = {key: value.narrow(dim, skipped, total) for key, value in first.entries.items()}
+            parts, lengths = [first._replace(entries=kept)], [total]
         with self.ledger.writes(total, skipped) as rows:
             start = rows.start
-            for entries, length in zip(found, lengths, strict=True):
-                self._write(start, length, entries, dim)
+            for part, length in zip(parts, lengths, strict=True):
+                self._write(start, length, part.entries, dim)
                 start += length
         return rows
 
@@ -179,10 +204,11 @@ class RowStorage(Storage):
     def append_one(self, data: Any) -> Reservation:
         """See :meth:`Storage.append_one`."""
         schema = self._settled()
-        if schema is None or self.ndim > 1 or not isinstance(data, TensorDictBase):
+        if schema is None or self.ndim > 1:
             return super().append_one(data)
-        entries = self._entries(data, 0, "add")
-        self._check_keys(schema, entries)
+        part = self._parts(data, 0, "add")
+        entries = part.entries
+        self._check_keys(schema, part)
         self._check_forms(schema, entries, ())
         with self.ledger.writes(1) as reservation:
             row = reservation.start % self.capacity
@@ -194,47 +220,67 @@ class RowStorage(Storage):
         """See :meth:`Storage.element`."""
         if isinstance(data, TensorDictBase | torch.Tensor):
             return data.unsqueeze(self.ndim - 1)
-        return data
+        return mapped(lambda leaf: _as_row(leaf, self.ndim - 1), data)
 
-    def _entries(self, data: Any, ndim: int, call: str) -> dict[NestedKey, torch.Tensor]:
-        if isinstance(data, torch.Tensor) and data.ndim >= ndim:
-            return {_WHOLE: data}
-        if not isinstance(data, TensorDictBase) or data.ndim < ndim:
-            got = f"batch size {list(data.batch_size)}" if isinstance(data, TensorDictBase) else type(data).__name__
-            raise (ValueError if isinstance(data, TensorDictBase) else TypeError)(
+    def _parts(self, data: Any, ndim: int, call: str) -> _Parts:
+        form: Form = None
+        if not isinstance(data, TensorDictBase):
+            if not isinstance(data, torch.Tensor):
+                data, form = _packed(data, ndim)
+            if isinstance(data, torch.Tensor) and data.ndim >= ndim:
+                return _Parts({_WHOLE: data}, data.shape[:ndim], None)
+        if data.ndim < ndim:
+            raise ValueError(
                 f"data: {type(self).__name__} of ndim={self.ndim} expected a TensorDict or tensor with {ndim} batch "
-                f"dimensions to {call}, got {got}. Pass one element to add(), other objects to a ListStorage."
+                f"dimensions to {call}, got batch size {list(data.shape)}. Pass one element to add(), other objects to "
+                "a ListStorage."
             )
         try:
             entries = leaves(data)
         except RuntimeError as error:
-            raise ValueError(
-                f"data: entries whose shape varies do not fit rows of tensors: {error}. Use a ListStorage."
-            ) from error
+            raise _ragged(error) from error
         objects = [key for key, value in entries.items() if not isinstance(value, torch.Tensor)]
-        if objects:
-            raise TypeError(no_objects("data", objects, type(self).__name__))
-        return entries
+        if not objects:
+            return _Parts(entries, data.batch_size, form)
+        try:
+            if any(is_a_class(entries[key]) for key in objects):
+                data, form = _packed(data, ndim)
+                return _Parts(leaves(data), data.batch_size, form)
+        except TypeError:  # it holds objects
+            pass
+        raise TypeError(no_objects("data", objects, type(self).__name__))
 
-    def _settle(self, data: Any, entries: dict[NestedKey, torch.Tensor], dim: int) -> Schema:
-        shape = list(data.shape[: self.ndim])
+    def _settle(self, part: _Parts, dim: int) -> Schema:
+        shape = list(part.batch[: self.ndim])
         del shape[dim]
         columns = math.prod(shape)
-        if not columns or not entries:
-            raise ValueError(f"data: expected elements with entries to begin a storage with, got {data}.")
-        fields = {key: (tuple(value.shape[self.ndim :]), value.dtype) for key, value in entries.items()}
-        capacity, batch = -(-self.max_size // columns), _batch_of(data)[self.ndim :]
-        self._memory.allocate(Schema(self.max_size, self.ndim, capacity, tuple(shape), dim, fields, batch))
+        if not columns or not part.entries:
+            raise ValueError(
+                f"data: expected elements with entries to begin a storage with, got {key_str(part.entries) or 'none'} "
+                f"in a batch of {list(part.batch)}."
+            )
+        fields = {key: (tuple(value.shape[self.ndim :]), value.dtype) for key, value in part.entries.items()}
+        self._allocate(tuple(shape), dim, fields, tuple(part.batch[self.ndim :]), part.form)
         return cast(Schema, self._settled())
 
-    def _check(self, schema: Schema, entries: dict[NestedKey, torch.Tensor], data: Any, dim: int) -> int:
+    def _allocate(self, rest: tuple[int, ...], dim: int, fields: Any, batch: tuple[int, ...], form: Form) -> None:
+        capacity = -(-self.max_size // math.prod(rest))
+        self._memory.allocate(Schema(self.max_size, self.ndim, capacity, rest, dim, dict(fields), batch, form))
+
+    def _check(self, schema: Schema, part: _Parts, dim: int) -> int:
         """Test that a batch fits the rows; returns the number of rows."""
-        self._check_keys(schema, entries)
-        length = int(data.shape[dim])
-        self._check_forms(schema, entries, (*schema.rest[:dim], length, *schema.rest[dim:]))
+        self._check_keys(schema, part)
+        length = int(part.batch[dim])
+        self._check_forms(schema, part.entries, (*schema.rest[:dim], length, *schema.rest[dim:]))
         return length
 
-    def _check_keys(self, schema: Schema, entries: dict[NestedKey, torch.Tensor]) -> None:
+    def _check_keys(self, schema: Schema, part: _Parts) -> None:
+        if part.form != schema.form:
+            raise TypeError(
+                f"data: expected elements like those of the storage ({form_str(schema.form)}), got "
+                f"{form_str(part.form)}. Convert them, or use another buffer."
+            )
+        entries = part.entries
         if entries.keys() != schema.fields.keys():
             missing, unknown = schema.fields.keys() - entries.keys(), entries.keys() - schema.fields.keys()
             raise KeyError(
@@ -254,9 +300,11 @@ class RowStorage(Storage):
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
         """See :meth:`Storage.overwrite`."""
         schema = self._settled()
-        entries = self._entries(data, 1, "replace elements")
-        if schema is None or entries.keys() != schema.fields.keys():
-            raise KeyError(f"data: expected the entries {key_str(self.keys())}, got {key_str(entries)}.")
+        part = self._parts(data, 1, "replace elements")
+        entries = part.entries
+        if schema is None:
+            raise KeyError("data: nothing is stored that could be replaced. Call extend() first.")
+        self._check_keys(schema, part)
         where = torch.from_numpy(index).to(self._device)
         values = {}
         for key, column in self._columns.items():
@@ -270,6 +318,61 @@ class RowStorage(Storage):
         with self.ledger.changing_in_place():
             for key, column in self._columns.items():
                 column.rows[where] = values[key]
+
+    # Single entries ---------------------------------------------------------------------------
+
+    @property
+    def fields(self) -> dict[NestedKey, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each entry of an element; none until the first was written."""
+        schema = self._settled()
+        return {} if schema is None else schema.fields
+
+    @property
+    def _storage(self) -> TensorDictBase | torch.Tensor | None:
+        """The memory of all rows, for programs of the field that look into it; None until the first was written.
+
+        Tensors ``[capacity, *rest, *entry]``, whose attribute ``filename`` is that of their file, if that has a name.
+        """
+        schema = self._settled()
+        if schema is None:
+            return None
+        rows = {key: tensor.view(tensor.shape) for key, tensor in self._tensors.items()}
+        for tensor in rows.values():
+            tensor.filename = self._filename  # type: ignore[attr-defined]
+        if _WHOLE in rows:
+            return rows[_WHOLE]
+        return self._builder.build(rows.values(), (schema.capacity, *schema.rest), self._device)
+
+    @property
+    def _filename(self) -> str | None:
+        return None
+
+    def check_entries(self, entries: Mapping[NestedKey, torch.Tensor], n: int) -> None:
+        """Test that entries of ``n`` elements fit those that are stored.
+
+        Raises:
+            KeyError, ValueError: they do not.
+        """
+        unknown = [key for key in entries if key not in self.fields]
+        if unknown:
+            raise KeyError(f"patch: expected entries among {key_str(self.keys())}, got {key_str(unknown)}.")
+        for key, value in entries.items():
+            shape, dtype = self.fields[key]
+            if value.dtype != dtype or value.shape != (n, *shape):
+                raise ValueError(
+                    f"patch: expected {key!r} of shape {[n, *shape]} and {dtype}, got {list(value.shape)} and "
+                    f"{value.dtype}. Convert it."
+                )
+
+    def read_entry(self, key: NestedKey, index: NDArray[np.int64]) -> torch.Tensor:
+        """A copy of an entry of the elements at flat indices, ``[n, *entry]``."""
+        return self._columns[key].take(index)
+
+    def write_entries(self, index: NDArray[np.int64], entries: Mapping[NestedKey, torch.Tensor]) -> None:
+        """Replace entries of the elements at flat indices. For use inside ``self.ledger.changing_in_place()``."""
+        where = torch.from_numpy(index).to(self._device)
+        for key, value in entries.items():
+            self._columns[key].rows[where] = value.detach().to(self._device)
 
     # Writing in place: the collector's batch lies in the rows ------------------------------------------------
 
@@ -288,6 +391,7 @@ class RowStorage(Storage):
         rest: tuple[int, ...],
         dim: int | None = None,
         batch: tuple[int, ...] = (),
+        form: Form = None,
     ) -> None:
         """Allocate rows for entries of these shapes and dtypes; test that they are those that are there.
 
@@ -296,18 +400,18 @@ class RowStorage(Storage):
             rest: dimensions of a row.
             dim: which dimension of the data the rows are; None: the last.
             batch: batch size of an element.
+            form: what an element is, see :data:`~rollwright.data.replay_buffers.storages.structures.Form`.
 
         Raises:
-            KeyError, ValueError: the storage has other entries.
+            KeyError, ValueError, TypeError: the storage has other entries.
         """
         dim = self.ndim - 1 if dim is None else dim
         if self._settled() is None:
-            capacity = -(-self.max_size // math.prod(rest))
-            self._memory.allocate(Schema(self.max_size, self.ndim, capacity, rest, dim, dict(fields), batch))
+            self._allocate(rest, dim, fields, batch, form)
         schema = cast(Schema, self._settled())
         lead = (*rest[:dim], 0, *rest[dim:])
         blank = {key: torch.empty((*lead, *shape), dtype=dtype) for key, (shape, dtype) in fields.items()}
-        self._check(schema, blank, torch.empty(lead), dim)
+        self._check(schema, _Parts(blank, lead, form), dim)
 
     def publish(self, reservation: Reservation, gaps: Iterable[tuple[int, int]] = ()) -> None:
         """Let everyone read the rows; see :meth:`Ledger.publish`."""
@@ -326,6 +430,16 @@ class RowStorage(Storage):
         if _WHOLE in self._tensors:
             return values[0]
         return self._builder.build(values, (len(index), *self._batch), self._device)
+
+    @property
+    def structured(self) -> bool:
+        """See :attr:`Storage.structured`."""
+        return self._schema is not None and self._schema.form is not None
+
+    def restored(self, elements: Any) -> Any:
+        """See :meth:`Storage.restored`."""
+        schema = self._schema
+        return elements if schema is None or schema.form is None else restored(elements, schema.form)
 
     def in_order(self) -> Any:
         """All live elements in the order in which they were written, as a batch ``[N]`` or ``[*env, T]``.
@@ -362,6 +476,11 @@ class RowStorage(Storage):
 
     # State ------------------------------------------------------------------------------------
 
+    def _state(self, low: int, high: int) -> dict[str, Any]:
+        schema = self._settled()
+        form = {} if schema is None or schema.form is None else {"form": schema.form}
+        return {**super()._state(low, high), **form}
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`Storage.load_state_dict`."""
         self._check_state(state_dict)
@@ -370,11 +489,11 @@ class RowStorage(Storage):
             rest = tuple(state_dict["rest"])
             rows = elements.reshape(high - low, *rest, *elements.shape[1:])
             dim = state_dict["dim_extend"]
-            entries = self._entries(rows, self.ndim, "load")
+            entries = self._parts(rows, self.ndim, "load").entries
             if dim:
                 entries = {key: value.movedim(0, dim) for key, value in entries.items()}
             fields = {key: (tuple(value.shape[self.ndim :]), value.dtype) for key, value in entries.items()}
-            self.settle(fields, rest, dim, _batch_of(elements)[1:])
+            self.settle(fields, rest, dim, _batch_of(elements)[1:], state_dict.get("form"))
         with self.ledger.changing_in_place():
             if elements is not None:
                 self._memory.make_space(high)
@@ -386,6 +505,25 @@ class RowStorage(Storage):
     def __repr__(self) -> str:
         shape = "not settled yet" if not self.initialized else f"{self.capacity} rows of {list(self.rest)}"
         return f"{type(self).__name__}(len={len(self)}, max_size={self.max_size}, {shape}, device={self._device})"
+
+
+def _as_row(leaf: Any, dim: int) -> Any:
+    """A leaf of one element as that of a batch of one row."""
+    if isinstance(leaf, bool | int | float | np.generic | np.ndarray):
+        leaf = torch.as_tensor(leaf)
+    return leaf.unsqueeze(dim) if isinstance(leaf, torch.Tensor) or is_tensor_collection(leaf) else leaf
+
+
+def _ragged(error: RuntimeError) -> ValueError:
+    return ValueError(f"data: entries whose shape varies do not fit rows of tensors: {error}. Use a ListStorage.")
+
+
+def _packed(data: Any, ndim: int) -> tuple[Any, Form]:
+    """Data as one tensor or TensorDict, and what their elements were; a list is one of elements."""
+    try:
+        return joined(data, ndim) if isinstance(data, list) and data and ndim else packed(data, ndim)
+    except RuntimeError as error:
+        raise _ragged(error) from error
 
 
 def _batch_of(data: Any) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from rollwright.data.replay_buffers.storages.folders import recover
 from rollwright.data.replay_buffers.storages.memory import LOCK_FILE, ROWS_FILE, PrivateMemory, SharedMemory
 from rollwright.data.replay_buffers.storages.rows import RowStorage
+from rollwright.data.replay_buffers.storages.structures import is_a_class, is_structure, packed
 from rollwright.data.specs.shapes import as_device
 
 __all__ = ["LazyMemmapStorage", "LazyTensorStorage", "TensorStorage"]
@@ -25,6 +26,9 @@ class LazyTensorStorage(RowStorage):
         device: where rows lie.
         ndim: dimensions of the data that distinguish elements. 1: elements one after the other. 2: a batch ``[B, T]``
             is stored as it is; each ``extend`` adds T steps to each of the B environments.
+        compilable: accepted for programs of the field; it changes nothing here.
+        shared_init: let other processes write and sample from the start, whichever of them brings the first element; as
+            ``shared=True`` of the buffer.
 
     Example:
         >>> from tensordict import TensorDict
@@ -35,18 +39,28 @@ class LazyTensorStorage(RowStorage):
         (torch.Size([4]), tensor([2., 3.]))
     """
 
-    def __init__(self, max_size: int, *, device: torch.device | str | int = "cpu", ndim: int = 1) -> None:
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        device: torch.device | str | int = "cpu",
+        ndim: int = 1,
+        compilable: bool = False,
+        shared_init: bool = False,
+    ) -> None:
         place_ = as_device(device) or torch.device("cpu")
         super().__init__(max_size, PrivateMemory(place_), ndim, place_)
         if self.ndim == 1:
             self.ledger.set_capacity(self.max_size)
+        if shared_init:
+            self.share()
 
 
 class TensorStorage(RowStorage):
     """Rows that hold given data from the start.
 
     Args:
-        storage: a TensorDict or a tensor; copied.
+        storage: a TensorDict, a tensor, or a dictionary, tuple or tensorclass of tensors; copied.
         max_size: number of elements; None: as many as are given.
         device: where rows lie; None: the CPU.
         ndim: see :class:`LazyTensorStorage`.
@@ -61,12 +75,15 @@ class TensorStorage(RowStorage):
     def __init__(
         self, storage: Any, max_size: int | None = None, *, device: torch.device | str | int = "cpu", ndim: int = 1
     ) -> None:
-        if not isinstance(storage, TensorDictBase | torch.Tensor) or storage.ndim < ndim:
+        batch: Any = storage
+        if is_a_class(storage) or (is_structure(storage) and not isinstance(storage, list)):
+            batch = packed(storage, ndim)[0]
+        if not isinstance(batch, TensorDictBase | torch.Tensor) or batch.ndim < ndim:
             raise TypeError(
                 f"storage: expected a TensorDict or a tensor of {ndim} dimensions, got {type(storage).__name__}."
             )
         place_ = as_device(device) or torch.device("cpu")
-        elements = storage.shape[:ndim].numel()
+        elements = batch.shape[:ndim].numel()
         super().__init__(elements if max_size is None else max_size, PrivateMemory(place_), ndim, place_)
         if self.ndim == 1:
             self.ledger.set_capacity(self.max_size)
@@ -86,6 +103,7 @@ class LazyMemmapStorage(RowStorage):
         ndim: see :class:`LazyTensorStorage`.
         existsok: go on with the rows of ``scratch_dir``, where there are some.
         device: the CPU.
+        compilable, shared_init: see :class:`LazyTensorStorage`.
 
     Attributes:
         num_reopened: elements that were there when the storage was made.
@@ -112,6 +130,8 @@ class LazyMemmapStorage(RowStorage):
         ndim: int = 1,
         existsok: bool = False,
         device: torch.device | str | int = "cpu",
+        compilable: bool = False,
+        shared_init: bool = False,
     ) -> None:
         if as_device(device) != torch.device("cpu"):
             raise ValueError(f"device: expected 'cpu' for rows in a file, got {device!r}. Use LazyTensorStorage.")
@@ -134,6 +154,8 @@ class LazyMemmapStorage(RowStorage):
             self.ledger.set_capacity(self.max_size)
         dropped = memory.num_dropped
         self.num_reopened = len(self) if self.initialized else 0
+        if shared_init:
+            self.share()
         if dropped:
             warnings.warn(
                 f"scratch_dir: {folder} holds {self.num_reopened} published elements; {dropped} rows that a killed "
@@ -145,6 +167,11 @@ class LazyMemmapStorage(RowStorage):
     def scratch_dir(self) -> Path | None:
         """The folder of the files."""
         return cast(SharedMemory, self._memory).folder
+
+    @property
+    def _filename(self) -> str | None:
+        folder = self.scratch_dir
+        return None if folder is None else str(folder / ROWS_FILE)
 
     def flush(self) -> None:
         """Wait until the disk has everything."""

@@ -68,32 +68,39 @@ class HostedRows:
         if any(rows.start < other.stop and other.start < rows.stop for other in self._steps.values()):
             raise EnvError(f"{env}: step before receive(). Receive the steps that are in progress, or reset.")
 
-    def step(self, command: CommandMaker, layout: int) -> tuple[Gathered, Missed]:
-        """Let all rows take a step, but those that wait for a reset: these count as missed."""
-        chosen, due = self._ready(range(self._num_rows))
+    def step(self, command: CommandMaker, layout: int, marks: Sequence[bool] | None = None) -> tuple[Gathered, Missed]:
+        """Let rows take a step, all or those that ``marks`` names; those that wait for a reset count as missed."""
+        chosen, due = self._ready(range(self._num_rows), marks)
         ticket = self.processes.post(command, chosen, layout)
         gathered = self.processes.gather(ticket)
         missed = self.recreation.settle(ticket, gathered, "step")
         return gathered, Missed(missed.failed | due, missed.cut)
 
-    def post_step(self, command: CommandMaker, rows: range, layout: int) -> tuple[int, frozenset[int]]:
+    def post_step(
+        self, command: CommandMaker, rows: range, layout: int, marks: Sequence[bool] | None = None
+    ) -> tuple[int, frozenset[int]]:
         """Send free rows what they need for a step, but those that wait for a reset; nothing may interrupt this.
 
         Args:
             command: see :meth:`EnvProcesses.post`.
             rows: all, or a part of them.
             layout: of what was written for them.
+            marks: for each of ``rows`` whether it takes a step; None: all do.
 
         Returns:
             A ticket for :meth:`receive_step`; and the rows that wait for a reset, since their environments are new.
         """
-        chosen, due = self._ready(rows)
+        chosen, due = self._ready(rows, marks)
         ticket = self.processes.post(command, chosen, layout, keeps=True)
         self._steps[ticket] = rows
         return ticket, due
 
-    def _ready(self, rows: range) -> tuple[Sequence[int] | None, frozenset[int]]:
+    def _ready(self, rows: range, marks: Sequence[bool] | None) -> tuple[Sequence[int] | None, frozenset[int]]:
         due = self.recreation.due(rows)
+        if marks is not None:
+            due = due.intersection(row for row, is_marked in zip(rows, marks, strict=True) if is_marked)
+            chosen = [row for row, is_marked in zip(rows, marks, strict=True) if is_marked and row not in due]
+            return chosen, due
         if due:
             return [row for row in rows if row not in due], due
         return None if len(rows) == self._num_rows else rows, due

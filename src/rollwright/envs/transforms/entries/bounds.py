@@ -73,6 +73,9 @@ class _Clip(EntryTransform):
         kind = entry.dtype.type
         low, high = (None if end is None else kind(end) for end in (self.low, self.high))
 
+        if low is not None and high is not None and low != 0 and high != 0:  # NaN stays, as in torch
+            return entry, lambda value: np.minimum(np.maximum(value, low), high)
+
         def change(value: Any) -> Any:  # -0.0 and NaN stay, as in torch
             if low is not None:
                 value = np.where(value < low, low, value)

@@ -112,8 +112,6 @@ class RenameTransform(Transform):
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
-        if self.inverts:
-            raise NotNative("RenameTransform changes what the environment is given")
         pairs = self._pairs()
         of_rewards = [pair for pair in pairs if pair[0] in env.rewards]
         of_entries = [pair for pair in pairs if pair[0] in env.entries]
@@ -129,7 +127,7 @@ class RenameTransform(Transform):
                     del values[in_key]
             values.update(found)
 
-        return ArrayTransform(
+        form = ArrayTransform(
             {out_key: env.entries[in_key] for in_key, out_key in of_entries},
             [],
             lambda root, out: rename(out, pairs),
@@ -137,6 +135,7 @@ class RenameTransform(Transform):
             {out_key: env.rewards[in_key] for in_key, out_key in of_rewards},
             drops,
         )
+        return self._with_inverse(env, form)
 
     def __repr__(self) -> str:
         return f"RenameTransform({self._pairs()}, {self._pairs_inv()})"

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _GONE = (
 _dist: Any = importlib.import_module("torch.distributed")
 _has_warned = False
 _serials = itertools.count(1)
+_CLOSE_S = 10.0
+_LOOK_S = 0.05
 
 
 def name_of(group: int) -> str:
@@ -162,7 +165,10 @@ class Members:
             carrier.close()
         self._store = None
         if self._thread is not None:
-            self._thread.join(1.0)
+            until = time.monotonic() + _CLOSE_S
+            while self._thread.is_alive() and time.monotonic() < until:
+                _stop_gathering(self._own.learner)
+                self._thread.join(_LOOK_S)
             _leave()
 
 
@@ -213,6 +219,15 @@ def _enter(enter: Any, carriers: list[RpcCarrier]) -> None:
         return
     for carrier in carriers:
         carrier.connected()
+
+
+def _stop_gathering(learner: str) -> None:
+    """End the wait for the others' first calls, which do not come any more: torch waits for the whole limit."""
+    api = importlib.import_module("torch.distributed.rpc.api")
+    with api._all_gather_dict_lock:
+        waiting = [states for key, states in api._all_gather_sequence_id_to_states.items() if learner in key]
+    for states in waiting:
+        states.proceed_signal.set()
 
 
 def _leave() -> None:

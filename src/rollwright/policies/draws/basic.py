@@ -19,7 +19,17 @@ from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.nodes import Draw, Step, Values
 from rollwright.policies.noise import Noise
 
-__all__ = ["CategoricalDraw", "DeltaDraw", "NormalDraw", "race"]
+__all__ = [
+    "CategoricalDraw",
+    "DeltaDraw",
+    "NormalDraw",
+    "draw_normal",
+    "emit_score",
+    "emit_sum",
+    "race",
+    "score_normal",
+    "sum_last",
+]
 
 _HALF_LOG_TAU = math.log(math.sqrt(2 * math.pi))
 _FEW_CHOICES = 8  # outcomes of one draw up to which Python beats NumPy
@@ -33,11 +43,13 @@ class CategoricalDraw(Draw):
         parameter: what the distribution is built from.
         one_hot: write ``[*batch, n]`` in the parameter's dtype instead of the index.
         random: draw; if False, take the mode.
+        integer: one-hot vectors are int64.
     """
 
     parameter: Literal["logits", "probs"]
     one_hot: bool
     random: bool
+    integer: bool = False
 
     nan_shows = "parameter"
 
@@ -53,12 +65,13 @@ class CategoricalDraw(Draw):
     def _step(self, pick: Callable[[Tensor], Tensor] | None, noise: int = 0) -> Step:
         (source,), action, scored = self.reads, self.writes[0], self.writes[1:]
         normalise = _from_logits if self.parameter == "logits" else _from_probs
+        dtype = torch.int64 if self.integer else None
         one_hot, score = self.one_hot, _score_logits if self.parameter == "logits" else _score_probs
 
         def run(values: Values) -> None:
             normal, p = normalise(values[source])
             index = torch.div(p, values[noise]).argmax(-1, True) if pick is None else pick(p)
-            values[action] = torch.zeros_like(p).scatter_(-1, index, 1) if one_hot else index.squeeze(-1)
+            values[action] = torch.zeros_like(p, dtype=dtype).scatter_(-1, index, 1) if one_hot else index.squeeze(-1)
             for slot in scored:
                 values[slot] = score(normal, index)
 
@@ -95,7 +108,8 @@ class CategoricalDraw(Draw):
     def _as_action(self, emitter: Emitter, logits: Array, index: Array) -> list[Array]:
         if not self.one_hot:
             return [index]
-        return [emitter.to(np.equal, np.arange(logits.shape[-1]), index[..., None], like=logits)]
+        like = np.empty(logits.shape, np.int64) if self.integer else logits
+        return [emitter.to(np.equal, np.arange(logits.shape[-1]), index[..., None], like=like)]
 
 
 def _from_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,9 +202,18 @@ class NormalDraw(Draw):
 
     Attributes:
         random: draw; if False, take the mean.
+        event_dims: dimensions, from the right, over which log-probs are summed.
+        tested: whether the distribution refuses parameters that are no numbers.
     """
 
     random: bool
+    event_dims: int = 0
+    tested: bool = True
+
+    @property
+    def nan_shows(self) -> Any:  # type: ignore[override]
+        """See :class:`Draw`."""
+        return "value" if self.tested else None
 
     @property
     def fresh(self) -> bool:  # type: ignore[override]
@@ -199,7 +222,7 @@ class NormalDraw(Draw):
 
     def step(self) -> Step:
         """See :class:`Node`."""
-        return self._step(_draw_normal if self.random else _loc)
+        return self._step(draw_normal if self.random else _loc)
 
     def step_with(self, noise: int) -> Step:
         """See :class:`Draw`; the noise is standard normal."""
@@ -207,6 +230,7 @@ class NormalDraw(Draw):
 
     def _step(self, pick: Callable[[Tensor, Tensor], Tensor] | None, noise: int = 0) -> Step:
         (loc_at, scale_at), action, scored = self.reads, self.writes[0], self.writes[1:]
+        event_dims = self.event_dims
 
         def run(values: Values) -> None:
             loc, scale = values[loc_at], values[scale_at]
@@ -214,7 +238,8 @@ class NormalDraw(Draw):
                 loc, scale = torch.broadcast_tensors(loc, scale)
             values[action] = value = loc + values[noise] * scale if pick is None else pick(loc, scale)
             for slot in scored:
-                values[slot] = _score_normal(value - loc, scale)
+                score = score_normal(value - loc, scale)
+                values[slot] = sum_last(score, event_dims) if event_dims else score
 
         return run
 
@@ -238,14 +263,33 @@ class NormalDraw(Draw):
         emitter.put(np.add, loc, value, value)
         if len(self.writes) == 1:
             return [value]
-        score = emitter.to(np.multiply, z, z, like=z)
-        emitter.put(np.multiply, score, -0.5, score)
-        emitter.put(np.subtract, score, emitter.to(np.log, scale, like=scale), score)
-        emitter.put(np.subtract, score, _HALF_LOG_TAU, score)
-        return [value, score]
+        return [value, emit_sum(emitter, emit_score(emitter, z, scale), self.event_dims)]
 
 
-def _score_normal(distance: Tensor, scale: Tensor) -> Tensor:
+def emit_score(emitter: Emitter, z: Array, scale: Array) -> Array:
+    """Calls for the log-prob of ``loc + z * scale``; the result, element by element."""
+    score = emitter.to(np.multiply, z, z, like=z)
+    emitter.put(np.multiply, score, -0.5, score)
+    emitter.put(np.subtract, score, emitter.to(np.log, scale, like=scale), score)
+    emitter.put(np.subtract, score, _HALF_LOG_TAU, score)
+    return score
+
+
+def emit_sum(emitter: Emitter, x: Array, dims: int) -> Array:
+    """Calls for a sum over the last dimensions; the result."""
+    if not dims:
+        return x
+    total = emitter.new(x.shape[: x.ndim - dims], x.dtype)
+    emitter.put(np.add.reduce, x.reshape(*total.shape, -1), -1, None, total)
+    return total
+
+
+def sum_last(x: Tensor, dims: int) -> Tensor:
+    """The sum over the last dimensions."""
+    return x.sum(-1) if dims == 1 else x.reshape(*x.shape[: x.ndim - dims], -1).sum(-1)
+
+
+def score_normal(distance: Tensor, scale: Tensor) -> Tensor:
     """The log-prob of a value at that distance from loc; few new tensors, and torch's order of operations."""
     if distance.dtype != scale.dtype:
         return -(distance**2) / (2 * scale**2) - scale.log() - _HALF_LOG_TAU
@@ -253,7 +297,8 @@ def _score_normal(distance: Tensor, scale: Tensor) -> Tensor:
     return score.sub_(scale.log()).sub_(_HALF_LOG_TAU)
 
 
-def _draw_normal(loc: Tensor, scale: Tensor) -> Tensor:
+def draw_normal(loc: Tensor, scale: Tensor) -> Tensor:
+    """What ``Normal.rsample`` draws, for parameters of one shape."""
     value = torch.empty(loc.shape, dtype=loc.dtype, device=loc.device).normal_()
     return value.mul_(scale).add_(loc) if loc.dtype == scale.dtype else loc + value * scale
 

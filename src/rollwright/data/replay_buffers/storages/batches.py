@@ -1,0 +1,86 @@
+"""Batches that a storage is given: their rows, one by one, and messages about what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import is_tensor_collection
+
+from rollwright._keys import NestedKey, key_str
+from rollwright.data.replay_buffers.storages.structures import is_structure, unbound
+
+__all__ = ["batches_of", "items_of", "no_objects", "num_rows", "pieces", "positive"]
+
+
+class _Pieces(list[Any]):
+    """Batches to be written one after the other, and published at once."""
+
+
+def pieces(batches: Sequence[Any]) -> list[Any]:
+    """Mark batches as parts of one write, see :meth:`Storage.append`."""
+    return _Pieces(batches)
+
+
+def batches_of(data: Any) -> list[Any]:
+    """The batches in data for :meth:`Storage.append`: one, or those of :func:`pieces`."""
+    return data if isinstance(data, _Pieces) else [data]
+
+
+def items_of(data: Any, dim: int) -> list[Any]:
+    """The rows in data for :meth:`Storage.append`, one by one; they share memory with it.
+
+    Raises:
+        TypeError: it is neither a tensor, a TensorDict, nor a list of elements.
+    """
+    return [item for batch in batches_of(data) for item in _unbound(batch, dim)]
+
+
+def num_rows(data: Any, dim: int) -> int:
+    """Rows in data for :meth:`Storage.append`."""
+    if isinstance(data, _Pieces):
+        return sum(num_rows(batch, dim) for batch in data)
+    if isinstance(data, torch.Tensor) or is_tensor_collection(data):
+        return int(data.shape[dim])
+    return len(data) if isinstance(data, list) else len(_unbound(data, dim))
+
+
+def _unbound(batch: Any, dim: int) -> list[Any]:
+    if isinstance(batch, torch.Tensor) or is_tensor_collection(batch):
+        return list(batch.unbind(dim))
+    rows = None if isinstance(batch, list) or not is_structure(batch) else unbound(batch, dim)
+    if rows is not None:
+        return rows
+    if isinstance(batch, Mapping) or not isinstance(batch, Sequence) or isinstance(batch, str):
+        raise TypeError(
+            f"data: expected a TensorDict, a tensor, a list of elements, or a dictionary or tuple whose tensors have "
+            f"as many rows, got {type(batch).__name__}. "
+            "Pass one element to add()."
+        )
+    return list(batch)
+
+
+def no_objects(name: str, keys: Sequence[NestedKey], storage: str) -> str:
+    """The message for entries that a storage of tensors cannot keep."""
+    quoted = ", ".join(repr(key) for key in keys)
+    return (
+        f"{name}: {storage} keeps tensors only, got text or other objects in {key_str(keys)}. Use a "
+        f"RaggedStorage or a ListStorage, which keep them, or leave them out: data.exclude({quoted}); in a collector "
+        f"postproc=lambda data: data.exclude({quoted}), or an environment without them "
+        "(gymnasium.wrappers.FilterObservation)."
+    )
+
+
+def positive(name: str, value: Any) -> int:
+    """An integer of at least 1.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name}: expected an integer of at least 1, got {type(value).__name__}: {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name}: expected an integer of at least 1, got {value}.")
+    return int(value)

@@ -1,0 +1,155 @@
+"""ListStorage: elements of any kind, in a list of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase, is_tensor_collection
+
+from rollwright._keys import NestedKey, leaf_keys
+from rollwright._processes.pickling import is_sending
+from rollwright.data.replay_buffers.ledger import Ledger, Reservation
+from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.batches import items_of, positive
+from rollwright.data.replay_buffers.storages.structures import is_structure, mapped
+
+__all__ = ["ListStorage"]
+
+_UNLIMITED = 1 << 40
+_SENT_REMEDY = (
+    "Pass a LazyTensorStorage or LazyMemmapStorage to a buffer with shared=True, or make the buffer in the process "
+    "that uses it."
+)
+
+
+class ListStorage(Storage):
+    """Elements of any kind, in a list of this process.
+
+    Other processes cannot have it: ``multiprocessing`` refuses to send it (as an argument of a process, through a
+    queue or a pipe). What comes along with a function that is sent to a worker is a copy, which can be read and not
+    written. Copies by :mod:`copy` and :mod:`pickle` are storages of their own.
+
+    Args:
+        max_size: number of elements; None: no limit.
+        compilable: accepted for programs of the field; it changes nothing here.
+
+    Example:
+        >>> from rollwright.data import ReplayBuffer
+        >>> buffer = ReplayBuffer(storage=ListStorage(10), batch_size=2, collate_fn=list)
+        >>> buffer.extend(["left", "right", "up"])
+        tensor([0, 1, 2])
+        >>> len(buffer), len(buffer.sample())
+        (3, 2)
+    """
+
+    def __init__(self, max_size: int | None = None, *, compilable: bool = False) -> None:
+        self.max_size = _UNLIMITED if max_size is None else positive("max_size", max_size)
+        self.ledger = Ledger(capacity=self.max_size)
+        self._items: dict[int, tuple[Any]] = {}  # by row; each write makes a tuple of its own
+        self._was_sent = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ForkingPickler.register(cls, _refuse_to_send)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_was_sent": self._was_sent or is_sending()}
+
+    def _check_here(self) -> None:
+        if self._was_sent:
+            raise TypeError(
+                "storage: this is a copy of a ListStorage of another process, where nobody would see what is written "
+                f"here. {_SENT_REMEDY}"
+            )
+
+    def append(self, data: Any, *, dim: int = 0) -> Reservation:
+        """See :meth:`Storage.append`."""
+        self._check_here()
+        items = items_of(data, dim)
+        if not items:
+            raise ValueError("data: expected at least one element, got none.")
+        skipped = max(0, len(items) - self.max_size)
+        with self.ledger.writes(len(items) - skipped, skipped) as rows:
+            for position, item in enumerate(items[skipped:], rows.start):
+                self._put(position % self.max_size, item)
+        return rows
+
+    def element(self, data: Any) -> Any:
+        """See :meth:`Storage.element`."""
+        return [data]
+
+    def _put(self, row: int, item: Any) -> None:
+        self._items[row] = (_copied(item),)
+
+    def clear(self) -> None:
+        """See :meth:`Storage.clear`; lets the objects go."""
+        before = list(self._items.items())
+        self.ledger.clear()
+        with self.ledger.writing():
+            for row, item in before:
+                if self._items.get(row) is item:  # else it was written since
+                    del self._items[row]
+
+    def read(self, index: NDArray[np.int64]) -> list[Any]:
+        """See :meth:`Storage.read`; a list, of copies as far as elements are tensors or TensorDicts."""
+        return [_copied(self._items.get(row, (None,))[0]) for row in index.tolist()]  # nothing lies in a gap
+
+    def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
+        """See :meth:`Storage.overwrite`."""
+        self._check_here()
+        items = items_of(data, 0)
+        if len(items) != len(index):
+            raise ValueError(f"data: expected {len(index)} elements to replace as many, got {len(items)}.")
+        with self.ledger.changing_in_place():
+            for row, item in zip(index.tolist(), items, strict=True):
+                self._put(row, item)
+
+    def keys(self) -> list[NestedKey]:
+        """See :meth:`Storage.keys`; those of the newest element."""
+        positions = self.ledger.positions() if len(self.ledger.gaps()) else range(*self.ledger.live())
+        newest = self._items[positions[-1] % self.max_size][0] if len(positions) else None
+        return leaf_keys(newest) if isinstance(newest, TensorDictBase) else []
+
+    def entry(self, key: NestedKey, low: int, high: int) -> NDArray[Any]:
+        """See :meth:`Storage.entry`."""
+        values = [self._items[p % self.max_size][0].get(key) for p in range(low, high)]
+        if not values:
+            return np.zeros((0, 1), np.int64)
+        return np.stack([value.numpy(force=True) for value in values])[:, None]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`Storage.load_state_dict`."""
+        self._check_state(state_dict)
+        with self.ledger.changing_in_place():
+            for position, item in enumerate(state_dict["elements"] or (), state_dict["low"]):
+                self._put(position % self.max_size, item)
+            self.ledger.restore(state_dict)
+
+    def _takes(self, elements: Any) -> bool:
+        return isinstance(elements, list)
+
+    def __repr__(self) -> str:
+        limit = "" if self.max_size == _UNLIMITED else f", max_size={self.max_size}"
+        return f"ListStorage(len={len(self)}{limit})"
+
+
+def _refuse_to_send(storage: ListStorage) -> Any:
+    raise TypeError(
+        f"storage: {type(storage).__name__} holds objects of this process, and another process would get a copy, of "
+        f"which nobody else sees what is written. {_SENT_REMEDY}"
+    )
+
+
+ForkingPickler.register(ListStorage, _refuse_to_send)
+
+
+def _copied(item: Any) -> Any:
+    with torch.no_grad():
+        if is_tensor_collection(item) or isinstance(item, torch.Tensor):
+            return item.clone()
+        return mapped(_copied, item) if is_structure(item) else item

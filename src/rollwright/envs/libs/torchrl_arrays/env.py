@@ -1,0 +1,182 @@
+"""The array form of TorchRL's environments of gymnasium: the gymnasium environment inside is stepped directly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import torch
+
+from rollwright._foreign import class_path, kind_in
+from rollwright._keys import unravel
+from rollwright.envs.arrays import (
+    ArrayEnv,
+    ArrayTransform,
+    Entry,
+    Rows,
+    Values,
+    array_form,
+    check_flags,
+    check_open,
+    entries_of,
+    refuse_overrides,
+)
+from rollwright.envs.libs.gym import GymWrapper
+from rollwright.envs.libs.torchrl_arrays.transforms import array_transform
+from rollwright.errors import NotNative
+
+if TYPE_CHECKING:
+    from rollwright.envs.libs.torchrl import TorchRLWrapper
+
+__all__ = ["TorchRLArrays"]
+
+_METHODS = {"step", "reset", "_step", "_reset", "read_obs", "read_reward", "read_done", "read_action"}
+_GYM = ("torchrl.envs.libs.gym.GymEnv", "torchrl.envs.libs.gym.GymWrapper")
+
+
+class TorchRLArrays(ArrayEnv):
+    """The array form of a :class:`TorchRLWrapper` around TorchRL's ``GymEnv`` or ``GymWrapper``, with transforms.
+
+    Resets and steps go to the gymnasium environment, which TorchRL's environment shares. Statistics of TorchRL's
+    transforms are updated in place, where TorchRL keeps them.
+
+    Args:
+        env: the environment.
+        known: the class whose steps these are.
+
+    Raises:
+        NotNative: TorchRL's environment is another one, or one of its transforms is not known.
+    """
+
+    batch = ()
+
+    def __init__(self, env: TorchRLWrapper, known: type[TorchRLWrapper]) -> None:
+        refuse_overrides(env, known)
+        check_flags(env)
+        self._env = env
+        base, self._transforms = _taken_apart(env.torchrl_env)
+        self._base = array_form(_gym_wrapper(base))
+        self.entries, self.rewards = dict(self._base.entries), dict(self._base.rewards)
+        self.reads = list(self._base.reads)
+        self._parts: list[ArrayTransform] = []
+        for transform in self._transforms:
+            part = array_transform(transform, self)
+            if part.inverse is not None:
+                raise NotNative(f"{class_path(transform)} changes what the environment is given")
+            for key in part.drops:
+                self.entries.pop(key, None)
+                self.rewards.pop(key, None)
+            self.entries.update(part.entries)
+            self.rewards.update(part.rewards)
+            self.reads += [key for key in part.reads if key not in self.reads]
+            self._parts.append(part)
+        self._steps = [part.step for part in self._parts]
+        self._compare()
+
+    def _compare(self) -> None:
+        """Test that this form has the entries that TorchRL's environment has, and takes the same actions.
+
+        Raises:
+            NotNative: it has not.
+        """
+        env = self._env
+        found = entries_of(env.full_observation_spec, 0), entries_of(env.full_reward_spec, 0, env.reward_keys)
+        if _forms(found[0]) != _forms(self.entries) or _forms(found[1]) != _forms(self.rewards):
+            raise NotNative(f"the specs of {class_path(env.torchrl_env)} are not those of its spaces and transforms")
+        if set(env.action_keys) - set(self.reads):
+            raise NotNative(f"the actions of {class_path(env.torchrl_env)} have other keys")
+
+    def check(self) -> None:
+        """See :meth:`ArrayEnv.check`."""
+        base, transforms = _taken_apart(self._env.torchrl_env)
+        same = len(transforms) == len(self._transforms)
+        if not same or any(now is not then for now, then in zip(transforms, self._transforms, strict=True)):
+            raise NotNative("the transforms of TorchRL's environment have changed")
+        _check_base(base)
+        self._base.check()
+
+    def step(self, root: Values, preset: Values) -> Values:
+        """See :meth:`ArrayEnv.step`."""
+        check_open(self._env, "step")
+        out = self._base.step(root, preset)
+        for step in self._steps:
+            step(root, out)
+        return out
+
+    def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
+        """See :meth:`ArrayEnv.reset`."""
+        check_open(self._env, "reset")
+        fresh = self._base.reset(rows, **kwargs)
+        for part in self._parts:
+            if part.restart is None:
+                part.reset(fresh)
+            else:
+                part.restart(fresh, rows)
+        return fresh
+
+
+def _forms(entries: dict[Any, Entry]) -> dict[Any, Any]:
+    return {unravel(key): (entry.shape, entry.dtype) for key, entry in entries.items()}
+
+
+def _taken_apart(env: Any) -> tuple[Any, list[Any]]:
+    """The environment inside of all transforms, and these, the first that acts first."""
+    transforms: list[Any] = []
+    while "TransformedEnv" in kind_in("torchrl", env):
+        if type(env).__name__ != "TransformedEnv":
+            raise NotNative(f"{class_path(env)} may change what TransformedEnv does")
+        transforms = [*_chain(env.transform), *transforms]
+        env = env.base_env
+    return env, transforms
+
+
+def _chain(transform: Any) -> list[Any]:
+    if transform is None:
+        return []
+    if kind_in("torchrl", transform)[:1] == ["Compose"] and type(transform).__module__.startswith("torchrl."):
+        return [part for child in transform.transforms for part in _chain(child)]
+    return [transform]
+
+
+def _check_base(env: Any) -> None:
+    """Test that steps and resets of an environment are those of the gymnasium environment that it wraps.
+
+    Raises:
+        NotNative: they are not.
+    """
+    name = class_path(env)
+    if name not in _GYM:
+        raise NotNative(f"{name} is stepped by TorchRL. GymEnv and GymWrapper of TorchRL run on arrays")
+    if env.info_dict_reader:
+        raise NotNative(f"{name} has readers of info. Use rollwright.envs.GymEnv, or leave them out")
+    if vars(env).get("wrapper_frame_skip", 1) != 1:
+        raise NotNative(f"{name} skips frames. Make the environment with rollwright.envs.GymEnv(frame_skip=...)")
+    if env.run_type_checks:
+        raise NotNative("run_type_checks=True")
+    if any(getattr(env.full_action_spec[key], "mask", None) is not None for key in env.action_keys):
+        raise NotNative(f"the action spec of {name} has a mask")
+    if any(
+        name in vars(env) for name in ("step", "reset", "_step", "_reset", "read_obs", "read_reward", "read_action")
+    ):
+        raise NotNative(f"{name} has methods of its own")
+
+
+def _gym_wrapper(env: Any) -> GymWrapper:
+    """One of our wrappers around the gymnasium environment of one of TorchRL's."""
+    _check_base(env)
+    inner = vars(env).get("_env")
+    if not isinstance(inner, gymnasium.Env):
+        raise NotNative(f"{class_path(env)} is around {class_path(inner)}, which is no gymnasium.Env")
+    categorical = bool(vars(env).get("_categorical_action_encoding", False))
+    try:
+        wrapper = GymWrapper(inner, categorical_action_encoding=categorical)
+    except (TypeError, ValueError) as error:
+        raise NotNative(f"{class_path(inner)}: {error}") from error
+    for key in wrapper.action_keys:
+        theirs = env.full_action_spec[key] if key in env.action_keys else None
+        ours = wrapper.full_action_spec[key]
+        if theirs is None or theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+            raise NotNative(f"the action spec of {class_path(env)} is not that of its action space")
+        if theirs.device not in (None, torch.device("cpu")):
+            raise NotNative(f"its device is {theirs.device}")
+    return wrapper

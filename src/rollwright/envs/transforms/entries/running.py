@@ -1,0 +1,192 @@
+"""What transforms share that normalise by running statistics."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from operator import is_
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from rollwright._keys import NestedKey
+from rollwright.data.specs import TensorSpec, Unbounded
+from rollwright.data.specs.gymspaces import numpy_dtype
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
+from rollwright.envs.transforms.base import EntryTransform, KeySeq
+from rollwright.errors import NotNative
+
+__all__ = ["RunningNorm", "root_of_array", "total", "total_of_array"]
+
+
+class RunningNorm(EntryTransform):
+    """Normalises entries by statistics that each value updates, and that can be frozen.
+
+    Args:
+        in_keys: entries to normalise; what a reset does not return (rewards) is skipped there.
+        out_keys: where to write; default: ``in_keys``.
+        decay: weight of what is older by a step, above 0 and at most 1.
+        eps: a smallest number to divide by, above 0.
+    """
+
+    _statistics: ClassVar[tuple[str, ...]]  # names of buffers, before the index of the entry; the last two as its dtype
+    _has_numpy: bool = True  # whether :meth:`_in_numpy` does what the transform is set to
+
+    def __init__(self, in_keys: KeySeq, out_keys: KeySeq, decay: float, eps: float) -> None:
+        super().__init__(in_keys, out_keys)
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay: expected a number above 0 and at most 1, got {decay}.")
+        if not eps > 0:
+            raise ValueError(f"eps: expected a number above 0, got {eps}.")
+        self.decay = decay
+        self.eps = eps
+        self.frozen = False
+
+    @abstractmethod
+    def _normalise(self, index: int, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int) -> torch.Tensor:
+        """Count a value of the entry at ``index`` in rows that are ``fresh`` (None: in all), and normalise it.
+
+        Args:
+            index: place among ``in_keys``.
+            value: ``[*batch, ...]``.
+            fresh: bool that broadcasts to ``value``.
+            ndim: of the batch.
+        """
+
+    @abstractmethod
+    def _in_numpy(self, numbers: list[Any], value: Any, ndim: int) -> Any:
+        """:meth:`_normalise` of floating-point numbers in all rows, on arrays, with the same bits.
+
+        Args:
+            numbers: the buffers :attr:`_statistics`, as arrays that share their memory.
+            value: ``[*batch, ...]``.
+            ndim: of the batch.
+        """
+
+    @abstractmethod
+    def has_seen(self, index: int) -> bool | None:
+        """Whether all of the entry at ``index``, a place among ``in_keys``, was counted; None: it never came."""
+
+    def freeze(self) -> Self:
+        """Stop updating the statistics; returns the transform."""
+        self.frozen = True
+        return self
+
+    def unfreeze(self) -> Self:
+        """Update the statistics again; returns the transform."""
+        self.frozen = False
+        return self
+
+    # Data -------------------------------------------------------------------------------------
+
+    def _normalise_all(self, td: TensorDictBase, source: TensorDictBase | None) -> TensorDictBase:
+        for index, (in_key, out_key) in enumerate(self._pairs()):
+            value = td.get(in_key, None)
+            if value is None:
+                continue
+            fresh = None if source is None else self._fresh(source, in_key, value)
+            td.set(out_key, self._normalise(index, value, fresh, td.ndim))
+        return td
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self._normalise_all(next_tensordict, None)
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return self._normalise_all(tensordict_reset, tensordict)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Normalise data of any batch size, which count as one step (freeze the transform to avoid that)."""
+        return self._normalise_all(tensordict, None)
+
+    def _normalise_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """The array form; a subclass says that it has one."""
+        self._needs_all_rows(env)
+        entries: dict[NestedKey, Entry] = {}
+        rewards: dict[NestedKey, Entry] = {}
+        calls: list[tuple[NestedKey, NestedKey, Callable[[Any, Rows | None], Any]]] = []
+        for index, (key, out_key) in enumerate(self._pairs()):
+            of_reward = key in env.rewards
+            entry = ({**env.rewards, **rewards} if of_reward else {**env.entries, **entries}).get(key)
+            if entry is None:
+                raise NotNative(
+                    f"{type(self).__name__} normalises {key!r}, which is neither an observation nor a reward"
+                )
+            is_float = entry.dtype.kind == "f"
+            dtype = entry.dtype if is_float else np.dtype(numpy_dtype(torch.get_default_dtype()))
+            (rewards if of_reward else entries)[out_key] = entry._replace(dtype=dtype)
+            calls.append((key, out_key, self._on_array(index, entry, len(env.batch))))
+        of_observations = [call for call in calls if call[1] in entries]
+
+        def step(root: Values, out: Values) -> None:
+            for key, out_key, function in calls:
+                out[out_key] = function(out[key], None)
+
+        def restart(fresh: Values, rows: Rows | None) -> None:
+            for key, out_key, function in of_observations:
+                fresh[out_key] = function(fresh[key], rows)
+
+        return ArrayTransform(entries, [], step, lambda fresh: restart(fresh, None), rewards, restart=restart)
+
+    def _on_array(self, index: int, entry: Entry, ndim: int) -> Callable[[Any, Rows | None], Any]:
+        """:meth:`_normalise` on arrays; where all rows count, by :meth:`_in_numpy`."""
+        names = [f"{name}_{index}" for name in self._statistics]
+        held: list[torch.Tensor | None] = [None] * len(names)
+        arrays: list[Any] = []
+        has_floats = entry.dtype.kind == "f" and len(entry.shape) > ndim and self._has_numpy
+
+        def views() -> list[Any]:
+            """The statistics as arrays; none where they are not there yet, or of another form."""
+            nonlocal held, arrays
+            buffers = self._buffers
+            now = [buffers[name] for name in names]
+            if not all(map(is_, now, held)):
+                held = now
+                found = [number for number in now if number is not None]
+                fits = len(found) == len(names) and all(number.is_contiguous() for number in found)
+                arrays = [number.numpy() for number in found] if fits and has_floats else []
+                if arrays and {array.dtype for array in arrays[-2:]} != {entry.dtype}:
+                    arrays = []
+            return arrays
+
+        def call(given: Any, rows: Rows | None) -> Any:
+            value = np.asarray(given, entry.dtype).reshape(entry.shape) if entry.column else given
+            numbers = views() if rows is None or not ndim or rows.all() else None
+            if numbers:
+                with np.errstate(all="ignore"):  # as torch does
+                    result = self._in_numpy(numbers, value, ndim)
+            else:
+                fresh = None
+                if rows is not None and ndim:
+                    fresh = torch.from_numpy(np.asarray(rows)).reshape(rows.shape + (1,) * (value.ndim - ndim))
+                result = self._normalise(index, torch.from_numpy(np.asarray(value)), fresh, ndim).numpy()
+            return result[..., 0][()] if entry.column else result
+
+        return call
+
+    def _change_spec(self, spec: TensorSpec) -> TensorSpec:
+        return unbounded_float(spec)
+
+
+def total(value: torch.Tensor, ndim: int) -> torch.Tensor:
+    """The sum over the first ``ndim`` dimensions."""
+    return value.sum(tuple(range(ndim))) if ndim else value
+
+
+def total_of_array(value: Any, ndim: int) -> Any:
+    """:func:`total`, in the order in which torch adds."""
+    return total(torch.from_numpy(value), ndim).numpy() if ndim else value
+
+
+def root_of_array(value: Any) -> Any:
+    """The square root, in place: torch's, since that of NumPy is another one in the last bit."""
+    torch.from_numpy(value).sqrt_()
+    return value
+
+
+def unbounded_float(spec: TensorSpec) -> TensorSpec:
+    """A spec of the same shape for any floating-point numbers, of the same dtype where that is one."""
+    is_float = spec.dtype is not None and spec.dtype.is_floating_point
+    dtype = spec.dtype if is_float else torch.get_default_dtype()
+    return Unbounded(spec.shape, device=spec.device, dtype=dtype or torch.float32)

@@ -1,0 +1,123 @@
+"""TanhNormalDraw: a normal value that is squashed by tanh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from rollwright.policies.draws.basic import draw_normal, emit_score, emit_sum, score_normal, sum_last
+from rollwright.policies.emitter import Array, Emitter
+from rollwright.policies.nodes import Draw, Step, Values
+from rollwright.policies.noise import Noise
+
+__all__ = ["TanhNormalDraw"]
+
+_LOG_2 = math.log(2.0)
+
+
+@dataclass(frozen=True)
+class TanhNormalDraw(Draw):
+    """``TanhNormal``; reads loc and scale, writes a value and perhaps its log-prob.
+
+    Attributes:
+        random: draw; if False, squash the mean, without a log-prob.
+        stretch: factor and offset after tanh, or None.
+        event_dims: dimensions, from the right, over which log-probs are summed.
+        clamped: values are kept off the bounds.
+    """
+
+    random: bool
+    stretch: tuple[Tensor, Tensor] | None
+    event_dims: int
+    clamped: bool
+
+    nan_shows = None
+
+    def step(self) -> Step:
+        """See :class:`Node`."""
+        return self._step(draw_normal if self.random else _loc)
+
+    def step_with(self, noise: int) -> Step:
+        """See :class:`Draw`; the noise is standard normal."""
+        return self._step(None, noise)
+
+    def _step(self, pick: Callable[[Tensor, Tensor], Tensor] | None, noise: int = 0) -> Step:
+        (loc_at, scale_at), action, scored = self.reads, self.writes[0], self.writes[1:]
+        clamped, stretch, dims = self.clamped, self.stretch, self.event_dims
+        log_factor = None if stretch is None else stretch[0].abs().log()
+        limits: dict[torch.dtype, float] = {}
+
+        def run(values: Values) -> None:
+            loc, scale = values[loc_at], values[scale_at]
+            if loc.shape != scale.shape:
+                loc, scale = torch.broadcast_tensors(loc, scale)
+            x = loc + values[noise] * scale if pick is None else pick(loc, scale)
+            y = x.tanh()
+            if clamped:
+                if y.dtype not in limits:
+                    limits[y.dtype] = 1.0 - torch.finfo(y.dtype).resolution
+                limit = limits[y.dtype]
+                y = y.clamp_(-limit, limit)
+            values[action] = y if stretch is None else stretch[1] + stretch[0] * y
+            for slot in scored:
+                slope = 2.0 * (_LOG_2 - x - softplus(-2.0 * x))
+                if log_factor is not None:
+                    slope = slope + log_factor
+                score = score_normal(x - loc, scale)
+                if dims:
+                    score, slope = sum_last(score, dims), sum_last(slope, dims)
+                values[slot] = score - slope
+
+        return run
+
+    def noise(self, reads: Sequence[Tensor]) -> Noise | None:
+        """See :class:`Draw`."""
+        if not self.random:
+            return None
+        shape = torch.broadcast_shapes(*[value.shape for value in reads])
+        return Noise("normal", tuple(shape), reads[0].dtype, reads[0].device)
+
+    def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
+        """See :class:`Node`."""
+        loc, scale = reads
+        z = np.zeros(np.broadcast_shapes(loc.shape, scale.shape), loc.dtype)
+        x: Any = np.empty_like(z)
+        if self.random:
+            emitter.draw("normal", z)
+            copy = np.copyto
+            emitter.calls.append(lambda: copy(z, next(emitter.noise)))
+        emitter.put(np.multiply, z, scale, x)
+        emitter.put(np.add, loc, x, x)
+        value = emitter.to(np.tanh, x, like=x)
+        if self.clamped:
+            limit = 1.0 - float(np.finfo(loc.dtype).resolution)
+            emitter.put(np.maximum, value, -limit, out=value)
+            emitter.put(np.minimum, value, limit, out=value)
+        if self.stretch is not None:
+            factor, offset = (each.numpy().astype(loc.dtype) for each in self.stretch)
+            emitter.put(np.multiply, value, factor, value)
+            emitter.put(np.add, value, offset, value)
+        if len(self.writes) == 1:
+            return [value]
+        score = emit_score(emitter, z, scale)
+        slope = emitter.to(np.multiply, x, -2.0, like=x)  # log of the slope of tanh: 2 (log 2 - x - softplus(-2 x))
+        emitter.put(np.logaddexp, slope, 0, slope)
+        emitter.put(np.add, slope, x, slope)
+        emitter.put(np.multiply, slope, 2.0, slope)
+        emitter.put(np.add, score, slope, score)
+        constant = -2.0 * _LOG_2 * np.ones_like(z)
+        if self.stretch is not None:
+            constant -= np.log(np.abs(self.stretch[0].numpy()))
+        emitter.put(np.add, score, constant.astype(loc.dtype), score)
+        return [value, emit_sum(emitter, score, self.event_dims)]
+
+
+def _loc(loc: Tensor, scale: Tensor) -> Tensor:
+    return loc

@@ -1,0 +1,179 @@
+"""TorchRL's environments of gymnasium on arrays; where torchrl is installed (docs/coming_from_torchrl.md)."""
+
+import re
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from rollwright.collectors import Collector
+from rollwright.envs import RewardSum, SerialEnv, TransformedEnv
+
+envs = pytest.importorskip("torchrl.envs")
+PENDULUM, CART_POLE = "Pendulum-v1", "CartPole-v1"
+
+
+class Doubles(gymnasium.Env):
+    """Observations of float64; ends after seven steps."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (5,), np.float64)
+    action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return self.np_random.normal(size=5), {}
+
+    def step(self, action):
+        self.count += 1
+        value = self.np_random.normal(size=5) * 3 + float(action.sum())
+        return value, float(value[0]), self.count == 7, False, {}
+
+
+def around(env, *transforms):
+    return envs.TransformedEnv(env, envs.Compose(*transforms))
+
+
+def norm(**options):
+    return envs.VecNorm(**{"in_keys": ["observation"], "decay": 0.99, **options})
+
+
+ENVS = {
+    "bare": lambda: envs.GymEnv(CART_POLE),
+    "categorical": lambda: envs.GymEnv(CART_POLE, categorical_action_encoding=True),
+    "with a device": lambda: envs.GymEnv(PENDULUM, device="cpu"),
+    "wrapper": lambda: envs.GymWrapper(gymnasium.make(CART_POLE)),
+    "counts": lambda: around(envs.GymEnv(CART_POLE), envs.StepCounter(9), envs.RewardSum(), envs.InitTracker()),
+    "doubles": lambda: around(envs.GymWrapper(Doubles()), envs.DoubleToFloat()),
+    "statistics of doubles": lambda: around(envs.GymWrapper(Doubles()), norm(), envs.DoubleToFloat()),
+    "statistics": lambda: around(envs.GymEnv(PENDULUM), norm(in_keys=["observation", "reward"]), envs.StepCounter(20)),
+    "scaled": lambda: around(
+        envs.GymWrapper(Doubles()),
+        envs.DoubleToFloat(),
+        envs.ObservationNorm(0.3, 2.0, in_keys=["observation"], standard_normal=True),
+        envs.ObservationNorm(torch.rand(5), torch.rand(5), in_keys=["observation"]),
+        envs.RewardScaling(0.1, 0.2),
+        envs.RewardSum(),
+    ),
+    "nested": lambda: envs.TransformedEnv(
+        around(envs.GymWrapper(Doubles()), envs.DoubleToFloat()), envs.StepCounter(5), auto_unwrap=False
+    ),
+    "ours around": lambda: TransformedEnv(around(envs.GymEnv(CART_POLE), envs.StepCounter()), RewardSum()),
+    "ours of several": lambda: SerialEnv(3, lambda: around(envs.GymEnv(PENDULUM), envs.StepCounter(6))),
+}
+
+
+def make_policy(env):
+    torch.manual_seed(3)
+    if not env.action_spec.dtype.is_floating_point:
+        return None
+    size, width = env.observation_spec["observation"].shape[-1], env.action_spec.shape[-1]
+    dtype = env.observation_spec["observation"].dtype
+    net = nn.Sequential(nn.Linear(size, width, dtype=dtype), nn.Tanh())
+    return TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
+
+
+def collect(env, **options):
+    env.set_seed(0)
+    policy = make_policy(env)
+    torch.manual_seed(1)
+    with Collector(env, policy, frames_per_batch=30, total_frames=90, **options) as collector:
+        return torch.cat([batch.clone() for batch in collector], -1), collector.stats()["paths"]["env"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+class TestParity:
+    @pytest.mark.parametrize("random", [0, 30])
+    @pytest.mark.parametrize("name", ENVS)
+    def test_arrays_and_tensordicts(self, name, random):
+        torch.manual_seed(5)
+        native, how = collect(ENVS[name](), init_random_frames=random)
+        torch.manual_seed(5)
+        plain, _ = collect(ENVS[name](), init_random_frames=random, use_buffers=False)
+        if not (name == "ours of several" and random):
+            assert how == "native: NumPy arrays"
+        assert set(native.keys(True, True)) == set(plain.keys(True, True))
+        for key in plain.keys(True, True):
+            assert native[key].dtype == plain[key].dtype, key
+            assert torch.equal(native[key], plain[key]), key
+
+    @pytest.mark.parametrize("frozen", [False, True])
+    def test_statistics_stay_where_torchrl_keeps_them(self, frozen):
+        found = []
+        for options in ({}, {"use_buffers": False}):
+            env = ENVS["statistics"]()
+            env.set_seed(7)
+            torch.manual_seed(7)
+            env.rollout(5)
+            transform = env.transform[0]
+            transform.frozen = frozen
+            before = transform.loc["observation"].clone()
+            collect(env, **options)
+            assert torch.equal(transform.loc["observation"], before) == frozen
+            found.append([transform.loc.clone(), transform.scale.clone()])
+        assert all((ours == theirs).all() for ours, theirs in zip(*found, strict=True))
+
+    def test_shared_statistics(self):
+        zeros = {"observation_sum": torch.zeros(4), "observation_ssq": torch.zeros(4)}
+        shared = TensorDict({**zeros, "observation_count": torch.zeros(1)}).share_memory_()
+        env = around(envs.GymEnv(CART_POLE), norm(shared_td=shared))
+        _, how = collect(env)
+        assert how == "native: NumPy arrays"
+        assert shared["observation_count"] > 10
+
+    def test_numbers_that_are_set_later(self):
+        found = []
+        for options in ({}, {"use_buffers": False}):
+            env = around(envs.GymEnv(CART_POLE), envs.ObservationNorm(0.0, 1.0, in_keys=["observation"]))
+            env.set_seed(0)
+            torch.manual_seed(1)
+            with Collector(env, None, frames_per_batch=10, **options) as collector:
+                collector.next()
+                env.transform[0].loc = torch.tensor(4.0)
+                found.append(collector.next()["next", "observation"].clone())
+        assert torch.equal(*found)
+
+    def test_transforms_that_are_added_later(self):
+        env = around(envs.GymEnv(CART_POLE), envs.StepCounter())
+        with Collector(env, None, frames_per_batch=10) as collector:
+            collector.next()
+            env.transform.append(envs.RewardScaling(0.0, 3.0))
+            assert (collector.next()["next", "reward"] == 3).all()
+
+
+class Shift(envs.Transform):
+    """A transform of a user's own."""
+
+    def _call(self, next_tensordict):
+        return next_tensordict.set("observation", next_tensordict["observation"] + 1)
+
+    def _reset(self, tensordict, tensordict_reset):
+        return self._call(tensordict_reset)
+
+
+class Counted(envs.RewardSum):
+    """A subclass of a known transform."""
+
+
+class TestHeldBack:
+    @pytest.mark.parametrize(
+        ("make", "reason"),
+        [
+            (lambda: around(envs.GymEnv(CART_POLE), Shift()), r"Shift works on TensorDicts\. TorchRL's DoubleToFloat"),
+            (lambda: around(envs.GymEnv(CART_POLE), Counted()), "Counted works on TensorDicts"),
+            (lambda: envs.GymEnv(CART_POLE, frame_skip=2), r"skips frames.*rollwright.envs.GymEnv"),
+            (lambda: envs.SerialEnv(2, lambda: envs.GymEnv(CART_POLE)), r"SerialEnv is stepped by TorchRL"),
+            (lambda: around(envs.GymEnv(PENDULUM), envs.ActionScaling()), "ActionScaling"),
+        ],
+        ids=["own transform", "subclass", "frame_skip", "batch", "actions"],
+    )
+    def test_the_reason_is_named(self, make, reason):
+        with Collector(make(), None, frames_per_batch=10, total_frames=10) as collector:
+            assert collector.next() is not None
+            how = collector.stats()["paths"]["env"]
+        assert how.startswith("plain: ")
+        assert re.search(reason, how), how
