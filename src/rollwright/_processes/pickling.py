@@ -79,7 +79,7 @@ def _strangers() -> list[str]:
     """
     global _last
     seen, undecided, strangers = _last
-    modules = list(sys.modules.values())
+    modules = list(sys.modules.copy().values())  # in one step: other threads import
     if modules != seen:
         decided = {id(module) for module in seen}.difference(map(id, undecided))
         packages: _Packages = {}

@@ -71,7 +71,7 @@ class _Sent(NamedTuple):
 def _needed(pickled: bytes) -> dict[str, Source]:
     """By name: modules whose package is named in a pickle, or imported by one that is."""
     packages: dict[str, dict[str, Source]] = {}
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # in one step: other threads import
         source = _source_of(name, module)
         if source is not None:
             packages.setdefault(name.partition(".")[0], {})[name] = source

@@ -71,7 +71,11 @@ class TransformedEnv(WrapperEnv):
     ) -> None:
         base_env = as_env(as_maker(base_env)()) if isinstance(base_env, str) else as_env(base_env)
         if not isinstance(base_env, EnvBase):
-            got = f"the class {base_env.__name__}" if isinstance(base_env, type) else type(base_env).__name__
+            got = (
+                f"the class {base_env.__name__}"
+                if isinstance(base_env, type)
+                else f"{type(base_env).__name__}: {base_env!r}"
+            )
             raise TypeError(f"base_env: expected an environment of rollwright, got {got}. {remedy_for(base_env)}")
         transform = Compose() if transform is None else as_transform(transform)
         transform.check_free()
