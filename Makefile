@@ -62,7 +62,7 @@ clean: ## remove what was built; .venv stays
 	rm -rf build dist docs/_build src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests examples docs -name __pycache__ -prune -exec rm -rf {} +
 
-PEERS_torchrl := torchrl==0.14.1 gymnasium==1.3.0 transformers==5.23.0 psutil==7.2.2 jinja2==3.1.6
+PEERS_torchrl := torchrl==0.14.1 gymnasium[mujoco]==1.3.0 ale-py minigrid imageio transformers==5.23.0 psutil==7.2.2 jinja2==3.1.6
 PEERS_sb3     := stable-baselines3==2.9.2 tianshou==2.0.1
 PEERS_cpprb   := cpprb==11.0.0
 NO_TORCH      := cpprb
