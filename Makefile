@@ -57,6 +57,7 @@ bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--q
 	$(BIN)/python -m benchmarks.replay_service
 	$(BIN)/python -m benchmarks.llm $(BENCH)
 	$(BIN)/python -m benchmarks.llm_losses
+	$(BIN)/python -m benchmarks.returns $(filter-out --no-peers,$(BENCH))
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist docs/_build src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
