@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
         arguments.out,
         "returns.md",
         title,
-        f"Mean return of the episodes in the last quarter of the frames (PPO: {frames['ppo']:,}, SAC: {frames['sac']:,}) "
+        f"Mean return of episodes in the last quarter of the frames (PPO: {frames['ppo']:,}, SAC: {frames['sac']:,}) "
         f"over {len(seeds)} seeds, with its standard deviation. TorchRL's losses and networks on both sides; "
         "collector, environment and buffer differ. Last column: difference of the means over its standard error.",
         report.markdown_table(("program", "rollwright", "TorchRL", "difference"), rows(found)),
