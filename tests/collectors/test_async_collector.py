@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rollwright.collectors import AsyncCollector, MultiAsyncCollector
+from rollwright.collectors import AsyncCollector, MultiCollector
 from rollwright.envs import GymEnv
 
 
 def test_it_collects_in_one_worker():
     collector = AsyncCollector(lambda: GymEnv("CartPole-v1"), frames_per_batch=20, total_frames=60)
     try:
-        assert isinstance(collector, MultiAsyncCollector)
+        assert isinstance(collector, MultiCollector)
         assert [batch.shape for batch in collector] == [(20,)] * 3
         assert len(collector.stats()["workers"]) == 1
     finally:

@@ -638,7 +638,7 @@ class MultiAsyncCollector(MultiCollector):
     _sync = False
 
 
-class AsyncCollector(MultiAsyncCollector):
+class AsyncCollector(MultiCollector):
     """A :class:`MultiAsyncCollector` of one worker: it collects while the consumer trains.
 
     Args:
@@ -654,6 +654,8 @@ class AsyncCollector(MultiAsyncCollector):
         ...     [batch.shape for batch in collector]
         [torch.Size([100]), torch.Size([100])]
     """
+
+    _sync = False
 
     def __init__(
         self,

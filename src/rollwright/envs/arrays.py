@@ -72,6 +72,10 @@ class Entry(NamedTuple):
     dtype: np.dtype[Any]
     column: bool
 
+    def replace(self, **changes: Any) -> Entry:
+        """The same with other attributes."""
+        return self._replace(**changes)
+
 
 class ArrayTransform(NamedTuple):
     """A transform on arrays, see :meth:`~rollwright.envs.Transform.on_arrays`.
@@ -105,6 +109,10 @@ class ArrayTransform(NamedTuple):
     inverse: Callable[[Values], None] | None = None
     made: frozenset[NestedKey] = frozenset()
     reads_env: bool = False
+
+    def replace(self, **changes: Any) -> ArrayTransform:
+        """The same with other attributes."""
+        return self._replace(**changes)
 
 
 #: Functions that make the array form of a transform, by its class; see ``register_array_form``.

@@ -136,12 +136,11 @@ def _generators_kept(devices: set[torch.device]) -> Iterator[None]:
 def _buffers_kept(shared: list[Any]) -> Iterator[None]:
     """Give the buffers of the modules in some objects the values back that they had."""
     held = [
-        (module._buffers, name, buffer, buffer.clone())
+        (module, name, buffer, buffer.clone())
         for one in shared
         for outermost in modules_in(one)
         for module in outermost.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     try:
         yield
@@ -149,4 +148,4 @@ def _buffers_kept(shared: list[Any]) -> Iterator[None]:
         with torch.no_grad():
             for owner, name, buffer, value in held:
                 buffer.copy_(value)
-                owner[name] = buffer
+                setattr(owner, name, buffer)

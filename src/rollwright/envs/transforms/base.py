@@ -317,7 +317,7 @@ class Transform(nn.Module):
                 given[in_key] = convert(self._read(given, out_key))
 
         made = frozenset(in_key for in_key, _ in pairs)
-        return form._replace(inverse=inverse, made=made, reads=[*form.reads, *(out_key for _, out_key in pairs)])
+        return form.replace(inverse=inverse, made=made, reads=[*form.reads, *(out_key for _, out_key in pairs)])
 
     def _remember(self, name: str, find: Callable[[], T]) -> T:
         """``find()``, called once until the environment or the transforms before this one change."""

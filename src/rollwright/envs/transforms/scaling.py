@@ -104,7 +104,7 @@ class _Affine(EntryTransform):
             with np.errstate(all="ignore"):  # as torch does
                 return other(one(value, x, dtype=dtypes[0]), y, dtype=dtypes[1])
 
-        return entry._replace(dtype=dtypes[1]), change
+        return entry.replace(dtype=dtypes[1]), change
 
     def _operands(self, entry: Entry, *numbers: torch.Tensor | None) -> list[Any]:
         """``loc`` and ``scale`` in order, as views that broadcast to an entry's arrays; the dtypes to compute in."""
@@ -348,7 +348,7 @@ class DoubleToFloat(EntryTransform):
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
-        return self._entry_by_entry(env, lambda entry: (entry._replace(dtype=np.dtype(np.float32)), _as_float32))
+        return self._entry_by_entry(env, lambda entry: (entry.replace(dtype=np.dtype(np.float32)), _as_float32))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Cast ``in_keys``; without an environment and without keys, every float64 entry."""

@@ -95,7 +95,7 @@ def _double_to_float(transform: Any, env: ArrayEnv) -> ArrayTransform:
         with np.errstate(all="ignore"):  # as torch does
             return value.astype(np.float32)
 
-    return _entry_by_entry(transform, env, lambda _, entry: (entry._replace(dtype=np.dtype(np.float32)), as_float32))
+    return _entry_by_entry(transform, env, lambda _, entry: (entry.replace(dtype=np.dtype(np.float32)), as_float32))
 
 
 def _affine(transform: Any, env: ArrayEnv) -> ArrayTransform:
@@ -112,7 +112,7 @@ def _affine(transform: Any, env: ArrayEnv) -> ArrayTransform:
         like = apply(torch.from_numpy(np.zeros(entry.shape, entry.dtype)))
         if tuple(like.shape) != entry.shape:
             raise NotNative(f"{class_path(transform)} changes shape {entry.shape} to {tuple(like.shape)}")
-        return entry._replace(dtype=like.numpy().dtype), _on_tensors(apply, entry)
+        return entry.replace(dtype=like.numpy().dtype), _on_tensors(apply, entry)
 
     return _entry_by_entry(transform, env, change)
 

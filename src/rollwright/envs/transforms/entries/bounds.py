@@ -236,7 +236,7 @@ class BinarizeReward(EntryTransform):
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
-        return self._entry_by_entry(env, lambda entry: (entry._replace(dtype=np.dtype(np.int8)), _is_positive))
+        return self._entry_by_entry(env, lambda entry: (entry.replace(dtype=np.dtype(np.int8)), _is_positive))
 
 
 def _is_positive(value: Any) -> Any:

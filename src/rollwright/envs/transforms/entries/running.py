@@ -115,7 +115,7 @@ class RunningNorm(EntryTransform):
                 )
             is_float = entry.dtype.kind == "f"
             dtype = entry.dtype if is_float else np.dtype(numpy_dtype(torch.get_default_dtype()))
-            (rewards if of_reward else entries)[out_key] = entry._replace(dtype=dtype)
+            (rewards if of_reward else entries)[out_key] = entry.replace(dtype=dtype)
             calls.append((key, out_key, self._on_array(index, entry, len(env.batch))))
         of_observations = [call for call in calls if call[1] in entries]
 

@@ -104,7 +104,7 @@ class TimeMaxPool(Transform):
             entry = {**env.entries, **entries}.get(key)
             if entry is None:
                 raise NotNative(f"TimeMaxPool looks at {key!r}, which is no observation")
-            entries[out_key] = entry._replace(column=False)
+            entries[out_key] = entry.replace(column=False)
             calls.append((index, key, out_key, _as_tensor(entry)))
 
         def step(root: Values, out: Values) -> None:

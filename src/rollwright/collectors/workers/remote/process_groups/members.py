@@ -53,7 +53,7 @@ def check_rpc() -> Any:
     if not _dist.rpc.is_available():
         raise ValueError("backend='rpc': this torch was built without RPC. Pass backend='distributed' or 'tcp'.")
     rpc = importlib.import_module("torch.distributed.rpc")
-    if importlib.import_module("torch.distributed.rpc.api")._is_current_rpc_agent_set():
+    if _is_member():
         raise RuntimeError(
             "backend='rpc': this process is in an RPC group already, and torch lets it be in one at a time. Shut down "
             "the other collector, or call torch.distributed.rpc.shutdown(), or pass backend='distributed'."
@@ -230,9 +230,14 @@ def _stop_gathering(learner: str) -> None:
         states.proceed_signal.set()
 
 
+def _is_member() -> bool:
+    """Whether this process is in a group."""
+    return bool(importlib.import_module("torch.distributed.rpc.api")._is_current_rpc_agent_set())
+
+
 def _leave() -> None:
     api = importlib.import_module("torch.distributed.rpc.api")
-    if api._is_current_rpc_agent_set():
+    if _is_member():
         with contextlib.suppress(RuntimeError):
             api.shutdown(graceful=False)
 
