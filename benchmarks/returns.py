@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.peers.protocol import ROOT, PeerError, run_once
 
-FRAMES = {"ppo": 40_960, "sac": 8_000}
+FRAMES = {"ppo": 102_400, "sac": 12_000}
 TITLES = {"ppo": "PPO, CartPole-v1", "sac": "SAC, Pendulum-v1"}
 SIDES = ("rollwright", "torchrl")
 LIMIT_S = 3600.0

@@ -251,6 +251,19 @@ def test_slices_of_interleaved_writers_in_other_processes():
     assert results.get() == 100
 
 
+def test_a_sample_waits_while_a_slow_writer_holds_back_all_that_was_written():
+    buffer = shared_buffer(30)
+    buffer.extend(frames(0, 30, 0))
+    ledger = buffer.storage.ledger
+    held = ledger.reserve(10)
+    buffer.extend(frames(1, 20, 0))
+    assert not len(buffer)
+    threading.Timer(0.05, ledger.abandon, [held]).start()
+    batch = buffer.sample(8)
+    check_whole(batch)
+    assert len(buffer) == 20
+
+
 def extend_member(ensemble: ReplayBufferEnsemble, member: int) -> None:
     for n in range(20):
         ensemble.extend(frames(member, 10, 10 * n), member=member)

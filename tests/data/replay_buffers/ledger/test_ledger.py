@@ -224,6 +224,24 @@ def test_what_was_published_is_waited_for_behind_what_was_reserved_before():
     ledger.publish(last)
 
 
+def test_rows_that_are_all_being_overwritten_are_waited_for():
+    ledger, _, _ = shared_ledger()
+    assert not ledger.await_overwritten()  # nothing was published
+    ledger.publish(ledger.reserve(ledger.capacity))
+    held = ledger.reserve(3)
+    ledger.publish(ledger.reserve(ledger.capacity - 3))
+    assert not ledger.num_live()
+    ledger.timeout_s = 0.01
+    with pytest.raises(TimeoutError, match=r"can be read: a reservation of 3 rows by this process"):
+        ledger.await_overwritten()
+    ledger.timeout_s = 60.0
+    threading.Timer(0.05, ledger.publish, [held]).start()
+    assert ledger.await_overwritten()
+    assert ledger.num_live() == ledger.capacity
+    ledger.clear()
+    assert not ledger.await_overwritten()
+
+
 def test_readers_share_and_a_writer_waits_for_them():
     ledger, _, _ = shared_ledger()
     done = threading.Event()

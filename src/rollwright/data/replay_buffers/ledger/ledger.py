@@ -226,14 +226,32 @@ class Ledger:
             TimeoutError: a process that lives does not publish what it reserved.
         """
         end = self._reservations.end_published()
+        self._await_settled(lambda: self._head[PUBLISHED] >= end or stop())
+
+    def await_overwritten(self) -> bool:
+        """Wait while all that was published is being overwritten; False, at once, if nothing was published.
+
+        Whoever writes slowly holds back those behind it, which have taken the rest of the rows meanwhile.
+
+        Raises:
+            TimeoutError: a process that lives does not publish what it reserved.
+        """
+        if self._head[PUBLISHED] <= self._head[BASE]:
+            return False
+        self._await_settled(lambda: self.num_live() > 0 or self.is_settled())
+        return self.num_live() > 0
+
+    def _await_settled(self, enough: Callable[[], bool]) -> None:
+        """Wait until enough can be read; what was reserved before it may hold it back."""
         until = time.monotonic() + self.timeout_s
-        while self._head[PUBLISHED] < end and not stop():
+        while not enough():
             if time.monotonic() > until:
                 raise TimeoutError(
                     f"waited {self.timeout_s:g} s until what was written to the replay buffer can be read: "
                     f"{self._reservations.in_progress()}, and keeps what comes behind it from being read. End that "
                     "process, or let it go on."
                 )
+            uninterrupted.deliver()
             time.sleep(_NAP_S)
             self.settle()
 

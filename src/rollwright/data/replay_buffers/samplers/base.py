@@ -149,22 +149,25 @@ def draw_and_read(
 
     Raises:
         RuntimeError: nothing is stored.
+        TimeoutError: all that was stored is being overwritten, for too long.
     """
     if storage.shared and sampler.repeatable:
         for _ in range(_TRIES):
             found = _read_beside_writers(storage, sampler, size, generator, generations)
             if found is not None:
                 return found
-    with storage.ledger.reading():
-        if not len(storage):
+    while True:
+        with storage.ledger.reading():
+            if len(storage):
+                draw = sampler.draw(storage, size, generator)
+                if generations:
+                    draw.info[GENERATION] = torch.from_numpy(storage.generations(draw.index))
+                return draw, storage.read(draw.index)
+        if not (storage.shared and storage.ledger.await_overwritten()):
             raise RuntimeError(
                 f"{buffer} is empty: nothing to sample from yet. Call extend(), or wait until "
                 "what writes into it has written."
             )
-        draw = sampler.draw(storage, size, generator)
-        if generations:
-            draw.info[GENERATION] = torch.from_numpy(storage.generations(draw.index))
-        return draw, storage.read(draw.index)
 
 
 def _read_beside_writers(
