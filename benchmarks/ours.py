@@ -32,7 +32,7 @@ def make_policy(case: Case) -> TensorDictSequential:
     if case.policy == "gaussian":
         net, keys, distribution = nn.Sequential(*net, NormalParamExtractor()), ["loc", "scale"], distributions.Normal
     return TensorDictSequential(
-        TensorDictModule(net, in_keys=["observation"], out_keys=keys),
+        TensorDictModule(net, in_keys=["pixels" if case.policy == "pixels" else "observation"], out_keys=keys),
         ProbabilisticTensorDictModule(
             in_keys=keys, out_keys=["action"], distribution_class=distribution, return_log_prob=True
         ),

@@ -106,7 +106,7 @@ class Frames:
         if ended is None or ended.any():
             stack[first] = small[first]
         self.stack = stack
-        return {"observation": pictures.numpy(), "pixels": stack}
+        return {"pixels": stack}
 
 
 SEEN: dict[str, Callable[[Program], Any]] = {"mujoco": Normalized, "atari": Frames}
@@ -251,7 +251,7 @@ class Loop:
             fresh = self.see(raw, done)
             kept = np.where(done[:, None, None, None], fresh["pixels"], kept)
             self.see.stack = kept
-            return {"observation": fresh["observation"], "pixels": kept}
+            return {"pixels": kept}
         fresh = self.see(raw, done)
         shape = {name: done.reshape(-1, *[1] * (value.ndim - 1)) for name, value in fresh.items()}
         return {name: np.where(shape[name], value, following[name]) for name, value in fresh.items()}

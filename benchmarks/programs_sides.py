@@ -104,7 +104,7 @@ def _transforms(library: Library, program: Program) -> list[Any]:
         ]
     if program.stack == "atari":
         return [
-            make("ToTensorImage", in_keys=["observation"], out_keys=["pixels"]),
+            make("ToTensorImage", in_keys=["pixels"]),
             make("GrayScale", in_keys=["pixels"]),
             make("Resize", 84, 84, in_keys=["pixels"]),
             make("CatFrames", N=4, dim=-3, in_keys=["pixels"]),

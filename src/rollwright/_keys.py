@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDictBase, is_leaf_nontensor, is_tensor_collection
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDictBase, is_leaf_nontensor
 
 NestedKey = str | tuple[str, ...]
 
@@ -149,6 +150,12 @@ def without(td: TensorDictBase, *keys: NestedKey) -> TensorDictBase:
     >>> leaf_keys(without(td, "c").set(("a", "d"), 2)), leaf_keys(td)
     ([('a', 'b'), ('a', 'd')], [('a', 'b'), 'c'])
     """
+    if not keys:
+        return td.copy()
     out = td.exclude(*keys)
-    lazy = isinstance(out, LazyStackedTensorDict)  # whose entries may have no common shape to be read with
-    return out.copy() if lazy or any(is_tensor_collection(value) for value in out.values()) else out
+    if isinstance(out, LazyStackedTensorDict):  # whose entries may have no common shape to be read with
+        return out.copy()
+    for name, value in list(out.items()):
+        if not isinstance(value, torch.Tensor):
+            out.set(name, value.copy())
+    return out

@@ -38,6 +38,8 @@ def test_the_loop_by_hand_stores_what_our_collector_stores(case):
     stored = loop.collect()
     close()
     pairs = {"traj_id": ("collector", "traj_ids"), "log_prob": "action_log_prob", "next_observation": "observation"}
+    if case.policy == "pixels":
+        pairs |= {"observation": "pixels", "next_observation": "pixels"}
     for name, value in stored.items():
         below = name in ("next_observation", "reward", "terminated", "truncated", "done")
         entry = batch["next"] if below else batch

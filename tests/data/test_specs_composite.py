@@ -44,6 +44,15 @@ def test_keys_values_items() -> None:
     assert len(spec) == 3
 
 
+def test_what_is_a_leaf_may_be_said() -> None:
+    spec = example()
+    assert list(spec.keys(True, True, is_leaf=lambda kind: kind is Composite)) == ["agent", ("agent", "inner")]
+    assert list(spec.keys(True, True, is_leaf=lambda kind: True)) == list(spec.keys(True))
+    assert dict(spec.items(True, True, is_leaf=None)) == dict(spec.items(True, True))
+    assert list(spec.values(is_leaf=lambda kind: kind is OneHot)) == list(spec.values())
+    assert not spec.keys(True, step_mdp_static_only=True)
+
+
 def test_look_up() -> None:
     spec = example()
     assert spec["agent", "action"] is spec["agent"]["action"] is spec.get(("agent", "action"))

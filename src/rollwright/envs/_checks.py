@@ -109,10 +109,15 @@ class Checks(NamedTuple):
         self, td: TensorDictBase, listed: list[SpecEntry | Stack], batch: torch.Size, place: tuple[str, ...] = ()
     ) -> None:
         """Test the entries of ``td``, which lies at ``place``; ``batch`` is its batch size in the environment."""
+        simple = self.dtypes and not self.domains and not isinstance(td, LazyStackedTensorDict)
         for entry in listed:
             if isinstance(entry, Stack):
                 self._check_stack(td, entry, batch, place)
                 continue
+            if simple and entry.shape is not None:  # one look in the usual case
+                found = td.get(entry.key, None)
+                if type(found) is torch.Tensor and found.dtype == entry.dtype and found.shape == batch + entry.shape:
+                    continue
             if -1 in (entry.shape or ()) and isinstance(td, LazyStackedTensorDict):
                 # Rows may be of different sizes; the spec's domain is that of the whole and is not tested.
                 at = td.stack_dim
@@ -174,14 +179,18 @@ def _other_dtype(value: torch.Tensor, name: str, dtype: torch.dtype | None) -> s
 
 def _match_trailing_one(env: EnvBase, td: TensorDictBase, name: str, call: str) -> None:
     """Reshape rewards or flags that lack (or have one too many) trailing dimensions of one."""
-    spec = env.full_spec(name)
-    for key in getattr(env, f"{name}_keys"):
+
+    def known() -> list[tuple[NestedKey, torch.dtype | None, torch.Size]]:
+        spec = env.full_spec(name)
+        return [(key, spec[key].dtype, spec[key].shape[env.ndim :]) for key in getattr(env, f"{name}_keys")]
+
+    for key, dtype, shape in env.remember(("trailing", name), known):
         value = td.get(key, None)
         if value is None or not isinstance(value, torch.Tensor):
             continue
-        if value.dtype != spec[key].dtype:  # before flags are combined
-            raise EnvError(f"{env}: {call} returned {key!r} {_other_dtype(value, name, spec[key].dtype)}")
-        expected = td.batch_size + spec[key].shape[env.ndim :]
+        if value.dtype != dtype:  # before flags are combined
+            raise EnvError(f"{env}: {call} returned {key!r} {_other_dtype(value, name, dtype)}")
+        expected = td.batch_size + shape
         if value.shape != expected and value.numel() == expected.numel():
             td.set(key, value.reshape(expected))
 

@@ -32,7 +32,10 @@ class FullSpec:
         self.name, self.__doc__ = name, doc
 
     def __get__(self, env: EnvSpecs | None, kind: Any = None) -> Composite:
-        return cast(Composite, self) if env is None else env.full_spec(self.name)
+        if env is None:
+            return cast(Composite, self)
+        register_as_torchrl()  # a program may import it when it has environments already
+        return env.full_spec(self.name)
 
     def __set__(self, env: EnvSpecs, spec: TensorSpec) -> None:
         env.set_full_spec(self.name, spec)
@@ -117,7 +120,6 @@ class EnvSpecs(nn.Module):
 
     def _finalize(self) -> None:
         """Fill in the specs that the constructor left open, and check those set before ``EnvBase.__init__``."""
-        register_as_torchrl()
         for name in NAMES:
             if name in self._full_specs:
                 self.set_full_spec(name, self._full_specs[name])

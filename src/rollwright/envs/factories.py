@@ -13,11 +13,11 @@ from tensordict import TensorDictBase
 
 from rollwright.data.specs import Composite, StackedComposite, stack
 from rollwright.envs.base import EnvBase
+from rollwright.envs.each import renamed
 from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_env, remedy_for
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = [
-    "EACH",
     "SPECS",
     "EnvFunction",
     "EnvMaker",
@@ -30,9 +30,7 @@ __all__ = [
     "factories",
     "is_ragged",
     "made",
-    "own_kwargs",
     "placed",
-    "renamed",
     "stacked_specs",
 ]
 
@@ -44,7 +42,6 @@ Factories = EnvMaker | Sequence[EnvMaker]
 FactoryKwargs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 SPECS = ("observation", "state", "action", "reward", "done")
-EACH = "list_of_kwargs"  # among the arguments of a reset: those of one worker each
 
 
 def factories(num_workers: int, create_env_fn: Factories, create_env_kwargs: FactoryKwargs) -> list[Factory]:
@@ -102,19 +99,6 @@ def made(worker: int | None, maker: Factory) -> EnvBase:
             f"that made {type(env).__name__}{'' if worker is None else f' (worker {worker})'}. {remedy_for(env)}"
         )
     return env
-
-
-def own_kwargs(kwargs: Mapping[str, Any], worker: int) -> dict[str, Any]:
-    """The arguments of a reset for one worker: those of all, and its own out of ``list_of_kwargs``, which win."""
-    common = dict(kwargs)
-    each = common.pop(EACH, None)
-    return common if each is None else {**common, **each[worker]}
-
-
-def renamed(place: str, error: RollwrightError) -> RollwrightError:
-    """The error with its place in front; subclasses from elsewhere may take other arguments."""
-    kind = type(error) if type(error).__module__ == RollwrightError.__module__ else EnvError
-    return kind(f"{place}: {error}")
 
 
 def placed(td: TensorDictBase, device: torch.device | None) -> TensorDictBase:

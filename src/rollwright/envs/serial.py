@@ -11,15 +11,16 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._processes.channel import ByValue
-from rollwright.envs._serial_arrays import SerialArrays
 from rollwright.envs.arrays import STEPPED, ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.batched.ignored import IgnoredOptions, check_ignored
 from rollwright.envs.closing import closed_on_error
-from rollwright.envs.factories import Factories, Factory, FactoryKwargs, call_each, factories, made, own_kwargs, placed
+from rollwright.envs.each import own_kwargs
+from rollwright.envs.factories import Factories, Factory, FactoryKwargs, call_each, factories, made, placed
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationWarning, check_failure
+from rollwright.envs.serial_arrays import SerialArrays
 from rollwright.errors import RollwrightError
 
 __all__ = ["SerialEnv"]

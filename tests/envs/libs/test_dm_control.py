@@ -194,7 +194,7 @@ def test_attributes_are_those_of_the_environment():
     env = DMControlEnv("cheetah", "run")
     assert env.physics is env.dm_env.physics
     assert repr(env) == "DMControlEnv(env=cheetah, task=run, batch_size=[], device=None)"
-    assert ("cheetah", ["run"]) in DMControlEnv.available_envs()
+    assert ("cheetah", ["run"]) in DMControlEnv.available_envs
     with pytest.raises(AttributeError, match="nothing_such"):
         _ = env.nothing_such
 

@@ -70,6 +70,27 @@ def test_names_and_attributes() -> None:
         _ = env.no_such_thing
 
 
+def test_names_that_can_be_made() -> None:
+    assert "CartPole-v1" in GymEnv.available_envs
+    assert GymEnv("CartPole-v1").available_envs == GymEnv.available_envs
+
+
+@pytest.mark.parametrize(
+    ("space", "name"),
+    [
+        (spaces.Box(0, 255, (4, 5, 3), np.uint8), "pixels"),
+        (spaces.Box(0, 255, (4, 5, 1), np.uint8), "observation"),
+        (spaces.Box(0, 255, (4, 5), np.uint8), "observation"),
+        (spaces.Box(0, 10, (4, 5, 3), np.uint8), "observation"),
+        (spaces.Box(0, 255, (4, 5, 3), np.float32), "observation"),
+    ],
+)
+def test_images_in_colours_are_pixels(space: spaces.Space, name: str) -> None:
+    one, several = GymWrapper(Echo(space)), GymWrapper(SyncVectorEnv([lambda: Echo(space)] * 2))
+    assert set(one.observation_spec.keys()) == set(several.observation_spec.keys()) == {name}
+    assert one.rollout(2)[name].dtype == one.observation_spec[name].dtype
+
+
 def test_batch_size_and_device_defaults() -> None:
     env = GymEnv("CartPole-v1")
     assert env.batch_size == torch.Size([])

@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from rollwright.collectors import Collector
-from rollwright.data import Bounded, Categorical, from_torchrl, to_torchrl
+from rollwright.data import Bounded, Categorical, Composite, from_torchrl, to_torchrl
 from rollwright.envs import EnvCreator, GymEnv, ParallelEnv, RewardSum, SerialEnv, TorchRLWrapper, TransformedEnv
 from rollwright.envs import to_torchrl as to_torchrl_env
 from rollwright.errors import SpecError
@@ -236,6 +236,24 @@ class TestWithTorchRL:
         batch = Collector(env, actor, frames_per_batch=20).next()
         assert loss(batch)["loss"].isfinite()
 
+    def test_its_composites_hold_ours(self):
+        data = pytest.importorskip("torchrl.data")
+        whole = data.Composite()
+        whole["inner"] = Composite(a=Composite(b=Bounded(0, 1)))
+        assert ("inner", "a", "b") in whole.keys(True)
+        whole.update(data.Composite({"other": None}))
+        assert set(whole.keys(True, True)) == {("inner", "a", "b"), "other"}
+
+    def test_it_may_be_imported_when_there_are_environments(self):
+        code = """if True:
+            from rollwright.envs import GymEnv, TransformedEnv
+            env = TransformedEnv(GymEnv("CartPole-v1"))
+            from torchrl.data import Composite, OneHot
+            assert isinstance(env.action_spec, OneHot)
+            assert isinstance(env.full_done_spec, Composite)
+        """
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
     def envs(self):
         envs = pytest.importorskip("torchrl.envs")
 
@@ -291,6 +309,25 @@ class TestWithTorchRL:
                 starts = batch["is_init"].squeeze(-1)
                 assert (batch[key][starts] == 0).all()
                 assert torch.equal(batch[key][1:][~starts[1:]], batch["next", key][:-1][~starts[1:]])
+
+    def test_images(self):
+        envs, collectors = pytest.importorskip("torchrl.envs"), pytest.importorskip("torchrl.collectors")
+        pytest.importorskip("ale_py")
+        pytest.importorskip("torchvision")
+        GymEnv("ALE/Pong-v5")
+        batches = []
+        for kind in (collectors.Collector, Collector):
+            gym = envs.GymEnv("ALE/Pong-v5", repeat_action_probability=0.0)
+            parts = envs.ToTensorImage(), envs.Resize(21, 21), envs.GrayScale(), envs.SignTransform(in_keys=["reward"])
+            env = envs.TransformedEnv(gym, envs.Compose(*parts))
+            env.set_seed(0)
+            lean = TensorDictModule(lambda x: torch.eye(6)[2].expand(6), in_keys=["pixels"], out_keys=["action"])
+            collector = kind(env, lean, frames_per_batch=20, total_frames=20)
+            batches.append(next(iter(collector)).clone())
+            collector.shutdown()
+        theirs, ours = batches
+        for key in ("pixels", ("next", "pixels"), ("next", "reward"), ("next", "done")):
+            assert torch.equal(ours[key], theirs[key]), key
 
     def test_its_buffers_are_filled(self):
         data = pytest.importorskip("torchrl.data")

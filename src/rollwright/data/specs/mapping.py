@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any, Self
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
@@ -27,33 +27,63 @@ class SpecMapping(TensorSpec):
     def empty(self) -> Self:
         """A mapping of the same shape and device without entries."""
 
-    def _flat(self, include_nested: bool, leaves_only: bool) -> dict[NestedKey, TensorSpec]:
+    def _flat(
+        self,
+        include_nested: bool,
+        leaves_only: bool,
+        is_leaf: Callable[[type], bool] | None = None,
+        step_mdp_static_only: bool = False,
+    ) -> dict[NestedKey, TensorSpec]:
         found: dict[NestedKey, TensorSpec] = {}
-        for name, spec in self.entries.items():
-            nested = isinstance(spec, SpecMapping)
-            if not (nested and leaves_only):
+        for name, spec in () if step_mdp_static_only else self.entries.items():
+            leaf = not isinstance(spec, SpecMapping) if is_leaf is None else is_leaf(type(spec))
+            if leaf or not leaves_only:
                 found[name] = spec
             if isinstance(spec, SpecMapping) and include_nested:
-                below = spec.items(include_nested, leaves_only)
+                below = spec.items(include_nested, leaves_only, is_leaf=is_leaf)
                 found.update({(name, *as_tuple(key)): child for key, child in below})
         return found
 
-    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> KeysView[NestedKey]:
+    def keys(
+        self,
+        include_nested: bool = False,
+        leaves_only: bool = False,
+        *,
+        is_leaf: Callable[[type], bool] | None = None,
+        step_mdp_static_only: bool = False,
+    ) -> KeysView[NestedKey]:
         """The keys, in order of insertion.
 
         Args:
             include_nested: also the keys of nested Composites, as tuples.
             leaves_only: leave out the Composites themselves.
+            is_leaf: says of a spec's class whether ``leaves_only`` keeps it; None: all but Composites.
+            step_mdp_static_only: only entries that a step never changes, of which specs of this library have none;
+                TorchRL's specs pass it to those that they hold.
         """
-        return self._flat(include_nested, leaves_only).keys()
+        return self._flat(include_nested, leaves_only, is_leaf, step_mdp_static_only).keys()
 
-    def values(self, include_nested: bool = False, leaves_only: bool = False) -> ValuesView[TensorSpec]:
+    def values(
+        self,
+        include_nested: bool = False,
+        leaves_only: bool = False,
+        *,
+        is_leaf: Callable[[type], bool] | None = None,
+        step_mdp_static_only: bool = False,
+    ) -> ValuesView[TensorSpec]:
         """The specs, for the arguments see :meth:`keys`."""
-        return self._flat(include_nested, leaves_only).values()
+        return self._flat(include_nested, leaves_only, is_leaf, step_mdp_static_only).values()
 
-    def items(self, include_nested: bool = False, leaves_only: bool = False) -> ItemsView[NestedKey, TensorSpec]:
+    def items(
+        self,
+        include_nested: bool = False,
+        leaves_only: bool = False,
+        *,
+        is_leaf: Callable[[type], bool] | None = None,
+        step_mdp_static_only: bool = False,
+    ) -> ItemsView[NestedKey, TensorSpec]:
         """Pairs of key and spec, for the arguments see :meth:`keys`."""
-        return self._flat(include_nested, leaves_only).items()
+        return self._flat(include_nested, leaves_only, is_leaf, step_mdp_static_only).items()
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self.entries))

@@ -81,7 +81,7 @@ def register_as_torchrl() -> None:
     """Have TorchRL's own ``isinstance`` take our specs for its specs of the same name, as abstract base classes allow.
 
     So its losses and modules read the specs of our environments. Nothing happens where the program has not imported
-    TorchRL, or has done so before: it is called by each environment that is made.
+    TorchRL, or has done so before: it is called where a spec of an environment is read.
     """
     library = sys.modules.get(_SPECS_OF_TORCHRL)
     if library is None or library in _registered:

@@ -19,7 +19,8 @@ from rollwright.envs.batched.async_halves import INDEX, AsyncHalves, first_index
 from rollwright.envs.batched.async_processes import ProcessSlots
 from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.async_threads import ThreadSlots
-from rollwright.envs.factories import EnvFunction, GymnasiumEnv, own_kwargs
+from rollwright.envs.each import own_kwargs
+from rollwright.envs.factories import EnvFunction, GymnasiumEnv
 from rollwright.envs.libs.foreign import as_maker, check_maker, makers_in, remedy_for
 
 __all__ = ["AsyncEnvPool"]

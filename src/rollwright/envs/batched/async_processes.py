@@ -18,7 +18,8 @@ from rollwright.envs.batched.hosting.messages import ResetRows, StepRows
 from rollwright.envs.batched.hosting.outcomes import Outcomes, lay_out_outcomes
 from rollwright.envs.batched.hosting.processes import DEFAULT_TIMEOUT_S, SHORT_CLOSE_S, EnvProcesses
 from rollwright.envs.batched.hosting.td_rows import Nests, dense_leaves
-from rollwright.envs.factories import Factory, renamed
+from rollwright.envs.each import renamed
+from rollwright.envs.factories import Factory
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = ["ProcessSlots"]

@@ -18,7 +18,8 @@ from rollwright._processes.threads import DaemonThread
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.hosting.processes import CLOSE_S, DEFAULT_TIMEOUT_S, SHORT_CLOSE_S, START_S
-from rollwright.envs.factories import Factory, call_each, made, placed, renamed
+from rollwright.envs.each import renamed
+from rollwright.envs.factories import Factory, call_each, made, placed
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = ["ThreadSlots"]

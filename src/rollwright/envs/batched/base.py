@@ -11,14 +11,13 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._seeding import seed_torch
 from rollwright.envs.base import EnvBase
+from rollwright.envs.each import EACH, renamed
 from rollwright.envs.factories import (
-    EACH,
     SPECS,
     common_batch_size,
     common_device,
     is_ragged,
     placed,
-    renamed,
     stacked_specs,
 )
 from rollwright.errors import EnvError, RollwrightError

@@ -7,13 +7,15 @@ from functools import partial
 from typing import Any
 
 import gymnasium
+import numpy as np
+from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import AddRenderObservation, OrderEnforcing
 
 from rollwright.envs.libs._registered import check_registered, registered
 from rollwright.errors import EnvError
 
-__all__ = ["FrameSkip", "decorate", "make"]
+__all__ = ["FrameSkip", "decorate", "make", "name_of_observation"]
 
 GymnasiumEnv = gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any]
 Wrap = Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]
@@ -58,6 +60,14 @@ def add_pixels(env: gymnasium.Env[Any, Any], pixels_only: bool) -> gymnasium.Env
     pixels = AddRenderObservation(_FirstFrame(env), render_only=pixels_only, obs_key="observation")
     pixels.env = env
     return pixels
+
+
+def name_of_observation(env: GymnasiumEnv, from_pixels: bool, pixels_only: bool) -> str:
+    """The key of observations that have no name of their own: ``"pixels"`` where they are images in colours."""
+    space = env.single_observation_space if isinstance(env, VectorEnv) else env.observation_space
+    image = isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) == 3 and space.shape[-1] == 3
+    full_range = isinstance(space, Box) and bool((space.low == 0).all() and (space.high == 255).all())
+    return "pixels" if (image and full_range) or (from_pixels and pixels_only) else "observation"
 
 
 def _check_frame_skip(frame_skip: int | None) -> None:

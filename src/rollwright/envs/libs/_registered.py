@@ -1,17 +1,20 @@
-"""Registered gymnasium environments by name; the packages of known ones are imported, which registers them."""
+"""Environments by name; packages of known ones are imported, which registers them with gymnasium."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from rollwright.errors import EnvError, MissingExtraError
 
-__all__ = ["check_registered", "registered"]
+__all__ = ["Available", "check_registered", "registered"]
+
+T = TypeVar("T")
 
 
 class Package(NamedTuple):
@@ -45,6 +48,21 @@ _PACKAGES = {  # by how names begin
     "mo-": Package("mo_gymnasium", "mo-gymnasium"),
 }
 _ATARI = ("NoFrameskip-v0", "NoFrameskip-v4")  # how old names of Atari end
+
+
+class Available(Generic[T]):
+    """Descriptor of ``available_envs``, which is read from the class and is looked up each time.
+
+    Args:
+        find: gives what there is.
+        doc: of the attribute.
+    """
+
+    def __init__(self, find: Callable[[], list[T]], doc: str) -> None:
+        self._find, self.__doc__ = find, doc
+
+    def __get__(self, env: object, kind: Any = None) -> list[T]:
+        return self._find()
 
 
 def registered(env_name: str) -> EnvSpec | None:

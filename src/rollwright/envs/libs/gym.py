@@ -18,7 +18,8 @@ from rollwright.data.specs.gymspaces import torch_dtype
 from rollwright.envs.arrays import ArrayEnv, Rows, Values
 from rollwright.envs.libs._gym_arrays import GymArrays
 from rollwright.envs.libs._info import BaseInfoDictReader, InfoReadingEnv, default_info_dict_reader
-from rollwright.envs.libs._make import decorate, make
+from rollwright.envs.libs._make import decorate, make, name_of_observation
+from rollwright.envs.libs._registered import Available
 from rollwright.envs.libs._vector import Readers, VectorEpisodes
 from rollwright.envs.libs.backend import gym_backend, set_gym_backend
 from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, leaves_of, spec_of
@@ -49,10 +50,11 @@ _PLAIN = (float, int, np.floating, np.bool_)  # what a single environment return
 class GymWrapper(InfoReadingEnv):
     """A gymnasium environment, or vector environment, that exists already.
 
-    Entries: a Dict space gives its own keys; other observations are called ``"observation"`` (``"pixels"``
-    with ``pixels_only``), other actions ``"action"``; elements of a Tuple are ``("observation", "0")``
-    and so on. Discrete values are one-hot unless ``categorical_action_encoding``; spaces that no tensor
-    can hold (text, graphs, sequences) become non-tensor data.
+    Entries: a Dict space gives its own keys; other observations are called ``"observation"``, or ``"pixels"`` with
+    ``pixels_only`` and where they are images (uint8 from 0 to 255, ``[height, width, 3]``, as Atari's are), other
+    actions ``"action"``; elements of a Tuple are ``("observation", "0")`` and so on. Discrete values are one-hot
+    unless ``categorical_action_encoding``; spaces that no tensor can hold (text, graphs, sequences) become non-tensor
+    data.
 
     The true last observation of an episode is always in ``"next"``, and no transition crosses from an
     episode to the next, whatever the autoreset mode of a vector environment: in ``SAME_STEP`` the first
@@ -114,7 +116,7 @@ class GymWrapper(InfoReadingEnv):
         if hasattr(env.unwrapped, "all_env_ids"):
             raise TypeError("env: expected a gymnasium environment, got an EnvPool. Use EnvPoolEnv(task_id, num_envs).")
         env = decorate(env, frame_skip, from_pixels, pixels_only)
-        root = "pixels" if from_pixels and pixels_only else "observation"
+        root = name_of_observation(env, from_pixels, pixels_only)
         self._setup(env, root, categorical_action_encoding, device, allow_done_after_reset, run_type_checks)
 
     def _setup(
@@ -455,8 +457,10 @@ class GymEnv(GymWrapper):
             )
         given = {**kwargs, "disable_env_checker": disable_env_checker}
         env = make(env_name, num_envs or 0, vectorization_mode, frame_skip, from_pixels, pixels_only, given)
-        root = "pixels" if from_pixels and pixels_only else "observation"
+        root = name_of_observation(env, from_pixels, pixels_only)
         self._setup(env, root, categorical_action_encoding, device, allow_done_after_reset, run_type_checks)
+
+    available_envs = Available(lambda: list(gymnasium.registry), "Names that are registered with gymnasium now.")
 
 
 def _described(values: Any) -> str:

@@ -40,6 +40,8 @@ class TorchRLWrapper(EnvBase):
         EnvError: a spec of it has no counterpart here.
     """
 
+    returns_copies = True  # TorchRL's collector keeps what a step returns, too
+
     def __init__(self, env: Any) -> None:
         if not is_torchrl_env(env):
             raise TypeError(f"env: expected an environment of TorchRL, got {class_path(env)}: {env!r}. Make one first.")
@@ -78,7 +80,7 @@ class TorchRLWrapper(EnvBase):
         return fresh
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        outcome: TensorDictBase = self.torchrl_env.step(tensordict.copy()).get("next")
+        outcome: TensorDictBase = self.torchrl_env.step(without(tensordict, "_")).get("next")
         self._take_masks()
         return outcome
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rollwright.envs.base import EnvBase
-from rollwright.envs.factories import renamed
+from rollwright.envs.each import renamed
 from rollwright.errors import RollwrightError
 
 __all__ = [

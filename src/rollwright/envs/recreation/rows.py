@@ -14,7 +14,7 @@ from rollwright.envs.arrays import Values
 from rollwright.envs.batched.hosting.answers import Gathered, LostProcess
 from rollwright.envs.batched.hosting.messages import RowFailure
 from rollwright.envs.batched.hosting.processes import EnvProcesses
-from rollwright.envs.factories import renamed
+from rollwright.envs.each import renamed
 from rollwright.envs.recreation.policy import MAX_FAILURES, RecreationWarning
 from rollwright.errors import EnvError, RollwrightError
 

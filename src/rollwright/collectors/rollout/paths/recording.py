@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, is_private, key_str, place, unravel
+from rollwright._keys import NestedKey, is_private, key_str, leaves, place, unravel
 from rollwright._memory import MemoryPool
 from rollwright.data.layout import blank_frame, is_dense, stack_frames
 from rollwright.errors import RollwrightError
@@ -102,10 +102,13 @@ class BatchMemory:
         Raises:
             RaggedError: the frame has other keys, shapes or dtypes than the first, or not ``num_entries`` leaves.
         """
-        if isinstance(frame, LazyStackedTensorDict) or sum(1 for _ in frame.keys(True, True)) != num_entries:
+        if isinstance(frame, LazyStackedTensorDict):
+            raise RaggedError
+        values = leaves(frame)
+        if len(values) != num_entries:
             raise RaggedError
         for key, memory in self.memory.items():
-            value = frame.get(key, None)
+            value = values.get(key)
             row = memory.select(self._time, t)
             if not isinstance(value, torch.Tensor) or value.shape != row.shape or value.dtype != row.dtype:
                 raise RaggedError

@@ -40,7 +40,8 @@ from rollwright.envs.batched.hosting.messages import (
 from rollwright.envs.batched.hosting.shared_rows import SharedRows
 from rollwright.envs.batched.hosting.td_rows import dense_leaves, row_of
 from rollwright.envs.closing import closed_on_error
-from rollwright.envs.factories import made, own_kwargs, placed
+from rollwright.envs.each import own_kwargs
+from rollwright.envs.factories import made, placed
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationPolicy
 

@@ -10,6 +10,7 @@ import torch
 
 from rollwright._foreign import class_path, is_dm_env
 from rollwright.envs.libs._make import decorate
+from rollwright.envs.libs._registered import Available
 from rollwright.envs.libs.dm_control.adapter import DMEnvAdapter
 from rollwright.envs.libs.gym import GymWrapper
 from rollwright.errors import EnvError, require
@@ -126,6 +127,8 @@ class DMControlEnv(DMControlWrapper):
         torch.float64
     """
 
+    available_envs = Available(lambda: _tasks(), "Names of the domains, each with those of its tasks.")
+
     def __init__(
         self,
         env_name: str,
@@ -165,15 +168,14 @@ class DMControlEnv(DMControlWrapper):
         """The name of the domain."""
         return str(self.__dict__.get("_name", "?"))
 
-    @staticmethod
-    def available_envs() -> list[tuple[str, list[str]]]:
-        """Names of the domains, each with those of its tasks."""
-        suite = require("dm_control.suite", extra="dm_control", purpose="DMControlEnv")
-        return [(domain, list(tasks)) for domain, tasks in suite.TASKS_BY_DOMAIN.items()]
-
     def __repr__(self) -> str:
         task = self.__dict__.get("task_name", "?")
         return f"DMControlEnv(env={self.env_name}, task={task}, batch_size=[], device={self.device})"
+
+
+def _tasks() -> list[tuple[str, list[str]]]:
+    suite = require("dm_control.suite", extra="dm_control", purpose="DMControlEnv")
+    return [(domain, list(tasks)) for domain, tasks in suite.TASKS_BY_DOMAIN.items()]
 
 
 def _load(env_name: str, task_name: str, seed: int | None, task: Mapping[str, Any] | None, env: Any) -> Any:

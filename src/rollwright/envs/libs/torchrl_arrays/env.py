@@ -23,6 +23,7 @@ from rollwright.envs.arrays import (
 )
 from rollwright.envs.libs.gym import GymWrapper
 from rollwright.envs.libs.torchrl_arrays.transforms import array_transform
+from rollwright.envs.serial_arrays import TurnArrays
 from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ _GYM = ("torchrl.envs.libs.gym.GymEnv", "torchrl.envs.libs.gym.GymWrapper")
 class TorchRLArrays(ArrayEnv):
     """The array form of a :class:`TorchRLWrapper` around TorchRL's ``GymEnv`` or ``GymWrapper``, with transforms.
 
-    Resets and steps go to the gymnasium environment, which TorchRL's environment shares. Statistics of TorchRL's
-    transforms are updated in place, where TorchRL keeps them.
+    Or around a ``SerialEnv`` of these. Resets and steps go to the gymnasium environments, which TorchRL's environment
+    shares. Statistics of TorchRL's transforms are updated in place, where TorchRL keeps them.
 
     Args:
         env: the environment.
@@ -48,14 +49,13 @@ class TorchRLArrays(ArrayEnv):
         NotNative: TorchRL's environment is another one, or one of its transforms is not known.
     """
 
-    batch = ()
-
     def __init__(self, env: TorchRLWrapper, known: type[TorchRLWrapper]) -> None:
         refuse_overrides(env, known)
         check_flags(env)
-        self._env = env
+        self._env, self.batch = env, tuple(env.batch_size)
         base, self._transforms = _taken_apart(env.torchrl_env)
-        self._base = array_form(_gym_wrapper(base))
+        self._inner = _environments(base)
+        self._base = array_form(_gym_wrapper(base)) if self._inner is None else _in_turn(self._inner, known)
         self.entries, self.rewards = dict(self._base.entries), dict(self._base.rewards)
         self.reads = list(self._base.reads)
         self._parts: list[ArrayTransform] = []
@@ -80,7 +80,8 @@ class TorchRLArrays(ArrayEnv):
             NotNative: it has not.
         """
         env = self._env
-        found = entries_of(env.full_observation_spec, 0), entries_of(env.full_reward_spec, 0, env.reward_keys)
+        ndim = env.ndim
+        found = entries_of(env.full_observation_spec, ndim), entries_of(env.full_reward_spec, ndim, env.reward_keys)
         if _forms(found[0]) != _forms(self.entries) or _forms(found[1]) != _forms(self.rewards):
             raise NotNative(f"the specs of {class_path(env.torchrl_env)} are not those of its spaces and transforms")
         if set(env.action_keys) - set(self.reads):
@@ -92,7 +93,10 @@ class TorchRLArrays(ArrayEnv):
         same = len(transforms) == len(self._transforms)
         if not same or any(now is not then for now, then in zip(transforms, self._transforms, strict=True)):
             raise NotNative("the transforms of TorchRL's environment have changed")
-        _check_base(base)
+        if self._inner is None:
+            _check_base(base)
+        elif base.is_closed or list(map(id, self._inner)) != list(map(id, base._envs)):
+            raise NotNative("the environments of TorchRL's SerialEnv were closed, and others were made")
         self._base.check()
 
     def step(self, root: Values, preset: Values) -> Values:
@@ -159,6 +163,24 @@ def _check_base(env: Any) -> None:
         name in vars(env) for name in ("step", "reset", "_step", "_reset", "read_obs", "read_reward", "read_action")
     ):
         raise NotNative(f"{name} has methods of its own")
+
+
+def _environments(env: Any) -> list[Any] | None:
+    """The environments of TorchRL's ``SerialEnv``, which starts; None: it is none."""
+    if class_path(env) != "torchrl.envs.batched_envs.SerialEnv" or any(
+        name in vars(env) for name in ("step", "reset", "_step", "_reset")
+    ):
+        return None
+    if env.is_closed:
+        env.start()
+    return list(env._envs)
+
+
+def _in_turn(envs: list[Any], known: type[TorchRLWrapper]) -> ArrayEnv:
+    """The array form of environments of TorchRL that are stepped in turn."""
+    if len({id(env) for env in envs}) != len(envs):
+        raise NotNative("TorchRL's SerialEnv steps one environment in several rows")
+    return TurnArrays([array_form(known(env)) for env in envs], "SerialEnv")
 
 
 def _gym_wrapper(env: Any) -> GymWrapper:

@@ -90,6 +90,20 @@ def _entry_by_entry(
     return ArrayTransform(entries, [], step, reset, rewards)
 
 
+def _value_by_value(transform: Any, env: ArrayEnv) -> ArrayTransform:
+    """Transforms that change each value for itself, by their ``_apply_transform`` on tensors."""
+    apply: Callable[[torch.Tensor], torch.Tensor] = transform._apply_transform
+
+    def change(key: NestedKey, entry: Entry) -> tuple[Entry, Callable[[Any], Any]]:
+        like = apply(torch.from_numpy(np.zeros(entry.shape, entry.dtype)))
+        if entry.column and tuple(like.shape) != entry.shape:
+            raise NotNative(f"{class_path(transform)} changes the shape of {key!r} to {tuple(like.shape)}")
+        changed = Entry(tuple(like.shape), like.numpy().dtype, entry.column)
+        return changed, _on_tensors(apply, entry)
+
+    return _entry_by_entry(transform, env, change)
+
+
 def _double_to_float(transform: Any, env: ArrayEnv) -> ArrayTransform:
     def as_float32(value: Any) -> Any:
         with np.errstate(all="ignore"):  # as torch does
@@ -189,6 +203,10 @@ def _suffixed(key: NestedKey, suffix: str) -> NestedKey:
 
 
 def _vec_norm(transform: Any, env: ArrayEnv) -> ArrayTransform:
+    if env.batch:
+        raise NotNative(
+            f"{class_path(transform)} counts the rows of a batch. Put it into each environment of the batch"
+        )
     if any(key != out_key for key, out_key in _pairs(transform, env)):
         raise NotNative(f"{class_path(transform)} has out_keys of its own")
     if type(transform.eps) is not float or type(transform.decay) is not float:
@@ -254,7 +272,22 @@ def _reward_sum(transform: Any, env: ArrayEnv) -> ArrayTransform:
     return ArrayTransform(entries, list(entries), step, reset)
 
 
+_VALUES = [
+    "BinarizeReward",
+    "CenterCrop",
+    "ClipTransform",
+    "FlattenObservation",
+    "GrayScale",
+    "Resize",
+    "RewardClipping",
+    "SignTransform",
+    "SqueezeTransform",
+    "ToTensorImage",
+    "UnsqueezeTransform",
+]
+
 _KINDS: dict[str, Callable[[Any, ArrayEnv], ArrayTransform]] = {
+    **dict.fromkeys(_VALUES, _value_by_value),
     "DoubleToFloat": _double_to_float,
     "InitTracker": _init_tracker,
     "ObservationNorm": _affine,

@@ -20,32 +20,33 @@ from rollwright.envs.arrays import (
     check_open,
     refuse_overrides,
 )
-from rollwright.envs.factories import own_kwargs
-from rollwright.errors import EnvError, NotNative
+from rollwright.envs.each import own_kwargs, renamed
+from rollwright.errors import EnvError, NotNative, RollwrightError
 
 if TYPE_CHECKING:
     from rollwright.envs.serial import SerialEnv
 
-__all__ = ["SerialArrays"]
+__all__ = ["SerialArrays", "TurnArrays"]
 
 
-class SerialArrays(ArrayEnv):
-    """The array form of a :class:`SerialEnv`.
+class TurnArrays(ArrayEnv):
+    """Environments on arrays that are stepped in turn, one a row.
+
+    Args:
+        parts: the environments.
+        name: of the batch, for errors.
 
     Raises:
-        NotNative: one of its environments has no array form, or they differ.
+        NotNative: they differ.
     """
 
-    def __init__(self, env: SerialEnv, known: type[SerialEnv]) -> None:
-        refuse_overrides(env, known)
-        check_flags(env)
-        self._env, self._openings = env, env.openings
-        self._parts = [array_form(getattr(env, f"worker{i}")) for i in range(env.num_workers)]
+    def __init__(self, parts: Sequence[ArrayEnv], name: str) -> None:
+        self._parts, self._name = list(parts), name
         first = self._parts[0]
         for part in self._parts:
             if (part.entries, part.rewards, part.reads) != (first.entries, first.rewards, first.reads):
                 raise NotNative("its environments differ in their entries")
-        self.batch = tuple(env.batch_size)
+        self.batch = (len(self._parts), *first.batch)
         self.entries, self.rewards = self._widened(first.entries), self._widened(first.rewards)
         self.reads = first.reads
         self._by_rows = all(part.takes_rows and type(part) is type(first) for part in self._parts)
@@ -59,14 +60,11 @@ class SerialArrays(ArrayEnv):
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
-        if self._env.openings != self._openings:
-            raise NotNative("its environments were closed, and others were made")
         for part in self._parts:
             part.check()
 
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
-        check_open(self._env, "step")
         out = _blank(self._outcome)
         reads, marks, last = self.reads, root.get(STEPPED), self._last
         if self._by_rows and marks is None:
@@ -84,7 +82,7 @@ class SerialArrays(ArrayEnv):
             try:
                 outcome = part.step(mine, {key: value[i, ...] for key, value in preset.items()} if preset else preset)
             except EnvError as error:
-                raise self._env.named_error(i, error) from error
+                raise self._named_error(i, error) from error
             for key, value in outcome.items():
                 if key in out:
                     out[key][i] = value
@@ -96,15 +94,13 @@ class SerialArrays(ArrayEnv):
             try:
                 part.step_row(actions[i], out, i)
             except EnvError as error:
-                raise self._env.named_error(i, error) from error
+                raise self._named_error(i, error) from error
         np.logical_or(out["terminated"], out["truncated"], out=out["done"])
         self._last = dict(out)
         return out
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
-        check_open(self._env, "reset")
-        self._env.seed_for_reset(kwargs)
         out = _blank(self.entries)
         for i in range(len(self._parts)) if rows is None else _marked(rows):
             part = self._parts[i]
@@ -112,10 +108,45 @@ class SerialArrays(ArrayEnv):
                 own = own_kwargs(kwargs, i) if kwargs else kwargs
                 fresh = part.reset(None if rows is None else np.asarray(rows[i]), **own)
             except EnvError as error:
-                raise self._env.named_error(i, error) from error
+                raise self._named_error(i, error) from error
             for key, memory in out.items():
                 memory[i] = fresh[key]
         return out
+
+    def _named_error(self, i: int, error: RollwrightError) -> RollwrightError:
+        return renamed(f"{self._name}[{i}]", error)
+
+
+class SerialArrays(TurnArrays):
+    """The array form of a :class:`SerialEnv`.
+
+    Raises:
+        NotNative: one of its environments has no array form, or they differ.
+    """
+
+    def __init__(self, env: SerialEnv, known: type[SerialEnv]) -> None:
+        refuse_overrides(env, known)
+        check_flags(env)
+        self._env, self._openings = env, env.openings
+        parts = [array_form(getattr(env, f"worker{i}")) for i in range(env.num_workers)]
+        super().__init__(parts, type(env).__name__)
+
+    def check(self) -> None:
+        """See :meth:`ArrayEnv.check`."""
+        if self._env.openings != self._openings:
+            raise NotNative("its environments were closed, and others were made")
+        super().check()
+
+    def step(self, root: Values, preset: Values) -> Values:
+        """See :meth:`ArrayEnv.step`."""
+        check_open(self._env, "step")
+        return super().step(root, preset)
+
+    def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
+        """See :meth:`ArrayEnv.reset`."""
+        check_open(self._env, "reset")
+        self._env.seed_for_reset(kwargs)
+        return super().reset(rows, **kwargs)
 
 
 def _marked(rows: Rows) -> list[int]:
