@@ -95,7 +95,7 @@ class TorchRLArrays(ArrayEnv):
             raise NotNative("the transforms of TorchRL's environment have changed")
         if self._inner is None:
             _check_base(base)
-        elif base.is_closed or list(map(id, self._inner)) != list(map(id, base._envs)):
+        elif base.is_closed or list(map(id, self._inner)) != list(map(id, _environments(base) or [])):
             raise NotNative("the environments of TorchRL's SerialEnv were closed, and others were made")
         self._base.check()
 
