@@ -32,7 +32,7 @@ from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.counts import announce_rounding
 from rollwright.collectors.rollout.hooks import Hooks
-from rollwright.collectors.rollout.policy import check_policy
+from rollwright.collectors.rollout.policy import check_policy, check_shaped
 from rollwright.collectors.workers.background import WorkersBackground
 from rollwright.collectors.workers.calls import WorkerCalls
 from rollwright.collectors.workers.counters import Count
@@ -153,6 +153,7 @@ class MultiCollector(BaseCollector):
         sent = policy if self.options.policy_factory is None else None
         if sent is not None:
             check_policy(sent)
+            check_shaped(sent)
         self._threads_before = torch.get_num_threads()
         if own.num_threads is not None:
             torch.set_num_threads(own.num_threads)

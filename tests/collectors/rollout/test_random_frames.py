@@ -95,13 +95,33 @@ def test_global_generators_are_as_if_nothing_was_called(make):
     assert drawn[0] == drawn[1]
 
 
-def test_modules_that_take_shape_at_their_first_call_take_it_when_they_act(make):
+def test_modules_that_take_shape_at_their_first_call_take_it_at_construction(make):
     policy = TensorDictModule(nn.LazyLinear(1), ["observation"], ["action"])
     collector = make(pendulum, policy, **FRAMES)
-    collector.next()
-    assert isinstance(policy.module.weight, nn.UninitializedParameter)
-    assert forms(collector.next()) == forms(collector.next())
+    optimizer = torch.optim.Adam(policy.parameters())
     assert policy.module.weight.shape == (1, 3)
+    before = policy.module.weight.clone()
+    collector.next()
+    assert forms(collector.next()) == forms(collector.next())
+    policy(TensorDict(observation=torch.ones(3)))["action"].sum().backward()
+    optimizer.step()
+    assert not torch.equal(policy.module.weight, before)
+
+
+def test_zeros_need_not_be_enough_for_modules_to_take_shape(make):
+    def checked(observation):
+        assert observation.any()
+        return observation
+
+    policy = TensorDictModule(nn.Sequential(Called(checked), nn.LazyLinear(1)), ["observation"], ["action"])
+    assert make(pendulum, policy, frames_per_batch=2).next().shape == (2,)
+    assert policy.module[1].weight.shape == (1, 3)
+
+
+class Called(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
 
 
 class Agent:

@@ -8,8 +8,10 @@ from functools import partial
 
 import pytest
 import torch
+from tensordict.nn import TensorDictModule
 from tests.collectors.workers.envs import gain, makers, tallies, tally
 from tests.collectors.workers.frames import check
+from torch import nn
 
 from rollwright.envs import GymEnv
 
@@ -26,6 +28,14 @@ from rollwright.envs import GymEnv
 def test_what_cannot_be_concatenated(make, envs, options, text):
     with pytest.raises(ValueError, match=text):
         make("sync", envs, **{"frames_per_batch": 24, **options})
+
+
+def test_parameters_without_numbers_of_which_each_worker_would_draw_its_own(make):
+    policy = TensorDictModule(nn.LazyLinear(1), ["observation"], ["action"])
+    with pytest.raises(ValueError, match=r"policy: .*'module.weight', which takes shape at its first call\. Call the"):
+        make("sync", [partial(GymEnv, "Pendulum-v1")] * 2, policy, frames_per_batch=20)
+    policy(GymEnv("Pendulum-v1").reset())
+    assert make("sync", [partial(GymEnv, "Pendulum-v1")] * 2, policy, frames_per_batch=20).next().numel() == 20
 
 
 class Odd:

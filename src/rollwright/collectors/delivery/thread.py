@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from rollwright.envs.utils import ExplorationType, set_exploration_type
 
 __all__ = ["CollectorThread", "exploration_of_this_thread", "paused_error"]
 
+_log = logging.getLogger("rollwright")
 _WAIT_S = 60.0  # for a step to end, at most
 _STOP_S = 10.0  # for the thread to end, by default
 _NAP_S = 1.0
@@ -73,6 +75,8 @@ class CollectorThread(DaemonThread):
                 pass
 
     def _finish(self) -> None:
+        if (error := self.error_text()) is not None:  # who only watches a buffer calls the collector no more
+            _log.error("collection in the background ended. The next call of the collector raises %s", error)
         self._ended()
         self._apply_updates()
 

@@ -23,7 +23,7 @@ from rollwright.modules.llm.engine import Engine
 from rollwright.modules.signature import Call, speak_tensordict
 from rollwright.weight_update.forms import Description, describe
 
-__all__ = ["ActingPolicy", "accelerate", "check_policy", "making_policy"]
+__all__ = ["ActingPolicy", "accelerate", "check_policy", "check_shaped", "making_policy"]
 
 
 @contextmanager
@@ -69,6 +69,21 @@ def check_policy(policy: Any) -> None:
         )
     if isinstance(policy, type):
         raise TypeError(f"policy: got the class {policy.__name__}. Pass an instance, {policy.__name__}(...).")
+
+
+def check_shaped(policy: Any) -> None:
+    """Test that a policy which workers copy has all its parameters.
+
+    Raises:
+        ValueError: some take shape at the first call, and each copy would draw numbers of its own for them.
+    """
+    if isinstance(policy, nn.Module):
+        lacking = [name for name, own in policy.named_parameters() if nn.parameter.is_lazy(own)]
+        if lacking:
+            raise ValueError(
+                f"policy: expected parameters with numbers, which all workers share, got {lacking[0]!r}, which takes "
+                "shape at its first call. Call the policy once before, such as policy(env.reset())."
+            )
 
 
 class ActingPolicy:

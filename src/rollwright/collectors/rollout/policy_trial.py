@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ class Trial:
     """Calls a policy on a copy of what it reads, and changes nothing else.
 
     A module is copied for that, but for its parameters, so that its buffers, counters and generators stay as they are,
-    and modules that take shape at their first call take it later. A function, a bound method or another object is
+    and modules that take shape at their first call do not take it here. A function, a bound method or another object is
     called itself, and so is what is never copied: the buffers of the modules in it are put back afterwards, and what
     else it changes stays changed. torch's, NumPy's and Python's global generators are put back.
 
@@ -57,6 +58,23 @@ class Trial:
         stale = stages.stale_actions(env, self._policy)
         with _generators_kept(self._devices), _buffers_kept(shared):
             yield own, stages.build_act(own, self._move, stages.action_check(env), fresh_outputs=True, stale=stale)
+
+    def give_shape(self) -> None:
+        """Call a policy whose modules take shape at their first call, on zeros, so that an optimizer can be made.
+
+        The modules themselves are called, not copies. Where zeros are not enough for that, the first step does it.
+        """
+        lazy = isinstance(self.call, nn.Module) and any(map(nn.parameter.is_lazy, self.call.parameters()))
+        if not lazy or isinstance(self._policy, RandomPolicy):
+            return
+        env = self._env
+        act = stages.build_act(self.call, self._move, stages.action_check(env), fresh_outputs=True)
+        with contextlib.suppress(Exception), torch.no_grad():
+            specs = (env.full_observation_spec, env.full_state_spec, env.full_done_spec)
+            zeros = env.full_action_spec.zero().empty()
+            for spec in specs:
+                zeros.update(spec.zero())
+            act(zeros)
 
     def outputs(self, current: TensorDictBase) -> TensorDictBase | None:
         """What the policy writes: its entries, all zero, or empty; see :func:`~rollwright.data.layout.blank_frame`.

@@ -145,6 +145,8 @@ class Rollout:
         self._use(choose_path(self._parts, strict=True))
         self._to_compile = bool(options.compile_policy)  # at the first batch, which has the first observations
         self._check_inputs(entries_of(env, options))
+        if self._path.calls_policy:
+            self._trial().give_shape()
 
     def _use(self, path: Path) -> None:
         """Take ``path`` from now on: the short list of callables that a rollout runs through."""

@@ -37,6 +37,16 @@ def test_an_error_in_the_thread_is_raised_at_the_next_call_once(tools, started, 
     assert collector.closed
 
 
+def test_an_error_is_logged_for_who_only_watches_the_buffer(tools, started, caplog):
+    gate = tools.Gate(at=30, error=OSError("the simulator is gone"))
+    gate.opened.set()
+    collector, _ = started(CountingEnv(max_steps=9), gate)
+    collector._background.thread._thread.join(tools.LIMIT)
+    assert "collection in the background ended. The next call of the collector raises OSError: the" in caplog.text
+    with pytest.raises(OSError, match="gone"):
+        collector.start()
+
+
 def test_an_error_while_somebody_waits_for_a_pause(tools, started):
     gate = tools.Gate(at=30, error=OSError("gone"))
     collector, _ = started(CountingEnv(max_steps=9), gate)
