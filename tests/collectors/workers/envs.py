@@ -140,7 +140,7 @@ class Pixels(gymnasium.Env):
     action_space = spaces.Discrete(2)
 
     def __init__(self, size: int = 64) -> None:
-        self.observation_space = spaces.Box(0, 255, (size, size, 3), np.uint8)
+        self.observation_space = spaces.Box(0, 250, (size, size, 3), np.uint8)
         self.episode, self.now = -1, 0
 
     def _seen(self) -> np.ndarray:

@@ -115,10 +115,10 @@ class NumberedEnv(gymnasium.Env[Any, Any]):
 
 
 class UniformImages(gymnasium.Env[Any, Any]):
-    """Images uint8 ``[64, 64, 3]``, all of whose pixels are equal; episodes of 20 steps."""
+    """Images uint8 ``[64, 64, 3]`` called ``"observation"``, all of whose pixels are equal; episodes of 20 steps."""
 
     action_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    observation_space = spaces.Box(0, 255, (64, 64, 3), np.uint8)
+    observation_space = spaces.Box(0, 254, (64, 64, 3), np.uint8)
 
     def __init__(self) -> None:
         self._step = 0
@@ -130,7 +130,7 @@ class UniformImages(gymnasium.Env[Any, Any]):
         return self._observed(), {}
 
     def _observed(self) -> Any:
-        return np.full((64, 64, 3), self.np_random.integers(256), np.uint8)
+        return np.full((64, 64, 3), self.np_random.integers(255), np.uint8)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """See gymnasium."""
