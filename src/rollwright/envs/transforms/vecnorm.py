@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
-from rollwright._keys import NestedKey
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform
 from rollwright.envs.transforms.base import KeySeq
-from rollwright.envs.transforms.compose import Compose
 from rollwright.envs.transforms.entries.running import RunningNorm, root_of_array, total, total_of_array
 from rollwright.envs.transforms.entries.vecnorm_v2 import VecNormV2
-from rollwright.envs.transforms.scaling import ObservationNorm
 
 __all__ = ["VecNorm"]
 
@@ -86,56 +82,18 @@ class VecNorm(RunningNorm):
         new_api: bool | None = None,
     ) -> None:
         super().__init__(["observation", "reward"] if in_keys is None else in_keys, out_keys, decay, eps)
-        for index in range(len(self.in_keys)):
-            for name in BUFFERS:
-                self.register_buffer(f"{name}_{index}", None)
 
     # Statistics -------------------------------------------------------------------------------
 
-    def frozen_copy(self) -> Self:
-        """A frozen transform with statistics of its own, equal to those of now, on no environment."""
-        copy = self.clone()
-        for name, buffer in self._buffers.items():
-            setattr(copy, name, None if buffer is None else buffer.clone())
-        return copy.freeze()
-
-    @property
-    def loc(self) -> TensorDict:
-        """The means by ``in_keys``, of an entry's shape below the batch; those seen so far."""
-        return TensorDict({key: stats.mean.clone() for key, stats in self._known().items()})
-
-    @property
-    def scale(self) -> TensorDict:
-        """The deviations by ``in_keys``, of an entry's shape below the batch; those seen so far."""
-        return TensorDict({key: self._deviation(stats) for key, stats in self._known().items()})
-
-    def to_observation_norm(self) -> ObservationNorm | Compose:
-        """The statistics of now as fixed numbers: an ``ObservationNorm``, a chain of them for several keys.
-
-        Raises:
-            RuntimeError: an entry was never seen.
-        """
-        norms, known = [], self._known()
-        for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
-            if in_key not in known:
-                raise RuntimeError(f"VecNorm has seen no {in_key!r} yet. Step the environment first.")
-            loc, scale = known[in_key].mean, self._deviation(known[in_key])
-            norms.append(ObservationNorm(loc, scale, [in_key], [out_key], standard_normal=True))
-        return norms[0] if len(norms) == 1 else Compose(*norms)
-
     def stats(self, index: int) -> Stats | None:
         """The statistics of an entry, by its place among ``in_keys``; None before it was seen."""
-        weight, mean, spread = (self._buffers[f"{name}_{index}"] for name in BUFFERS)
-        return None if weight is None or mean is None or spread is None else Stats(weight, mean, spread)
+        numbers = self._numbers(index)
+        return None if numbers is None else Stats(*numbers)
 
-    def has_seen(self, index: int) -> bool | None:
-        """See :class:`RunningNorm`."""
+    def loc_scale(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Mean and deviation, see :class:`RunningNorm`."""
         stats = self.stats(index)
-        return None if stats is None else bool(stats.weight.all())
-
-    def _known(self) -> dict[NestedKey, Stats]:
-        found = {key: self.stats(index) for index, key in enumerate(self.in_keys)}
-        return {key: stats for key, stats in found.items() if stats is not None}
+        return None if stats is None else (stats.mean.clone(), self._deviation(stats))
 
     def _deviation(self, stats: Stats) -> torch.Tensor:
         return (stats.spread / stats.weight).clamp_min_(self.eps).sqrt_()
@@ -186,7 +144,3 @@ class VecNorm(RunningNorm):
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
         return self._normalise_arrays(env)
-
-    def __repr__(self) -> str:
-        frozen = ", frozen" if self.frozen else ""
-        return f"VecNorm(in_keys={self.in_keys}, decay={self.decay}, eps={self.eps}{frozen})"

@@ -20,7 +20,7 @@ class CalledFunction(ArrayPolicy):
     """A function of the one observation, which it is given as a tensor or as a NumPy array.
 
     Args:
-        policy: the function, with what it takes and what becomes of its results.
+        policy: the function, what it takes, and how its results are read.
         batch_shape: of the entries.
         available: entries of the root.
 

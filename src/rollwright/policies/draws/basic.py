@@ -24,8 +24,11 @@ __all__ = [
     "DeltaDraw",
     "NormalDraw",
     "draw_normal",
+    "emit_normal",
     "emit_score",
     "emit_sum",
+    "mean_of_normal",
+    "noise_of_normal",
     "race",
     "score_normal",
     "sum_last",
@@ -222,7 +225,7 @@ class NormalDraw(Draw):
 
     def step(self) -> Step:
         """See :class:`Node`."""
-        return self._step(draw_normal if self.random else _loc)
+        return self._step(draw_normal if self.random else mean_of_normal)
 
     def step_with(self, noise: int) -> Step:
         """See :class:`Draw`; the noise is standard normal."""
@@ -245,25 +248,34 @@ class NormalDraw(Draw):
 
     def noise(self, reads: Sequence[Tensor]) -> Noise | None:
         """See :class:`Draw`."""
-        if not self.random:
-            return None
-        shape = torch.broadcast_shapes(*[value.shape for value in reads])
-        return Noise("normal", tuple(shape), reads[0].dtype, reads[0].device)
+        return noise_of_normal(reads) if self.random else None
 
     def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
         """See :class:`Node`."""
         loc, scale = reads
-        z = np.zeros(np.broadcast_shapes(loc.shape, scale.shape), loc.dtype)
-        value: Any = np.empty_like(z)
-        if self.random:
-            emitter.draw("normal", z)
-            copy = np.copyto
-            emitter.calls.append(lambda: copy(z, next(emitter.noise)))
-        emitter.put(np.multiply, z, scale, value)
-        emitter.put(np.add, loc, value, value)
+        z, value = emit_normal(emitter, loc, scale, random=self.random)
         if len(self.writes) == 1:
             return [value]
         return [value, emit_sum(emitter, emit_score(emitter, z, scale), self.event_dims)]
+
+
+def noise_of_normal(reads: Sequence[Tensor]) -> Noise:
+    """What a normal draw with these parameters takes."""
+    shape = torch.broadcast_shapes(*[value.shape for value in reads])
+    return Noise("normal", tuple(shape), reads[0].dtype, reads[0].device)
+
+
+def emit_normal(emitter: Emitter, loc: Array, scale: Array, *, random: bool) -> tuple[Array, Array]:
+    """Calls for ``loc + z * scale``; the standard normal ``z``, zero if nothing is drawn, and the value."""
+    z = np.zeros(np.broadcast_shapes(loc.shape, scale.shape), loc.dtype)
+    value: Any = np.empty_like(z)
+    if random:
+        emitter.draw("normal", z)
+        copy = np.copyto
+        emitter.calls.append(lambda: copy(z, next(emitter.noise)))
+    emitter.put(np.multiply, z, scale, value)
+    emitter.put(np.add, loc, value, value)
+    return z, value
 
 
 def emit_score(emitter: Emitter, z: Array, scale: Array) -> Array:
@@ -303,7 +315,8 @@ def draw_normal(loc: Tensor, scale: Tensor) -> Tensor:
     return value.mul_(scale).add_(loc) if loc.dtype == scale.dtype else loc + value * scale
 
 
-def _loc(loc: Tensor, scale: Tensor) -> Tensor:
+def mean_of_normal(loc: Tensor, scale: Tensor) -> Tensor:
+    """What is taken where nothing is drawn."""
     return loc
 
 

@@ -5,14 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from rollwright.policies.draws.basic import draw_normal, emit_score, emit_sum, score_normal, sum_last
+from rollwright.policies.draws.basic import (
+    draw_normal,
+    emit_normal,
+    emit_score,
+    emit_sum,
+    mean_of_normal,
+    noise_of_normal,
+    score_normal,
+    sum_last,
+)
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.nodes import Draw, Step, Values
 from rollwright.policies.noise import Noise
@@ -42,7 +50,7 @@ class TanhNormalDraw(Draw):
 
     def step(self) -> Step:
         """See :class:`Node`."""
-        return self._step(draw_normal if self.random else _loc)
+        return self._step(draw_normal if self.random else mean_of_normal)
 
     def step_with(self, noise: int) -> Step:
         """See :class:`Draw`; the noise is standard normal."""
@@ -79,22 +87,12 @@ class TanhNormalDraw(Draw):
 
     def noise(self, reads: Sequence[Tensor]) -> Noise | None:
         """See :class:`Draw`."""
-        if not self.random:
-            return None
-        shape = torch.broadcast_shapes(*[value.shape for value in reads])
-        return Noise("normal", tuple(shape), reads[0].dtype, reads[0].device)
+        return noise_of_normal(reads) if self.random else None
 
     def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
         """See :class:`Node`."""
         loc, scale = reads
-        z = np.zeros(np.broadcast_shapes(loc.shape, scale.shape), loc.dtype)
-        x: Any = np.empty_like(z)
-        if self.random:
-            emitter.draw("normal", z)
-            copy = np.copyto
-            emitter.calls.append(lambda: copy(z, next(emitter.noise)))
-        emitter.put(np.multiply, z, scale, x)
-        emitter.put(np.add, loc, x, x)
+        z, x = emit_normal(emitter, loc, scale, random=self.random)
         value = emitter.to(np.tanh, x, like=x)
         if self.clamped:
             limit = 1.0 - float(np.finfo(loc.dtype).resolution)
@@ -117,7 +115,3 @@ class TanhNormalDraw(Draw):
             constant -= np.log(np.abs(self.stretch[0].numpy()))
         emitter.put(np.add, score, constant.astype(loc.dtype), score)
         return [value, emit_sum(emitter, score, self.event_dims)]
-
-
-def _loc(loc: Tensor, scale: Tensor) -> Tensor:
-    return loc

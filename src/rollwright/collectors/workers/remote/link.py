@@ -89,7 +89,8 @@ class Link:
                 return
             if self._line is None:
                 if now - self._began > self._start_timeout:
-                    self.lose(f"within start_timeout={self._start_timeout:g} s")
+                    late = TimeoutError(f"nothing joined within start_timeout={self._start_timeout:g} s")
+                    self.lose(f"within start_timeout={self._start_timeout:g} s", ExceptionInfo.of(late))
             elif now - self._heard_at() > self._host_timeout:
                 self.read()  # this process may have been busy
                 if self.lost is None and time.monotonic() - self._heard_at() > self._host_timeout:

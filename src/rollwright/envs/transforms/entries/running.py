@@ -9,13 +9,15 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey
 from rollwright.data.specs import TensorSpec, Unbounded
 from rollwright.data.specs.gymspaces import numpy_dtype
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
 from rollwright.envs.transforms.base import EntryTransform, KeySeq
+from rollwright.envs.transforms.compose import Compose
+from rollwright.envs.transforms.scaling import ObservationNorm
 from rollwright.errors import NotNative
 
 __all__ = ["RunningNorm", "root_of_array", "total", "total_of_array"]
@@ -31,7 +33,7 @@ class RunningNorm(EntryTransform):
         eps: a smallest number to divide by, above 0.
     """
 
-    _statistics: ClassVar[tuple[str, ...]]  # names of buffers, before the index of the entry; the last two as its dtype
+    _statistics: ClassVar[tuple[str, ...]]  # names of buffers, less the entry's index: a count, and two as its dtype
     _has_numpy: bool = True  # whether :meth:`_in_numpy` does what the transform is set to
 
     def __init__(self, in_keys: KeySeq, out_keys: KeySeq, decay: float, eps: float) -> None:
@@ -43,6 +45,71 @@ class RunningNorm(EntryTransform):
         self.decay = decay
         self.eps = eps
         self.frozen = False
+        for index in range(len(self.in_keys)):
+            for name in self._statistics:
+                self.register_buffer(f"{name}_{index}", None)
+
+    def _numbers(self, index: int) -> tuple[torch.Tensor, ...] | None:
+        """The statistics of an entry, by its place among ``in_keys``; None before it was seen."""
+        found = tuple(number for name in self._statistics if (number := self._buffers[f"{name}_{index}"]) is not None)
+        return found if len(found) == len(self._statistics) else None
+
+    def has_seen(self, index: int) -> bool | None:
+        """Whether all of the entry at ``index``, a place among ``in_keys``, was counted; None: it never came."""
+        numbers = self._numbers(index)
+        return None if numbers is None else bool(numbers[0].all())
+
+    @abstractmethod
+    def loc_scale(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What is taken from an entry and what it is divided by; None before it was seen.
+
+        Args:
+            index: place among ``in_keys``.
+
+        Returns:
+            Tensors of their own, of an entry's shape (below the batch, where rows share statistics).
+        """
+
+    @property
+    def loc(self) -> TensorDict:
+        """What is taken from entries, by ``in_keys``; those seen so far."""
+        return TensorDict({key: loc for key, loc, _ in self._all_loc_scale()})
+
+    @property
+    def scale(self) -> TensorDict:
+        """What entries are divided by, by ``in_keys``; those seen so far."""
+        return TensorDict({key: scale for key, _, scale in self._all_loc_scale()})
+
+    def _all_loc_scale(self) -> list[tuple[NestedKey, torch.Tensor, torch.Tensor]]:
+        found = [(key, self.loc_scale(index)) for index, key in enumerate(self.in_keys)]
+        return [(key, *numbers) for key, numbers in found if numbers is not None]
+
+    def _seen_loc_scale(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = self.loc_scale(index)
+        if numbers is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has seen no {self.in_keys[index]!r} yet. Step the environment first."
+            )
+        return numbers
+
+    def to_observation_norm(self) -> ObservationNorm | Compose:
+        """The statistics of now as fixed numbers: an ``ObservationNorm``, a chain of them for several keys.
+
+        Raises:
+            RuntimeError: an entry was never seen.
+        """
+        norms = [
+            ObservationNorm(*self._seen_loc_scale(index), [in_key], [out_key], standard_normal=True)
+            for index, (in_key, out_key) in enumerate(self._pairs())
+        ]
+        return norms[0] if len(norms) == 1 else Compose(*norms)
+
+    def frozen_copy(self) -> Self:
+        """A frozen transform with statistics of its own, equal to those of now, on no environment."""
+        copy = self.clone()
+        for name, buffer in self._buffers.items():
+            setattr(copy, name, None if buffer is None else buffer.clone())
+        return copy.freeze()
 
     @abstractmethod
     def _normalise(self, index: int, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int) -> torch.Tensor:
@@ -64,10 +131,6 @@ class RunningNorm(EntryTransform):
             value: ``[*batch, ...]``.
             ndim: of the batch.
         """
-
-    @abstractmethod
-    def has_seen(self, index: int) -> bool | None:
-        """Whether all of the entry at ``index``, a place among ``in_keys``, was counted; None: it never came."""
 
     def freeze(self) -> Self:
         """Stop updating the statistics; returns the transform."""
@@ -167,6 +230,10 @@ class RunningNorm(EntryTransform):
 
     def _change_spec(self, spec: TensorSpec) -> TensorSpec:
         return unbounded_float(spec)
+
+    def __repr__(self) -> str:
+        frozen = ", frozen" if self.frozen else ""
+        return f"{type(self).__name__}(in_keys={self.in_keys}, decay={self.decay}, eps={self.eps}{frozen})"
 
 
 def total(value: torch.Tensor, ndim: int) -> torch.Tensor:

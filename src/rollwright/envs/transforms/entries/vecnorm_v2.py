@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform
 from rollwright.envs.transforms.base import KeySeq
-from rollwright.envs.transforms.compose import Compose
 from rollwright.envs.transforms.entries.running import RunningNorm, root_of_array, total
-from rollwright.envs.transforms.scaling import ObservationNorm
 
 __all__ = ["VecNormV2"]
 
@@ -95,42 +92,21 @@ class VecNormV2(RunningNorm):
         self.stateful = True
         self.reduce_batch_dims = bool(reduce_batch_dims)
         self._has_numpy = not reduce_batch_dims
-        for index in range(len(self.in_keys)):
-            for name in BUFFERS:
-                self.register_buffer(f"{name}_{index}", None)
 
     # Averages ---------------------------------------------------------------------------------
 
-    def frozen_copy(self) -> Self:
-        """A frozen transform with averages of its own, equal to those of now, on no environment."""
-        copy = self.clone()
-        for name, buffer in self._buffers.items():
-            setattr(copy, name, None if buffer is None else buffer.clone())
-        return copy.freeze()
-
-    @property
-    def loc(self) -> TensorDict:
-        """What is taken from entries, by ``in_keys``; those seen so far."""
-        return TensorDict({key: self._loc_scale(averages)[0] for key, averages in self._known().items()})
-
-    @property
-    def scale(self) -> TensorDict:
-        """What entries are divided by, by ``in_keys``; those seen so far."""
-        return TensorDict({key: self._loc_scale(averages)[1] for key, averages in self._known().items()})
-
     def averages(self, index: int) -> Averages | None:
         """The averages of an entry, by its place among ``in_keys``; None before it was seen."""
-        count, loc, var = (self._buffers[f"{name}_{index}"] for name in BUFFERS)
-        return None if loc is None or var is None or count is None else Averages(loc, var, count)
+        numbers = self._numbers(index)
+        if numbers is None:
+            return None
+        count, loc, var = numbers
+        return Averages(loc, var, count)
 
-    def has_seen(self, index: int) -> bool | None:
+    def loc_scale(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See :class:`RunningNorm`."""
         averages = self.averages(index)
-        return None if averages is None else bool(averages.number.all())
-
-    def _known(self) -> dict[NestedKey, Averages]:
-        found = {key: self.averages(index) for index, key in enumerate(self.in_keys)}
-        return {key: averages for key, averages in found.items() if averages is not None}
+        return None if averages is None else self._loc_scale(averages)
 
     def _loc_scale(self, averages: Averages) -> tuple[torch.Tensor, torch.Tensor]:
         loc, var, number = averages
@@ -151,24 +127,6 @@ class VecNormV2(RunningNorm):
     def _share_of_array(self, number: Any) -> Any:
         return -np.expm1(np.maximum(number, 1) * math.log(self.decay))
 
-    def to_observation_norm(self) -> ObservationNorm | Compose:
-        """The numbers of now as fixed ones: an ``ObservationNorm``, a chain of them for several keys.
-
-        Raises:
-            RuntimeError: an entry was never seen.
-        """
-        norms = []
-        for in_key, out_key in self._pairs():
-            loc, scale = self._loc_scale(self._seen(in_key))
-            norms.append(ObservationNorm(loc, scale, [in_key], [out_key], standard_normal=True))
-        return norms[0] if len(norms) == 1 else Compose(*norms)
-
-    def _seen(self, key: NestedKey) -> Averages:
-        known = self._known()
-        if key not in known:
-            raise RuntimeError(f"VecNormV2 has seen no {key!r} yet. Step the environment first.")
-        return known[key]
-
     def denorm(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The reverse: ``in_keys`` from ``out_keys``, by the numbers of now.
 
@@ -179,8 +137,8 @@ class VecNormV2(RunningNorm):
             RuntimeError: an entry was never seen.
         """
         changed = tensordict.clone(False)
-        for in_key, out_key in self._pairs():
-            loc, scale = self._loc_scale(self._seen(in_key))
+        for index, (in_key, out_key) in enumerate(self._pairs()):
+            loc, scale = self._seen_loc_scale(index)
             value = tensordict.get(out_key, None)
             if value is not None:
                 changed.set(in_key, value * scale + loc)
@@ -249,7 +207,3 @@ class VecNormV2(RunningNorm):
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
         return self._normalise_arrays(env)
-
-    def __repr__(self) -> str:
-        frozen = ", frozen" if self.frozen else ""
-        return f"VecNormV2(in_keys={self.in_keys}, decay={self.decay}, eps={self.eps}{frozen})"
