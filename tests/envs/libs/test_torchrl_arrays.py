@@ -14,6 +14,7 @@ from rollwright.collectors import Collector
 from rollwright.envs import RewardSum, SerialEnv, TransformedEnv
 
 envs = pytest.importorskip("torchrl.envs")
+Unbounded = pytest.importorskip("torchrl.data").Unbounded
 PENDULUM, CART_POLE = "Pendulum-v1", "CartPole-v1"
 
 
@@ -42,6 +43,11 @@ def norm(**options):
     return envs.VecNorm(**{"in_keys": ["observation"], "decay": 0.99, **options})
 
 
+def primer(**options):
+    specs = {"hidden": Unbounded((4,)), "count": Unbounded((1,), dtype=torch.int64)}
+    return envs.TensorDictPrimer(specs, default_value={"hidden": 0.5, "count": 3.0}, **options)
+
+
 ENVS = {
     "bare": lambda: envs.GymEnv(CART_POLE),
     "categorical": lambda: envs.GymEnv(CART_POLE, categorical_action_encoding=True),
@@ -68,6 +74,10 @@ ENVS = {
     ),
     "shapes": lambda: around(
         envs.GymEnv(PENDULUM), envs.UnsqueezeTransform(-1, in_keys=["observation"], out_keys=["o"])
+    ),
+    "primed": lambda: around(envs.GymEnv(PENDULUM), primer(), envs.StepCounter(9)),
+    "several primed": lambda: around(
+        envs.SerialEnv(2, lambda: around(envs.GymEnv(PENDULUM), envs.StepCounter(4))), primer(expand_specs=True)
     ),
     "several": lambda: envs.SerialEnv(3, lambda: around(envs.GymEnv(CART_POLE), envs.StepCounter(9))),
     "around several": lambda: around(

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from rollwright._foreign import class_path
 from rollwright._keys import NestedKey, unravel
 from rollwright.envs.arrays import ARRAY_FORMS, ArrayEnv, ArrayTransform, Entry, Values, constant
+from rollwright.envs.transforms.primer import as_primer
 from rollwright.errors import NotNative
 
 __all__ = ["array_transform"]
@@ -272,6 +273,14 @@ def _reward_sum(transform: Any, env: ArrayEnv) -> ArrayTransform:
     return ArrayTransform(entries, list(entries), step, reset)
 
 
+def _primer(transform: Any, env: ArrayEnv) -> ArrayTransform:
+    if transform.call_before_env_reset:
+        raise NotNative(f"{class_path(transform)} writes before the reset")
+    ours = as_primer(transform)
+    ours.expand_specs = None  # TorchRL's has done that, where it was asked to
+    return ours.on_arrays(env)
+
+
 _VALUES = [
     "BinarizeReward",
     "CenterCrop",
@@ -294,5 +303,6 @@ _KINDS: dict[str, Callable[[Any, ArrayEnv], ArrayTransform]] = {
     "RewardScaling": _affine,
     "RewardSum": _reward_sum,
     "StepCounter": _step_counter,
+    "TensorDictPrimer": _primer,
     "VecNorm": _vec_norm,
 }
