@@ -280,7 +280,7 @@ def test_what_may_be_called_while_it_runs(started):
     for call in (collector.next, lambda: next(iter(collector)), collector.start):
         with pytest.raises(RuntimeError, match=r"start|runs"):
             call()
-    assert collector.stats()["frames"] > 0
+    assert wait_until(lambda: collector.stats()["frames"] > 0)  # reported after it was written
     assert collector.update_policy_weights_(gain(2.0)) == 1
     assert "worker0" in collector.state_dict()
     collector.reset()
