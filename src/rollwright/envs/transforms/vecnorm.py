@@ -59,6 +59,7 @@ class VecNorm(RunningNorm):
         ValueError: ``decay`` or ``eps`` is out of range.
 
     Example:
+        >>> from tensordict import TensorDict
         >>> norm = VecNorm(in_keys=["x"], decay=1.0)
         >>> norm(TensorDict({"x": torch.tensor([1.0, 3.0])}, [2]))["x"]
         tensor([-1.,  1.])

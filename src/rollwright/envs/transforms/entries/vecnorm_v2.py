@@ -63,6 +63,7 @@ class VecNormV2(RunningNorm):
         ValueError: ``decay`` or ``eps`` is out of range, or ``stateful`` is False.
 
     Example:
+        >>> from tensordict import TensorDict
         >>> norm = VecNormV2(in_keys=["x"], decay=1.0, reduce_batch_dims=True)
         >>> norm(TensorDict({"x": torch.tensor([1.0, 3.0])}, [2]))["x"]
         tensor([-1.,  1.])
