@@ -74,9 +74,20 @@ class Site:
             self.join(host)
         made = MultiSyncCollector if kind == "sync" else MultiAsyncCollector
         policy = of.constant() if policy is None and "policy_factory" not in options else policy
-        with self.learner.entered():
-            self.collector = made(envs, policy, backend="tcp", backend_options=given, **options)
+        try:
+            with self.learner.entered():
+                self.collector = made(envs, policy, backend="tcp", backend_options=given, **options)
+        except Exception as error:
+            error.add_note(f"groups: {self.states()}")
+            raise
         return self.collector
+
+    def states(self):
+        """What has become of the groups that were started: how they ended, and what they said."""
+        ended = {name: program.poll() for name, program in self.joined.items()}
+        return {
+            name: ended[name] if ended[name] is None else program.communicate() for name, program in self.joined.items()
+        }
 
     def workers_on(self, host):
         """Indices of the workers that run there."""

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from rollwright._memory import keep_freed_memory
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.service.dumps import Dumps
 from rollwright.data.replay_buffers.service.keeper import Keeper
@@ -81,6 +82,7 @@ class Service:
     """
 
     def __init__(self, recipe: Recipe) -> None:
+        keep_freed_memory()  # each request and each batch has memory of its own, of the same sizes
         sys.path.extend(path for path in recipe.import_paths if path not in sys.path)
         torch.manual_seed(recipe.seed)
         kind, options = pickle.loads(recipe.made_of)

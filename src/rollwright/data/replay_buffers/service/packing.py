@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from rollwright.data.unchecked import unchecked_td
 
-__all__ = ["memory_for", "pack", "unpack"]
+__all__ = ["ReusedMemory", "memory_for", "pack", "unpack"]
 
 _INLINE = 128  # bytes of a tensor that are not worth a piece of their own
+_WORTH_REUSE = 64 * 2**10  # bytes
+_MOST_SLABS, _MOST_BYTES = 64, 256 * 2**20
 
 
 class _Pickler(pickle.Pickler):
@@ -85,3 +90,64 @@ def unpack(body: bytes, pieces: Sequence[memoryview]) -> Any:
 def memory_for(sizes: Sequence[int]) -> list[memoryview]:
     """Fresh memory for pieces of these sizes, aligned as torch aligns tensors."""
     return [memoryview(torch.empty(size, dtype=torch.uint8).numpy()) for size in sizes]  # type: ignore[arg-type]
+
+
+class _Slab:
+    """Memory for one piece at a time: borrowed as long as anything is there that was made of it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._memory: NDArray[np.uint8] = torch.empty(num_bytes, dtype=torch.uint8).numpy()
+        self._view: weakref.ref[NDArray[np.uint8]] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing reads it."""
+        return self._view is None or self._view() is None
+
+    def borrow(self) -> memoryview:
+        """The memory, which is free."""
+        view = self._memory[:]  # tensors, arrays and views keep it, since it is what a memoryview is of
+        self._view = weakref.ref(view)
+        return memoryview(view)  # type: ignore[arg-type]
+
+
+class ReusedMemory:
+    """Memory for pieces, each used again when nothing reads what was made of it; as :func:`memory_for` otherwise.
+
+    A loop that samples and drops batches of one size takes no fresh memory, whose pages would have to be cleared.
+
+    Example:
+        >>> memory = ReusedMemory()
+        >>> (piece,) = memory([2**20])
+        >>> batch = torch.frombuffer(piece, dtype=torch.float32)
+        >>> address = batch.data_ptr()
+        >>> del piece, batch
+        >>> torch.frombuffer(memory([2**20])[0], dtype=torch.float32).data_ptr() == address
+        True
+    """
+
+    def __init__(self) -> None:
+        self._slabs: list[_Slab] = []  # the last one used at the end
+
+    def __call__(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Memory for pieces of these sizes."""
+        return [self._take(size) if size >= _WORTH_REUSE else memory_for([size])[0] for size in sizes]
+
+    def _take(self, num_bytes: int) -> memoryview:
+        free = (slab for slab in self._slabs if slab.num_bytes == num_bytes and slab.is_free)
+        slab = next(free, None)
+        if slab is None:
+            slab = _Slab(num_bytes)
+        else:
+            self._slabs.remove(slab)
+        self._slabs.append(slab)
+        piece = slab.borrow()
+        while len(self._slabs) > _MOST_SLABS or self.num_bytes > _MOST_BYTES:
+            del self._slabs[0]  # whoever has borrowed it keeps it
+        return piece
+
+    @property
+    def num_bytes(self) -> int:
+        """That are kept, borrowed or not."""
+        return sum(slab.num_bytes for slab in self._slabs)

@@ -21,7 +21,7 @@ from rollwright._processes.network.handshake import HandshakeRefused, connect_to
 from rollwright._processes.network.line import Line
 from rollwright._processes.threads import DaemonThread
 from rollwright.data.replay_buffers.service.messages import Counts, Reply, Request, Welcome, WriterName
-from rollwright.data.replay_buffers.service.packing import memory_for, pack, unpack
+from rollwright.data.replay_buffers.service.packing import ReusedMemory, pack, unpack
 from rollwright.errors import WorkerError
 
 __all__ = ["Expected", "Session", "Target"]
@@ -115,6 +115,7 @@ class Session:
         self.is_closed = self._was_connected = False
         self._broken: Exception | None = None
         self._heard_at = 0.0
+        self._memory = ReusedMemory()
         self.notes: list[str] = []
         self.counts: Counts | None = None
         self.num_connections = 0
@@ -296,7 +297,7 @@ class Session:
             poll.register(line.fileno(), select.POLLIN)
             while not stopping() and not self.is_closed:
                 if poll.poll(_LOOK_S * 1e3):
-                    line.read(lambda message, sizes: memory_for(sizes), self._received)
+                    line.read(lambda message, sizes: self._memory(sizes), self._received)
                 elif time.monotonic() - self._heard_at > self.target.host_timeout:
                     silent = f"has given no sign for host_timeout={self.target.host_timeout:g} s"
                     self.fail(TimeoutError(f"{self.target.name} {silent}."))
