@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rollwright._options import with_options
+from rollwright.collectors.arguments import WorkerStats, check_worker_stats
 from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.delivery.background import Background
@@ -262,6 +263,11 @@ class Collector(BaseCollector):
         finally:
             self._delivery.missed()
 
+    def fake_tensordict(self) -> TensorDictBase:
+        """See :meth:`BaseCollector.fake_tensordict`."""
+        with self._background.between_batches():
+            return self._delivery.blank()
+
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Begin new trajectories, in all environments or in some of a batch.
 
@@ -489,15 +495,19 @@ class Collector(BaseCollector):
 
     # Observation ------------------------------------------------------------------------------
 
-    def stats(self, *, workers: bool = True) -> dict[str, Any]:
+    def stats(self, *, workers: WorkerStats = True) -> dict[str, Any]:
         """Counts, rates and episodes; ``json.dumps`` takes it.
 
         Args:
             workers: of collectors with workers; here it changes nothing.
 
+        Raises:
+            ValueError: ``workers`` is none of what they take.
+
         Returns:
             ``frames``, ``batches`` (delivered), ``total_frames``, ``total_batches`` (None without an end),
-            ``completed``, ``frames_per_batch``, ``frames_per_second``, ``seconds`` by stage, ``episodes``,
+            ``completed``, ``frames_per_batch``, ``requested_frames_per_batch`` (before it was rounded),
+            ``frames_per_second``, ``seconds`` by stage, ``episodes``,
             ``mean_return`` and ``mean_length`` (over the last 100), ``last_return``, ``policy_version``,
             ``env_recreations`` (environments recreated by ``on_env_failure="recreate"``), ``devices``,
             ``paths`` (what runs environment and policy, how a buffer is written, and why), ``bytes_held``,
@@ -506,7 +516,13 @@ class Collector(BaseCollector):
             With a replay buffer: its ``write_count``. After :meth:`start`: ``background`` (whether the thread is
             ``running``, ``paused``, or ended by an ``error``) and ``policy_version_acting``.
         """
-        return {**self._delivery.stats(), "policy_version": self.policy_version, **self._background.stats()}
+        check_worker_stats(workers)
+        return {
+            **self._delivery.stats(),
+            "requested_frames_per_batch": self.requested_frames_per_batch,
+            "policy_version": self.policy_version,
+            **self._background.stats(),
+        }
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of the environment."""

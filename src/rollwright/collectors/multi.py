@@ -20,11 +20,12 @@ from tensordict import TensorDictBase
 from rollwright._options import with_options
 from rollwright._processes.channel import ByValue
 from rollwright._processes.forks import on_fork
-from rollwright.collectors.arguments import checked_seed, checked_state
+from rollwright.collectors.arguments import WorkerStats, checked_seed, checked_state
 from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.queues import QueueBacklog
+from rollwright.collectors.delivery.rows import as_trajectories
 from rollwright.collectors.delivery.stored import await_publication
 from rollwright.collectors.delivery_options import warn_of_splits, write_count_of
 from rollwright.collectors.factory import register_workers
@@ -39,12 +40,13 @@ from rollwright.collectors.workers.counters import Count
 from rollwright.collectors.workers.options import WorkerOptions, factories_of, options_of_workers
 from rollwright.collectors.workers.schedules.first_come import FirstCome
 from rollwright.collectors.workers.schedules.gather import Gather
+from rollwright.collectors.workers.schedules.joining import restored
 from rollwright.collectors.workers.schedules.orders import Orders
 from rollwright.collectors.workers.schedules.schedule import Schedule
 from rollwright.collectors.workers.schedules.shaping import BatchShaping
 from rollwright.collectors.workers.schedules.staleness import Staleness
 from rollwright.collectors.workers.startup import Workers
-from rollwright.collectors.workers.stats import merged_stats
+from rollwright.collectors.workers.stats import merged_stats, select_workers
 from rollwright.collectors.workers.transports.backends import WorkerBackend
 from rollwright.collectors.workers.weights import PeriodicUpdates, WorkersWeights
 from rollwright.envs.libs.foreign import check_maker
@@ -497,11 +499,13 @@ class MultiCollector(BaseCollector):
 
     # Observation ------------------------------------------------------------------------------
 
-    def stats(self, *, workers: bool = True) -> dict[str, Any]:
+    def stats(self, *, workers: WorkerStats = True) -> dict[str, Any]:
         """Counts, rates and episodes of all workers; ``json.dumps`` takes it. At any time, from any thread.
 
         Args:
-            workers: False: leave out the entry ``workers``.
+            workers: False: leave out the entry ``workers``. Or one of the texts that other packages take, for numbers
+                by name alone: ``"per_worker"`` has ``"worker_0/frames"`` and so on, ``"aggregate"`` those of all
+                workers, ``"both"`` has both; ``workers`` is their count then.
 
         Returns:
             What :meth:`Collector.stats` has, summed up, and ``workers`` (for each: ``index``, ``alive``, ``pid``,
@@ -514,15 +518,24 @@ class MultiCollector(BaseCollector):
         buffer = self.options.replay_buffer
         written = {} if buffer is None else {"write_count": write_count_of(buffer)}
         found = merged_stats(self._group, self._schedule, self._counts, self._weights.version)
-        if not workers:
-            del found["workers"]
-        return {
+        found["requested_frames_per_batch"] = self.requested_frames_per_batch
+        found = {
             **found,
             "total_frames": None if math.isinf(self.total_frames) else int(self.total_frames),
             "completed": self.completed,
             **written,
             **self._background.stats(),
         }
+        return select_workers(found, workers)
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """See :meth:`BaseCollector.fake_tensordict`; each worker makes its part."""
+        blanks = self.map_fn("fake_tensordict")
+        if self.options.delivers_whole:
+            return as_trajectories(blanks, padded=self.options.traj_format == "padded")
+        results = [restored(i, blank, blank.device) for i, blank in enumerate(blanks)]
+        made = self._schedule.strategy.combine(results if self.own_options.sync else results[:1])
+        return self._shaped.shape(made)
 
     def map_fn(
         self,

@@ -18,6 +18,7 @@ from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.core import Path, RolloutObserver, Stage, TrajectoryIds, UnfitOutputs
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import named_range
+from rollwright.collectors.rollout.blank import blank_batch
 from rollwright.collectors.rollout.counts import FrameCounts
 from rollwright.collectors.rollout.devices import Devices, Syncs, module_device
 from rollwright.collectors.rollout.hooks import Hooks
@@ -389,6 +390,19 @@ class Rollout:
         self.frames_taken = steps * self.num_rows if taken is None else taken
         self._steps_taken = steps if taken is None else batch.batch_size[-1]
         return batch
+
+    def blank(self) -> TensorDictBase:
+        """A batch of zeros like those of :meth:`run`; see :func:`~rollwright.collectors.rollout.blank.blank_batch`."""
+        self.check_open()
+        with torch.no_grad(), set_exploration_type(self.options.exploration_type), set_recurrent_mode("sequential"):
+            return blank_batch(
+                self.env,
+                self._trial(),
+                self.options,
+                steps=self.counts.steps,
+                version=self.acting.stamp,
+                device=self.devices.storing,
+            )
 
     def ends_in(self, batch: TensorDictBase) -> torch.Tensor:
         """Where trajectories end in a batch, bool ``[*env, T]``."""

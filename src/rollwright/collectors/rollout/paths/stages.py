@@ -30,6 +30,7 @@ __all__ = [
     "ragged_keys",
     "tag_act",
     "tag_step",
+    "version_tag",
 ]
 
 Stage = Callable[[TensorDictBase], TensorDictBase]
@@ -191,18 +192,20 @@ def tag_act(act: Stage, version: Callable[[], int | str]) -> Stage:
     """
 
     def tagged(current: TensorDictBase) -> TensorDictBase:
-        acting, batch_size = version(), current.batch_size
-        tag: Any = acting
-        if isinstance(acting, int):
-            tag = torch.full(batch_size, acting, dtype=torch.int64)
-        else:
-            for size in reversed(batch_size):
-                tag = [tag] * size
-            tag = NonTensorStack.from_list(tag) if batch_size else NonTensorData(tag)
-        current.set(VERSION, tag)
+        current.set(VERSION, version_tag(version(), current.batch_size))
         return act(current)
 
     return tagged
+
+
+def version_tag(version: int | str, batch_size: torch.Size) -> Any:
+    """A version for each of ``batch_size``: int64, or text."""
+    if isinstance(version, int):
+        return torch.full(batch_size, version, dtype=torch.int64)
+    tag: Any = version
+    for size in reversed(batch_size):
+        tag = [tag] * size
+    return NonTensorStack.from_list(tag) if batch_size else NonTensorData(tag)
 
 
 def tag_step(step: Step) -> Step:

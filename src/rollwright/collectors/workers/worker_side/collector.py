@@ -301,6 +301,11 @@ class WorkerCollector(Reachable):
         finally:
             self._delivery.missed()
 
+    def fake_tensordict(self) -> TensorDictBase:
+        """A batch of zeros like those that this worker delivers."""
+        self._check_between_batches()
+        return self._delivery.blank()
+
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Begin new trajectories, in all environments or in some of a batch."""
         self._check_between_batches()
