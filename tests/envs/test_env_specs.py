@@ -46,6 +46,7 @@ class Bare(EnvBase):
 
 def test_specs_left_out_get_defaults() -> None:
     env = Bare(batch_size=[3])
+    assert env.ndim == env.batch_dims == env.ndimension() == 1
     assert env.reward_spec == Unbounded((3, 1))
     assert env.done_spec["done"] == Categorical(2, shape=(3, 1), dtype=torch.bool)
     assert env.state_spec.is_empty()

@@ -158,6 +158,11 @@ class BaseCollector(Reachable, ABC):
             workers: with an entry ``workers``, for each of them; without workers there is none.
         """
 
+    def is_running(self) -> bool:
+        """Whether the thread of :meth:`start` collects, or is paused."""
+        background = self.stats(workers=False).get("background", {})
+        return bool(background.get("running"))
+
     @abstractmethod
     def fake_tensordict(self) -> TensorDictBase:
         """A batch of zeros with entries, shapes, dtypes and names of those that are delivered; nothing is stepped.

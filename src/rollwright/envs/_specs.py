@@ -323,6 +323,15 @@ class EnvSpecs(nn.Module):
         """Number of batch dimensions."""
         return len(self.batch_size)
 
+    @property
+    def batch_dims(self) -> int:
+        """Same as :attr:`ndim`."""
+        return self.ndim
+
+    def ndimension(self) -> int:
+        """Same as :attr:`ndim`."""
+        return self.ndim
+
     def numel(self) -> int:
         """Number of environments in the batch (1 for an unbatched one)."""
         return self.batch_size.numel()
