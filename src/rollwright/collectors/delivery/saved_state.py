@@ -25,6 +25,7 @@ from rollwright.modules import RandomPolicy
 
 __all__ = ["SavedState"]
 
+_ENDS = "turns of it were delivered, and no turn comes twice, so it ends there, and counts as dropped"
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 
@@ -61,6 +62,9 @@ class SavedState:
             state["env_state_dict"] = rollout.env.state_dict()
             state["env_checkpoint"] = checkpoint.state
             unsaved = [*checkpoint.unsaved, *objects, *unheld, *_kept_by_policy(rollout.policy)]
+            if (parts := rollout.path.save_parts()) is not None:
+                state["in_parts"] = parts[0]
+                unsaved += [f"{name}: {_ENDS}" for name in parts[1]] if trajectories is None else []
         else:
             trajectories, unsaved = own[0], [*own[1], *unheld]
             state["env_state_dict"] = {}
@@ -111,6 +115,8 @@ class SavedState:
             rollout.go_on_from(loaded, ids_are_free=ids_are_free)
         else:
             rollout.start_over()  # what the environment was in begins again
+            if "in_parts" in state:
+                rollout.path.end_parts(placed(state["in_parts"]))
         self._delivery.load_held(state.get("held"), saved, ids_are_free=ids_are_free)
         if "streams" in state:
             _load_generators(state["streams"])

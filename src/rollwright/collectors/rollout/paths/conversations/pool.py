@@ -18,7 +18,7 @@ from rollwright.collectors.rollout.paths.conversations.pool_notes import (
     saved_frames,
     text_of,
 )
-from rollwright.collectors.rollout.paths.conversations.saving import Names, warn_of_parts
+from rollwright.collectors.rollout.paths.conversations.saving import Names, line_of_lost, warn_of_parts
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.pool import PoolFrame, PoolPath
 from rollwright.collectors.rollout.state import td_from, td_state
@@ -163,9 +163,13 @@ class ConversationPoolPath(PoolPath):
         """See :meth:`Path.begin`."""
         super().begin(random=random)
         self._finished = []
+        self._fill()
+
+    def _fill(self) -> None:
+        """Begin conversations in environments that have none: their last one has failed, or was not saved."""
         busy = set(self._env.busy)
         for index in self._every:
-            if index not in busy and index not in self._roots and index not in self._over:  # it has failed
+            if index not in busy and index not in self._roots and index not in self._over:
                 self._id[index] = int(self._ids.take(1)[0])
                 self._open(index)
 
@@ -242,14 +246,19 @@ class ConversationPoolPath(PoolPath):
 
     def _begin_again(self, index: int) -> None:
         """Have an environment begin its conversation again, with the next batch; one delivered in part ends."""
-        number = self._id[index]
-        in_parts = self._totals[index][1] > sum(frame.id == number for frame in self._row) + len(self._held[index])
+        number, in_parts = self._id[index], self._is_in_parts(index)
         self._env.call(index, "begin_again", None, in_parts)
         if in_parts:
             self._num_dropped += 1
             warn_of_parts([self._where[index]])
         self._totals[index], self._held[index] = (0.0, 0), []  # once, however often it goes back
         self._row = deque(frame for frame in self._row if frame.id != number)
+
+    def _is_in_parts(self, index: int) -> bool:
+        """Whether turns of a conversation were delivered, which goes on."""
+        number = self._id[index]
+        left = sum(frame.id == number for frame in self._row) + len(self._held[index])
+        return not self._delivers_whole and self._totals[index][1] > left
 
     # Delivery -----------------------------------------------------------------------------------------
 
@@ -290,14 +299,17 @@ class ConversationPoolPath(PoolPath):
                 self._begin_again(index)
                 unsaved.append(f"{self._where[index]} begins again: {error}")
         envs, again = [], set()
+        cut: list[EndedConversation] = []
         for index in self._every:
             self._flush(index)
             state, reason = self._env.call(index, "save_conversation")
             envs.append(packed(state))
             if reason is not None:
                 again.add(self._id[index])
+                if in_parts := self._is_in_parts(index):
+                    cut.append(EndedConversation(index, name_of(self._roots[index]), self._where[index]))
                 if self._began(index):
-                    unsaved.append(f"{self._where[index]} begins again: {reason}")
+                    unsaved.append(line_of_lost(self._where[index], in_parts=in_parts, reason=reason))
         roots = [self._roots.get(index) if self._id[index] not in again else None for index in self._every]
         ids = self.row_ids()
         state = {
@@ -309,7 +321,8 @@ class ConversationPoolPath(PoolPath):
             "row": saved_frames(self._row, again),
             "over": sorted(self._over),
             "undelivered": packed(self._undelivered),
-            "dropped": self._num_dropped,
+            "cut": packed(cut),
+            "dropped": self._num_dropped + len(cut),
             "row_ids": None if ids is None else torch.from_numpy(ids),
         }
         return state, unsaved
@@ -335,7 +348,9 @@ class ConversationPoolPath(PoolPath):
 
     def look_ahead(self) -> None:
         """See :meth:`Path.look_ahead`."""
-        if not self._started:
+        if self._started:
+            self._fill()
+        else:
             self._renew(self._every)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
@@ -350,7 +365,8 @@ class ConversationPoolPath(PoolPath):
                 f"{len(state_dict.get('envs', ()))}. Make the pool as the one that was saved."
             )
         self.forget()
-        also: list[EndedConversation] = unpacked(state_dict["also"]) if "also" in state_dict else []
+        also: list[EndedConversation] = unpacked(state_dict["cut"])
+        also += unpacked(state_dict["also"]) if "also" in state_dict else []
         names = Names(None if ids_are_free else lambda: int(self._ids.take(1)[0]))
         for index in self._every:
             names_of_delivered = [each.name for each in also if each.env_index == index]
@@ -369,6 +385,7 @@ class ConversationPoolPath(PoolPath):
         self._row = deque(loaded_frames(state_dict["row"], names))
         self._over = set(state_dict["over"])
         self._started = True
+        self._fill()  # now, so that it shows whether the data is over
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""
