@@ -274,7 +274,9 @@ class ConversationRows:
             "conversations_in_progress": len(going_on),
             "conversations_dropped": undelivered.num_dropped,
             "conversations_undelivered": len(undelivered),
-            "conversations_unfinished": undelivered.names([*undelivered.openings.values(), *going_on]),
+            "conversations_unfinished": undelivered.names(
+                [*undelivered.openings.values(), *undelivered.again, *going_on]
+            ),
             "turns_ahead": 0,
         }
 

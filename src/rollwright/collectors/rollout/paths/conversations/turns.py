@@ -362,9 +362,10 @@ class TurnPath(Path):
         """See :meth:`Path.stats`."""
         dialogs, undelivered = self._dialogs, self._undelivered
         ended = [each.opening for row in dialogs.rows for each in row]
-        left = [*undelivered.openings.values(), *ended, *(dialog.opening for dialog in dialogs.begun)]
+        begun = [dialog.opening for dialog in dialogs.begun]
+        left = [*undelivered.openings.values(), *undelivered.again, *ended, *begun]
         return {
-            "conversations_in_progress": len(dialogs.begun) + len(undelivered.again),
+            "conversations_in_progress": len(begun) + len(undelivered.again),
             "conversations_dropped": undelivered.num_dropped,
             "conversations_undelivered": len(undelivered),
             "conversations_unfinished": undelivered.names(left),
