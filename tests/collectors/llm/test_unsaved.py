@@ -187,7 +187,7 @@ def test_no_turn_of_a_worker_that_is_replaced_comes_twice(mode, stored):
     assert {name[:-1] for name in found} == {name[:-1] for name in wanted}
 
 
-@pytest.mark.filterwarnings("ignore:.*delivers whole batches", "ignore:state_dict.*not all can be saved")
+@pytest.mark.filterwarnings("ignore:.*delivers whole batches")
 @pytest.mark.parametrize("mode", ["turns", "stream"])
 def test_no_turn_comes_twice_with_another_number_of_workers(mode):
     env = {"prompts": 14, "saves": False}
@@ -196,7 +196,9 @@ def test_no_turn_comes_twice_with_another_number_of_workers(mode):
     with make(2, env=env, **MODES[mode]) as first:
         for _ in range(6):
             found.update(turns(first.next()))
-        state = copied(first.state_dict())
+        with pytest.warns(UserWarning, match=r"state_dict: not all .*worker0: the conversation of prompt .* dropped"):
+            state = copied(first.state_dict())
+        first.state_dict()  # it warns once
     with make(3, env=env, **MODES[mode]) as second:
         second.load_state_dict(state)
         for batch in second:

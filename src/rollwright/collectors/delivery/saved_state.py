@@ -23,7 +23,7 @@ from rollwright.collectors.rollout.state import RolloutState, placed, td_from, t
 from rollwright.envs.checkpoint import load_env, save_env
 from rollwright.modules import RandomPolicy
 
-__all__ = ["SavedState"]
+__all__ = ["SavedState", "warn_of_unsaved"]
 
 _ENDS = "turns of it were delivered, and no turn comes twice, so it ends there, and counts as dropped"
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -145,6 +145,28 @@ class SavedState:
             )
             return False
         return True
+
+
+def warn_of_unsaved(states: Mapping[str, Mapping[str, Any]], stacklevel: int) -> bool:
+    """Warn of what could not be saved; returns whether there was any.
+
+    Args:
+        states: of :meth:`SavedState.save`, by name of the worker; ``""`` where there are none.
+        stacklevel: of the warning.
+    """
+    found = {name: state for name, state in states.items() if state["unsaved"]}
+    if not found:
+        return False
+    resets = any(state["trajectories"] is None for state in found.values())
+    reset = "begins its environment anew, with new trajectory ids"
+    lines = [f"{name}: {line}" if name else line for name, state in found.items() for line in state["unsaved"]]
+    warnings.warn(
+        f"state_dict: not all can be saved, and a {'worker' if '' not in found else 'collector'} that loads this state "
+        f"{reset if resets else 'goes on without it'}. {'; '.join(lines)}.",
+        UserWarning,
+        stacklevel=stacklevel + 1,
+    )
+    return True
 
 
 def _trajectories(now: RolloutState) -> tuple[dict[str, Any] | None, list[str]]:
