@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.delivery.background import Background
 from rollwright.collectors.delivery.base import split
-from rollwright.collectors.delivery.saved_state import SavedState
+from rollwright.collectors.delivery.saved_state import SavedState, warn_of_unsaved
 from rollwright.collectors.delivery.storage_memory import batch_memory
 from rollwright.collectors.delivery.stored import choose_delivery
 from rollwright.collectors.delivery_options import ledger_of, warn_of_options
@@ -456,16 +455,8 @@ class Collector(BaseCollector):
         """
         with self._background.between_batches():
             state = self._saved_state.save(engine_weights=engine_weights)
-        if state["unsaved"] and not self._has_warned_of_unsaved:
-            self._has_warned_of_unsaved = True
-            reset = "begins its environment anew, with new trajectory ids"
-            loses = reset if state["trajectories"] is None else "goes on without it"
-            warnings.warn(
-                f"state_dict: not all can be saved, and a collector that loads this state {loses}. "
-                f"{'; '.join(state['unsaved'])}.",
-                UserWarning,
-                stacklevel=2,
-            )
+        if not self._has_warned_of_unsaved:
+            self._has_warned_of_unsaved = warn_of_unsaved({"": state}, stacklevel=2)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:

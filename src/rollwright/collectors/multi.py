@@ -26,6 +26,7 @@ from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.queues import QueueBacklog
 from rollwright.collectors.delivery.rows import as_trajectories
+from rollwright.collectors.delivery.saved_state import warn_of_unsaved
 from rollwright.collectors.delivery.stored import await_publication
 from rollwright.collectors.delivery_options import warn_of_splits, write_count_of
 from rollwright.collectors.factory import register_workers
@@ -99,6 +100,7 @@ class MultiCollector(BaseCollector):
     _options_kind: type[CollectorOptions] = CollectorOptions
     _may_end = False  # whether the data of a worker may be over
     _ended = False
+    _has_warned_of_unsaved = False
     _backlog: QueueBacklog | None = None  # of a queue that gets what the workers collect
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -466,6 +468,9 @@ class MultiCollector(BaseCollector):
         """See :meth:`Collector.state_dict`: that of each worker is at ``"worker0"``, ``"worker1"``...
 
         ``frames``, ``iter``, ``policy_version`` and ``traj_pool`` (the next trajectory id) are those of all.
+
+        Warns:
+            UserWarning: something could not be saved; once for each collector.
         """
         options = {"engine_weights": True} if engine_weights else {}
         states = self._calls.between("state_dict", [((), options)] * self.num_workers)
@@ -475,6 +480,8 @@ class MultiCollector(BaseCollector):
         state["policy_version"] = self._weights.version
         state["traj_pool"] = {"traj_id": max(int(saved["traj_pool"]["traj_id"]) for saved in states)}
         state["undelivered"] = schedule
+        if not self._has_warned_of_unsaved:
+            self._has_warned_of_unsaved = warn_of_unsaved(dict(zip(state, states, strict=False)), stacklevel=2)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:

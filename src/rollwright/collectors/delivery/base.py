@@ -80,6 +80,7 @@ class RolloutDelivery(Delivery):
 
     def ready(self) -> bool:
         """See :class:`~rollwright.collectors.core.Delivery`."""
+        self.rollout.look_ahead()
         return not self.rollout.completed
 
     def has_room(self) -> bool:

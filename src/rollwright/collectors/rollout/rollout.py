@@ -125,6 +125,7 @@ class Rollout:
         self._write: Callable[[TensorDictBase], None] | None = None
         self._counting = False  # whether the current rollout will be delivered
         self._begun = False  # whether the last rollout came as far as its first step
+        self._went_back = False  # since the last look ahead
         self._stepped = False  # whether a frame was taken in this object's life
         self._unused_ids: torch.Tensor | None = None  # of trajectories that have not taken a step
         self._reset_envs = torch.ones(self.num_rows, dtype=torch.bool).numpy()  # since the last batch
@@ -273,7 +274,7 @@ class Rollout:
                 self._counting = False
             if self.observer.accepts(self.frames_taken):
                 return batch
-            self._path.go_back(keeps=False)
+            self._go_back(keeps=False)
 
     @contextmanager
     def or_go_back(self) -> Iterator[None]:
@@ -287,13 +288,23 @@ class Rollout:
             self.go_back_if_begun()
             raise
 
+    def _go_back(self, *, keeps: bool = True) -> None:
+        self._path.go_back(keeps=keeps)
+        self._went_back = True
+
+    def look_ahead(self) -> None:
+        """After an error, begin what comes next, so that :attr:`completed` says whether there is any."""
+        if self._went_back:
+            self._went_back = False
+            self._path.look_ahead()
+
     def go_back_if_begun(self) -> bool:
         """Nobody gets the last batch, if its rollout came as far as its first step; returns whether it did.
 
         Its frames and episodes do not count.
         """
         if self._begun:
-            self._path.go_back()
+            self._go_back()
             self.frames -= self._counted
             self.timer.frames -= self._counted
             self._counted = 0
@@ -338,7 +349,7 @@ class Rollout:
                 return self._finish(t + 1)
             except BaseException as error:
                 of_policy = explained(error, self._trial(), self._path)
-                self._path.go_back()  # a step may have been taken in part
+                self._go_back()  # a step may have been taken in part
                 if of_policy is None:
                     raise
                 raise of_policy from error
