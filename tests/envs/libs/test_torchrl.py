@@ -13,7 +13,15 @@ from torch import nn
 
 from rollwright.collectors import Collector
 from rollwright.data import Bounded, Categorical, Composite, from_torchrl, to_torchrl
-from rollwright.envs import EnvCreator, GymEnv, ParallelEnv, RewardSum, SerialEnv, TorchRLWrapper, TransformedEnv
+from rollwright.envs import (
+    EnvCreator,
+    GymEnv,
+    ParallelEnv,
+    RewardSum,
+    SerialEnv,
+    TorchRLWrapper,
+    TransformedEnv,
+)
 from rollwright.envs import to_torchrl as to_torchrl_env
 from rollwright.errors import SpecError
 from rollwright.testing.mocking_classes import CountingEnv
@@ -206,6 +214,7 @@ class TestWithTorchRL:
             data.MultiOneHot([3, 2]),
             data.Binary(4),
             data.Composite(a=data.Composite(b=data.Bounded(0, 1, (2, 1)), shape=(2,)), shape=(2,)),
+            data.Composite(a=None, b=data.Unbounded((3,)), c=data.Composite(d=None)),
             torch.stack([data.Composite(a=data.Unbounded((3,))), data.Composite(a=data.Unbounded((4,)))]),
         ]
 
@@ -227,9 +236,9 @@ class TestWithTorchRL:
         assert not isinstance(env.action_spec, data.Bounded)
         net = TensorDictModule(nn.Linear(4, 2), ["observation"], ["action_value"])
         actor = TensorDictSequential(net, modules.QValueModule(spec=env.action_spec))
-        with pytest.raises(TypeError, match="to_torchrl"):
-            modules.QValueModule(spec=env.full_action_spec)
-        modules.QValueModule(spec=to_torchrl(env.full_action_spec))
+        spec = modules.QValueModule(spec=env.full_action_spec).spec  # to which it adds what else it writes
+        assert spec["action_value"] is None
+        assert list(spec.leaves()) == ["action"]
         loss = objectives.DQNLoss(
             modules.QValueActor(nn.Linear(4, 2), spec=env.action_spec), action_space=env.action_spec
         )

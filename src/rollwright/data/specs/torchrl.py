@@ -114,7 +114,7 @@ def _masked(spec: Any) -> dict[str, Any]:
 
 
 def _composite(spec: Any) -> Composite:
-    entries = {name: from_torchrl(child) for name, child in spec.items() if child is not None}
+    entries = {name: None if child is None else from_torchrl(child) for name, child in spec.items()}
     return Composite(entries, shape=spec.shape, device=spec.device)
 
 
@@ -156,7 +156,7 @@ def _no_start(spec: Any) -> None:
 
 
 def _write_composite(spec: Composite, library: Any) -> Any:
-    entries = {name: to_torchrl(child) for name, child in spec.items()}
+    entries = {name: None if child is None else to_torchrl(child) for name, child in spec.items()}
     return library.Composite(entries, shape=spec.shape, device=spec.device)
 
 

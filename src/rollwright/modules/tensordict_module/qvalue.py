@@ -142,7 +142,7 @@ class QValueModule(TensorDictModuleBase):
         else:
             self._spec = own if isinstance(own, Composite) else Composite({self.out_keys[0]: own})
         if safe:
-            if not list(self._spec.keys(True, True)):
+            if not list(self._spec.leaves()):
                 raise RuntimeError("spec: safe=True needs the spec onto which the action is projected. Pass spec=.")
             self.register_forward_hook(project_outputs)
 
@@ -180,7 +180,7 @@ class QValueModule(TensorDictModuleBase):
 
     def _in_shape(self, action: Tensor, values: Tensor) -> Tensor:
         key = unravel(self.out_keys[0])
-        if self.strict_shape is False or key not in self._spec.keys(True, True):
+        if self.strict_shape is False or key not in self._spec.leaves():
             return action
         parent = self._spec[key[:-1]] if isinstance(key, tuple) else self._spec
         wanted = torch.Size([*values.shape[:-1], *self._spec[key].shape[len(parent.shape) :]])
