@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, key_str, leaves, place
+from rollwright.data.compact import is_table, without_table
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import batches_of, no_objects, positive
@@ -240,6 +241,9 @@ class RowStorage(Storage):
         except RuntimeError as error:
             raise _ragged(error) from error
         objects = [key for key, value in entries.items() if not isinstance(value, torch.Tensor)]
+        if any(is_table(key) for key in objects):
+            entries = without_table(entries)
+            objects = [key for key in objects if key in entries]
         if not objects:
             return _Parts(entries, data.batch_size, form)
         try:
