@@ -146,10 +146,10 @@ class ReplayBuffer:
         self.batch_size = None if batch_size is None else positive("batch_size", batch_size)
         self.generator = generator
         self._dim_given = dim_extend
-        room = getattr(self.sampler, "max_capacity", self.storage.max_size)
-        if room < self.storage.max_size and not isinstance(self.storage, ListStorage):
+        room = getattr(self.sampler, "max_capacity", self.storage.requested_size)
+        if room < self.storage.requested_size and not isinstance(self.storage, ListStorage):
             raise ValueError(
-                f"max_capacity: expected at least {self.storage.max_size}, the storage's size, in "
+                f"max_capacity: expected at least {self.storage.requested_size}, the storage's size, in "
                 f"{type(self.sampler).__name__}, got {room}. Pass the storage's max_size."
             )
         self.dim_extend = (
