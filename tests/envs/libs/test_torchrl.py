@@ -24,6 +24,7 @@ from rollwright.envs import (
 )
 from rollwright.envs import to_torchrl as to_torchrl_env
 from rollwright.errors import SpecError
+from rollwright.modules import RandomPolicy
 from rollwright.testing.mocking_classes import CountingEnv
 
 
@@ -226,6 +227,12 @@ class TestWithTorchRL:
             assert from_torchrl(to_torchrl(ours)) == ours
             assert spec.is_in(ours.rand())
             hash(ours)
+
+    def test_our_random_policy_takes_its_specs(self):
+        data = pytest.importorskip("torchrl.data")
+        spec = data.Bounded(-1, 1, (3,))
+        assert spec.is_in(RandomPolicy(spec)(TensorDict())["action"])
+        assert RandomPolicy(data.Composite(a=spec, b=None))(TensorDict())["a"].shape == (3,)
 
     def test_its_losses_and_modules_take_our_specs(self):
         data, modules = pytest.importorskip("torchrl.data"), pytest.importorskip("torchrl.modules")
