@@ -115,7 +115,9 @@ class Composite(SpecMapping):
         Raises:
             ValueError: the shape of the spec does not begin with this one's.
             TypeError: the key or the spec is none.
+            RuntimeError: it is locked, see :meth:`lock_`.
         """
+        self._check_unlocked()
         if not is_key(key):
             raise TypeError(f"key: expected a string or a tuple of strings, got {key!r}.")
         name, *rest = as_tuple(key)
@@ -325,6 +327,7 @@ class Composite(SpecMapping):
     def with_entries(self, entries: dict[str, TensorSpec | None], shape: torch.Size | None = None) -> Self:
         """A copy of other entries, which are not checked, and of another shape."""
         new = copy.copy(self)
+        new._is_locked = False
         new.entries = entries
         new.shape = self.shape if shape is None else shape
         return new

@@ -23,6 +23,41 @@ class SpecMapping(TensorSpec):
     """
 
     entries: dict[str, TensorSpec | None]
+    _is_locked = False
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether entries may be neither set nor removed; specs made from this one are not locked."""
+        return self._is_locked
+
+    def lock_(self, recurse: bool | None = None) -> Self:
+        """Let entries be neither set nor removed, those of nested Composites included.
+
+        Args:
+            recurse: accepted for the sake of older programs.
+
+        Example:
+            >>> from rollwright.data import Composite, Unbounded
+            >>> spec = Composite(a=Unbounded()).lock_()
+            >>> spec.unlock_().set("b", Unbounded()).is_locked
+            False
+        """
+        return self._set_lock(True)
+
+    def unlock_(self, recurse: bool | None = None) -> Self:
+        """The opposite of :meth:`lock_`."""
+        return self._set_lock(False)
+
+    def _set_lock(self, locked: bool) -> Self:
+        self._is_locked = locked
+        for spec in self.entries.values():
+            if isinstance(spec, SpecMapping):
+                spec._set_lock(locked)
+        return self
+
+    def _check_unlocked(self) -> None:
+        if self.is_locked:
+            raise RuntimeError(f"Cannot modify a locked {type(self).__name__}. Call unlock_() first, or clone().")
 
     @abc.abstractmethod
     def empty(self) -> Self:
@@ -149,6 +184,7 @@ class SpecMapping(TensorSpec):
         return spec
 
     def __delitem__(self, key: NestedKey) -> None:
+        self._check_unlocked()
         if key not in self:
             raise self._unknown(key)
         name, *rest = as_tuple(key)

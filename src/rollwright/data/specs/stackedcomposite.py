@@ -82,6 +82,16 @@ class StackedComposite(LazyStack, Composite):
             spec.clear_device_()
         return self
 
+    @property
+    def is_locked(self) -> bool:
+        """Whether entries may be neither set nor removed."""
+        return any(spec.is_locked for spec in self.specs)
+
+    def _set_lock(self, locked: bool) -> Self:
+        for spec in self.specs:
+            spec._set_lock(locked)
+        return self
+
     def get(self, key: NestedKey, default: Any = None) -> Any:
         """The stack of the entries of a (nested) key, ``default`` where one has none."""
         found = self._stack_of(key)
@@ -96,6 +106,7 @@ class StackedComposite(LazyStack, Composite):
         return self
 
     def __delitem__(self, key: NestedKey) -> None:
+        self._check_unlocked()
         having = [spec for spec in self.specs if key in spec]
         if not having:
             raise self._unknown(key)
