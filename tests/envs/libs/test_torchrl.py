@@ -228,6 +228,17 @@ class TestWithTorchRL:
             assert spec.is_in(ours.rand())
             hash(ours)
 
+    @pytest.mark.parametrize("transformed", [False, True])
+    def test_its_environments_of_gymnasium_go_on_after_a_collector_has_closed_them(self, transformed):
+        envs = pytest.importorskip("torchrl.envs")
+        env = envs.GymEnv("CartPole-v1")
+        env = envs.TransformedEnv(env, envs.StepCounter()) if transformed else env
+        for options in ({}, {"use_buffers": False}, {}):
+            collector = Collector(env, frames_per_batch=20, total_frames=20, **options)
+            assert [batch.numel() for batch in collector] == [20]
+            collector.shutdown()
+            assert env.is_closed
+
     def test_our_random_policy_takes_its_specs(self):
         data = pytest.importorskip("torchrl.data")
         spec = data.Bounded(-1, 1, (3,))

@@ -119,6 +119,13 @@ class TorchRLWrapper(EnvBase):
         if not self.torchrl_env.is_closed:
             self.torchrl_env.close()
 
+    def _reopen(self) -> None:
+        # TorchRL's environments of gymnasium go on after close(), as gymnasium's own do.
+        base = _innermost(self.torchrl_env)
+        if "GymWrapper" in kind_in("torchrl", base):
+            base.is_closed = self.is_closed = False
+        super()._reopen()
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -136,6 +143,11 @@ class TorchRLWrapper(EnvBase):
 
 def _starts_late(env: Any) -> bool:
     """Whether an environment, or the one that it is around, starts at the first reset, and is closed until then."""
+    return "BatchedEnvBase" in kind_in("torchrl", _innermost(env))
+
+
+def _innermost(env: Any) -> Any:
+    """The environment that TorchRL's transforms are around."""
     while "TransformedEnv" in kind_in("torchrl", env):
         env = env.base_env
-    return "BatchedEnvBase" in kind_in("torchrl", env)
+    return env
