@@ -228,11 +228,17 @@ class TestWithTorchRL:
             assert spec.is_in(ours.rand())
             hash(ours)
 
-    @pytest.mark.parametrize("transformed", [False, True])
-    def test_its_environments_of_gymnasium_go_on_after_a_collector_has_closed_them(self, transformed):
+    @pytest.mark.parametrize("kind", ["alone", "transformed", "serial", "of its own"])
+    def test_its_environments_go_on_after_a_collector_has_closed_them(self, kind):
         envs = pytest.importorskip("torchrl.envs")
-        env = envs.GymEnv("CartPole-v1")
-        env = envs.TransformedEnv(env, envs.StepCounter()) if transformed else env
+        from torchrl.envs.custom import PendulumEnv
+
+        env = {
+            "alone": lambda: envs.GymEnv("CartPole-v1"),
+            "transformed": lambda: envs.TransformedEnv(envs.GymEnv("CartPole-v1"), envs.StepCounter()),
+            "serial": lambda: envs.SerialEnv(2, lambda: envs.GymEnv("CartPole-v1")),
+            "of its own": PendulumEnv,
+        }[kind]()
         for options in ({}, {"use_buffers": False}, {}):
             collector = Collector(env, frames_per_batch=20, total_frames=20, **options)
             assert [batch.numel() for batch in collector] == [20]

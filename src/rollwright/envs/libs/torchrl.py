@@ -120,11 +120,10 @@ class TorchRLWrapper(EnvBase):
             self.torchrl_env.close()
 
     def _reopen(self) -> None:
-        # TorchRL's environments of gymnasium go on after close(), as gymnasium's own do.
-        base = _innermost(self.torchrl_env)
-        if "GymWrapper" in kind_in("torchrl", base):
-            base.is_closed = self.is_closed = False
-        super()._reopen()
+        # TorchRL's environments go on after close() as far as what they hold does; batches of them start again.
+        self.is_closed = False
+        if not _starts_late(self.torchrl_env):
+            _innermost(self.torchrl_env).is_closed = False
 
     def __getattr__(self, name: str) -> Any:
         try:
