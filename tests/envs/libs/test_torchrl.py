@@ -245,6 +245,16 @@ class TestWithTorchRL:
             collector.shutdown()
             assert env.is_closed
 
+    def test_its_composites_hold_our_specs(self):
+        data = pytest.importorskip("torchrl.data")
+        assert isinstance(GymEnv("Pendulum-v1").action_spec, data.Bounded)
+        for leaf in (Bounded(-1, 1, (3,)), Categorical(4, (3,)), GymEnv("CartPole-v1").action_spec.expand(3, 2)):
+            held = data.Composite(a=leaf, shape=(3,))
+            assert held["a"] == leaf
+            assert held.expand(2, 3)["a"].shape == (2, *leaf.shape)
+            assert held.is_in(held.rand())
+            assert held.rand((5,))["a"].shape == (5, *leaf.shape)
+
     def test_our_random_policy_takes_its_specs(self):
         data = pytest.importorskip("torchrl.data")
         spec = data.Bounded(-1, 1, (3,))
