@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from rollwright.collectors import Collector
-from rollwright.data import Bounded, Categorical, Composite, from_torchrl, to_torchrl
+from rollwright.data import Bounded, Categorical, Composite, OneHot, Unbounded, from_torchrl, to_torchrl
 from rollwright.envs import (
     EnvCreator,
     GymEnv,
@@ -254,6 +254,16 @@ class TestWithTorchRL:
             assert held.expand(2, 3)["a"].shape == (2, *leaf.shape)
             assert held.is_in(held.rand())
             assert held.rand((5,))["a"].shape == (5, *leaf.shape)
+
+    def test_our_composites_take_its_specs(self):
+        data = pytest.importorskip("torchrl.data")
+        spec = Composite({("n", "a"): data.Bounded(-1, 1, (2, 3))}, b=data.Composite(c=data.OneHot(3)), shape=())
+        spec["d"] = data.Composite(e=None, f=data.Unbounded((4,), dtype=torch.float64))
+        assert spec["n", "a"] == Bounded(-1, 1, (2, 3))
+        assert spec["b", "c"] == OneHot(3)
+        assert spec["d"] == Composite(e=None, f=Unbounded((4,), dtype=torch.float64))
+        spec.update({"b": data.Composite(c=data.Categorical(5))})
+        assert spec["b", "c"] == Categorical(5)
 
     def test_our_random_policy_takes_its_specs(self):
         data = pytest.importorskip("torchrl.data")

@@ -14,7 +14,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.data.specs.base import TensorSpec
-from rollwright.data.specs.mapping import SpecMapping, is_key
+from rollwright.data.specs.mapping import SpecMapping, converted, is_key
 from rollwright.data.specs.nontensor import NonTensor
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_device, as_size, index_shape
 from rollwright.errors import SpecError
@@ -26,8 +26,8 @@ class Composite(SpecMapping):
     """Specs under nested keys; its samples are TensorDicts.
 
     Args:
-        specs: a mapping from (nested) keys to specs, to further mappings, or to None: of such an entry only the key
-            is known. Samples leave it out, and checks take whatever is there, or nothing.
+        specs: a mapping from (nested) keys to specs (TorchRL's are converted), to further mappings, or to None: of such
+            an entry only the key is known. Samples leave it out, and checks take whatever is there, or nothing.
         shape: batch size of the samples, with which the shape of every entry begins.
         device: device of the samples, to which entries are moved; None: each entry keeps its own.
         batch_size: same as ``shape``.
@@ -139,6 +139,8 @@ class Composite(SpecMapping):
             return None
         if isinstance(spec, Mapping):
             spec = Composite(spec, shape=self.shape, device=self.device)
+        elif not isinstance(spec, TensorSpec):
+            spec = converted(spec)
         if not isinstance(spec, TensorSpec):
             raise TypeError(f"{name!r}: expected a TensorSpec, a mapping of them or None, got {type(spec).__name__}.")
         if spec.shape[: self.ndim] != self.shape:

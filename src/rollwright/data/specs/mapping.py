@@ -9,9 +9,21 @@ from typing import Any, Self
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.data.specs.base import TensorSpec
 
-__all__ = ["MISSING", "SpecMapping", "is_key"]
+__all__ = ["MISSING", "SpecMapping", "converted", "converts", "is_key"]
 
 MISSING: Any = object()
+
+_foreign: list[tuple[Callable[[Any], bool], Callable[[Any], TensorSpec]]] = []
+
+
+def converts(recognises: Callable[[Any], bool], convert: Callable[[Any], TensorSpec]) -> None:
+    """Let Composites take the specs of another library, converted."""
+    _foreign.append((recognises, convert))
+
+
+def converted(spec: Any) -> Any:
+    """A spec of another library as one of this; anything else as it is."""
+    return next((convert(spec) for recognises, convert in _foreign if recognises(spec)), spec)
 
 
 class SpecMapping(TensorSpec):

@@ -13,6 +13,7 @@ from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.binary import Binary
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.discrete import Categorical, OneHot
+from rollwright.data.specs.mapping import converts
 from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
 from rollwright.data.specs.nontensor import NonTensor
 from rollwright.data.specs.numeric import Bounded, Unbounded
@@ -198,3 +199,5 @@ _WRITTEN: dict[type, Callable[[Any, Any], Any]] = {
     OneHot: _write_discrete("OneHot"),
     NonTensor: _write_objects,
 }
+
+converts(is_torchrl_spec, from_torchrl)
