@@ -438,7 +438,7 @@ def test_options_of_a_service_need_one():
 def test_a_buffer_of_this_process_is_its_own_client():
     buffer = ReplayBuffer(service_backend="direct")
     assert buffer.client() is buffer
-    with pytest.raises(TypeError, match="address: .*service_backend='process'"):
+    with pytest.raises(TypeError, match=r"address: .*service_backend='process'"):
         buffer.client(address=("127.0.0.1", 7))
 
 
