@@ -280,7 +280,7 @@ def entries_of(
     """
     named = set(columns)
     found = {}
-    for key in spec.keys(True, True):
+    for key in spec.leaves():
         leaf = spec[key]
         if objects and isinstance(leaf, NonTensor) and not leaf.shape:
             found[unravel(key)] = Entry((), np.dtype(np.object_), False)

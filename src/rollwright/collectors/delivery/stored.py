@@ -299,7 +299,7 @@ class StoredTrajectories(Stored):
 
 
 def _objects_in(spec: Composite) -> list[NestedKey]:
-    return [unravel(key) for key in spec.keys(True, True) if isinstance(spec[key], NonTensor)]
+    return [unravel(key) for key in spec.leaves() if isinstance(spec[key], NonTensor)]
 
 
 def await_publication(buffer: Any, stop: Callable[[], bool] = never) -> None:

@@ -235,7 +235,7 @@ def _specs(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, TensorSpec]]:
     for path, part in parts.items():
         for kind, composite in part.known_specs.items() if isinstance(part, EnvBase) else ():
             yield f"{path}:{kind}", composite
-            for key, spec in composite.items(True, False):
+            for key, spec in composite.leaves().items():
                 yield f"{path}:{kind}:{key!r}", spec
 
 

@@ -226,7 +226,7 @@ def ragged_keys(env: EnvBase) -> set[NestedKey]:
     ragged: set[NestedKey] = set()
     for name in ("observation", "state", "action", "reward", "done"):
         spec = env.full_spec(name)
-        for key in spec.keys(True, True):
+        for key in spec.leaves():
             if spec[key].shape[env.ndim :][:1] == (-1,):
                 ragged |= {unravel(key), unravel(("next", *as_tuple(key)))}
     return ragged
@@ -234,9 +234,7 @@ def ragged_keys(env: EnvBase) -> set[NestedKey]:
 
 def next_keys(env: EnvBase) -> list[NestedKey]:
     """Keys below ``"next"`` that repeat at the root of the next step: observations and states, as far as tensors."""
-    leaves = [
-        (key, spec[key]) for spec in (env.full_observation_spec, env.full_state_spec) for key in spec.keys(True, True)
-    ]
+    leaves = [(key, spec[key]) for spec in (env.full_observation_spec, env.full_state_spec) for key in spec.leaves()]
     # Objects and shapes that vary (-1) cannot be put back row by row: they stay where they are.
     shared = {unravel(key) for key, leaf in leaves if not isinstance(leaf, NonTensor) and -1 not in leaf.shape}
     return sorted(shared, key=as_tuple)

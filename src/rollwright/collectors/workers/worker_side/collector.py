@@ -419,7 +419,7 @@ class WorkerCollector(Reachable):
 def _shapes(env: EnvBase) -> dict[NestedKey, tuple[int, ...]]:
     """Of all that an environment reads and says."""
     specs = (env.full_observation_spec, env.full_action_spec, env.full_reward_spec, env.full_done_spec)
-    return {unravel(key): tuple(leaf.shape) for spec in specs for key, leaf in spec.items(True, True)}
+    return {unravel(key): tuple(leaf.shape) for spec in specs for key, leaf in spec.leaves().items()}
 
 
 def _nodes(td: TensorDictBase, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
