@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._keys import as_tuple, key_str, unravel
+from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
@@ -55,7 +55,7 @@ def blank_batch(
 
 def _blank_frame(env: EnvBase, trial: Trial, options: CollectorOptions, version: int | str) -> TensorDictBase:
     specs = (env.full_observation_spec, env.full_state_spec, env.full_action_spec, env.full_reward_spec)
-    if varying := [unravel(key) for spec in specs for key in spec.keys(True, True) if -1 in spec[key].shape]:
+    if varying := [key for spec in specs for key in spec.leaves() if -1 in spec[key].shape]:
         raise ValueError(
             f"fake_tensordict: the shape of {key_str(varying)} varies from frame to frame, and no batch has the "
             "form of all. Take the first batch of the collector as an example instead."
