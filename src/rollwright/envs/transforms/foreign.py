@@ -21,7 +21,6 @@ from rollwright.errors import EnvError
 __all__ = ["ForeignTransform", "is_torchrl_transform", "parts_of"]
 
 _KEYS = ("in_keys", "out_keys", "in_keys_inv", "out_keys_inv")
-_INNER = "torchrl_transform"
 _UNKNOWN = {  # hooks that an environment of this library does not call, and what they do
     "_post_step_mdp_hooks": "changes frames after the data of the next step were taken from them",
     "transform_fake_tensordict": "gives entries below 'next' other dtypes than at the root",
@@ -47,6 +46,7 @@ class ForeignTransform(Transform):
         RuntimeError: it belongs to an environment of TorchRL.
     """
 
+    inner_name = "torchrl_transform"  # among its modules
     _not_saved = ("_held",)
 
     def __init__(self, transform: Any) -> None:
@@ -55,7 +55,7 @@ class ForeignTransform(Transform):
         for name in _KEYS:  # they are TorchRL's
             delattr(self, name)
         self.__dict__["_held"] = None
-        self._modules[_INNER] = transform
+        self._modules[self.inner_name] = transform
 
     # What TorchRL's transform does --------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class ForeignTransform(Transform):
 
     @property
     def _inner(self) -> Any:
-        return self._modules[_INNER]
+        return self._modules[self.inner_name]
 
     def _placed(self) -> Any:
         """TorchRL's transform, which knows the environment around."""
@@ -219,7 +219,7 @@ class ForeignTransform(Transform):
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move TorchRL's transform; returns this one."""
         self._forget()
-        self._modules[_INNER] = self._inner.to(*args, **kwargs)
+        self._modules[self.inner_name] = self._inner.to(*args, **kwargs)
         return self
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -232,20 +232,26 @@ class ForeignTransform(Transform):
         destination.update({prefix + name: value for name, value in found.items()})  # a method of its own made it
         return destination
 
+    @property
+    def has_own_state(self) -> bool:
+        """Whether TorchRL's transform has more in its ``state_dict()`` than parameters and buffers."""
+        kind = type(self._inner)
+        return kind.state_dict is not nn.Module.state_dict or kind.get_extra_state is not nn.Module.get_extra_state
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         inner = self._inner
         state = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
         if _loads_by_itself(inner):
             inner.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()})
             state = nn.Module.state_dict(inner, prefix=prefix)  # torch goes on with its parts
-        state_dict.update({f"{prefix}{_INNER}.{name.removeprefix(prefix)}": value for name, value in state.items()})
+        state_dict.update({f"{prefix}{self.inner_name}.{name.removeprefix(prefix)}": value for name, value in state.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            inner = self.__dict__.get("_modules", {}).get(_INNER)
+            inner = self.__dict__.get("_modules", {}).get(self.inner_name)
             if inner is None or name.startswith("__") or hasattr(type(self), name):
                 raise
         value = getattr(inner, name)
@@ -254,7 +260,7 @@ class ForeignTransform(Transform):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        inner = self.__dict__.get("_modules", {}).get(_INNER)
+        inner = self.__dict__.get("_modules", {}).get(self.inner_name)
         if inner is None or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
@@ -262,7 +268,7 @@ class ForeignTransform(Transform):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return state | {"_held": None, "_modules": {_INNER: self._inner.clone()}}  # the environment stays here
+        return state | {"_held": None, "_modules": {self.inner_name: self._inner.clone()}}  # the environment stays here
 
     def __repr__(self) -> str:
         return repr(self._inner)
