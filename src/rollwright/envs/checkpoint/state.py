@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from rollwright._foreign import is_torchrl_transform
 from rollwright._keys import key_str
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs.base import EnvBase
@@ -19,7 +20,7 @@ from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.checkpoint.snapshot import Drawn, draw_generators, dump, gym_parts, load
 from rollwright.envs.libs.gym import GymWrapper
 from rollwright.envs.transforms import Transform, TransformedEnv
-from rollwright.envs.transforms.foreign import ForeignTransform, is_torchrl_transform
+from rollwright.envs.transforms.foreign import ForeignTransform
 from rollwright.errors import EnvError
 
 __all__ = ["EnvCheckpoint", "load_env", "save_env"]
@@ -136,7 +137,7 @@ def load_env(env: EnvBase, state: Mapping[str, Any]) -> None:
     stateful = _stateful(parts)
     for path, attributes in content.items():
         if path in stateful:
-            vars(parts[path]).update(attributes)
+            parts[path].__dict__.update(attributes)
         else:
             _put_attributes(parts[path], attributes)
     for path, holder in stateful.items():

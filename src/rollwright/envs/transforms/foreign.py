@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from rollwright._foreign import class_path, kind_in
+from rollwright._foreign import class_path, is_torchrl_transform, kind_in, overrides
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.data.specs.torchrl import from_torchrl, to_torchrl
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform
@@ -18,7 +18,7 @@ from rollwright.envs.libs.torchrl_envs import holder_of
 from rollwright.envs.transforms.base import Transform
 from rollwright.errors import EnvError
 
-__all__ = ["ForeignTransform", "is_torchrl_transform", "parts_of"]
+__all__ = ["ForeignTransform", "parts_of"]
 
 _KEYS = ("in_keys", "out_keys", "in_keys_inv", "out_keys_inv")
 _UNKNOWN = {  # hooks that an environment of this library does not call, and what they do
@@ -241,10 +241,12 @@ class ForeignTransform(Transform):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         inner = self._inner
         state = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
-        if _loads_by_itself(inner):
+        if type(inner).load_state_dict is not nn.Module.load_state_dict:
             inner.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()})
             state = nn.Module.state_dict(inner, prefix=prefix)  # torch goes on with its parts
-        state_dict.update({f"{prefix}{self.inner_name}.{name.removeprefix(prefix)}": value for name, value in state.items()})
+        state_dict.update(
+            {f"{prefix}{self.inner_name}.{name.removeprefix(prefix)}": value for name, value in state.items()}
+        )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getattr__(self, name: str) -> Any:
@@ -274,11 +276,6 @@ class ForeignTransform(Transform):
         return repr(self._inner)
 
 
-def is_torchrl_transform(thing: Any) -> bool:
-    """Whether an object is a transform of TorchRL, or of a user's class derived from one."""
-    return "Transform" in kind_in("torchrl", thing)
-
-
 def parts_of(thing: Any) -> list[Any] | None:
     """The transforms of TorchRL's ``Compose``, taken out of it; None: it is something else, or a class of its own."""
     if type(thing).__name__ != "Compose" or kind_in("torchrl", thing)[:2] != ["Compose", "Transform"]:
@@ -306,10 +303,9 @@ def _check(transform: Any) -> None:
     if not is_torchrl_transform(transform):
         raise TypeError(f"transform: expected one of TorchRL, got {class_path(transform)}. Pass it as it is.")
     _check_free(transform)
-    name, bases = class_path(transform), type(transform).__mro__
-    base = next(kind for kind in bases if kind.__name__ == "Transform" and kind.__module__.startswith("torchrl."))
+    name = class_path(transform)
     for hook, what in _UNKNOWN.items():
-        if _defines(transform, hook, base):
+        if overrides(transform, hook):
             raise TypeError(
                 f"transform: {name} {what} ({hook}), which environments of rollwright do not do. {_AROUND_THEIRS}"
             )
@@ -318,14 +314,3 @@ def _check(transform: Any) -> None:
             f"transform: {name} is for environments that reset themselves, which those of rollwright do not. Leave it "
             "out."
         )
-
-
-def _defines(transform: Any, hook: str, base: type) -> bool:
-    """Whether a transform, or one in a chain of a class of its own, has a hook of its own."""
-    if "Compose" in kind_in("torchrl", transform):
-        return any(_defines(part, hook, base) for part in transform)
-    return getattr(type(transform), hook, None) is not getattr(base, hook, None)
-
-
-def _loads_by_itself(transform: Any) -> bool:
-    return type(transform).load_state_dict is not nn.Module.load_state_dict

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from tensordict import TensorDictBase
 
-from rollwright._foreign import foreign_transform
+from rollwright._foreign import foreign_transform, is_torchrl_transform
 from rollwright.envs.transforms.base import Transform
-from rollwright.envs.transforms.foreign import ForeignTransform, is_torchrl_transform
+from rollwright.envs.transforms.foreign import ForeignTransform
 
 __all__ = ["CallableTransform", "as_transform"]
 
