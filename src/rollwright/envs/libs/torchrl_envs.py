@@ -116,6 +116,15 @@ def _kind() -> type:
             super().close(raise_if_closed=raise_if_closed)
             self.rollwright_env.close(raise_if_closed=False)
 
+        @property
+        def is_closed(self) -> bool:
+            """Whether the environment of rollwright is; it stays open when this object is deleted."""
+            return bool(self.rollwright_env.is_closed)
+
+        @is_closed.setter
+        def is_closed(self, value: bool) -> None:
+            """Nothing: TorchRL sets it when it makes and closes an environment."""
+
         def __getattr__(self, name: str) -> Any:
             try:
                 return super().__getattr__(name)

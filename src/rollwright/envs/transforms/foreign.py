@@ -25,7 +25,6 @@ _UNKNOWN = {  # hooks that an environment of this library does not call, and wha
     "_post_step_mdp_hooks": "changes frames after the data of the next step were taken from them",
     "transform_fake_tensordict": "gives entries below 'next' other dtypes than at the root",
 }
-_AROUND_THEIRS = "Put it into TorchRL's TransformedEnv around rollwright.envs.to_torchrl(env), which collectors take."
 
 
 class ForeignTransform(Transform):
@@ -187,7 +186,8 @@ class ForeignTransform(Transform):
         if tuple(size) != tuple(env.batch_size):
             raise EnvError(
                 f"{class_path(inner)}: expected a transform that keeps the batch size {list(env.batch_size)}, got one "
-                f"that makes it {list(size)}. {_AROUND_THEIRS}"
+                f"that makes it {list(size)}. Put it into TorchRL's TransformedEnv around "
+                "rollwright.envs.to_torchrl(env), which collectors take."
             )
         if device != env.device and {str(device), str(env.device)} != {"None", "cpu"}:
             raise EnvError(
@@ -287,8 +287,8 @@ def parts_of(thing: Any) -> list[Any] | None:
 def _taken_out(chain: Any) -> Iterator[Any]:
     for part in list(chain):
         part.reset_parent()
-        called = vars(part).get("func")  # TorchRL takes ours for functions
-        yield called if isinstance(called, Transform) else part
+        called = getattr(part, "func", None) if type(part).__name__ == "_CallableTransform" else None
+        yield called if isinstance(called, Transform) else part  # TorchRL takes ours for functions
 
 
 def _check_free(transform: Any) -> None:
@@ -307,7 +307,8 @@ def _check(transform: Any) -> None:
     for hook, what in _UNKNOWN.items():
         if overrides(transform, hook):
             raise TypeError(
-                f"transform: {name} {what} ({hook}), which environments of rollwright do not do. {_AROUND_THEIRS}"
+                f"transform: {name} {what} ({hook}), which environments of rollwright do not do. Leave it out; "
+                "compact_obs=True of collectors stores observations once."
             )
     if "AutoResetTransform" in kind_in("torchrl", transform):
         raise TypeError(
