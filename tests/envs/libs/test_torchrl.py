@@ -1,5 +1,6 @@
 """TorchRL's environments in ours; those that need torchrl run where it is installed (docs/coming_from_torchrl.md)."""
 
+import gc
 import subprocess
 import sys
 from abc import ABCMeta
@@ -394,10 +395,23 @@ class TestWithTorchRL:
         with Collector(make, None, frames_per_batch=20, total_frames=40, num_collectors=2, sync=True) as collector:
             assert [tuple(batch.shape) for batch in collector] == [(2, 10)] * 2
 
-    def test_its_transforms_around_our_environments_are_refused_by_name(self):
+    def test_our_environments_under_its_transforms_in_our_collectors(self):
         envs = pytest.importorskip("torchrl.envs")
-        with pytest.raises(TypeError, match=r"torchrl.*RewardSum, a transform of another library"):
-            TransformedEnv(CountingEnv(), envs.RewardSum())
+        ours = CountingEnv(max_steps=7)
+        env = envs.TransformedEnv(
+            to_torchrl_env(ours), envs.BatchSizeTransform(reshape_fn=lambda data: data.reshape(1))
+        )
+        assert (env.max_steps, env.is_closed) == (7, False)
+        with Collector(env, None, frames_per_batch=10, total_frames=10) as collector:
+            assert collector.next().shape == (1, 10)
+        assert ours.is_closed
+
+    def test_an_environment_outlives_what_was_made_of_it(self):
+        env = CountingEnv()
+        theirs = to_torchrl_env(env)
+        del theirs
+        gc.collect()
+        assert not env.is_closed
 
     @pytest.mark.parametrize("batch", [None, 2])
     def test_our_environments_in_its_collectors(self, batch):

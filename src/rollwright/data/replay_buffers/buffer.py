@@ -22,6 +22,7 @@ from rollwright.data.replay_buffers._arguments import (
     Inverted,
     Transform,
     check_given,
+    checked_transform,
     consuming,
     dimension,
     entry_of,
@@ -510,8 +511,7 @@ class ReplayBuffer:
         Raises:
             IndexError: ``index`` lies outside the transforms.
         """
-        if not callable(transform):
-            raise TypeError(f"transform: expected a transform, a module or a callable, got {transform!r}.")
+        transform = checked_transform(transform)
         inverse_of(transform)  # or an error: it could not be inverted
         transform = Inverted(transform) if invert else transform
         most = len(self.transforms)

@@ -56,6 +56,7 @@ class TorchRLArrays(ArrayEnv):
         base, self._transforms = _taken_apart(env.torchrl_env)
         self._inner = _environments(base)
         self._base = array_form(_gym_wrapper(base)) if self._inner is None else _SerialArrays(base, self._inner, known)
+        self.keeps_resets = self._base.keeps_resets
         self.entries, self.rewards = dict(self._base.entries), dict(self._base.rewards)
         self.reads = list(self._base.reads)
         self._parts: list[ArrayTransform] = []
@@ -132,6 +133,8 @@ class _SerialArrays(TurnArrays):
     Raises:
         NotNative: one has no array form, or they differ.
     """
+
+    keeps_resets = True
 
     def __init__(self, env: Any, inner: list[Any], known: type[TorchRLWrapper]) -> None:
         if len({id(each) for each in inner}) != len(inner):

@@ -219,6 +219,10 @@ def _suffixed(key: NestedKey, suffix: str) -> NestedKey:
 
 
 def _vec_norm(transform: Any, env: ArrayEnv) -> ArrayTransform:
+    if env.batch and not env.keeps_resets:
+        raise NotNative(
+            f"{class_path(transform)} counts rows of a batch that are not reset. Put it into each environment"
+        )
     if any(key != out_key for key, out_key in _pairs(transform, env)):
         raise NotNative(f"{class_path(transform)} has out_keys of its own")
     if type(transform.eps) is not float or type(transform.decay) is not float:
