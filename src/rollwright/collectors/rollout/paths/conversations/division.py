@@ -40,7 +40,7 @@ def divided(
                 _of(found, turn.opening).turns.append(turn)
         for opening in unpacked(state["again"]):
             _of(found, opening).again.append(opening)
-        for origin in unpacked(state["cut"]):
+        for origin in unpacked(state["cut"]) if "cut" in state else ():
             found[origin.group % len(found)].cut.append(origin)
         for number, opening in unpacked(state["undelivered"]).items():
             _of(found, opening).undelivered[number] = opening

@@ -386,7 +386,7 @@ class ConversationPoolPath(PoolPath):
                 f"{len(state_dict.get('envs', ()))}. Make the pool as the one that was saved."
             )
         self.forget()
-        also: list[EndedConversation] = unpacked(state_dict["also"])
+        also: list[EndedConversation] = unpacked(state_dict["also"]) if "also" in state_dict else []
         names = Names(None if ids_are_free else lambda: int(self._ids.take(1)[0]))
         for index in self._every:
             names_of_delivered = [each.name for each in also if each.env_index == index]

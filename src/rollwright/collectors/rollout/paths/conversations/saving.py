@@ -141,7 +141,7 @@ def load(
     """
     source, names = conversations.source, Names(fresh_id)
     source.load_state_dict(state_dict["source"])
-    if also := [*state_dict.get("also", ()), *unpacked(state_dict["cut"])]:
+    if also := [*state_dict.get("also", ()), *(unpacked(state_dict["cut"]) if "cut" in state_dict else ())]:
         for origin in also:
             source.delivered(origin)
         source.load_state_dict(source.state_dict())  # groups are as large as what is left of them
