@@ -37,12 +37,14 @@ from benchmarks.llm_cases import (
 )
 from benchmarks.peers.protocol import ROOT, PeerError, run_once
 from rollwright.collectors.llm import LLMCollector
+from rollwright.data import RaggedStorage, ReplayBuffer
 from rollwright.envs.llm import ChatEnv, LLMEnv
 from rollwright.modules.llm import TransformersWrapper
 
-NATIVE, PLAIN, TORCHRL = "native", "TensorDicts", "TorchRL"
+NATIVE, STORED, PLAIN, TORCHRL = "native", "native, into a ragged buffer", "TensorDicts", "TorchRL"
 LIMIT_MS = {1: 2.0}  # by batch size; else 1 ms
 PEER_LIMIT_S = 1800.0
+_ROOM = 10_000  # turns in the buffer
 
 
 @contextmanager
@@ -57,13 +59,16 @@ def collecting(case: Case, side: str, model: Any, tokenizer: Any) -> Iterator[Ca
         input_mode="history" if case.env == CHAT else None,
         generate_kwargs={"max_new_tokens": case.new},
     )
-    policy: Any = wrapper if side == NATIVE else lambda td: wrapper(td)  # an engine that nobody sees
-    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=case.batch)
+    policy: Any = (lambda td: wrapper(td)) if side == PLAIN else wrapper  # an engine that nobody sees
+    buffer = ReplayBuffer(storage=RaggedStorage(_ROOM)) if side == STORED else None
+    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=case.batch, replay_buffer=buffer)
     batches = iter(collector)
     key = ("tokens", "response") if case.env == CHAT else "tokens_response"
 
     try:
-        check_lengths(next(batches).reshape(-1).get(key, as_list=True), case)
+        first = next(batches)
+        first = first if buffer is None else buffer[:]
+        check_lengths(first.reshape(-1).get(key, as_list=True), case)
         yield lambda: next(batches)
     finally:
         collector.shutdown()
@@ -74,10 +79,11 @@ def measure(case: Case, model: Any, clock: ModelClock, tokenizer: Any, rounds: i
     prompts = prompts_of(case, tokenizer)
     with (
         collecting(case, NATIVE, model, tokenizer) as native,
+        collecting(case, STORED, model, tokenizer) as stored,
         collecting(case, PLAIN, model, tokenizer) as plain,
     ):
         hand = partial(generate, model, prompts, case.new)
-        return cpu_ms({HAND: hand, NATIVE: native, PLAIN: plain}, clock, case.batch, rounds)
+        return cpu_ms({HAND: hand, NATIVE: native, STORED: stored, PLAIN: plain}, clock, case.batch, rounds)
 
 
 def bytes_a_token(case: Case, model: Any, tokenizer: Any) -> float:
@@ -99,14 +105,14 @@ def rows_of(
 ) -> list[list[str]]:
     """Rows of the table."""
     rows = []
-    for name, figures, side in ((case.name, own, NATIVE), ("", own, PLAIN), ("", peer, TORCHRL)):
+    for name, figures, side in ((case.name, own, NATIVE), ("", own, STORED), ("", own, PLAIN), ("", peer, TORCHRL)):
         if figures is None:
             rows.append([name, side, f"not measured: {missing}", "", "", "", ""])
             continue
         total = min(figures[side].total)
         over = min(figures[side].outside) - min(figures[HAND].outside)
         limit = LIMIT_MS.get(case.batch, 1.0)
-        kept = ("yes" if over <= limit else "no") if side == NATIVE else ""
+        kept = ("yes" if over <= limit else "no") if side in (NATIVE, STORED) else ""
         rows.append(
             [
                 name,

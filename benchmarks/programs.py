@@ -17,12 +17,12 @@ import torch
 
 from benchmarks import report
 from benchmarks.peers.protocol import ROOT, Peer, PeerError
-from benchmarks.programs_cases import COMPILED, HAND, INSIDE, OURS, PROGRAMS, TORCHRL, Program, find_program
-from benchmarks.programs_hand import make_hand
+from benchmarks.programs_cases import ALONE, COMPILED, HAND, INSIDE, OURS, PROGRAMS, TORCHRL, Program, find_program
+from benchmarks.programs_hand import make_alone, make_hand
 from benchmarks.programs_sides import Library, NotThere, make_program
 from rollwright.cli.measuring.timing import alternate, rate, ratios, summary
 
-PAIRS = ((OURS, HAND), (COMPILED, HAND), (OURS, TORCHRL), (INSIDE, TORCHRL))
+PAIRS = ((OURS, HAND), (COMPILED, HAND), (ALONE, HAND), (OURS, TORCHRL), (INSIDE, TORCHRL))
 
 
 class Measured(NamedTuple):
@@ -92,7 +92,7 @@ def measure(program: Program, python: Path | None, rounds: int, seconds: float) 
     missing: dict[str, str] = {}
     paths: dict[str, str] = {}
     with ExitStack() as stack:
-        for name in (HAND, OURS, COMPILED, *((TORCHRL, INSIDE) if python else ())):
+        for name in (HAND, ALONE, OURS, COMPILED, *((TORCHRL, INSIDE) if python else ())):
             try:
                 if name in (TORCHRL, INSIDE):
                     peer = Peer(python, "benchmarks.peers.torchrl_programs", program.name, name)
@@ -109,8 +109,8 @@ def measure(program: Program, python: Path | None, rounds: int, seconds: float) 
 def _own_side(
     program: Program, name: str, stack: ExitStack, paths: dict[str, str], missing: dict[str, str]
 ) -> Callable[[], int]:
-    if name == HAND:
-        collect, close = make_hand(program)
+    if name in (HAND, ALONE):
+        collect, close = (make_hand if name == HAND else make_alone)(program)
         stack.callback(close)
     else:
         options = {"compile_policy": True} if name == COMPILED else {}
@@ -120,7 +120,7 @@ def _own_side(
             missing[name] = "; ".join(library.notes)
         stack.callback(collector.shutdown)
     collect()  # what happens once, happens here
-    if name != HAND:
+    if name not in (HAND, ALONE):
         paths[name] = str(collector.stats().get("paths"))
     return collect
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 HAND, OURS, COMPILED = "by hand", "rollwright", "rollwright, compiled"
+ALONE = "the environments alone"
 TORCHRL, INSIDE = "TorchRL 0.14.1", "TorchRL's environment and actor in rollwright"
 
 

@@ -298,3 +298,26 @@ def make_hand(program: Program) -> tuple[Callable[[], int], Callable[[], None]]:
         return batch.numel()
 
     return collect, loop.close
+
+
+def make_alone(program: Program) -> tuple[Callable[[], int], Callable[[], None]]:
+    """Like :func:`make_hand`, but the environments are only stepped, with actions drawn before: no loop is faster."""
+    envs = [make_gym(program) for _ in range(program.num_envs)]
+    for i, env in enumerate(envs):
+        env.reset(seed=SEED + i)
+        env.action_space.seed(SEED + i)
+    actions = [envs[0].action_space.sample() for _ in range(64)]
+
+    def collect() -> int:
+        for step in range(program.steps):
+            for env in envs:
+                _, _, terminated, truncated, _ = env.step(actions[step % 64])
+                if terminated or truncated:
+                    env.reset()
+        return program.steps * len(envs)
+
+    def close() -> None:
+        for env in envs:
+            env.close()
+
+    return collect, close

@@ -12,8 +12,10 @@ __all__ = [
     "is_torchrl_buffer",
     "is_torchrl_env",
     "is_torchrl_spec",
+    "is_torchrl_transform",
     "kind_in",
     "library_of_env",
+    "overrides",
 ]
 
 _HOOKS = ("transform_observation_spec", "transform_input_spec")
@@ -62,6 +64,26 @@ def is_torchrl_env(thing: Any) -> bool:
 def is_torchrl_spec(thing: Any) -> bool:
     """Whether an object is a spec of TorchRL."""
     return "TensorSpec" in kind_in("torchrl", thing)
+
+
+def is_torchrl_transform(thing: Any) -> bool:
+    """Whether an object is a transform of TorchRL, or of a user's class derived from one."""
+    return "Transform" in kind_in("torchrl", thing)
+
+
+def overrides(transform: Any, *methods: str) -> bool:
+    """Whether a transform of TorchRL, or one in a chain of them, has one of some methods of its own.
+
+    Args:
+        transform: the transform.
+        methods: names of methods that all of TorchRL's transforms have.
+    """
+    kind = type(transform)
+    known = [base for base in kind.__mro__ if base.__module__.startswith("torchrl.")]
+    base = next(base for base in known if base.__name__ in ("Compose", "Transform"))
+    if any(getattr(kind, name, None) is not getattr(base, name, None) for name in methods):
+        return True
+    return base.__name__ == "Compose" and any(overrides(part, *methods) for part in transform)
 
 
 def is_torchrl_buffer(thing: Any) -> bool:

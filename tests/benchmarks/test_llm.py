@@ -8,6 +8,7 @@ from benchmarks.counts import CallCounter, OperationCounter
 from benchmarks.llm_cases import CHAT, FLAT, Case, check_lengths, generate, make_model, make_tokenizer, prompts_of
 
 from benchmarks import llm
+from rollwright.data import ReplayBuffer
 from rollwright.modules.llm import Request, Sampling, TransformersEngine
 
 pytest.importorskip("transformers")
@@ -33,13 +34,17 @@ def model(tokenizer):
 
 
 @pytest.mark.parametrize("env", [FLAT, CHAT])
-def test_all_sides_answer_the_same_prompts_in_full_length(env, tokenizer, model):
-    case = Case(env, 3, 5)
+def test_all_sides_answer_the_same_prompts_in_full_length(env, tokenizer, model, monkeypatch):
+    case, buffers = Case(env, 3, 5), []
     prompts = prompts_of(case, tokenizer)
     assert len({*map(len, prompts)}) > 1  # unequal: they are padded
-    for side in (llm.NATIVE, llm.PLAIN):
+    monkeypatch.setattr(
+        llm, "ReplayBuffer", lambda storage: buffers.append(ReplayBuffer(storage=storage)) or buffers[0]
+    )
+    for side in (llm.NATIVE, llm.STORED, llm.PLAIN):
         with llm.collecting(case, side, model, tokenizer) as next_batch:
-            batch = next_batch().reshape(-1)
+            batch = next_batch()
+            batch = (buffers[0][-3:] if side == llm.STORED else batch).reshape(-1)
         key = ("tokens", "prompt") if env == CHAT else "tokens"
         read = [tokens.tolist() for tokens in batch.get(key, as_list=True)]
         assert [tokens[: len(prompt)] for tokens, prompt in zip(read, prompts, strict=True)] == prompts

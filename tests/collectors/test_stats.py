@@ -188,3 +188,22 @@ def test_the_entry_of_workers_may_be_left_out(make):
     assert {"workers"} == many.stats(workers=True).keys() - many.stats(workers=False).keys()
     assert len(many.stats()["workers"]) == 2
     assert many.stats(workers=False)["workers_alive"] == 2
+
+
+def test_workers_by_the_words_of_other_packages(make):
+    with pytest.warns(UserWarning, match="frames_per_batch=21 becomes 22"):
+        many = make([ENVS["cartpole"]] * 2, frames_per_batch=21, total_frames=44, cls=MultiSyncCollector)
+    many.next()
+    aggregate, each, both = (many.stats(workers=how) for how in ("aggregate", "per_worker", "both"))
+    assert aggregate["workers"] == each["workers"] == both["workers"] == 2
+    assert {"worker_0/frames", "worker_1/policy_version"} <= each.keys()
+    assert "frames" not in each
+    assert not any("/" in name for name in aggregate)
+    assert both.keys() == aggregate.keys() | each.keys()
+    assert each["worker_0/frames"] + each["worker_1/frames"] >= aggregate["frames"] == 22
+    assert aggregate["requested_frames_per_batch"] == 21
+    single = make(ENVS["cartpole"], frames_per_batch=20, total_frames=40)
+    assert single.stats(workers="both")["requested_frames_per_batch"] == 20
+    for collector in (single, many):
+        with pytest.raises(ValueError, match=r"workers=True, False, 'aggregate', 'per_worker' or 'both', got 'all'"):
+            collector.stats(workers="all")

@@ -8,6 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from rollwright.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    NextStateReconstructor,
+    ReplayBuffer,
+    SliceSampler,
+)
 from rollwright.data.compact import BoundaryKeeper, restore_next
 
 
@@ -125,3 +133,60 @@ def test_frames_that_were_not_taken():
     batch = compacted(observation, following, ended, steps=3)
     batch["collector", "traj_ids"] = torch.tensor([[0, 0, 0, -1, -1]])
     assert restore_next(batch)["next", "obs"][0, :3].tolist() == [1, 2, 3]
+
+
+# Into storages ------------------------------------------------------------------------------------
+
+
+def with_ids(lengths, steps):
+    """A compact batch with trajectory ids and flags, and what was left out of it."""
+    observation, following, ended = (value.double() for value in walk(lengths, steps))
+    batch = compacted(observation, following, ended.bool())
+    batch["next", "done"] = ended.bool().unsqueeze(-1)
+    begun = ended.cumsum(-1) - ended
+    batch["collector", "traj_ids"] = (begun + 100 * torch.arange(len(lengths)).unsqueeze(-1)).long()
+    return batch, following
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_storages_of_tensors_say_that_they_leave_out_what_is_kept_aside(kind):
+    batch, _ = with_ids([3, 5], 12)
+    sampler = SliceSampler(slice_len=2, traj_key=("collector", "traj_ids"))
+    buffer = ReplayBuffer(storage=kind(24), sampler=sampler, transform=NextStateReconstructor("obs"), batch_size=40)
+    with pytest.warns(UserWarning, match=r"compact_obs=True.* are not stored.*restore_next\(data\)"):
+        buffer.extend(batch.reshape(-1))
+    stored = buffer[:]
+    assert list(stored["collector"].keys()) == ["traj_ids"]
+    with pytest.raises(KeyError, match="Collect with compact_obs=True"):
+        restore_next(stored)
+    sample = buffer.sample()
+    pairs = sample.reshape(-1, 2)
+    assert bool((pairs["collector", "traj_ids"][:, 0] == pairs["collector", "traj_ids"][:, 1]).all())
+    assert bool((pairs["next", "obs"][:, 0] == pairs["obs"][:, 0] + 1).all())
+    assert bool(pairs["next", "obs"][:, 1].isnan().all())
+    with pytest.warns(UserWarning, match="compact_obs=True"):
+        buffer.add(batch[0, 3])
+
+
+def test_what_is_stored_restored_has_every_next_observation(recwarn):
+    batch, following = with_ids([3, 5], 12)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(24))
+    buffer.extend(restore_next(batch).reshape(-1))
+    assert torch.equal(buffer[:]["next", "obs"], following.reshape(-1))
+    assert not recwarn.list
+
+
+def test_batches_of_two_dimensions_go_into_a_storage_of_two():
+    batch, _ = with_ids([3, 5], 12)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(24, ndim=2))
+    with pytest.warns(UserWarning, match="compact_obs=True"):
+        buffer.extend(batch)
+    assert torch.equal(buffer[:]["obs"].flatten().sort().values, batch["obs"].flatten().sort().values)
+
+
+def test_a_list_keeps_the_whole_batch(recwarn):
+    batch, following = with_ids([3, 5], 12)
+    buffer = ReplayBuffer(storage=ListStorage(2))
+    buffer.add(batch)
+    assert torch.equal(restore_next(buffer[0])["next", "obs"], following)
+    assert not recwarn.list

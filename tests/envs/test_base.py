@@ -253,16 +253,17 @@ def test_maybe_reset_leaves_what_is_not_done_alone() -> None:
     assert env.maybe_reset(td) is td
 
 
-def test_maybe_reset_does_not_write_into_its_argument() -> None:
+def test_maybe_reset_puts_the_reset_into_its_argument_and_writes_no_tensor() -> None:
     env = NestedCountingEnv(max_steps=0)
     td = env.reset()
     td["data", "action"] = torch.ones(3, 1, dtype=torch.int8)
     root = env._step_mdp(env.step(td))
-    before = root.clone()
-    fresh = env.maybe_reset(root)
+    before, shared = root.clone(), root.copy()
+    assert env.maybe_reset(root) is root
     assert set(root.keys(True, True)) == set(before.keys(True, True))
-    assert (root == before).all()
-    assert not fresh["data", "done"].any()
+    assert (shared == before).all()
+    assert before["data", "done"].all()
+    assert not root["data", "done"].any()
 
 
 def test_any_done_reads_flags_at_the_root() -> None:
@@ -283,9 +284,9 @@ def test_reset_hands_its_keywords_on() -> None:
 def test_reset_keeps_what_else_the_data_holds() -> None:
     env = CountingEnv()
     td = TensorDict({"hidden": torch.ones(2), "next": TensorDict({"hidden": torch.zeros(2)})})
-    fresh = env.reset(td)
-    assert set(fresh.keys()) == {"hidden", "observation", "done", "terminated"}
-    assert set(td.keys()) == {"hidden", "next"}
+    assert env.reset(td) is td
+    assert set(td.keys()) == {"hidden", "next", "observation", "done", "terminated"}
+    assert td["next", "hidden"].tolist() == [0.0, 0.0]
 
 
 def test_done_after_reset_is_refused_unless_allowed() -> None:

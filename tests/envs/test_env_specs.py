@@ -8,8 +8,20 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from rollwright.collectors import Collector
 from rollwright.data import Binary, Categorical, Composite, Unbounded
-from rollwright.envs import EnvBase, TransformedEnv, check_env_specs
+from rollwright.envs import (
+    CatTensors,
+    EnvBase,
+    GymEnv,
+    InitTracker,
+    ParallelEnv,
+    RewardSum,
+    SerialEnv,
+    StepCounter,
+    TransformedEnv,
+    check_env_specs,
+)
 from rollwright.errors import EnvError
 from rollwright.testing.mocking_classes import (
     CountingEnv,
@@ -46,6 +58,7 @@ class Bare(EnvBase):
 
 def test_specs_left_out_get_defaults() -> None:
     env = Bare(batch_size=[3])
+    assert env.ndim == env.batch_dims == env.ndimension() == 1
     assert env.reward_spec == Unbounded((3, 1))
     assert env.done_spec["done"] == Categorical(2, shape=(3, 1), dtype=torch.bool)
     assert env.state_spec.is_empty()
@@ -292,3 +305,46 @@ def test_the_check_is_a_method_too() -> None:
     CountingEnv().check_env_specs(seed=0)
     with pytest.raises(TypeError, match="sead"):
         CountingEnv().check_env_specs(sead=0)
+
+
+# Entries of which only the key is known -----------------------------------------------------------
+
+
+def partly_known() -> GymEnv:
+    """An environment whose specs have a key more, without a spec."""
+    env = GymEnv("CartPole-v1")
+    for name in ("action", "observation", "state", "reward", "done"):
+        env.full_spec(name)["more", name] = None
+    return env
+
+
+def test_keys_are_those_of_entries_that_have_a_spec() -> None:
+    env, plain = partly_known(), GymEnv("CartPole-v1")
+    for name in ("action", "observation", "state", "reward", "done"):
+        assert getattr(env, f"{name}_keys") == getattr(plain, f"{name}_keys")
+    assert env.full_action_spec["more", "action"] is None
+    stepped = [set(one.rand_step(one.reset()).keys(True, True)) for one in (env, plain)]
+    assert stepped[0] == stepped[1]
+    check_env_specs(env)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_buffers": False}, {"compact_obs": True}], ids=str)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda make: make(),
+        lambda make: SerialEnv(2, make),
+        lambda make: ParallelEnv(2, make),
+        lambda make: (
+            TransformedEnv(make(), StepCounter()).append_transform(RewardSum()).append_transform(InitTracker())
+        ),
+        lambda make: TransformedEnv(make(), CatTensors()),
+    ],
+    ids=["alone", "serial", "parallel", "counted", "joined"],
+)
+def test_collectors_leave_entries_without_a_spec_out(wrap: Any, options: dict[str, Any]) -> None:
+    keys = []
+    for make in (partly_known, lambda: GymEnv("CartPole-v1")):
+        collector = Collector(wrap(make), frames_per_batch=8, total_frames=8, **options)
+        keys += [set(batch.keys(True, True)) for batch in collector]
+    assert keys[0] == keys[1]

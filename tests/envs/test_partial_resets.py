@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
 from rollwright.data import Binary, Composite, Unbounded
 from rollwright.envs import EnvBase
@@ -76,25 +76,47 @@ def test_nothing_marked_touches_nothing() -> None:
     env = Raises(batch_size=[2])
     td = env.reset()
     fresh = env.reset(td.set("_reset", torch.zeros(2, 1, dtype=torch.bool)))
-    assert fresh is not td
+    assert fresh is td
     assert set(fresh.keys()) == {"observation", "done", "terminated"}
 
 
-def test_the_argument_and_its_nests_are_left_alone() -> None:
+def test_a_reset_is_put_into_its_argument_and_writes_no_tensor() -> None:
     env = NestedCountingEnv(max_steps=99, batch_size=[2])
     td = after(env, CountingEnvCountPolicy(env.action_spec, env.action_key), 2)
     td["data", "_reset"] = torch.tensor([True, False]).reshape(2, 1, 1).expand(2, 3, 1)
-    before = td.clone()
-    env.reset(td)
-    assert set(td.keys(True, True)) == set(before.keys(True, True))
-    assert (td == before).all()
+    shared, before = td.copy(), td.clone()
+    assert env.reset(td) is td
+    assert set(td.keys(True, True)) == set(before.keys(True, True)) - {("data", "_reset")}
+    assert (shared == before).all()
+    assert td["data", "states"][:, 0].tolist() != before["data", "states"][:, 0].tolist()
 
 
-def test_masks_and_next_are_gone_after_a_reset() -> None:
+def test_masks_are_gone_after_a_reset_and_other_entries_stay() -> None:
     env, td = counting([2])
-    td["next"] = td.clone()
-    fresh = env.reset(td.set("_reset", torch.tensor([[True], [False]])))
-    assert {"_reset", "next"}.isdisjoint(fresh.keys())
+    td["next"] = last = td.clone()
+    for mask in (torch.tensor([[True], [False]]), torch.tensor([[True], [True]]), torch.tensor([[False], [False]])):
+        assert env.reset(td.set("_reset", mask)) is td
+        assert "_reset" not in td
+        assert (td["next"] == last).all()
+
+
+def test_what_cannot_be_written_is_left_alone() -> None:
+    env, td = counting([2])
+    td = td.set("_reset", torch.tensor([[True], [False]])).lock_()
+    fresh = env.reset(td)
+    assert fresh is not td
+    assert "_reset" in td
+    assert fresh["observation"].tolist() == [[0], td["observation"][1].tolist()]
+
+
+def test_a_lazy_stack_takes_the_reset_row_by_row() -> None:
+    env, td = counting([2])
+    stack = lazy_stack([row.clone() for row in td.unbind(0)], 0)
+    rows = stack.tensordicts
+    assert env.reset(stack.set("_reset", torch.tensor([[True], [False]]))) is stack
+    assert stack["observation"].tolist() == [[0], td["observation"][1].tolist()]
+    assert stack.tensordicts[0] is rows[0]
+    assert "_reset" not in rows[0]
 
 
 def test_entries_that_the_environment_does_not_return_stay_in_all_rows() -> None:

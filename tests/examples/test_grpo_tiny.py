@@ -40,6 +40,12 @@ def test_same_seed_same_rewards_and_draws_its_curve_whether_it_ends_or_is_interr
         assert picture.read_bytes()[1:4] == b"PNG"
 
 
+def stated() -> dict[int, float]:
+    """The rewards that the table in the example's docstring states, by seed."""
+    table = re.findall(r"^ +(\d) +0\.\d+ +(0\.\d+)$", COMMAND[-1].read_text(), re.MULTILINE)
+    return {int(seed): float(end) for seed, end in table}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -47,3 +53,4 @@ def test_learns(programs, seed):
     done = programs.run(*COMMAND, "--seed", seed, timeout=580)
     begin, end = map(float, REWARD.search(done.stdout).groups())
     assert end >= begin + 0.3
+    assert end >= stated()[seed]

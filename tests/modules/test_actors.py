@@ -141,3 +141,17 @@ def test_modules_in_a_sequence():
     td = actor(TensorDict(observation=torch.randn(5, 4), batch_size=5))
     assert torch.equal(td["action"], td["action_value"].argmax(-1))
     assert IndependentNormal(torch.zeros(2), 1.0).sample().shape == (2,)
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 3)])
+@pytest.mark.parametrize("of", [(), (1,), (5, 3)])
+def test_of_a_spec_by_itself_all_but_the_action_is_a_batch(of, batch):
+    actor = QValueActor(nn.Linear(3, 4), spec=OneHot(4, shape=(*of, 4)))
+    assert actor(TensorDict(observation=torch.ones(*batch, 3), batch_size=batch))["action"].shape == (*batch, 4)
+
+
+def test_of_a_composite_only_its_own_shape_is_a_batch():
+    td = TensorDict(observation=torch.ones(1, 3), batch_size=[1])
+    QValueActor(nn.Linear(3, 4), spec=Composite(action=OneHot(4, shape=(1, 4)), shape=(1,)))(td)
+    with pytest.raises(RuntimeError, match=r"shape \[1, 4\], and by its spec it would have \[1, 1, 4\]"):
+        QValueActor(nn.Linear(3, 4), spec=Composite(action=OneHot(4, shape=(1, 4))))(td)

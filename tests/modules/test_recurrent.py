@@ -417,3 +417,30 @@ def test_an_in_place_activation_may_follow():
     out["z"].sum().backward()
     assert module.gru.weight_hh_l0.grad.abs().sum() > 0
     assert (out["next", "recurrent_state"] < 0).any()
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": 2, "bias": False}, {"layers": 2, "dropout": 0.5}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_exchanged_with_its_weights(kind, options):
+    module = make(kind, **options).eval()
+    name = module._attribute
+    batch = frames(module, torch.tensor([True, False, False, True, False]), 0)
+    before, weights, expected = getattr(module, name), dict(module.named_parameters()), recurrent(module, batch)
+    assert module.make_cudnn_based() is module
+    assert getattr(module, name) is before
+    assert module.make_python_based() is module
+    assert type(getattr(module, name)).__module__.startswith("rollwright")
+    assert not getattr(module, name).training
+    assert {key: id(value) for key, value in module.named_parameters()} == {k: id(v) for k, v in weights.items()}
+    torch.testing.assert_close(recurrent(module, batch)["y"], expected["y"])
+    module.make_cudnn_based()
+    assert type(getattr(module, name)) is type(before)
+    assert torch.equal(recurrent(module, batch)["y"], expected["y"])
+
+
+def test_a_projection_is_exchanged_too():
+    module = LSTMModule(3, 5, 2, proj_size=2, in_key="x", out_key="y")
+    batch = frames(module, torch.tensor([True, False, False]), 0)
+    batch["recurrent_state_h"] = batch["recurrent_state_h"][..., :2]
+    expected = recurrent(module, batch)["y"]
+    torch.testing.assert_close(recurrent(module.make_python_based(), batch)["y"], expected)

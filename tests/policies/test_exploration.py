@@ -92,7 +92,7 @@ PROCESSES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"init_random_frames": 16}, {"compile_policy": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"init_random_frames": 16}, {"compile_policy": {"backend": "eager"}}], ids=str)
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize("process", PROCESSES)
 def test_batches_of_a_process_are_those_of_the_plain_path(process, num_envs, options):

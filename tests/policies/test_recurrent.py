@@ -38,7 +38,8 @@ def collect(make_recurrent, num_envs, prepare=lambda recurrent: None, **options)
     env.set_seed(0)
     torch.manual_seed(1)
     policy = actor(recurrent)
-    with Collector(env, policy, frames_per_batch=30 * num_envs, total_frames=90 * num_envs, **options) as collector:
+    frames = num_envs * (30 if num_envs < 33 else 8)
+    with Collector(env, policy, frames_per_batch=frames, total_frames=3 * frames, **options) as collector:
         batches = [batch.clone() for batch in collector]
         return torch.cat(batches, -1), collector.stats()["paths"]["policy"], recurrent
 

@@ -206,7 +206,7 @@ def test_models_on_two_boards_are_as_one_version_left_them(start):
     boards[0].publish(0, {"actor": state(0)})
     boards[1].publish(1, {"critic": state(1)})
     publisher = start(publishing_on_both, boards)
-    worker = start(acting, [board.as_reader(0) for board in boards], 1000)
+    worker = start(acting, [board.as_reader(0) for board in boards], 300)
     assert worker.channel.recv(LIMIT_S, "the worker") == []
     publisher.channel.send("stop")
     assert publisher.channel.recv(LIMIT_S) > 100

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, get_args
 
-__all__ = ["checked_seed", "checked_state"]
+__all__ = ["WorkerStats", "check_worker_stats", "checked_seed", "checked_state"]
+
+#: What ``stats()`` takes as ``workers``.
+WorkerStats = bool | Literal["aggregate", "per_worker", "both"]
 
 _LEAST, _MOST = -(2**63), 2**64 - 1  # that torch takes
 
@@ -37,3 +40,16 @@ def checked_state(state_dict: Any) -> Mapping[str, Any]:
             "state_dict() of a collector returned."
         )
     return state_dict
+
+
+def check_worker_stats(workers: Any) -> None:
+    """Test the argument ``workers`` of ``stats()``.
+
+    Raises:
+        ValueError: it is none of what is taken.
+    """
+    if not isinstance(workers, bool) and workers not in get_args(get_args(WorkerStats)[1]):
+        raise ValueError(
+            f"stats: expected workers=True, False, 'aggregate', 'per_worker' or 'both', got {workers!r}. Pass True, "
+            "the default, for a list with an entry for each worker."
+        )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from tensordict import TensorDictBase
 
+from rollwright.collectors.arguments import WorkerStats
 from rollwright.collectors.attribute_paths import Reachable, resolve
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile, ProfileConfig
@@ -150,11 +151,37 @@ class BaseCollector(Reachable, ABC):
         """Go on from a saved state."""
 
     @abstractmethod
-    def stats(self, *, workers: bool = True) -> dict[str, Any]:
+    def stats(self, *, workers: WorkerStats = True) -> dict[str, Any]:
         """A snapshot of counts, rates and episodes that ``json.dumps`` takes.
 
         Args:
             workers: with an entry ``workers``, for each of them; without workers there is none.
+        """
+
+    def is_running(self) -> bool:
+        """Whether the thread of :meth:`start` collects, or is paused."""
+        background = self.stats(workers=False).get("background", {})
+        return bool(background.get("running"))
+
+    @abstractmethod
+    def fake_tensordict(self) -> TensorDictBase:
+        """A batch of zeros with entries, shapes, dtypes and names of those that are delivered; nothing is stepped.
+
+        To make storages or optimizers with, before the first batch. The policy is called once, on zeros, without side
+        effects. With a replay buffer it is what a rollout brings there. Of whole trajectories
+        (``trajs_per_batch``), whose number and lengths are not known, it holds one for each environment, as long as a
+        rollout. True is only what ``set_truncated`` marks. Boundaries of ``compact_obs`` are left out.
+
+        Raises:
+            ValueError: frames vary in shape, as those of conversations do.
+            RuntimeError: the collector was shut down.
+
+        Example:
+            >>> from rollwright.collectors import Collector
+            >>> with Collector("CartPole-v1", frames_per_batch=32) as collector:
+            ...     fake = collector.fake_tensordict()
+            ...     fake.shape, fake["next", "reward"].dtype, collector.stats()["frames"]
+            (torch.Size([32]), torch.float32, 0)
         """
 
     # Weights ----------------------------------------------------------------------------------

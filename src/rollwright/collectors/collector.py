@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +12,12 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rollwright._options import with_options
+from rollwright.collectors.arguments import WorkerStats, check_worker_stats
 from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.delivery.background import Background
 from rollwright.collectors.delivery.base import split
-from rollwright.collectors.delivery.saved_state import SavedState
+from rollwright.collectors.delivery.saved_state import SavedState, warn_of_unsaved
 from rollwright.collectors.delivery.storage_memory import batch_memory
 from rollwright.collectors.delivery.stored import choose_delivery
 from rollwright.collectors.delivery_options import ledger_of, warn_of_options
@@ -262,6 +262,11 @@ class Collector(BaseCollector):
         finally:
             self._delivery.missed()
 
+    def fake_tensordict(self) -> TensorDictBase:
+        """See :meth:`BaseCollector.fake_tensordict`."""
+        with self._background.between_batches():
+            return self._delivery.blank()
+
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Begin new trajectories, in all environments or in some of a batch.
 
@@ -450,16 +455,8 @@ class Collector(BaseCollector):
         """
         with self._background.between_batches():
             state = self._saved_state.save(engine_weights=engine_weights)
-        if state["unsaved"] and not self._has_warned_of_unsaved:
-            self._has_warned_of_unsaved = True
-            reset = "begins its environment anew, with new trajectory ids"
-            loses = reset if state["trajectories"] is None else "goes on without it"
-            warnings.warn(
-                f"state_dict: not all can be saved, and a collector that loads this state {loses}. "
-                f"{'; '.join(state['unsaved'])}.",
-                UserWarning,
-                stacklevel=2,
-            )
+        if not self._has_warned_of_unsaved:
+            self._has_warned_of_unsaved = warn_of_unsaved({"": state}, stacklevel=2)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
@@ -489,15 +486,19 @@ class Collector(BaseCollector):
 
     # Observation ------------------------------------------------------------------------------
 
-    def stats(self, *, workers: bool = True) -> dict[str, Any]:
+    def stats(self, *, workers: WorkerStats = True) -> dict[str, Any]:
         """Counts, rates and episodes; ``json.dumps`` takes it.
 
         Args:
             workers: of collectors with workers; here it changes nothing.
 
+        Raises:
+            ValueError: ``workers`` is none of what they take.
+
         Returns:
             ``frames``, ``batches`` (delivered), ``total_frames``, ``total_batches`` (None without an end),
-            ``completed``, ``frames_per_batch``, ``frames_per_second``, ``seconds`` by stage, ``episodes``,
+            ``completed``, ``frames_per_batch``, ``requested_frames_per_batch`` (before it was rounded),
+            ``frames_per_second``, ``seconds`` by stage, ``episodes``,
             ``mean_return`` and ``mean_length`` (over the last 100), ``last_return``, ``policy_version``,
             ``env_recreations`` (environments recreated by ``on_env_failure="recreate"``), ``devices``,
             ``paths`` (what runs environment and policy, how a buffer is written, and why), ``bytes_held``,
@@ -506,7 +507,13 @@ class Collector(BaseCollector):
             With a replay buffer: its ``write_count``. After :meth:`start`: ``background`` (whether the thread is
             ``running``, ``paused``, or ended by an ``error``) and ``policy_version_acting``.
         """
-        return {**self._delivery.stats(), "policy_version": self.policy_version, **self._background.stats()}
+        check_worker_stats(workers)
+        return {
+            **self._delivery.stats(),
+            "requested_frames_per_batch": self.requested_frames_per_batch,
+            "policy_version": self.policy_version,
+            **self._background.stats(),
+        }
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of the environment."""

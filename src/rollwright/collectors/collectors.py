@@ -1,4 +1,4 @@
-"""SyncDataCollector: the collector under its legacy name, with its legacy defaults."""
+"""SyncDataCollector: the collector under its legacy name, with its legacy defaults; and the others, at this path."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from rollwright._options import with_options
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.collector import Collector
+from rollwright.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.environment import EnvMaker
 from rollwright.data.layout import MASK
@@ -19,7 +20,16 @@ from rollwright.modules import RandomPolicy
 if TYPE_CHECKING:
     from rollwright.collectors.keywords import CollectorKeywords
 
-__all__ = ["BaseCollector", "Collector", "RandomPolicy", "SyncDataCollector"]
+__all__ = [
+    "AsyncCollector",
+    "BaseCollector",
+    "Collector",
+    "MultiAsyncCollector",
+    "MultiCollector",
+    "MultiSyncCollector",
+    "RandomPolicy",
+    "SyncDataCollector",
+]
 
 
 @with_options(CollectorOptions)

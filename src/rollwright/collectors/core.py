@@ -315,6 +315,17 @@ class Path(ABC):
             held: ids of the trajectories that are held now, and their first frames.
         """
 
+    def save_parts(self) -> tuple[torch.Tensor, list[str]] | None:
+        """Trajectories of which a part was delivered, and their names, for people; None: they may begin again."""
+        return None
+
+    def end_parts(self, saved: torch.Tensor) -> None:  # noqa: B027
+        """What was delivered in part, and cannot go on, has ended.
+
+        Args:
+            saved: of :meth:`save_parts`.
+        """
+
     def state_dict(self) -> tuple[dict[str, Any], list[str]] | None:
         """What is in progress, and what of it cannot be saved; None: the current TensorDict is all that there is."""
         return None

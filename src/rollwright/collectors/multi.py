@@ -20,11 +20,13 @@ from tensordict import TensorDictBase
 from rollwright._options import with_options
 from rollwright._processes.channel import ByValue
 from rollwright._processes.forks import on_fork
-from rollwright.collectors.arguments import checked_seed, checked_state
+from rollwright.collectors.arguments import WorkerStats, checked_seed, checked_state
 from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.queues import QueueBacklog
+from rollwright.collectors.delivery.rows import as_trajectories
+from rollwright.collectors.delivery.saved_state import warn_of_unsaved
 from rollwright.collectors.delivery.stored import await_publication
 from rollwright.collectors.delivery_options import warn_of_splits, write_count_of
 from rollwright.collectors.factory import register_workers
@@ -39,12 +41,13 @@ from rollwright.collectors.workers.counters import Count
 from rollwright.collectors.workers.options import WorkerOptions, factories_of, options_of_workers
 from rollwright.collectors.workers.schedules.first_come import FirstCome
 from rollwright.collectors.workers.schedules.gather import Gather
+from rollwright.collectors.workers.schedules.joining import restored
 from rollwright.collectors.workers.schedules.orders import Orders
 from rollwright.collectors.workers.schedules.schedule import Schedule
 from rollwright.collectors.workers.schedules.shaping import BatchShaping
 from rollwright.collectors.workers.schedules.staleness import Staleness
 from rollwright.collectors.workers.startup import Workers
-from rollwright.collectors.workers.stats import merged_stats
+from rollwright.collectors.workers.stats import merged_stats, select_workers
 from rollwright.collectors.workers.transports.backends import WorkerBackend
 from rollwright.collectors.workers.weights import PeriodicUpdates, WorkersWeights
 from rollwright.envs.libs.foreign import check_maker
@@ -97,6 +100,7 @@ class MultiCollector(BaseCollector):
     _options_kind: type[CollectorOptions] = CollectorOptions
     _may_end = False  # whether the data of a worker may be over
     _ended = False
+    _has_warned_of_unsaved = False
     _backlog: QueueBacklog | None = None  # of a queue that gets what the workers collect
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -464,6 +468,9 @@ class MultiCollector(BaseCollector):
         """See :meth:`Collector.state_dict`: that of each worker is at ``"worker0"``, ``"worker1"``...
 
         ``frames``, ``iter``, ``policy_version`` and ``traj_pool`` (the next trajectory id) are those of all.
+
+        Warns:
+            UserWarning: something could not be saved; once for each collector.
         """
         options = {"engine_weights": True} if engine_weights else {}
         states = self._calls.between("state_dict", [((), options)] * self.num_workers)
@@ -473,6 +480,8 @@ class MultiCollector(BaseCollector):
         state["policy_version"] = self._weights.version
         state["traj_pool"] = {"traj_id": max(int(saved["traj_pool"]["traj_id"]) for saved in states)}
         state["undelivered"] = schedule
+        if not self._has_warned_of_unsaved:
+            self._has_warned_of_unsaved = warn_of_unsaved(dict(zip(state, states, strict=False)), stacklevel=2)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
@@ -497,11 +506,13 @@ class MultiCollector(BaseCollector):
 
     # Observation ------------------------------------------------------------------------------
 
-    def stats(self, *, workers: bool = True) -> dict[str, Any]:
+    def stats(self, *, workers: WorkerStats = True) -> dict[str, Any]:
         """Counts, rates and episodes of all workers; ``json.dumps`` takes it. At any time, from any thread.
 
         Args:
-            workers: False: leave out the entry ``workers``.
+            workers: False: leave out the entry ``workers``. Or one of the texts that other packages take, for numbers
+                by name alone: ``"per_worker"`` has ``"worker_0/frames"`` and so on, ``"aggregate"`` those of all
+                workers, ``"both"`` has both; ``workers`` is their count then.
 
         Returns:
             What :meth:`Collector.stats` has, summed up, and ``workers`` (for each: ``index``, ``alive``, ``pid``,
@@ -514,15 +525,24 @@ class MultiCollector(BaseCollector):
         buffer = self.options.replay_buffer
         written = {} if buffer is None else {"write_count": write_count_of(buffer)}
         found = merged_stats(self._group, self._schedule, self._counts, self._weights.version)
-        if not workers:
-            del found["workers"]
-        return {
+        found["requested_frames_per_batch"] = self.requested_frames_per_batch
+        found = {
             **found,
             "total_frames": None if math.isinf(self.total_frames) else int(self.total_frames),
             "completed": self.completed,
             **written,
             **self._background.stats(),
         }
+        return select_workers(found, workers)
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """See :meth:`BaseCollector.fake_tensordict`; each worker makes its part."""
+        blanks = self.map_fn("fake_tensordict")
+        if self.options.delivers_whole:
+            return as_trajectories(blanks, padded=self.options.traj_format == "padded")
+        results = [restored(i, blank, blank.device) for i, blank in enumerate(blanks)]
+        made = self._schedule.strategy.combine(results if self.own_options.sync else results[:1])
+        return self._shaped.shape(made)
 
     def map_fn(
         self,

@@ -9,6 +9,7 @@ batch) in one TensorDict, the non-tensor entry ``("collector", "boundaries")``; 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from rollwright._keys import NestedKey, as_tuple, leaf_keys
 from rollwright.data.layout import TRAJ_IDS
 
-__all__ = ["BOUNDARY", "BoundaryKeeper", "is_table", "join_tables", "restore_next"]
+__all__ = ["BOUNDARY", "BoundaryKeeper", "is_table", "join_tables", "restore_next", "without_table"]
 
 BOUNDARY, _ROWS, _TIME = ("collector", "boundary"), ("collector", "boundaries"), "_time"
 
@@ -82,6 +83,25 @@ class BoundaryKeeper:
 def is_table(key: NestedKey) -> bool:
     """Whether an entry holds what compact batches keep aside, and not one value a frame."""
     return key == _ROWS
+
+
+def without_table(entries: Mapping[NestedKey, Any], *, stacklevel: int = 2) -> dict[NestedKey, Any]:
+    """The entries of a compact batch less its table, with a warning where it had one: what only it holds is lost.
+
+    Example:
+        >>> sorted(without_table({"observation": torch.zeros(3)}))
+        ['observation']
+    """
+    if _ROWS not in entries:
+        return dict(entries)
+    warnings.warn(
+        "data: they were collected with compact_obs=True, and rows of tensors have no place for the next observations "
+        "that no root repeats: those at the ends of trajectories and of batches. They are not stored. To store all, "
+        "pass restore_next(data); samples get the others back by NextStateReconstructor. To do without them and "
+        "without this warning, exclude ('collector', 'boundary') and ('collector', 'boundaries').",
+        stacklevel=stacklevel + 1,
+    )
+    return {key: value for key, value in entries.items() if key not in (BOUNDARY, _ROWS)}
 
 
 def join_tables(

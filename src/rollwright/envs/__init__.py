@@ -7,7 +7,7 @@ from rollwright.envs import priming as priming  # registers policy=
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.batched.parallel import ParallelEnv
-from rollwright.envs.creator import EnvCreator, env_creator
+from rollwright.envs.env_creator import EnvCreator, env_creator
 from rollwright.envs.libs import (
     DMControlEnv,
     DMControlWrapper,

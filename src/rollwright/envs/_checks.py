@@ -47,6 +47,8 @@ def entries(spec: Composite, batch_ndim: int, place: tuple[str, ...] = ()) -> li
         path = (*place, str(name))
         if isinstance(leaf, Composite):
             listed += entries(leaf, batch_ndim, path)
+        elif leaf is None:
+            continue
         elif isinstance(leaf, NonTensor) or leaf.dtype is None:
             listed.append(SpecEntry(unravel(path), None, None, leaf))
         else:

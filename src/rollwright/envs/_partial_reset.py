@@ -13,7 +13,7 @@ from rollwright.errors import EnvError
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = ["Masks", "mask_like", "merge_reset", "replace_entries", "reset_masks"]
+__all__ = ["Masks", "mask_like", "merge_reset", "put_back", "replace_entries", "reset_masks"]
 
 Masks = dict[tuple[str, ...], torch.Tensor]
 
@@ -71,6 +71,31 @@ def merge_reset(env: EnvBase, old: TensorDictBase, fresh: TensorDictBase, masks:
     if masks is None or all(bool(mask.all()) for mask in masks.values()):
         return replace_entries(out, fresh)
     return _merge(out, fresh, masks, (), old.ndim)
+
+
+def put_back(env: EnvBase, td: TensorDictBase, changed: TensorDictBase) -> TensorDictBase:
+    """``td`` with the entries of ``changed``, without masks; ``changed`` itself where ``td`` cannot hold these."""
+    if not _can_hold(td, changed):
+        return changed
+    if isinstance(td, LazyStackedTensorDict):
+        for row, new in zip(td.tensordicts, cast(LazyStackedTensorDict, changed).tensordicts, strict=True):
+            put_back(env, row, new)
+        return td
+    for key in env.reset_keys:
+        if td.get(key, None) is not None:
+            del td[key]
+    for name, value in changed.items():
+        td.set(name, value)
+    return td
+
+
+def _can_hold(td: TensorDictBase, changed: TensorDictBase) -> bool:
+    if td.is_locked:
+        return False
+    lazy = isinstance(td, LazyStackedTensorDict), isinstance(changed, LazyStackedTensorDict)
+    if not any(lazy):
+        return True
+    return all(lazy) and cast(Any, td).stack_dim == cast(Any, changed).stack_dim
 
 
 def replace_entries(old: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:

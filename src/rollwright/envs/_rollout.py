@@ -78,7 +78,8 @@ def rollout(  # noqa: D417 - self
         act = speak_tensordict(policy, self, strict=False)
     if auto_cast_to_device and policy is not None:
         act = _on_device_of(policy, act, self)
-    td = self.reset(tensordict) if auto_reset else cast(TensorDictBase, tensordict).copy()
+    start = None if tensordict is None else tensordict.copy()
+    td = self.reset(start) if auto_reset else cast(TensorDictBase, start)
     frames: list[TensorDictBase] = []
     ended: torch.Tensor | bool = False
     for t in range(max_steps):

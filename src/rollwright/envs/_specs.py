@@ -74,7 +74,7 @@ class Keys:
 
 
 def _sorted_keys(spec: Composite) -> list[NestedKey]:
-    return sorted((unravel(key) for key in spec.keys(True, True)), key=lambda key: (len(as_tuple(key)), as_tuple(key)))
+    return sorted((unravel(key) for key in spec.leaves()), key=lambda key: (len(as_tuple(key)), as_tuple(key)))
 
 
 def _unbatched(name: str) -> property:
@@ -184,7 +184,7 @@ class EnvSpecs(nn.Module):
 
     def _complete_done_spec(self, *, truncated: bool = False) -> None:
         spec = self._full_specs["done"]
-        for group in done_groups(spec.keys(True, True)):
+        for group in done_groups(spec.leaves()):
             known = next(spec[key] for key in group.keys if key in spec)
             wanted: list[NestedKey] = [group.done, group.terminated]
             if truncated and as_tuple(group.done)[-1] == "done":  # a lone flag of another name has no companions
@@ -323,6 +323,15 @@ class EnvSpecs(nn.Module):
         """Number of batch dimensions."""
         return len(self.batch_size)
 
+    @property
+    def batch_dims(self) -> int:
+        """Same as :attr:`ndim`."""
+        return self.ndim
+
+    def ndimension(self) -> int:
+        """Same as :attr:`ndim`."""
+        return self.ndim
+
     def numel(self) -> int:
         """Number of environments in the batch (1 for an unbatched one)."""
         return self.batch_size.numel()
@@ -349,5 +358,5 @@ class EnvSpecs(nn.Module):
 
 
 def _single_leaf(spec: Composite) -> TensorSpec:
-    leaves = list(spec.values(True, True))
+    leaves = list(spec.leaves().values())
     return leaves[0] if len(leaves) == 1 else spec

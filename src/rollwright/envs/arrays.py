@@ -129,9 +129,11 @@ class ArrayEnv(ABC):
         reads: entries of the root that :meth:`step` reads.
         resets_ahead: whoever sets it promises to reset, right after each step and without arguments, at least those
             that ended. Environments elsewhere may then be reset before that is asked for.
+        keeps_resets: whether rows that a reset does not mark hold what their own last reset returned.
     """
 
     resets_ahead: bool = False
+    keeps_resets: bool = False
     batch: tuple[int, ...]
     entries: dict[NestedKey, Entry]
     rewards: dict[NestedKey, Entry]
@@ -162,7 +164,7 @@ class ArrayEnv(ABC):
         """Begin new trajectories in the environments that ``rows``, bool ``[*batch]``, marks; None: in all.
 
         Returns:
-            :attr:`entries`; what they hold in rows that are not marked means nothing.
+            :attr:`entries`; what they hold in rows that are not marked means nothing, but for :attr:`keeps_resets`.
         """
 
     def stepper(self) -> Callable[[Values], Values]:
@@ -280,7 +282,7 @@ def entries_of(
     """
     named = set(columns)
     found = {}
-    for key in spec.keys(True, True):
+    for key in spec.leaves():
         leaf = spec[key]
         if objects and isinstance(leaf, NonTensor) and not leaf.shape:
             found[unravel(key)] = Entry((), np.dtype(np.object_), False)

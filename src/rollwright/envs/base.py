@@ -17,7 +17,7 @@ from rollwright._keys import NestedKey, key_str, leaf_keys, without
 from rollwright._seeding import seed_torch
 from rollwright.data.layout import deciding_groups, end_of_trajectory
 from rollwright.envs._checks import check_alive, complete_reset, complete_step, missing_actions
-from rollwright.envs._partial_reset import merge_reset, replace_entries, reset_masks
+from rollwright.envs._partial_reset import merge_reset, put_back, replace_entries, reset_masks
 from rollwright.envs._rollout import rollout
 from rollwright.envs._specs import EnvSpecs
 from rollwright.envs.closing import closed_on_error
@@ -169,8 +169,9 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             **kwargs: go to ``_reset``.
 
         Returns:
-            A new TensorDict: observations, ``done``, ``terminated`` (``truncated``), and whatever else
-            ``tensordict`` held.
+            ``tensordict`` itself: observations, ``done``, ``terminated`` (``truncated``) are put into it, ``"_reset"``
+            is taken out, and whatever else it held stays; tensors that it held are not written. A new TensorDict where
+            none was given, where it is locked, or cannot hold the result (rows of different shapes).
 
         Raises:
             EnvError: the environment raised or returned what its specs do not describe.
@@ -181,13 +182,13 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         if self.is_closed and (masks is None or all(bool(mask.all()) for mask in masks.values())):
             self._reopen()
         if tensordict is not None and masks and not any(bool(mask.any()) for mask in masks.values()):
-            return without(tensordict, "next", *self.reset_keys)
+            return put_back(self, tensordict, without(tensordict, *self.reset_keys))
         fresh = self.reset_outcome(tensordict, **kwargs)
         if tensordict is None:
             return fresh
         merged = merge_reset(self, tensordict, fresh, masks)
         check_alive(self, merged, masks)
-        return merged
+        return put_back(self, tensordict, merged)
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Act in the environment.
@@ -234,14 +235,14 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         return self._step_mdp(tensordict)
 
     def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Reset the environments that ``tensordict`` (of :meth:`step_mdp`) shows as done."""
+        """Reset what ``tensordict`` (of :meth:`step_mdp`) shows as done; returns it, as :meth:`reset` does."""
         flags = [(group.reset, tensordict.get(group.done)) for group in deciding_groups(self.done_groups)]
         if not any(bool(flag.any()) for _, flag in flags):
             return tensordict
         marked = without(tensordict)
         for key, flag in flags:
             marked.set(key, flag.clone())
-        return self.reset(marked)
+        return put_back(self, tensordict, self.reset(marked))
 
     def any_done(self, tensordict: TensorDictBase) -> bool:
         """Whether any environment of ``tensordict`` (flags at its root) is done."""

@@ -148,7 +148,7 @@ def stacked_specs(specs: Mapping[str, Sequence[Composite]], device: torch.device
 def is_ragged(spec: Composite) -> bool:
     """Whether the environments' entries differ, or grow, so that their data must be stacked lazily."""
     nested = [spec, *spec.values(True)]
-    return any(isinstance(child, StackedComposite) or -1 in child.shape for child in nested)
+    return any(isinstance(child, StackedComposite) or -1 in child.shape for child in nested if child is not None)
 
 
 def call_each(functions: list[Callable[..., Any]]) -> Callable[..., list[Any]]:

@@ -79,7 +79,7 @@ def _with_states(policy: Any) -> list[Any]:
 
 def _entries(env: EnvBase) -> Specs:
     specs = (env.full_state_spec, env.full_observation_spec)
-    return {unravel(key): spec[key] for spec in specs for key in spec.keys(True, True)}
+    return {unravel(key): spec[key] for spec in specs for key in spec.leaves()}
 
 
 def _missing_marks(env: EnvBase, modules: list[Any], known: Specs) -> list[str]:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._foreign import is_torchrl_spec
 from rollwright._keys import NestedKey, unravel
 from rollwright.data.specs import Binary, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
+from rollwright.data.specs.torchrl import from_torchrl
 
 __all__ = ["RandomPolicy", "missing_batch"]
 
@@ -19,8 +21,8 @@ class RandomPolicy:
     """A policy that draws every action from its spec, with torch's global generator.
 
     Args:
-        action_spec: of one action, or a Composite of several. None: a collector fills in that of its
-            environment, once.
+        action_spec: of one action, or a Composite of several; TorchRL's are converted. None: a collector fills in that
+            of its environment, once.
         action_key: where the action goes when ``action_spec`` is of one action.
 
     Example:
@@ -32,6 +34,8 @@ class RandomPolicy:
     """
 
     def __init__(self, action_spec: TensorSpec | None = None, action_key: NestedKey = "action") -> None:
+        if is_torchrl_spec(action_spec):
+            action_spec = from_torchrl(action_spec)
         if action_spec is not None and not isinstance(action_spec, TensorSpec):
             raise TypeError(
                 f"action_spec: expected a spec or None, got {type(action_spec).__name__}. Pass env.action_spec."

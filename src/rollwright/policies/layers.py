@@ -22,6 +22,9 @@ from rollwright.policies.watch import ModuleSnapshot, is_special
 __all__ = ["LAYERS", "KnownLayer", "unroll"]
 
 
+_MOST_FUSED = 2**16  #: elements of a matrix that a compiled program multiplies itself
+
+
 class KnownLayer(NamedTuple):
     """Implementation of modules of one type.
 
@@ -41,14 +44,16 @@ class KnownLayer(NamedTuple):
 
 def _linear(module: nn.Linear) -> Layer:
     parameters: dict[str, Any] = vars(module)["_parameters"]
-    linear, addmv = F.linear, torch.addmv
+    linear, addmv, is_compiling = F.linear, torch.addmv, torch.compiler.is_compiling
     weight, bias = parameters["weight"], parameters["bias"]
     if bias is None or weight.device.type != "cpu" or not _addmv_is_exact(*weight.shape, weight.dtype):
         return Layer(module, lambda x: linear(x, parameters["weight"], parameters["bias"]))
 
     def call(x: Tensor) -> Tensor:
         weight, bias = parameters["weight"], parameters["bias"]
-        if x.ndim == 1 and bias is not None and weight.is_contiguous() and x.is_contiguous():
+        one = x.ndim == 1 and bias is not None and weight.is_contiguous() and x.is_contiguous()
+        # Compiled, addmv is fused with what makes its input: slow for large ones of permuted images.
+        if one and (weight.numel() <= _MOST_FUSED or not is_compiling()):
             return addmv(bias, weight, x)  # what linear ends in, at half the price
         return linear(x, weight, bias)
 

@@ -168,7 +168,7 @@ def _leaves(spec: specs.Composite, place: tuple[str, ...] = ()) -> Iterator[tupl
         path = (*place, *as_tuple(name))
         if type(part) is specs.Composite:
             yield from _leaves(part, path)
-        else:
+        elif part is not None:
             yield path, part
 
 

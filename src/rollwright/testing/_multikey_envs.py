@@ -187,7 +187,7 @@ class HeterogeneousCountingEnv(UnseededEnv):
             TensorDict(
                 {
                     key: put_first(self.count.squeeze(-1), self.batch_size + spec.shape).float().contiguous()
-                    for key, spec in self.get_agent_obs_spec(i).items()
+                    for key, spec in self.get_agent_obs_spec(i).leaves().items()
                 },
                 self.batch_size,
                 device=self.device,

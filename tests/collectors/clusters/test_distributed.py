@@ -46,6 +46,20 @@ def test_groups_of_several_workers_with_options_of_their_collectors(make):
     assert collector.own_options.backend == "distributed"
 
 
+def test_an_option_may_be_said_twice_with_one_value(make):
+    kwargs = {"storing_device": "cpu", "max_frames_per_traj": 5}
+    collector = make(
+        DistributedCollector,
+        makers(2),
+        gain(),
+        collector_kwargs=kwargs,
+        storing_device="cpu",
+        sync=True,
+        total_frames=40,
+    )
+    assert [batch.shape for batch in collector] == [(2, 20)]
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -93,6 +107,11 @@ WRONG = {
     "unknown": ({"frames_per_bath": 3}, TypeError, "Did you mean 'frames_per_batch'"),
     "class": ({"collector_class": "threads"}, ValueError, "collector_class: expected one of"),
     "kwargs": ({"collector_kwargs": [{}, {}, {}]}, ValueError, "collector_kwargs: expected one dictionary for each"),
+    "differs": (
+        {"collector_kwargs": {"max_frames_per_traj": 5}, "max_frames_per_traj": 6},
+        ValueError,
+        "max_frames_per_traj: got 6, and something else in collector_kwargs",
+    ),
     "backend": ({"backend": "mpi"}, ValueError, "process_group_backend='mpi'"),
     "port": ({"tcp_port": 70000}, ValueError, "port: expected a port from 0 to 65535"),
     "both": ({"tcp_port": 7, "backend_options": {"address": "127.0.0.1:0"}}, ValueError, "port=7: address="),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 import warnings
 from functools import partial
@@ -287,3 +289,50 @@ def test_replaced_workers_go_on_behind_what_was_delivered(mode, where):
     found, killed = delivered_under_kills(3, 2, stored=where == "stored", every=0.3, **options)
     assert killed == 3
     assert found == wanted, tally(found, wanted)
+
+
+class Waits(Talks):
+    """Waits in its first reply until somebody writes to a pipe."""
+
+    def __init__(self, row):
+        super().__init__(row)
+        self.pipe = row["pipe"]
+
+    def reply(self, messages):
+        if self.pipe:
+            with open(self.pipe) as pipe:
+                pipe.read()
+            self.pipe = None
+        return super().reply(messages)
+
+
+def waiting_chat(number, pipe):
+    rows = [{"text": f"{number}:{'x' * (1 + each)}", "turns": 2, "pipe": None} for each in range(6)]
+    rows[0]["pipe"] = pipe if number == 0 else None
+    return ChatEnv.from_dataloader(rows, input_mode="text", environment=Waits, epochs=1, batch_size=1)
+
+
+def waiting_pool(pipe):
+    return AsyncEnvPool([partial(waiting_chat, number, pipe) for number in range(3)], backend="threading", stack="lazy")
+
+
+@pytest.mark.filterwarnings("ignore:.*It is replaced")
+@pytest.mark.parametrize("mode", ["turns", "conversations"])
+@pytest.mark.parametrize("killed", [False, True])
+def test_batches_of_a_worker_that_may_be_replaced_wait_for_no_step(mode, killed, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    options = {"dialog_turns_per_batch": 4} if mode == "turns" else {"trajs_per_batch": 1}
+    options |= {"on_worker_failure": "restart", "restart_delay": 0.0, "num_collectors": 1}
+    with LLMCollector(partial(waiting_pool, str(pipe)), policy_factory=lambda: answer, **options) as collector:
+        found = [name for _ in range(6) for name in names(collector.next())]
+        assert {name[0] for name in found} == {1, 2}
+        if killed:
+            os.kill(collector.stats()["workers"][0]["pid"], signal.SIGKILL)
+            found += names(collector.next())
+        with open(pipe, "w"):
+            pass
+        found += [name for batch in collector for name in names(batch)]
+    assert sorted(found) == [
+        (index, prompt, 0, 0, turn) for index in range(3) for prompt in range(6) for turn in range(3)
+    ]

@@ -120,6 +120,22 @@ def test_tokenizers_that_differ_are_an_error_at_construction():
             LLMCollector(chats(), TransformersWrapper(model, tokenizer=other), dialog_turns_per_batch=2)
 
 
+def test_a_policy_that_knows_no_end_of_an_answer_warns_of_it():
+    tokenizer = llm_models.tokenizer()
+    tokenizer.eos_token = None
+    kwargs = {"max_new_tokens": 4}
+    env = ChatEnv.from_dataloader([{"query": "one"}], tokenizer=tokenizer)
+    with pytest.warns(UserWarning, match=r"a token that ends an answer.*stop_token_ids"):
+        LLMCollector(
+            env, TransformersWrapper(llm_models.model(), tokenizer=tokenizer, generate_kwargs=kwargs), trajs_per_batch=1
+        ).shutdown()
+    kwargs["stop_token_ids"] = (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+    env = ChatEnv.from_dataloader([{"query": "one"}], tokenizer=tokenizer)
+    wrapper = TransformersWrapper(llm_models.model(), tokenizer=tokenizer, generate_kwargs=kwargs)
+    with LLMCollector(env, wrapper, trajs_per_batch=1) as collector:
+        assert collector.next().numel() == 1
+
+
 def test_several_samples_of_a_prompt_are_an_error_at_construction():
     with pytest.raises(ValueError, match=r"num_samples: the policy writes 4 answers .*pass repeats=4 to the env"):
         LLMCollector(chats(), policy(num_samples=4), dialog_turns_per_batch=2)

@@ -196,6 +196,19 @@ def test_shutdown_ends_the_wait_for_a_full_queue(build):
     assert wait_until(lambda: collector.stats()["waiting_for"] is not None)
     collector.async_shutdown(timeout=10)
     assert collector.env.conversations.closed
+    stats = collector.stats()
+    first = stats["write_count"]  # what waited for room is named
+    assert f"prompt {first} (epoch 0, repeat 0)" in stats["conversations_unfinished"]
+    assert stats["undelivered"] == 1
+
+
+def test_what_waits_for_a_full_queue_at_shutdown_is_named(build):
+    collector = build(1, env={"most_turns": 1}, dialog_turns_per_batch=1, queue=queue.Queue(maxsize=1))
+    collector.start()
+    assert wait_until(lambda: collector.stats()["waiting_for"] is not None)
+    collector.shutdown()
+    stats = collector.stats()
+    assert f"prompt {stats['write_count']} (epoch 0, repeat 0)" in stats["conversations_unfinished"]
 
 
 def test_any_object_with_put_is_a_queue(build):

@@ -1,19 +1,25 @@
-"""Conversations whose environment cannot be saved: after an error, no turn comes twice."""
+"""Conversations whose environment cannot be saved: after an error or a restore, no turn comes twice."""
 
 from __future__ import annotations
 
 import collections
+import re
 import warnings
 from functools import partial
 
 import pytest
 import torch
 from tests.collectors.llm.fakes import FakePolicy, FakeTokenizer
+from tests.collectors.llm.shares import delivered_under_kills, expected, make, turns
 from tests.collectors.llm.test_errors import Failing
+from tests.collectors.llm.test_resume import copied
+from tests.collectors.llm.test_shares import MODES
+from tests.variants import in_turn
 
 from rollwright.collectors.llm import LLMCollector
 from rollwright.envs import AsyncEnvPool
 from rollwright.envs.llm import ChatEnv
+from rollwright.errors import EnvError
 
 KEYS = ("prompt_index", "turn")
 fails = Failing(set())
@@ -67,9 +73,9 @@ KINDS = {
 
 
 def taken(kind, environment, postproc=None):
-    make, policy, options = KINDS[kind]
+    create, policy, options = KINDS[kind]
     found, errors = collections.Counter(), 0
-    with LLMCollector(make(environment=environment), policy=policy(), postproc=postproc, **options) as collector:
+    with LLMCollector(create(environment=environment), policy=policy(), postproc=postproc, **options) as collector:
         while True:
             try:
                 batch = collector.next()
@@ -112,3 +118,92 @@ def test_others_go_on_where_one_cannot_be_begun(monkeypatch):
     assert errors == 1
     assert set(found.values()) == {1}
     assert {number for number, _ in wanted.keys() - found.keys()} <= {4}  # the one that could not be begun
+
+
+@pytest.mark.parametrize(("kind", "batches"), in_turn(KINDS, (1, 2, 3)))
+def test_no_turn_comes_twice_after_restores(kind, batches):
+    create, policy, options = KINDS[kind]
+    wanted, _, _ = taken(kind, Talks)
+    found, state, said, over = collections.Counter(), None, "", False
+    while not over:
+        with LLMCollector(create(), policy=policy(), **options) as collector:
+            if state is not None:
+                collector.load_state_dict(state)
+            for _ in range(batches):
+                batch = collector.next()
+                over = batch is None
+                if over:
+                    break
+                rows = [row for row in batch.reshape(-1).unbind(0) if row["collector", "traj_ids"] >= 0]
+                found.update(tuple(int(row[key]) for key in KEYS) for row in rows)
+            stats = collector.stats()
+            with warnings.catch_warnings(record=True, action="always") as caught:
+                state = copied(collector.state_dict())
+            said += "".join(str(warning.message) for warning in caught)
+    assert set(found.values()) == {1}
+    lost = {number for number, _ in wanted.keys() - found.keys()}
+    assert {number for number, turn in found if not turn} == set(range(8))
+    assert stats["conversations_dropped"] == len(lost) > 0
+    assert all(re.search(rf"prompt {number} \(epoch 0, repeat 0\)[^;]*counts as dropped", said) for number in lost)
+
+
+def one_chat(slots=1):
+    return ChatEnv.from_dataloader(
+        [{"tokens": [1, 1], "turns": 3}],
+        batch_size=slots,
+        input_mode="tokens",
+        tokenizer=FakeTokenizer(),
+        environment=Talks,
+        epochs=1,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*turns of it were delivered")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_data_is_over_where_the_last_conversation_has_ended_by_an_error(kind, monkeypatch):
+    _, policy, options = KINDS[kind]
+    env = AsyncEnvPool([one_chat], backend="threading") if kind == "pool" else one_chat()
+    monkeypatch.setattr(fails, "calls", 0)
+    monkeypatch.setattr(fails, "at", {2})
+    with LLMCollector(env, policy=policy(), **{**options, "dialog_turns_per_batch": 1}) as collector:
+        assert collector.next().numel() == 1
+        with pytest.raises(EnvError, match="no connection"):
+            collector.next()
+        assert collector.next() is None
+        stats = collector.stats()
+    assert stats["completed"]
+    assert stats["conversations_dropped"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*turns of it were delivered")
+@pytest.mark.parametrize(("mode", "stored"), in_turn(("turns", "stream"), (False, True)))
+def test_no_turn_of_a_worker_that_is_replaced_comes_twice(mode, stored):
+    env = {"prompts": 24, "repeats": 3, "saves": False}
+    wanted = expected(env=env, **MODES[mode])
+    found, killed = delivered_under_kills(3, 1, stored=stored, every=0.25, env=env, **MODES[mode])
+    assert killed == 3
+    assert set(found.values()) == {1}
+    assert found.keys() <= wanted.keys()
+    assert {name[:-1] for name in found} == {name[:-1] for name in wanted}
+
+
+@pytest.mark.filterwarnings("ignore:.*delivers whole batches")
+@pytest.mark.parametrize("mode", ["turns", "stream"])
+def test_no_turn_comes_twice_with_another_number_of_workers(mode):
+    env = {"prompts": 14, "saves": False}
+    wanted = expected(env=env, **MODES[mode])
+    found = collections.Counter()
+    with make(2, env=env, **MODES[mode]) as first:
+        for _ in range(6):
+            found.update(turns(first.next()))
+        with pytest.warns(UserWarning, match=r"state_dict: not all .*worker0: the conversation of prompt .* dropped"):
+            state = copied(first.state_dict())
+        first.state_dict()  # it warns once
+    with make(3, env=env, **MODES[mode]) as second:
+        second.load_state_dict(state)
+        for batch in second:
+            found.update(turns(batch))
+        dropped = second.stats()["conversations_dropped"]
+    assert set(found.values()) == {1}
+    assert {name[:-1] for name in found} == {name[:-1] for name in wanted}
+    assert dropped == len({name[:-1] for name in wanted.keys() - found.keys()}) > 0

@@ -220,7 +220,9 @@ def test_from_start_to_shutdown(started, kind, options):
     assert wait_until(lambda: len(rb) > 0, 5.0)
     assert time.monotonic() - begun < patient(5.0)
     assert wait_until(lambda: len(rb) > 400)
+    assert collector.is_running()
     collector.async_shutdown()
+    assert not collector.is_running()
     count = rb.write_count
     found = check(rb[:], whole="trajs_per_batch" in options)
     assert found.gaps == 0

@@ -568,6 +568,8 @@ def test_pixels() -> None:
     check_env_specs(both)
     made = gymnasium.make("CartPole-v1", render_mode="rgb_array")
     assert GymWrapper(made, from_pixels=True).observation_keys == ["observation", "pixels"]
+    assert [(env.from_pixels, env.pixels_only), (both.from_pixels, both.pixels_only)] == [(True, True), (True, False)]
+    assert not GymEnv("CartPole-v1").from_pixels
     with pytest.raises(ValueError, match=r"from_pixels: expected .*render_mode='rgb_array'"):
         GymWrapper(gymnasium.make("CartPole-v1"), from_pixels=True)
 

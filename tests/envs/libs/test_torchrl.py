@@ -1,5 +1,6 @@
 """TorchRL's environments in ours; those that need torchrl run where it is installed (docs/coming_from_torchrl.md)."""
 
+import gc
 import subprocess
 import sys
 from abc import ABCMeta
@@ -12,10 +13,19 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from rollwright.collectors import Collector
-from rollwright.data import Bounded, Categorical, Composite, from_torchrl, to_torchrl
-from rollwright.envs import EnvCreator, GymEnv, ParallelEnv, RewardSum, SerialEnv, TorchRLWrapper, TransformedEnv
+from rollwright.data import Bounded, Categorical, Composite, OneHot, Unbounded, from_torchrl, to_torchrl
+from rollwright.envs import (
+    EnvCreator,
+    GymEnv,
+    ParallelEnv,
+    RewardSum,
+    SerialEnv,
+    TorchRLWrapper,
+    TransformedEnv,
+)
 from rollwright.envs import to_torchrl as to_torchrl_env
 from rollwright.errors import SpecError
+from rollwright.modules import RandomPolicy
 from rollwright.testing.mocking_classes import CountingEnv
 
 
@@ -206,6 +216,7 @@ class TestWithTorchRL:
             data.MultiOneHot([3, 2]),
             data.Binary(4),
             data.Composite(a=data.Composite(b=data.Bounded(0, 1, (2, 1)), shape=(2,)), shape=(2,)),
+            data.Composite(a=None, b=data.Unbounded((3,)), c=data.Composite(d=None)),
             torch.stack([data.Composite(a=data.Unbounded((3,))), data.Composite(a=data.Unbounded((4,)))]),
         ]
 
@@ -218,6 +229,49 @@ class TestWithTorchRL:
             assert spec.is_in(ours.rand())
             hash(ours)
 
+    @pytest.mark.parametrize("kind", ["alone", "transformed", "serial", "of its own"])
+    def test_its_environments_go_on_after_a_collector_has_closed_them(self, kind):
+        envs = pytest.importorskip("torchrl.envs")
+        from torchrl.envs.custom import PendulumEnv
+
+        env = {
+            "alone": lambda: envs.GymEnv("CartPole-v1"),
+            "transformed": lambda: envs.TransformedEnv(envs.GymEnv("CartPole-v1"), envs.StepCounter()),
+            "serial": lambda: envs.SerialEnv(2, lambda: envs.GymEnv("CartPole-v1")),
+            "of its own": PendulumEnv,
+        }[kind]()
+        for options in ({}, {"use_buffers": False}, {}):
+            collector = Collector(env, frames_per_batch=20, total_frames=20, **options)
+            assert [batch.numel() for batch in collector] == [20]
+            collector.shutdown()
+            assert env.is_closed
+
+    def test_its_composites_hold_our_specs(self):
+        data = pytest.importorskip("torchrl.data")
+        assert isinstance(GymEnv("Pendulum-v1").action_spec, data.Bounded)
+        for leaf in (Bounded(-1, 1, (3,)), Categorical(4, (3,)), GymEnv("CartPole-v1").action_spec.expand(3, 2)):
+            held = data.Composite(a=leaf, shape=(3,))
+            assert held["a"] == leaf
+            assert held.expand(2, 3)["a"].shape == (2, *leaf.shape)
+            assert held.is_in(held.rand())
+            assert held.rand((5,))["a"].shape == (5, *leaf.shape)
+
+    def test_our_composites_take_its_specs(self):
+        data = pytest.importorskip("torchrl.data")
+        spec = Composite({("n", "a"): data.Bounded(-1, 1, (2, 3))}, b=data.Composite(c=data.OneHot(3)), shape=())
+        spec["d"] = data.Composite(e=None, f=data.Unbounded((4,), dtype=torch.float64))
+        assert spec["n", "a"] == Bounded(-1, 1, (2, 3))
+        assert spec["b", "c"] == OneHot(3)
+        assert spec["d"] == Composite(e=None, f=Unbounded((4,), dtype=torch.float64))
+        spec.update({"b": data.Composite(c=data.Categorical(5))})
+        assert spec["b", "c"] == Categorical(5)
+
+    def test_our_random_policy_takes_its_specs(self):
+        data = pytest.importorskip("torchrl.data")
+        spec = data.Bounded(-1, 1, (3,))
+        assert spec.is_in(RandomPolicy(spec)(TensorDict())["action"])
+        assert RandomPolicy(data.Composite(a=spec, b=None))(TensorDict())["a"].shape == (3,)
+
     def test_its_losses_and_modules_take_our_specs(self):
         data, modules = pytest.importorskip("torchrl.data"), pytest.importorskip("torchrl.modules")
         objectives = pytest.importorskip("torchrl.objectives")
@@ -227,9 +281,9 @@ class TestWithTorchRL:
         assert not isinstance(env.action_spec, data.Bounded)
         net = TensorDictModule(nn.Linear(4, 2), ["observation"], ["action_value"])
         actor = TensorDictSequential(net, modules.QValueModule(spec=env.action_spec))
-        with pytest.raises(TypeError, match="to_torchrl"):
-            modules.QValueModule(spec=env.full_action_spec)
-        modules.QValueModule(spec=to_torchrl(env.full_action_spec))
+        spec = modules.QValueModule(spec=env.full_action_spec).spec  # to which it adds what else it writes
+        assert spec["action_value"] is None
+        assert list(spec.leaves()) == ["action"]
         loss = objectives.DQNLoss(
             modules.QValueActor(nn.Linear(4, 2), spec=env.action_spec), action_space=env.action_spec
         )
@@ -341,10 +395,23 @@ class TestWithTorchRL:
         with Collector(make, None, frames_per_batch=20, total_frames=40, num_collectors=2, sync=True) as collector:
             assert [tuple(batch.shape) for batch in collector] == [(2, 10)] * 2
 
-    def test_its_transforms_around_our_environments_are_refused_by_name(self):
+    def test_our_environments_under_its_transforms_in_our_collectors(self):
         envs = pytest.importorskip("torchrl.envs")
-        with pytest.raises(TypeError, match=r"torchrl.*RewardSum, a transform of another library"):
-            TransformedEnv(CountingEnv(), envs.RewardSum())
+        ours = CountingEnv(max_steps=7)
+        env = envs.TransformedEnv(
+            to_torchrl_env(ours), envs.BatchSizeTransform(reshape_fn=lambda data: data.reshape(1))
+        )
+        assert (env.max_steps, env.is_closed) == (7, False)
+        with Collector(env, None, frames_per_batch=10, total_frames=10) as collector:
+            assert collector.next().shape == (1, 10)
+        assert ours.is_closed
+
+    def test_an_environment_outlives_what_was_made_of_it(self):
+        env = CountingEnv()
+        theirs = to_torchrl_env(env)
+        del theirs
+        gc.collect()
+        assert not env.is_closed
 
     @pytest.mark.parametrize("batch", [None, 2])
     def test_our_environments_in_its_collectors(self, batch):

@@ -532,6 +532,8 @@ def test_an_empty_reply_is_a_message_or_the_end(make: Any, mode: Any) -> None:
         ((None, 0.0, False), "returned the messages None and done=False.* Return done=True .*, or a message"),
         (([], 0.0, False), r"returned the messages \[\] and done=False"),
         (([3], 0.0, False), r"returned the messages \[3\]"),
+        (("more", 0.0, "no"), "returned done='no', expected True or False"),
+        (("more", 0.0, torch.tensor([True, False])), r"returned done=tensor.*, expected True or False"),
         (None, "raised ZeroDivisionError: division by zero"),
         (3600, "took longer than 0.2 seconds. Make it faster"),
     ],

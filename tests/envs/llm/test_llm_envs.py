@@ -256,6 +256,13 @@ class PerToken(Until):
         (lambda: (env := chat(tokenizer=None)).step(env.reset()), "found no answer. Expected .*'response'"),
         (lambda: chat(tokenizer=tokenizer("plain")).reset(), "has no chat template"),
         (lambda: chat(batch_size=0), "batch_size: expected one number, at least 1"),
+        (lambda: chat(batch_size=(2, 2)), r"batch_size: expected one number, at least 1, got \(2, 2\)"),
+        (lambda: chat(repeats=0), "repeats: expected at least 1, got 0"),
+        (lambda: LLMEnv.from_dataloader(["one"], repeats=0), "repeats: expected at least 1, got 0"),
+        (
+            lambda: chat(template_kwargs={"chat_template": "\n{% for x in %}"}),
+            r"not written in Jinja: line 2: .*; give another one \(template_kwargs=",
+        ),
         (lambda: LLMEnv.from_dataloader([]), "dataset: expected at least one row"),
         (lambda: chat(input_mode="words"), "input_mode: expected 'history'"),
         (lambda: chat(input_mode="text", system_prompt="x"), "system_prompt: a prompt of text"),

@@ -154,6 +154,7 @@ def test_columns_of_batches_may_be_tensors() -> None:
         ([], None, r"dataset: expected at least one row.*Check its path"),
         (lambda: iter([]), None, r"dataset: expected at least one row.*Check its path"),
         ([3], None, r"dataset: row 0 is a int, expected a mapping"),
+        ([["one", "two"], ["three"]], None, r"row 0 is a list, .*a batch of rows: pass itertools.chain.from_iterable"),
         (iter([{"a": [1], "b": [1, 2]}]), True, r"item 0 is no batch.*batched=False"),
         ({"text": []}, None, r"dataset: expected rows, got one mapping with \['text'\]"),
         (3, None, r"dataset: expected an iterable, .* got int"),

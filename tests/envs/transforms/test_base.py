@@ -215,3 +215,40 @@ def test_map_spec_leaves_its_argument():
     assert set(moved.keys()) == {"b", "c"}
     assert set(spec.keys()) == {"a", "b"}
     assert moved["c"].dtype == torch.float64
+
+
+def test_what_a_reset_is_given_can_be_changed(ladder, do_nothing):
+    given = []
+
+    class Start(Transform):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def _reset_env_preprocess(self, tensordict):
+            given.append((self.name, None if tensordict is None else set(tensordict.keys())))
+            return tensordict
+
+    class Masked(Transform):
+        """Has the first environment alone reset."""
+
+        def _reset_env_preprocess(self, tensordict):
+            return tensordict if tensordict is None else tensordict.set("_reset", torch.tensor([[True], [False]]))
+
+    env = TransformedEnv(ladder([9, 9]), Compose(Start("inner"), Start("outer"), Masked()))
+    td = env.reset()
+    assert given == [("outer", None), ("inner", None)]  # the last first, as on the way in
+    td = env.step(do_nothing(td))["next"].exclude("reward")
+    td["_reset"] = torch.ones(2, 1, dtype=torch.bool)
+    env.transform.transform_reset_input(td)
+    assert td["_reset"].tolist() == [[True], [False]]
+
+
+def test_an_environment_puts_transforms_into_evaluation_mode(ladder):
+    first, second = Double(in_keys=["rung"]), Double(in_keys=["rung"])
+    env = TransformedEnv(ladder([3]), Compose(first))
+    assert not first.training
+    env.train()
+    env.append_transform(second)
+    assert first.training
+    assert not second.training

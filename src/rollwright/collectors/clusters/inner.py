@@ -73,7 +73,7 @@ def inner_options(given: Any, options: Mapping[str, Any], num_groups: int, in_ea
         in_each: workers in each.
 
     Raises:
-        TypeError, ValueError: an option is unknown, given twice, or has to be the same for all groups.
+        TypeError, ValueError: an option is unknown, given twice with two values, or has to be the same for all groups.
     """
     each = list(given) if isinstance(given, _LISTS) else [given or {}] * num_groups
     if len(each) != num_groups:
@@ -90,8 +90,11 @@ def inner_options(given: Any, options: Mapping[str, Any], num_groups: int, in_ea
         refuse_unknown(map(str, kwargs), [*names_of(CollectorOptions), *names_of(WorkerOptions)], "collector_kwargs")
     merged = dict(options)
     for name in dict.fromkeys(name for kwargs in each for name in kwargs):
-        if options.get(name) is not None:
-            raise ValueError(f"{name}: got it in collector_kwargs, too. Pass it once.")
+        of_all = options.get(name)
+        if of_all is not None and all(kwargs.get(name, of_all) == of_all for kwargs in each):
+            continue  # said twice
+        if of_all is not None:
+            raise ValueError(f"{name}: got {of_all!r}, and something else in collector_kwargs. Pass it once.")
         merged[name] = _merged(name, each, in_each)
     for name in names_of(CollectorOptions, marked=PER_WORKER):
         value = merged.get(name)

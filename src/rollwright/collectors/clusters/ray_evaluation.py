@@ -100,9 +100,9 @@ class RayEvalWorker:
         except BaseException:
             session.close()
             raise
-        worker = cls.__new__(cls)
-        worker._attach(session, actor, reward_keys)
-        return worker
+        self = cls.__new__(cls)
+        self._attach(session, actor, reward_keys)
+        return self
 
     def submit(
         self, weights: Any, max_steps: int, *, deterministic: bool = True, break_when_any_done: bool = True

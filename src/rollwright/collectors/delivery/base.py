@@ -15,7 +15,7 @@ from rollwright._keys import NestedKey, is_private, key_str
 from rollwright.collectors.core import Delivery, never
 from rollwright.collectors.delivery.assembler import Trajectory, TrajectoryAssembler
 from rollwright.collectors.delivery.grouping import GroupAssembler, group_sizes
-from rollwright.collectors.delivery.rows import RowRange
+from rollwright.collectors.delivery.rows import RowRange, as_trajectories
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.rollout import Rollout
@@ -80,6 +80,7 @@ class RolloutDelivery(Delivery):
 
     def ready(self) -> bool:
         """See :class:`~rollwright.collectors.core.Delivery`."""
+        self.rollout.look_ahead()
         return not self.rollout.completed
 
     def has_room(self) -> bool:
@@ -92,6 +93,13 @@ class RolloutDelivery(Delivery):
     @abstractmethod
     def next(self) -> TensorDictBase | None:
         """See :class:`~rollwright.collectors.core.Delivery`."""
+
+    def blank(self) -> TensorDictBase:
+        """A batch of zeros like those that are delivered; of whole trajectories, one for each environment."""
+        batch = self.rollout.blank()
+        if self.assembler is not None:
+            batch = as_trajectories([batch], padded=self.rollout.options.traj_format == "padded")
+        return self._shape(batch)
 
     # What it reports ---------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from rollwright._keys import NestedKey, leaf_keys, place, unravel
 from rollwright.data.layout import MASK, is_dense, pad_trajectories, stack_frames
 
-__all__ = ["HeldBatch", "RowRange", "common_keys", "concatenate", "pad"]
+__all__ = ["HeldBatch", "RowRange", "as_trajectories", "common_keys", "concatenate", "pad"]
 
 
 class HeldBatch:
@@ -153,6 +153,17 @@ def concatenate(pieces: Sequence[RowRange]) -> TensorDictBase:
     else:
         leaves = {key: torch.cat([piece.of(key) for piece in pieces]) for key in keys}
     return pieces[0].frames.nested_like(leaves, [length])
+
+
+def as_trajectories(batches: Sequence[TensorDictBase], *, padded: bool) -> TensorDictBase:
+    """Batches ``[*env, T]`` as if each environment's frames were one whole trajectory: one after another, or padded."""
+    held = [HeldBatch.of(batch, batch.batch_size[-1]) for batch in batches]
+    pieces = [
+        RowRange(each, int(start), int(stop))
+        for each in held
+        for start, stop in zip(each.starts, each.stops, strict=True)
+    ]
+    return pad([[piece] for piece in pieces]) if padded else concatenate(pieces)
 
 
 def _join(tds: list[TensorDictBase]) -> TensorDictBase:

@@ -23,8 +23,9 @@ from rollwright.collectors.rollout.state import RolloutState, placed, td_from, t
 from rollwright.envs.checkpoint import load_env, save_env
 from rollwright.modules import RandomPolicy
 
-__all__ = ["SavedState"]
+__all__ = ["SavedState", "warn_of_unsaved"]
 
+_ENDS = "turns of it were delivered, and no turn comes twice, so it ends there, and counts as dropped"
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 
@@ -61,6 +62,9 @@ class SavedState:
             state["env_state_dict"] = rollout.env.state_dict()
             state["env_checkpoint"] = checkpoint.state
             unsaved = [*checkpoint.unsaved, *objects, *unheld, *_kept_by_policy(rollout.policy)]
+            if (parts := rollout.path.save_parts()) is not None:
+                state["in_parts"] = parts[0]
+                unsaved += [f"{name}: {_ENDS}" for name in parts[1]] if trajectories is None else []
         else:
             trajectories, unsaved = own[0], [*own[1], *unheld]
             state["env_state_dict"] = {}
@@ -111,6 +115,8 @@ class SavedState:
             rollout.go_on_from(loaded, ids_are_free=ids_are_free)
         else:
             rollout.start_over()  # what the environment was in begins again
+            if "in_parts" in state:
+                rollout.path.end_parts(placed(state["in_parts"]))
         self._delivery.load_held(state.get("held"), saved, ids_are_free=ids_are_free)
         if "streams" in state:
             _load_generators(state["streams"])
@@ -139,6 +145,28 @@ class SavedState:
             )
             return False
         return True
+
+
+def warn_of_unsaved(states: Mapping[str, Mapping[str, Any]], stacklevel: int) -> bool:
+    """Warn of what could not be saved; returns whether there was any.
+
+    Args:
+        states: of :meth:`SavedState.save`, by name of the worker; ``""`` where there are none.
+        stacklevel: of the warning.
+    """
+    found = {name: state for name, state in states.items() if state["unsaved"]}
+    if not found:
+        return False
+    resets = any(state["trajectories"] is None for state in found.values())
+    reset = "begins its environment anew, with new trajectory ids"
+    lines = [f"{name}: {line}" if name else line for name, state in found.items() for line in state["unsaved"]]
+    warnings.warn(
+        f"state_dict: not all can be saved, and a {'worker' if '' not in found else 'collector'} that loads this state "
+        f"{reset if resets else 'goes on without it'}. {'; '.join(lines)}.",
+        UserWarning,
+        stacklevel=stacklevel + 1,
+    )
+    return True
 
 
 def _trajectories(now: RolloutState) -> tuple[dict[str, Any] | None, list[str]]:

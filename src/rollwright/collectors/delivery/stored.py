@@ -19,6 +19,7 @@ from rollwright.collectors.delivery.rows import RowRange, common_keys
 from rollwright.collectors.delivery.storage_memory import StorageMemory
 from rollwright.collectors.delivery_options import buffer_of, draws_slices, storage_ndim, write_count_of
 from rollwright.collectors.profiling import Profile
+from rollwright.collectors.rollout.paths.conversations.pool_notes import text_of
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import placed, td_from, td_state
 from rollwright.data.layout import TRAJ_IDS
@@ -92,6 +93,9 @@ class Stored(RolloutDelivery):
         limits = {} if self._limiter is None else {"limiter": self._limiter.stats()}
         stats = {**super().stats(), "write_count": write_count_of(self._buffer), **limits}
         stats["waiting_for"] = stats["waiting_for"] or getattr(self._buffer, "waiting_for", None)
+        if self._rest and "conversations_unfinished" in stats:
+            names = [*stats["conversations_unfinished"], *map(text_of, self._rest)]
+            stats |= {"undelivered": len(self._rest), "conversations_unfinished": list(dict.fromkeys(names))}
         return stats
 
     def has_room(self) -> bool:
@@ -295,7 +299,7 @@ class StoredTrajectories(Stored):
 
 
 def _objects_in(spec: Composite) -> list[NestedKey]:
-    return [unravel(key) for key in spec.keys(True, True) if isinstance(spec[key], NonTensor)]
+    return [unravel(key) for key in spec.leaves() if isinstance(spec[key], NonTensor)]
 
 
 def await_publication(buffer: Any, stop: Callable[[], bool] = never) -> None:

@@ -34,7 +34,13 @@ EVALUATOR_OPTIONS = (  # of CollectorOptions: those that leave an evaluation wha
 
 
 def check_arguments(
-    num_trajectories: Any, backend: Any, busy_policy: Any, on_result: Any, env_step_timeout: Any, seed: Any
+    num_trajectories: Any,
+    backend: Any,
+    busy_policy: Any,
+    on_result: Any,
+    metrics_fn: Any,
+    env_step_timeout: Any,
+    seed: Any,
 ) -> None:
     """Check the arguments of an Evaluator.
 
@@ -52,8 +58,9 @@ def check_arguments(
     ):
         if value not in known:
             raise ValueError(f"{name}: expected one of {known}, got {value!r}.")
-    if on_result is not None and not callable(on_result):
-        raise TypeError(f"on_result: expected a callable or None, got {type(on_result).__name__}: {on_result!r}.")
+    for name, function in (("on_result", on_result), ("metrics_fn", metrics_fn)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name}: expected a callable or None, got {type(function).__name__}: {function!r}.")
     if isinstance(env_step_timeout, bool) or not isinstance(env_step_timeout, int | float) or env_step_timeout <= 0:
         raise ValueError(f"env_step_timeout: expected seconds above 0, got {env_step_timeout!r}.")
 

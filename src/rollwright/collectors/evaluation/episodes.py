@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -9,12 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 
 from rollwright._keys import NestedKey, as_tuple, key_str
 from rollwright._memory import Segment
 from rollwright.collectors.collector import Collector
-from rollwright.collectors.evaluation.results import EpisodeResults
+from rollwright.collectors.evaluation.results import EpisodeResults, as_number, padded_episodes
 from rollwright.collectors.evaluation.statistics import FrozenBuffers, check_statistics, freeze, prepare_weights
 from rollwright.data.layout import end_of_trajectory
 from rollwright.envs.base import EnvBase
@@ -42,6 +44,7 @@ class Settings(NamedTuple):
         num_episodes: of an evaluation.
         seed: that each evaluation begins with, or None.
         reward_key: the reward; None: the only one.
+        metrics_fn: more results from the frames of all episodes, or None.
         options: of the collector.
     """
 
@@ -51,6 +54,7 @@ class Settings(NamedTuple):
     num_episodes: int
     seed: int | None
     reward_key: NestedKey | None
+    metrics_fn: Callable[[TensorDictBase], Mapping[str, Any]] | None
     options: dict[str, Any]
 
 
@@ -156,7 +160,8 @@ class EpisodeRunner:
             options["max_frames_per_traj"] = None
         factory = options.get("policy_factory")
         if factory is not None:
-            options["policy_factory"] = lambda: _in_eval_mode(factory())
+            arguments = (env,) if _takes_env(factory) else ()
+            options["policy_factory"] = lambda: _in_eval_mode(factory(*arguments))
         steps = min(limit, _STEPS) if limit > 0 else _STEPS
         policy = None if factory is not None else _in_eval_mode(settings.policy)
         options.setdefault("frames_per_batch", steps * num_envs)
@@ -192,7 +197,7 @@ class EpisodeRunner:
 
         Raises:
             Stopped: it was ended before.
-            ValueError, TypeError: weights do not fit; none were taken.
+            ValueError, TypeError: weights do not fit, and none were taken; or ``metrics_fn`` returns no dictionary.
             Exception: what environment or policy raised.
         """
         collector, start = self._collector, time.perf_counter()
@@ -204,6 +209,7 @@ class EpisodeRunner:
         self._seed()
         begun()
         results = EpisodeResults(self._settings.num_episodes, self._num_envs)
+        frames: list[TensorDictBase] = []
         while not results.complete:
             batch = collector.next()
             if batch is None or self._progress.stopped or self._gone():
@@ -213,6 +219,8 @@ class EpisodeRunner:
             rewards = reward.reshape(*batch.shape, -1).double().sum(-1)
             shape = (self._num_envs, batch.shape[-1])
             results.take(rewards.reshape(shape).cpu().numpy(), ended.reshape(shape).cpu().numpy())
+            if self._settings.metrics_fn is not None:
+                frames.append(batch)
         seconds = time.perf_counter() - start
         return {
             **results.summary(),
@@ -221,7 +229,20 @@ class EpisodeRunner:
             "fps": results.frames_stepped / seconds,
             "policy_version": request.policy_version,
             "step": request.step,
+            **self._metrics(frames, results),
         }
+
+    def _metrics(self, frames: list[TensorDictBase], results: EpisodeResults) -> dict[str, Any]:
+        """What ``metrics_fn`` makes of the episodes."""
+        if self._settings.metrics_fn is None:
+            return {}
+        metrics = self._settings.metrics_fn(padded_episodes(frames, results))
+        if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+            raise TypeError(
+                f"metrics_fn: expected it to return a dictionary of numbers by name, got {type(metrics).__name__}: "
+                f"{metrics!r}."
+            )
+        return {name: as_number(value) for name, value in metrics.items()}
 
     def _seed(self) -> None:
         """Begin new episodes."""
@@ -246,6 +267,19 @@ def _made_env(given: Any, kwargs: Mapping[str, Any] | None) -> Any:
 def _counts_steps(env: EnvBase) -> bool:
     """Whether there is a StepCounter already, whose limit stays beside that of evaluations."""
     return any("step_count" in as_tuple(key) for key in (*env.observation_keys, *env.state_keys))
+
+
+def _takes_env(factory: Callable[..., Any]) -> bool:
+    """Whether a function that makes policies has to be given the environment: it cannot be called without argument."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some built-in callables have none
+        return False
+    try:
+        signature.bind()
+    except TypeError:
+        return True
+    return False
 
 
 def _in_eval_mode(policy: Any) -> Any:

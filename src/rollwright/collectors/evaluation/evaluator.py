@@ -9,6 +9,8 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
+from tensordict import TensorDictBase
+
 from rollwright._keys import NestedKey
 from rollwright._memory import Segment
 from rollwright._options import with_options
@@ -24,6 +26,7 @@ from rollwright.collectors.evaluation.arguments import (
 from rollwright.collectors.evaluation.backends import Backend, ProcessBackend, ProcessStart, ThreadBackend
 from rollwright.collectors.evaluation.episodes import EvaluationProgress, EvaluationRequest, Settings
 from rollwright.collectors.evaluation.queue import Evaluation, EvaluationQueue
+from rollwright.collectors.evaluation.results import with_item
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase
 from rollwright.envs.factories import EnvFunction, GymnasiumEnv
@@ -61,7 +64,8 @@ class Evaluator:
             the evaluator's own from then on.
         policy: as for :class:`~rollwright.collectors.Collector`. Without weights in :meth:`evaluate` and
             :meth:`trigger_eval`, its weights of that moment are evaluated.
-        policy_factory: called once, where evaluations run, without arguments; ``policy`` then serves for weights only.
+        policy_factory: called once, where evaluations run, without arguments, or with the environment if it needs one;
+            ``policy`` then serves for weights only.
         num_trajectories: episodes in an evaluation.
         max_steps: truncate episodes after this many steps; None: no limit but the environment's own.
         backend: ``"thread"``: in a thread of this process, which shares torch's generators with training (draws of a
@@ -75,7 +79,11 @@ class Evaluator:
         busy_policy: what :meth:`trigger_eval` does while an evaluation runs: ``"skip"`` returns False, ``"error"``
             raises, ``"queue"`` runs this one next, in the place of any that waits already.
         on_result: called with each result, in the evaluator's thread (in this process; guard what it shares). What it
-            raises is raised at the next call. It must not wait for evaluations.
+            raises is raised at the next call. It must not wait for evaluations. Numbers have ``item()``, as tensors do;
+            that of a list gives the mean.
+        metrics_fn: adds to each result what it returns, a dictionary of numbers by name. It is called where evaluations
+            run, with the frames of all episodes, ``[episodes, longest]``, padded, ``("collector", "mask")`` True on
+            real ones, in the order of ``"eval/returns"``. These are all held until then.
         reward_key: the reward that counts; None: the only one that there is. Values of several agents are added up.
         log_prefix: put before the names in a result.
         env_step_timeout: seconds that a step, a reset, or ``on_result`` may take.
@@ -109,7 +117,7 @@ class Evaluator:
         create_env_fn: str | EnvBase | GymnasiumEnv | EnvFunction,
         policy: Callable[..., Any] | None = None,
         *,
-        policy_factory: Callable[[], Any] | None = None,
+        policy_factory: Callable[..., Any] | None = None,
         num_trajectories: int = 10,
         max_steps: int | None = None,
         backend: Literal["thread", "process", "ray"] = "thread",
@@ -118,6 +126,7 @@ class Evaluator:
         exploration_type: ExplorationType = ExplorationType.DETERMINISTIC,
         busy_policy: Literal["skip", "error", "queue"] = "skip",
         on_result: Callable[[dict[str, Any]], Any] | None = None,
+        metrics_fn: Callable[[TensorDictBase], Mapping[str, Any]] | None = None,
         reward_key: NestedKey | None = None,
         log_prefix: str = "eval",
         env_step_timeout: float = 60.0,
@@ -127,7 +136,7 @@ class Evaluator:
         **options: Unpack[EvaluatorKeywords],
     ) -> None:
         self._closed = self._ended = True  # until construction succeeds
-        check_arguments(num_trajectories, backend, busy_policy, on_result, env_step_timeout, seed)
+        check_arguments(num_trajectories, backend, busy_policy, on_result, metrics_fn, env_step_timeout, seed)
         check_start_method("start_method", start_method)
         if backend == "ray" and start_method is not None:
             raise ValueError(
@@ -149,7 +158,7 @@ class Evaluator:
         CollectorOptions.parse({**named, "policy_factory": policy_factory}, type(self).__name__)
         acting, self._source, target = own_policy(policy, policy_factory, backend)
         named["policy_factory"] = policy_factory
-        settings = Settings(create_env_fn, acting, target, num_trajectories, seed, reward_key, named)
+        settings = Settings(create_env_fn, acting, target, num_trajectories, seed, reward_key, metrics_fn, named)
         self._version = self._asked = self._skipped = self._replaced = 0
         start_s = max(_START_S, self._step_timeout_s)
         start = ProcessStart(init_fn, start_method, num_threads, start_s)
@@ -439,4 +448,4 @@ def _named(prefix: str, result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_with(on_result: Callable[[dict[str, Any]], Any], prefix: str, result: dict[str, Any]) -> None:
-    on_result(_named(prefix, result))
+    on_result(with_item(_named(prefix, result)))

@@ -1,13 +1,27 @@
-"""Results: the first episodes of each environment of a batch."""
+"""Results: the first episodes of each environment of a batch, their numbers and their frames."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from tensordict import TensorDictBase
 
-__all__ = ["EpisodeResults"]
+from rollwright.data.layout import MASK, pad_trajectories
+
+__all__ = ["EpisodeResults", "as_number", "padded_episodes", "with_item"]
+
+
+class _Episode(NamedTuple):
+    """One episode: its return, its number of frames, its environment, and its first frame among all of these."""
+
+    total: float
+    length: int
+    env: int
+    start: int
 
 
 class EpisodeResults:
@@ -32,7 +46,8 @@ class EpisodeResults:
         self._left = num_episodes // num_envs + (np.arange(num_envs) < num_episodes % num_envs)
         self._return = np.zeros(num_envs)
         self._length = np.zeros(num_envs, np.int64)
-        self._episodes: list[list[tuple[float, int]]] = [[] for _ in range(num_envs)]
+        self._episodes: list[list[_Episode]] = [[] for _ in range(num_envs)]
+        self._steps = 0
         self.frames_stepped = 0
 
     @property
@@ -52,7 +67,9 @@ class EpisodeResults:
             start = 0
             for end in np.flatnonzero(ended[env]).tolist():
                 self._add(env, rewards[env, start : end + 1])
-                self._episodes[env].append((float(self._return[env]), int(self._length[env])))
+                length = int(self._length[env])
+                first = self._steps + end + 1 - length
+                self._episodes[env].append(_Episode(float(self._return[env]), length, env, first))
                 self._return[env] = self._length[env] = 0
                 self._left[env] -= 1
                 start = end + 1
@@ -60,12 +77,13 @@ class EpisodeResults:
                     break
             else:
                 self._add(env, rewards[env, start:])
+        self._steps += ended.shape[1]
 
     def _add(self, env: int, rewards: NDArray[Any]) -> None:
         self._return[env] += rewards.sum(dtype=np.float64)
         self._length[env] += len(rewards)
 
-    def _in_order(self) -> list[tuple[float, int]]:
+    def _in_order(self) -> list[_Episode]:
         """The first episode of each environment, then the second of each, and so on."""
         most = max(len(found) for found in self._episodes)
         return [found[i] for i in range(most) for found in self._episodes if i < len(found)]
@@ -73,12 +91,17 @@ class EpisodeResults:
     @property
     def returns(self) -> list[float]:
         """Sums of rewards."""
-        return [value for value, _ in self._in_order()]
+        return [episode.total for episode in self._in_order()]
 
     @property
     def lengths(self) -> list[int]:
         """Numbers of frames."""
-        return [length for _, length in self._in_order()]
+        return [episode.length for episode in self._in_order()]
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Environment and first frame."""
+        return [(episode.env, episode.start) for episode in self._in_order()]
 
     def summary(self) -> dict[str, Any]:
         """Numbers over all episodes, as JSON knows them; deviations are those of a sample (0 for one episode)."""
@@ -98,3 +121,69 @@ class EpisodeResults:
             "returns": returns.tolist(),
             "lengths": lengths.tolist(),
         }
+
+
+def padded_episodes(batches: Sequence[TensorDictBase], results: EpisodeResults) -> TensorDictBase:
+    """The frames of the episodes, in the order of ``returns``.
+
+    Args:
+        batches: ``[*env, T]`` each, as ``results`` has taken them.
+        results: complete.
+
+    Returns:
+        ``[episodes, longest]``, padded, with the mask ``("collector", "mask")``.
+    """
+    frames = cast(TensorDictBase, torch.cat(cast(Any, list(batches)), batches[0].ndim - 1))
+    steps = frames.batch_size[-1]
+    starts = torch.tensor([env * steps + start for env, start in results.places])
+    return pad_trajectories(frames.reshape(-1), starts, torch.tensor(results.lengths), MASK)
+
+
+def as_number(value: Any) -> Any:
+    """A tensor or array of one number as that number, anything else as it is.
+
+    Example:
+        >>> as_number(torch.tensor(2.5)), as_number([1, 2])
+        (2.5, [1, 2])
+    """
+    return (
+        value.item()
+        if isinstance(value, torch.Tensor | np.ndarray | np.generic) and np.prod(value.shape) == 1
+        else value
+    )
+
+
+class _Float(float):
+    """A float with the method by which tensors give their number."""
+
+    def item(self) -> float:
+        """The number."""
+        return float(self)
+
+
+class _Int(int):
+    """An int with the method by which tensors give their number."""
+
+    def item(self) -> int:
+        """The number."""
+        return int(self)
+
+
+class _Numbers(list[Any]):
+    """A list of numbers with that method."""
+
+    def item(self) -> float:
+        """Their mean: who asks for one number wants to log one."""
+        return float(np.mean(self))
+
+
+def with_item(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The same results, which also have ``item()``, for functions that expect tensors.
+
+    Example:
+        >>> found = with_item({"reward": 2.5, "num_episodes": 3, "lengths": [1, 2]})
+        >>> found, found["reward"].item(), found["lengths"].item()
+        ({'reward': 2.5, 'num_episodes': 3, 'lengths': [1, 2]}, 2.5, 1.5)
+    """
+    kinds: dict[type, Any] = {float: _Float, int: _Int, list: _Numbers}
+    return {name: kinds.get(type(value), lambda same: same)(value) for name, value in result.items()}

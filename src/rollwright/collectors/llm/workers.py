@@ -10,7 +10,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from rollwright.collectors.arguments import checked_state
+from rollwright.collectors.arguments import WorkerStats, checked_state
 from rollwright.collectors.delivery.queues import QueueBacklog, QueueClosed, QueueWriter
 from rollwright.collectors.factory import num_in_each
 from rollwright.collectors.llm.interface import (
@@ -25,6 +25,7 @@ from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import ConversationOptions
 from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.collectors.workers.stats import select_workers
 from rollwright.data.llm.turns import Origin, Version
 from rollwright.errors import WorkerError
 
@@ -126,12 +127,12 @@ class MultiLLMCollector(MultiCollector):
             state["queue"] = self._backlog.state_dict()
         return state
 
-    def stats(self, *, workers: bool = True) -> dict[str, Any]:
+    def stats(self, *, workers: WorkerStats = True) -> dict[str, Any]:
         """See :meth:`MultiCollector.stats`; with a queue, ``write_count`` counts the turns that were put.
 
         Complete conversations that no batch was made of yet count as undelivered.
         """
-        found, backlog = super().stats(workers=workers), self._backlog
+        found, backlog = super().stats(), self._backlog
         held = dict.fromkeys(origin for turns in self._schedule.trajectories_held for origin in _origins(turns))
         if held:
             found["conversations_undelivered"] += len(held)
@@ -140,7 +141,7 @@ class MultiLLMCollector(MultiCollector):
         if backlog is not None:
             found |= {"write_count": backlog.writer.write_count, "undelivered": found["undelivered"] + len(backlog)}
             found["waiting_for"] = backlog.writer.waiting_for or found["waiting_for"]
-        return found
+        return select_workers(found, workers)
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """See :meth:`MultiCollector.shutdown`; a thread that waits for room in the queue ends, too."""

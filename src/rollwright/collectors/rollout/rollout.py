@@ -18,6 +18,7 @@ from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.core import Path, RolloutObserver, Stage, TrajectoryIds, UnfitOutputs
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import named_range
+from rollwright.collectors.rollout.blank import blank_batch
 from rollwright.collectors.rollout.counts import FrameCounts
 from rollwright.collectors.rollout.devices import Devices, Syncs, module_device
 from rollwright.collectors.rollout.hooks import Hooks
@@ -124,6 +125,7 @@ class Rollout:
         self._write: Callable[[TensorDictBase], None] | None = None
         self._counting = False  # whether the current rollout will be delivered
         self._begun = False  # whether the last rollout came as far as its first step
+        self._went_back = False  # since the last look ahead
         self._stepped = False  # whether a frame was taken in this object's life
         self._unused_ids: torch.Tensor | None = None  # of trajectories that have not taken a step
         self._reset_envs = torch.ones(self.num_rows, dtype=torch.bool).numpy()  # since the last batch
@@ -272,7 +274,7 @@ class Rollout:
                 self._counting = False
             if self.observer.accepts(self.frames_taken):
                 return batch
-            self._path.go_back(keeps=False)
+            self._go_back(keeps=False)
 
     @contextmanager
     def or_go_back(self) -> Iterator[None]:
@@ -286,13 +288,23 @@ class Rollout:
             self.go_back_if_begun()
             raise
 
+    def _go_back(self, *, keeps: bool = True) -> None:
+        self._path.go_back(keeps=keeps)
+        self._went_back = True
+
+    def look_ahead(self) -> None:
+        """After an error, begin what comes next, so that :attr:`completed` says whether there is any."""
+        if self._went_back:
+            self._went_back = False
+            self._path.look_ahead()
+
     def go_back_if_begun(self) -> bool:
         """Nobody gets the last batch, if its rollout came as far as its first step; returns whether it did.
 
         Its frames and episodes do not count.
         """
         if self._begun:
-            self._path.go_back()
+            self._go_back()
             self.frames -= self._counted
             self.timer.frames -= self._counted
             self._counted = 0
@@ -337,7 +349,7 @@ class Rollout:
                 return self._finish(t + 1)
             except BaseException as error:
                 of_policy = explained(error, self._trial(), self._path)
-                self._path.go_back()  # a step may have been taken in part
+                self._go_back()  # a step may have been taken in part
                 if of_policy is None:
                     raise
                 raise of_policy from error
@@ -389,6 +401,19 @@ class Rollout:
         self.frames_taken = steps * self.num_rows if taken is None else taken
         self._steps_taken = steps if taken is None else batch.batch_size[-1]
         return batch
+
+    def blank(self) -> TensorDictBase:
+        """A batch of zeros like those of :meth:`run`; see :func:`~rollwright.collectors.rollout.blank.blank_batch`."""
+        self.check_open()
+        with torch.no_grad(), set_exploration_type(self.options.exploration_type), set_recurrent_mode("sequential"):
+            return blank_batch(
+                self.env,
+                self._trial(),
+                self.options,
+                steps=self.counts.steps,
+                version=self.acting.stamp,
+                device=self.devices.storing,
+            )
 
     def ends_in(self, batch: TensorDictBase) -> torch.Tensor:
         """Where trajectories end in a batch, bool ``[*env, T]``."""

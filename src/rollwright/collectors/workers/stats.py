@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rollwright.collectors.arguments import WorkerStats, check_worker_stats
 from rollwright.collectors.rollout.counts import FrameCounts
 from rollwright.collectors.workers.counters import Count, Gauge, WorkerState
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.schedules.schedule import Schedule
 
-__all__ = ["merged_stats"]
+__all__ = ["merged_stats", "select_workers"]
+
 
 _WAITING = {
     WorkerState.STARTING: "its environment and policy to be made",
@@ -110,3 +112,23 @@ def _of_worker(group: WorkerGroup, index: int) -> dict[str, Any]:
 def _mean(values: list[float], weights: list[float]) -> float | None:
     total = sum(weights)
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else None
+
+
+def select_workers(found: dict[str, Any], workers: WorkerStats) -> dict[str, Any]:
+    """What of :func:`merged_stats` is asked for.
+
+    Args:
+        found: all of it.
+        workers: see ``stats()``.
+    """
+    check_worker_stats(workers)
+    if workers is True:
+        return found
+    each = found["workers"]
+    chosen = {} if workers == "per_worker" else {name: value for name, value in found.items() if name != "workers"}
+    if workers is False:
+        return chosen
+    chosen |= {"workers": len(each), "workers_alive": found["workers_alive"]}
+    if workers != "aggregate":
+        chosen |= {f"worker_{i}/{name}": value for i, one in enumerate(each) for name, value in one.items()}
+    return chosen

@@ -17,6 +17,7 @@ _OWN = {
     "rollwright.data.llm.history.History",
 }
 _known: dict[str, type] = {}
+_paths: dict[type, str] = {}  # of classes that were written
 
 
 def register_tensorclass(cls: C) -> C:
@@ -50,9 +51,10 @@ def path_of(cls: type) -> str:
 
 def remember(cls: type) -> str:
     """Register a class of an object that is written here; returns its path."""
-    path = path_of(cls)
-    if path not in _known:
-        _known[path] = cls
+    path = _paths.get(cls)
+    if path is None:
+        path = _paths[cls] = path_of(cls)
+    _known.setdefault(path, cls)
     return path
 
 

@@ -96,8 +96,11 @@ def encode(data: Any, *, where: str = "data") -> Encoded:
         TypeError: an entry is of a kind that is not kept: an object that is no text, number, list or dictionary, or a
             tensor that is sparse, nested or quantised.
     """
-    walk = _Walk(where)
-    shape = walk.node(data, ())
+    walk = _Walk()
+    try:
+        shape = walk.node(data)
+    except _Refused as refused:
+        raise _refusal(where, refused) from None
     schema = _schemas.get(shape)
     if schema is None:
         schema = json.dumps(shape, separators=(",", ":")).encode()
@@ -111,23 +114,30 @@ def _aligned(length: int) -> int:
     return -(-length // ALIGNMENT) * ALIGNMENT
 
 
+class _Refused(Exception):
+    """An entry is of a kind that is not kept; its names are collected on the way out."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what, self.path = what, list[str]()
+
+
 class _Walk:
     """Goes through an element: its schema as nested tuples, its numbers, its parts."""
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self) -> None:
         self.numbers: list[int] = []
         self.parts: list[tuple[int, bytes | NDArray[Any]]] = []
         self.end = 0
 
-    def node(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+    def node(self, value: Any) -> tuple[Any, ...]:
         kind = type(value)
         node = _nodes.get(kind)
         if node is None:
-            node = _nodes[kind] = self._node_of(value, path)
-        return node(self, value, path)
+            node = _nodes[kind] = self._node_of(value)
+        return node(self, value)
 
-    def _node_of(self, value: Any, path: tuple[str, ...]) -> Callable[[_Walk, Any, tuple[str, ...]], tuple[Any, ...]]:
+    def _node_of(self, value: Any) -> Callable[[_Walk, Any], tuple[Any, ...]]:
         """The method for all values of a type."""
         if isinstance(value, torch.Tensor):
             return _Walk.tensor
@@ -141,55 +151,56 @@ class _Walk:
             return _Walk.object
         if is_tensorclass(value):
             return _Walk.instance
-        raise self._refused(path, f"an object of type {type(value).__name__}")
+        raise _Refused(f"an object of type {type(value).__name__}")
 
-    def objects(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
-        return self._bytes(OBJECTS, self._dumped(value.tolist(), path), value.batch_size)
+    def objects(self, value: Any) -> tuple[Any, ...]:
+        return self._bytes(OBJECTS, _dumped(value.tolist()), value.batch_size)
 
-    def stack(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
-        return (STACK, value.stack_dim, *(self.node(part, path) for part in value.tensordicts))
+    def stack(self, value: Any) -> tuple[Any, ...]:
+        return (STACK, value.stack_dim, *(self.node(part) for part in value.tensordicts))
 
-    def entries(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
-        batch_size = value.batch_size
+    def entries(self, value: Any) -> tuple[Any, ...]:
+        batch_size, name = value.batch_size, ""
         self.numbers += batch_size
-        names, nodes = [], []
-        for name, part in value.items():
-            names.append(name)
-            nodes.append(self.node(part, (*path, name)))
+        names: list[str] = []
+        nodes: list[tuple[Any, ...]] = []
+        try:
+            for name, part in value.items():
+                node = _nodes.get(type(part))
+                nodes.append(self.node(part) if node is None else node(self, part))
+                names.append(name)
+        except _Refused as refused:
+            refused.path.insert(0, name)
+            raise
         return (ENTRIES, len(batch_size), tuple(names), tuple(nodes))
 
-    def object(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+    def object(self, value: Any) -> tuple[Any, ...]:
         data = value.data
         if type(data) is str:
             return self._bytes(TEXT, data.encode("utf-8", "surrogatepass"), value.batch_size)
-        return self._bytes(OBJECT, self._dumped(data, path), value.batch_size)
+        return self._bytes(OBJECT, _dumped(data), value.batch_size)
 
-    def instance(self, value: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+    def instance(self, value: Any) -> tuple[Any, ...]:
         fields = {name: part for name, part in value._non_tensordict.items() if not name.startswith("_")}
-        self._bytes(OBJECT, self._dumped(fields, path) if fields else b"{}", ())
-        return (CLASS, remember(type(value)), self.node(value._tensordict, path))
+        self._bytes(OBJECT, _dumped(fields) if fields else b"{}", ())
+        return (CLASS, remember(type(value)), self.node(value._tensordict))
 
-    def tensor(self, value: torch.Tensor, path: tuple[str, ...]) -> tuple[Any, ...]:
-        if value.layout is not torch.strided or value.is_nested or value.dtype not in _NAMES:
-            form = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-            raise self._refused(path, f"a tensor that is {form}, of dtype {value.dtype}")
-        name, bits = _NAMES[value.dtype]
-        if value.requires_grad:
-            value = value.detach()
-        if value.device.type != "cpu":
-            value = value.cpu()
-        if bits is not value.dtype:
-            value = value.view(bits)
+    def tensor(self, value: torch.Tensor) -> tuple[Any, ...]:
+        known = _NAMES.get(value.dtype)
         try:
+            if known is None or known[1] is not value.dtype:
+                raise TypeError  # of no dtype of NumPy
             array = value.numpy()
-        except RuntimeError:  # conjugated or negated when it is read
-            array = value.resolve_conj().resolve_neg().numpy()
+        except (RuntimeError, TypeError):
+            array = _array_of(value)
+            known = _NAMES[value.dtype]
+        shape = array.shape
         self.numbers.append(self.end)
-        self.numbers += array.shape
+        self.numbers += shape
         if array.size:
             self.parts.append((self.end, array))
             self.end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        return (TENSOR, name, array.ndim)
+        return (TENSOR, known[0], len(shape))
 
     def _bytes(self, kind: str, text: bytes, batch_size: Any) -> tuple[Any, ...]:
         self.numbers += (self.end, len(text), *batch_size)
@@ -198,19 +209,33 @@ class _Walk:
             self.end += -(-len(text) // ALIGNMENT) * ALIGNMENT
         return (kind, len(batch_size))
 
-    def _dumped(self, value: Any, path: tuple[str, ...]) -> bytes:
-        try:
-            return dump_object(value)
-        except NotJSONError as error:
-            raise self._refused(path, str(error)) from None
 
-    def _refused(self, path: tuple[str, ...], what: str) -> TypeError:
-        key = unravel(path) if path else ()
-        return TypeError(
-            f"{self._where}: expected tensors, text, and lists, dictionaries and numbers, got {what} in {key!r}. "
-            "Convert it to one of these (an array to a tensor, bytes to text, a UUID to str), leave it out with "
-            f"exclude({key!r}), or use a ListStorage, which keeps objects of one process."
-        )
+def _array_of(value: torch.Tensor) -> NDArray[Any]:
+    """A tensor that NumPy does not take as it is."""
+    if value.layout is not torch.strided or value.is_nested or value.dtype not in _NAMES:
+        form = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise _Refused(f"a tensor that is {form}, of dtype {value.dtype}")
+    value, bits = value.detach().cpu(), _NAMES[value.dtype][1]
+    if bits is not value.dtype:
+        value = value.view(bits)
+    array: NDArray[Any] = value.resolve_conj().resolve_neg().numpy()
+    return array
 
 
-_nodes: dict[type, Callable[[_Walk, Any, tuple[str, ...]], tuple[Any, ...]]] = {}  # to ask what a value is costs most
+def _dumped(value: Any) -> bytes:
+    try:
+        return dump_object(value)
+    except NotJSONError as error:
+        raise _Refused(str(error)) from None
+
+
+def _refusal(where: str, refused: _Refused) -> TypeError:
+    key = unravel(tuple(refused.path)) if refused.path else ()
+    return TypeError(
+        f"{where}: expected tensors, text, and lists, dictionaries and numbers, got {refused.what} in {key!r}. "
+        "Convert it to one of these (an array to a tensor, bytes to text, a UUID to str), leave it out with "
+        f"exclude({key!r}), or use a ListStorage, which keeps objects of one process."
+    )
+
+
+_nodes: dict[type, Callable[[_Walk, Any], tuple[Any, ...]]] = {}  # to ask what a value is costs most

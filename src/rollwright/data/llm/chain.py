@@ -379,7 +379,7 @@ def _between(template: ChatTemplate, messages: Sequence[Message], place: int, pa
     if not after.startswith(before):
         raise ValueError(
             "the chat template writes an answer in another way when messages follow it, and its end cannot be found; "
-            "give another template (template={'chat_template': '...'})"
+            "give another template (template_kwargs={'chat_template': '...'} of the environment)"
         )
     return end + after[len(before) :]
 
@@ -389,6 +389,7 @@ def _behind(template: ChatTemplate, rendered: str) -> str:
     if not found:
         raise ValueError(
             "the chat template does not write the content of an assistant's message, so that the end of an answer "
-            f"cannot be found; give another one (template={{'chat_template': '...'}}); got {template.source[:80]!r}"
+            f"cannot be found; give another one (template_kwargs={{'chat_template': "
+            f"'...'}} of the environment); got {template.source[:80]!r}"
         )
     return behind

@@ -33,7 +33,7 @@ class ChatTemplate:
         skeletons: what it writes between messages.
 
     Raises:
-        ValueError: there is no chat template.
+        ValueError: there is no chat template, or it is not written in Jinja.
         MissingExtraError: transformers is not installed.
     """
 
@@ -60,6 +60,18 @@ class ChatTemplate:
         self._tools = _schemas(tools, utilities)
         self.codec = Codec(tokenizer, self.source)
         self.skeletons = Skeletons(self.render, self.source, written_verbatim(self.source))
+        self._check_syntax()
+
+    def _check_syntax(self) -> None:
+        jinja2 = require("jinja2", extra="llm", purpose="chat templates")
+        try:
+            self.render([{"role": "user", "content": "?"}])
+        except ValueError as error:  # it may not accept the message
+            if isinstance(error.__cause__, jinja2.TemplateSyntaxError):
+                raise ValueError(
+                    f"the chat template is not written in Jinja: line {error.__cause__.lineno}: {error.__cause__}; "
+                    "give another one (template_kwargs={'chat_template': '...'} of the environment)"
+                ) from error
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Messages as text.
@@ -79,7 +91,7 @@ class ChatTemplate:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ValueError(
                 f"the chat template does not accept messages with the roles {roles}: {error}; change the messages, or "
-                "give another template (template={'chat_template': '...'})"
+                "give another template (template_kwargs={'chat_template': '...'} of the environment)"
             ) from error
         return str(texts[0])
 

@@ -7,7 +7,9 @@ from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
+from torch import nn
 
+from rollwright._foreign import is_torchrl_transform, kind_in, overrides
 from rollwright._keys import NestedKey
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.base import RandomSampler, Sampler
@@ -18,6 +20,7 @@ from rollwright.data.replay_buffers.storages.batches import positive
 __all__ = [
     "Transform",
     "check_given",
+    "checked_transform",
     "Inverted",
     "consuming",
     "dimension",
@@ -78,6 +81,19 @@ def dimension(name: str, value: int, ndim: int) -> int:
     if not isinstance(value, int) or not -ndim <= value < ndim:
         raise ValueError(f"{name}: expected a dimension of a storage of ndim={ndim}, got {value!r}.")
     return value % ndim
+
+
+def checked_transform(transform: Any) -> Transform:
+    """A transform that a buffer can apply; one of TorchRL is put into evaluation mode, as TorchRL's buffers do.
+
+    Raises:
+        TypeError: it cannot be called.
+    """
+    if not callable(transform):
+        raise TypeError(f"transform: expected a transform, a module or a callable, got {transform!r}.")
+    if is_torchrl_transform(transform):
+        cast(nn.Module, transform).eval()
+    return cast(Transform, transform)
 
 
 class Inverted:
@@ -150,8 +166,8 @@ def consuming(times: Any, sampler: Any, prefetch: Any, shared: bool) -> Sampler:
 def inverse_of(change: Transform) -> Transform | None:
     """The inverse of a transform that has one, of this library or of another.
 
-    Ours know whether there is anything to invert. Those of others are asked with all data: ``inv`` returns as they are
-    what it has nothing to do with.
+    Ours know whether there is anything to invert, and TorchRL's where their classes define nothing of the kind. Those
+    of others are asked with all data: ``inv`` returns as they are what it has nothing to do with.
 
     Raises:
         TypeError: a transform has an inverse that cannot be called.
@@ -161,6 +177,8 @@ def inverse_of(change: Transform) -> Transform | None:
     if is_ours and parts is not None:
         return cast(Any, change).inv if any(inverse_of(part) is not None for part in parts) else None
     if is_ours and not (getattr(change, "in_keys_inv", None) or cast(Any, change).inverts):
+        return None
+    if is_torchrl_transform(change) and not (_keys_inv(change) or overrides(change, *_INVERSES)):
         return None
     inverse: Transform | None = getattr(change, "inv", None)
     if callable(inverse):
@@ -172,6 +190,16 @@ def inverse_of(change: Transform) -> Transform | None:
             "batch: what is written would not be inverted. Give it one, or pass a function without."
         )
     return None
+
+
+_INVERSES = ("inv", "_inv_call", "_inv_apply_transform")
+
+
+def _keys_inv(change: Any) -> list[NestedKey]:
+    """What a transform of TorchRL, or those of a chain, change on the way in."""
+    if "Compose" in kind_in("torchrl", change):
+        return [key for part in change for key in _keys_inv(part)]
+    return list(change.in_keys_inv)
 
 
 def stacked(items: list[Any]) -> Any:

@@ -22,6 +22,7 @@ from rollwright.data.replay_buffers._arguments import (
     Inverted,
     Transform,
     check_given,
+    checked_transform,
     consuming,
     dimension,
     entry_of,
@@ -146,10 +147,10 @@ class ReplayBuffer:
         self.batch_size = None if batch_size is None else positive("batch_size", batch_size)
         self.generator = generator
         self._dim_given = dim_extend
-        room = getattr(self.sampler, "max_capacity", self.storage.max_size)
-        if room < self.storage.max_size and not isinstance(self.storage, ListStorage):
+        room = getattr(self.sampler, "max_capacity", self.storage.requested_size)
+        if room < self.storage.requested_size and not isinstance(self.storage, ListStorage):
             raise ValueError(
-                f"max_capacity: expected at least {self.storage.max_size}, the storage's size, in "
+                f"max_capacity: expected at least {self.storage.requested_size}, the storage's size, in "
                 f"{type(self.sampler).__name__}, got {room}. Pass the storage's max_size."
             )
         self.dim_extend = (
@@ -510,8 +511,7 @@ class ReplayBuffer:
         Raises:
             IndexError: ``index`` lies outside the transforms.
         """
-        if not callable(transform):
-            raise TypeError(f"transform: expected a transform, a module or a callable, got {transform!r}.")
+        transform = checked_transform(transform)
         inverse_of(transform)  # or an error: it could not be inverted
         transform = Inverted(transform) if invert else transform
         most = len(self.transforms)
@@ -618,17 +618,19 @@ class ReplayBuffer:
     load = loads
 
     def client(self, *, address: tuple[str, int] | None = None) -> ReplayBuffer:
-        """The buffer for another process, on any machine; it can be pickled.
+        """Of a buffer in a service: the buffer for another process, on any machine. Else this buffer itself.
 
         Args:
             address: where that process reaches the service, if not where it listens.
 
         Raises:
-            TypeError: the buffer is in memory of this process.
+            TypeError: there is an address, and the buffer is in memory of this process.
         """
+        if address is None:
+            return self
         raise TypeError(
-            f"client: this {type(self).__name__} is in memory of this process, and a client reaches a service. Make "
-            "the buffer with service_backend='process' (or 'ray')."
+            f"address: this {type(self).__name__} is in memory of this process, which nobody reaches from outside. "
+            "Make the buffer with service_backend='process' (or 'ray')."
         )
 
     def shutdown(self) -> None:

@@ -99,7 +99,7 @@ def dump(buffer: ReplayBuffer, path: Any) -> None:
         save(state_of(buffer, with_elements=False), new / STATE_FILE)
         state = storage.state_dict()
         if isinstance(storage, RowStorage) and state["elements"] is not None:
-            rows = LazyMemmapStorage(storage.max_size, scratch_dir=new, ndim=storage.ndim)
+            rows = LazyMemmapStorage(storage.requested_size, scratch_dir=new, ndim=storage.ndim)
             rows.load_state_dict(state)
             rows.flush()
         else:

@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright.data.loading import load_saved, save
-from rollwright.data.replay_buffers._arguments import Transform, inverse_of
+from rollwright.data.replay_buffers._arguments import Transform, checked_transform, inverse_of
 from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
@@ -294,8 +294,7 @@ class ReplayBufferEnsemble:
 
     def append_transform(self, transform: Transform) -> ReplayBufferEnsemble:
         """Apply a transform to each stacked batch, after those that are there."""
-        if not callable(transform):
-            raise TypeError(f"transform: expected a transform, a module or a callable, got {transform!r}.")
+        transform = checked_transform(transform)
         if inverse_of(transform) is not None:
             raise TypeError(
                 f"transform: {type(transform).__name__} has an inverse, which an ensemble does not apply to what is "

@@ -14,7 +14,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.data.specs.base import TensorSpec
-from rollwright.data.specs.mapping import SpecMapping, is_key
+from rollwright.data.specs.mapping import SpecMapping, converted, is_key
 from rollwright.data.specs.nontensor import NonTensor
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_device, as_size, index_shape
 from rollwright.errors import SpecError
@@ -26,7 +26,8 @@ class Composite(SpecMapping):
     """Specs under nested keys; its samples are TensorDicts.
 
     Args:
-        specs: a mapping from (nested) keys to specs or to further mappings.
+        specs: a mapping from (nested) keys to specs (TorchRL's are converted), to further mappings, or to None: of such
+            an entry only the key is known. Samples leave it out, and checks take whatever is there, or nothing.
         shape: batch size of the samples, with which the shape of every entry begins.
         device: device of the samples, to which entries are moved; None: each entry keeps its own.
         batch_size: same as ``shape``.
@@ -93,7 +94,7 @@ class Composite(SpecMapping):
     def device(self, device: DeviceLike) -> None:
         target = as_device(device)
         if target is not None:
-            self.entries = {name: spec.to(target) for name, spec in self.entries.items()}
+            self.entries = {name: None if spec is None else spec.to(target) for name, spec in self.entries.items()}
         self._device = target
 
     def clear_device_(self) -> Self:
@@ -106,13 +107,17 @@ class Composite(SpecMapping):
 
     # Mapping ----------------------------------------------------------------------------------
 
-    def set(self, key: NestedKey, spec: TensorSpec | Mapping[Any, Any]) -> Self:
+    def set(self, key: NestedKey, spec: TensorSpec | Mapping[Any, Any] | None) -> Self:
         """Put an entry under a (nested) key, in place; missing Composites are created.
+
+        None: only the key is known.
 
         Raises:
             ValueError: the shape of the spec does not begin with this one's.
             TypeError: the key or the spec is none.
+            RuntimeError: it is locked, see :meth:`lock_`.
         """
+        self._check_unlocked()
         if not is_key(key):
             raise TypeError(f"key: expected a string or a tuple of strings, got {key!r}.")
         name, *rest = as_tuple(key)
@@ -125,16 +130,19 @@ class Composite(SpecMapping):
             self.entries[name] = self._adopt(name, spec)
         return self
 
-    def __setitem__(self, key: NestedKey, spec: TensorSpec | Mapping[Any, Any]) -> None:
+    def __setitem__(self, key: NestedKey, spec: TensorSpec | Mapping[Any, Any] | None) -> None:
         self.set(key, spec)
 
-    def _adopt(self, name: str, spec: object) -> TensorSpec:
+    def _adopt(self, name: str, spec: object) -> TensorSpec | None:
         """The spec as an entry of this Composite: of its batch, on its device."""
+        if spec is None:
+            return None
         if isinstance(spec, Mapping):
             spec = Composite(spec, shape=self.shape, device=self.device)
+        elif not isinstance(spec, TensorSpec):
+            spec = converted(spec)
         if not isinstance(spec, TensorSpec):
-            to_do = "" if spec is not None else " Modules of TorchRL set None: pass them to_torchrl(spec)."
-            raise TypeError(f"{name!r}: expected a TensorSpec or a mapping of them, got {type(spec).__name__}.{to_do}")
+            raise TypeError(f"{name!r}: expected a TensorSpec, a mapping of them or None, got {type(spec).__name__}.")
         if spec.shape[: self.ndim] != self.shape:
             if isinstance(spec, (Composite, NonTensor)) and spec.shape == self.shape[: spec.ndim]:
                 spec = spec.rebatched(self.shape)
@@ -177,7 +185,7 @@ class Composite(SpecMapping):
 
     def _sample(self, shape: ShapeLike, draw: Callable[[TensorSpec, torch.Size], Any]) -> TensorDictBase:
         sizes = as_size(shape)
-        entries = {name: draw(spec, sizes) for name, spec in self.entries.items()}
+        entries = {name: draw(spec, sizes) for name, spec in self.entries.items() if spec is not None}
         return TensorDict(entries, batch_size=[*sizes, *self._safe_shape], device=self.device)
 
     def rand(self, shape: ShapeLike = ()) -> TensorDictBase:
@@ -194,11 +202,11 @@ class Composite(SpecMapping):
 
     def cardinality(self) -> int | float:
         """The product of the entries' cardinalities."""
-        return math.prod(spec.cardinality() for spec in self.entries.values())
+        return math.prod(spec.cardinality() for spec in self.entries.values() if spec is not None)
 
     def enumerate(self, use_mask: bool = False) -> TensorDictBase:
         """All combinations of the entries' values, batch size ``[combinations, *self.shape]``."""
-        values = {name: spec.enumerate(use_mask) for name, spec in self.entries.items()}
+        values = {name: spec.enumerate(use_mask) for name, spec in self.entries.items() if spec is not None}
         counts = [torch.arange(value.shape[0], device=value.device) for value in values.values()]
         grids = torch.meshgrid(*counts, indexing="ij") if counts else ()
         picked = {name: value[grid.flatten()] for (name, value), grid in zip(values.items(), grids, strict=True)}
@@ -215,6 +223,7 @@ class Composite(SpecMapping):
         return all(
             spec.is_in(part)
             for name, spec in self.entries.items()
+            if spec is not None
             if (part := val.get(name, None)) is not None or not _optional(spec)
         )
 
@@ -253,6 +262,8 @@ class Composite(SpecMapping):
         """Name, spec and value of each entry; a SpecError where one is missing."""
         for name, spec in self.entries.items():
             part = val.get(name, None)
+            if spec is None:
+                continue
             if part is not None:
                 yield name, spec, part
             elif not _optional(spec):
@@ -300,26 +311,33 @@ class Composite(SpecMapping):
         entries = {}
         for name, spec in self.entries.items():
             with _under(name):
-                entries[name] = spec.encode(val[name]) if name in present else spec.zero()
+                if spec is not None:
+                    entries[name] = spec.encode(val[name]) if name in present else spec.zero()
+                elif name in present:
+                    entries[name] = val[name]
         return TensorDict(entries, batch_size=self._safe_shape, device=self.device)
 
     def to_numpy(self, val: Any, safe: bool | None = None) -> dict[str, Any]:
-        """A nested dict of arrays."""
+        """A nested dict of arrays, of the entries that have a spec."""
         if safe:
             self.assert_is_in(val)
-        return {name: spec.to_numpy(val.get(name)) for name, spec in self.entries.items()}
+        known = {name: spec for name, spec in self.entries.items() if spec is not None}
+        return {name: spec.to_numpy(val.get(name)) for name, spec in known.items()}
 
     # Other specs ------------------------------------------------------------------------------
 
-    def with_entries(self, entries: dict[str, TensorSpec], shape: torch.Size | None = None) -> Self:
+    def with_entries(self, entries: dict[str, TensorSpec | None], shape: torch.Size | None = None) -> Self:
         """A copy of other entries, which are not checked, and of another shape."""
         new = copy.copy(self)
+        new._is_locked = False
         new.entries = entries
         new.shape = self.shape if shape is None else shape
         return new
 
     def _mapped(self, op: Callable[[TensorSpec], TensorSpec], shape: torch.Size | None = None) -> Self:
-        return self.with_entries({name: op(spec) for name, spec in self.entries.items()}, shape)
+        return self.with_entries(
+            {name: None if spec is None else op(spec) for name, spec in self.entries.items()}, shape
+        )
 
     def clone(self) -> Self:
         """A copy of the mapping and of every spec in it."""
@@ -361,9 +379,9 @@ class Composite(SpecMapping):
         return f"{type(self).__name__}(\n{textwrap.indent(lines, '    ')}"
 
 
-def _optional(spec: TensorSpec) -> bool:
-    """Whether an entry may be missing: a Composite that holds nothing."""
-    return isinstance(spec, Composite) and spec.is_empty(recurse=True)
+def _optional(spec: TensorSpec | None) -> bool:
+    """Whether an entry may be missing: one without a spec, or a Composite that holds nothing else."""
+    return spec is None or (isinstance(spec, Composite) and not spec.leaves())
 
 
 def _names(val: Any) -> str:

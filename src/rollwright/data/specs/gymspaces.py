@@ -214,7 +214,7 @@ def _bits(shape: torch.Size) -> Space:
 
 @to_gym_space.register
 def _(spec: Composite) -> Space:
-    return gym_spaces.Dict({str(name): to_gym_space(child) for name, child in spec.items()})
+    return gym_spaces.Dict({str(name): to_gym_space(child) for name, child in spec.items() if child is not None})
 
 
 def to_gym_value(spec: TensorSpec, space: Space, val: Any) -> Any:

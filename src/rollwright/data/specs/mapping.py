@@ -9,19 +9,67 @@ from typing import Any, Self
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.data.specs.base import TensorSpec
 
-__all__ = ["SpecMapping"]
+__all__ = ["MISSING", "SpecMapping", "converted", "converts", "is_key"]
 
 MISSING: Any = object()
+
+_foreign: list[tuple[Callable[[Any], bool], Callable[[Any], TensorSpec]]] = []
+
+
+def converts(recognises: Callable[[Any], bool], convert: Callable[[Any], TensorSpec]) -> None:
+    """Let Composites take the specs of another library, converted."""
+    _foreign.append((recognises, convert))
+
+
+def converted(spec: Any) -> Any:
+    """A spec of another library as one of this; anything else as it is."""
+    return next((convert(spec) for recognises, convert in _foreign if recognises(spec)), spec)
 
 
 class SpecMapping(TensorSpec):
     """A spec that holds others under nested keys.
 
     Attributes:
-        entries: those of the first level, by name. It is for reading; ``set`` and its like check what they put in.
+        entries: those of the first level, by name; None where only the name is known. It is for reading; ``set`` and
+            its like check what they put in.
     """
 
-    entries: dict[str, TensorSpec]
+    entries: dict[str, TensorSpec | None]
+    _is_locked = False
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether entries may be neither set nor removed; specs made from this one are not locked."""
+        return self._is_locked
+
+    def lock_(self, recurse: bool | None = None) -> Self:
+        """Let entries be neither set nor removed, those of nested Composites included.
+
+        Args:
+            recurse: accepted for the sake of older programs.
+
+        Example:
+            >>> from rollwright.data import Composite, Unbounded
+            >>> spec = Composite(a=Unbounded()).lock_()
+            >>> spec.unlock_().set("b", Unbounded()).is_locked
+            False
+        """
+        return self._set_lock(True)
+
+    def unlock_(self, recurse: bool | None = None) -> Self:
+        """The opposite of :meth:`lock_`."""
+        return self._set_lock(False)
+
+    def _set_lock(self, locked: bool) -> Self:
+        self._is_locked = locked
+        for spec in self.entries.values():
+            if isinstance(spec, SpecMapping):
+                spec._set_lock(locked)
+        return self
+
+    def _check_unlocked(self) -> None:
+        if self.is_locked:
+            raise RuntimeError(f"Cannot modify a locked {type(self).__name__}. Call unlock_() first, or clone().")
 
     @abc.abstractmethod
     def empty(self) -> Self:
@@ -33,8 +81,8 @@ class SpecMapping(TensorSpec):
         leaves_only: bool,
         is_leaf: Callable[[type], bool] | None = None,
         step_mdp_static_only: bool = False,
-    ) -> dict[NestedKey, TensorSpec]:
-        found: dict[NestedKey, TensorSpec] = {}
+    ) -> dict[NestedKey, TensorSpec | None]:
+        found: dict[NestedKey, TensorSpec | None] = {}
         for name, spec in () if step_mdp_static_only else self.entries.items():
             leaf = not isinstance(spec, SpecMapping) if is_leaf is None else is_leaf(type(spec))
             if leaf or not leaves_only:
@@ -70,8 +118,8 @@ class SpecMapping(TensorSpec):
         *,
         is_leaf: Callable[[type], bool] | None = None,
         step_mdp_static_only: bool = False,
-    ) -> ValuesView[TensorSpec]:
-        """The specs, for the arguments see :meth:`keys`."""
+    ) -> ValuesView[TensorSpec | None]:
+        """The specs, None where an entry has none; for the arguments see :meth:`keys`."""
         return self._flat(include_nested, leaves_only, is_leaf, step_mdp_static_only).values()
 
     def items(
@@ -81,9 +129,19 @@ class SpecMapping(TensorSpec):
         *,
         is_leaf: Callable[[type], bool] | None = None,
         step_mdp_static_only: bool = False,
-    ) -> ItemsView[NestedKey, TensorSpec]:
+    ) -> ItemsView[NestedKey, TensorSpec | None]:
         """Pairs of key and spec, for the arguments see :meth:`keys`."""
         return self._flat(include_nested, leaves_only, is_leaf, step_mdp_static_only).items()
+
+    def leaves(self) -> dict[NestedKey, TensorSpec]:
+        """The specs that are no Composites, by (nested) key; entries of which only the key is known are left out.
+
+        Example:
+            >>> from rollwright.data import Composite, Unbounded
+            >>> list(Composite(value=None, info={"reward": Unbounded()}).leaves())
+            [('info', 'reward')]
+        """
+        return {key: spec for key, spec in self._flat(True, True).items() if spec is not None}
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self.entries))
@@ -99,7 +157,7 @@ class SpecMapping(TensorSpec):
         return not (self._flat(True, True) if recurse else self.entries)
 
     def __getitem__(self, idx: Any) -> Any:
-        """The entry of a (nested) key, or the Composite of an indexed sample.
+        """The entry of a (nested) key (None where only the key is known), or the Composite of an indexed sample.
 
         Raises:
             KeyError: there is no such entry.
@@ -138,11 +196,12 @@ class SpecMapping(TensorSpec):
         return spec
 
     def __delitem__(self, key: NestedKey) -> None:
+        self._check_unlocked()
         if key not in self:
             raise self._unknown(key)
         name, *rest = as_tuple(key)
         if rest:
-            del self.entries[name][tuple(rest)]  # type: ignore[attr-defined]
+            del self.entries[name][tuple(rest)]  # type: ignore[union-attr]
         else:
             del self.entries[name]
 

@@ -93,6 +93,9 @@ class Bounded(DenseSpec):
             return bound.flatten()[0].clone().expand(bound.shape)  # a view on one number
         return bound
 
+    def _register_batch_size(self, batch_size: Any) -> None:
+        """Nothing: TorchRL's Composites, which may hold this spec, tell their bounded entries their shape."""
+
     def prepare(self) -> None:
         """See :meth:`LeafSpec.prepare`."""
         # Bounds without the dimensions along which they repeat: less work for each sample.

@@ -65,10 +65,18 @@ def _stack_composites(specs: Sequence[Any], dim: int) -> Composite:
     first: Composite = specs[0]
     if any(isinstance(spec, StackedComposite) or set(spec) != set(first) for spec in specs):
         return StackedComposite(specs, dim)
-    try:
-        entries = {name: stack([spec[name] for spec in specs], dim) for name in first}
-    except ValueError:  # entries of one name that are too different even for a lazy stack
-        return StackedComposite(specs, dim)
+    entries: dict[str, TensorSpec | None] = {}
+    for name in first:
+        found = [spec[name] for spec in specs]
+        if any(each is None for each in found):  # only the key is known
+            if any(each is not None for each in found):
+                return StackedComposite(specs, dim)
+            entries[name] = None
+            continue
+        try:
+            entries[name] = stack(found, dim)
+        except ValueError:  # entries of one name that are too different even for a lazy stack
+            return StackedComposite(specs, dim)
     if any(isinstance(entry, (Stacked, StackedComposite)) for entry in entries.values()):
         return StackedComposite(specs, dim)
     shape = torch.Size((*first.shape[:dim], len(specs), *first.shape[dim:]))

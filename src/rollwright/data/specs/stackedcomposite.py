@@ -12,6 +12,7 @@ from tensordict import TensorDictBase, lazy_stack
 from rollwright._keys import NestedKey, as_tuple
 from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.composite import Composite
+from rollwright.data.specs.mapping import MISSING
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
 from rollwright.data.specs.stacked import LazyStack
 from rollwright.errors import SpecError
@@ -48,20 +49,22 @@ class StackedComposite(LazyStack, Composite):
         self.shape = torch.Size((*first.shape[: self.dim], len(self.specs), *first.shape[self.dim :]))
 
     @property
-    def entries(self) -> dict[str, TensorSpec]:  # type: ignore[override]
+    def entries(self) -> dict[str, TensorSpec | None]:  # type: ignore[override]
         """The entries that all have and that can be stacked, by name."""
         stacks = {name: self._stack_of(name) for name in self.specs[0]}
-        return {name: spec for name, spec in stacks.items() if spec is not None}
+        return {name: spec for name, spec in stacks.items() if spec is not MISSING}
 
     def _stack_of(self, key: NestedKey) -> Any:
-        """The stack of the entries of a key; None where one is missing or they cannot be stacked."""
-        found = [spec.get(key) for spec in self.specs]
+        """The stack of the entries of a key; None where one has no spec, MISSING where they cannot be stacked."""
+        found = [spec.get(key, MISSING) for spec in self.specs]
+        if any(spec is MISSING for spec in found):
+            return MISSING
         if any(spec is None for spec in found):
             return None
         try:
             return torch.stack(found, self.dim)
         except ValueError:  # such as a leaf here and a Composite there
-            return None
+            return MISSING
 
     @property
     def device(self) -> torch.device | None:
@@ -79,19 +82,31 @@ class StackedComposite(LazyStack, Composite):
             spec.clear_device_()
         return self
 
+    @property
+    def is_locked(self) -> bool:
+        """Whether entries may be neither set nor removed."""
+        return any(spec.is_locked for spec in self.specs)
+
+    def _set_lock(self, locked: bool) -> Self:
+        for spec in self.specs:
+            spec._set_lock(locked)
+        return self
+
     def get(self, key: NestedKey, default: Any = None) -> Any:
         """The stack of the entries of a (nested) key, ``default`` where one has none."""
         found = self._stack_of(key)
-        return default if found is None else found
+        return default if found is MISSING else found
 
-    def set(self, key: NestedKey, spec: TensorSpec | Mapping[Any, Any]) -> Self:
+    def set(self, key: NestedKey, spec: TensorSpec | Mapping[Any, Any] | None) -> Self:
         """Put an entry, whose shape includes the stack dimension, in every Composite, in place."""
         adopted = self._adopt(as_tuple(key)[-1], spec)
-        for own, part in zip(self.specs, adopted.unbind(self.dim), strict=True):
+        parts = [None] * len(self.specs) if adopted is None else adopted.unbind(self.dim)
+        for own, part in zip(self.specs, parts, strict=True):
             own.set(key, part)
         return self
 
     def __delitem__(self, key: NestedKey) -> None:
+        self._check_unlocked()
         having = [spec for spec in self.specs if key in spec]
         if not having:
             raise self._unknown(key)

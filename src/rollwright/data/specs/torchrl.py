@@ -13,6 +13,7 @@ from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.binary import Binary
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.discrete import Categorical, OneHot
+from rollwright.data.specs.mapping import converts
 from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
 from rollwright.data.specs.nontensor import NonTensor
 from rollwright.data.specs.numeric import Bounded, Unbounded
@@ -114,7 +115,7 @@ def _masked(spec: Any) -> dict[str, Any]:
 
 
 def _composite(spec: Any) -> Composite:
-    entries = {name: from_torchrl(child) for name, child in spec.items() if child is not None}
+    entries = {name: None if child is None else from_torchrl(child) for name, child in spec.items()}
     return Composite(entries, shape=spec.shape, device=spec.device)
 
 
@@ -156,7 +157,7 @@ def _no_start(spec: Any) -> None:
 
 
 def _write_composite(spec: Composite, library: Any) -> Any:
-    entries = {name: to_torchrl(child) for name, child in spec.items()}
+    entries = {name: None if child is None else to_torchrl(child) for name, child in spec.items()}
     return library.Composite(entries, shape=spec.shape, device=spec.device)
 
 
@@ -198,3 +199,5 @@ _WRITTEN: dict[type, Callable[[Any, Any], Any]] = {
     OneHot: _write_discrete("OneHot"),
     NonTensor: _write_objects,
 }
+
+converts(is_torchrl_spec, from_torchrl)

@@ -178,4 +178,4 @@ class BatchedEnv(EnvBase):
 def _entries(part: Any) -> dict[Any, Any]:
     """Shapes and dtypes of all that an environment reads and returns."""
     specs = [(name, getattr(part, f"full_{name}_spec")) for name in SPECS]
-    return {(name, key): (leaf.shape, leaf.dtype) for name, spec in specs for key, leaf in spec.items(True, True)}
+    return {(name, key): (leaf.shape, leaf.dtype) for name, spec in specs for key, leaf in spec.leaves().items()}

@@ -52,9 +52,15 @@ class ParallelArrays(ArrayEnv):
         facts: list[ArrayFacts] = list(hosted.call(calls.array_facts).values())
         if any(each != facts[0] for each in facts):
             raise NotNative("its environments differ in their entries")
-        self._take(env, hosted, range(env.num_workers), facts[0])
+        self._view(env, hosted, range(env.num_workers), facts[0])
 
-    def _take(self, env: ParallelEnv, hosted: HostedRows, rows: range, facts: ArrayFacts) -> Self:
+    @classmethod
+    def _group(cls, env: ParallelEnv, hosted: HostedRows, rows: range, facts: ArrayFacts) -> Self:
+        self = cls.__new__(cls)
+        self._view(env, hosted, rows, facts)
+        return self
+
+    def _view(self, env: ParallelEnv, hosted: HostedRows, rows: range, facts: ArrayFacts) -> None:
         self._env, self._hosted, self._rows, self._facts = env, hosted, rows, facts
         self.batch = (len(rows), *self._env.batch_size[1:])
         self.entries, self.rewards = self._widened(facts.entries), self._widened(facts.rewards)
@@ -76,7 +82,6 @@ class ParallelArrays(ArrayEnv):
         self._num_seedings = 0
         self._due: frozenset[int] = frozenset()
         self._root: Values = {}
-        return self
 
     def _widened(self, entries: dict[NestedKey, Entry]) -> dict[NestedKey, Entry]:
         return {
@@ -96,8 +101,9 @@ class ParallelArrays(ArrayEnv):
         if not 1 <= number <= count:
             raise NotNative(f"it has {count} environments, which do not make {number} groups")
         edges = [self._rows.start + count * i // number for i in range(number + 1)]
-        groups = [(ParallelArrays.__new__(ParallelArrays), range(start, stop)) for start, stop in pairwise(edges)]
-        return [group._take(self._env, self._hosted, rows, self._facts) for group, rows in groups]
+        return [
+            self._group(self._env, self._hosted, range(start, stop), self._facts) for start, stop in pairwise(edges)
+        ]
 
     # Steps --------------------------------------------------------------------------------------
 

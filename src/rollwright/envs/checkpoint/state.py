@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from rollwright._foreign import is_torchrl_transform
 from rollwright._keys import key_str
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs.base import EnvBase
+from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.checkpoint.snapshot import Drawn, draw_generators, dump, gym_parts, load
 from rollwright.envs.libs.gym import GymWrapper
 from rollwright.envs.transforms import Transform, TransformedEnv
+from rollwright.envs.transforms.foreign import ForeignTransform
 from rollwright.errors import EnvError
 
 __all__ = ["EnvCheckpoint", "load_env", "save_env"]
@@ -28,6 +31,7 @@ ENTRIES = ("makes", "tensors", "masks", "attributes")
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
 _OF_ENVS = {"_cache", "_device", "_full_specs", "is_closed"}
 _OF_TRANSFORMS = {"_containers", "_memo", "_parent"}
+_OF_TORCHRL = {"_container", "_parent"}  # of its transforms
 
 
 class EnvCheckpoint(NamedTuple):
@@ -79,6 +83,9 @@ def save_env(env: EnvBase) -> EnvCheckpoint:
     for own in attributes.values():
         for value in own.values():
             draw_generators(value)
+    stateful = _stateful(parts)
+    for path in stateful:
+        attributes[path] = _picklable(parts, attributes[path])
     pickled, unsaved = _dump_all(parts, attributes)
     state: dict[str, Any] = {
         "makes": {path: _make(part) for path, part in parts.items()},
@@ -86,6 +93,8 @@ def save_env(env: EnvBase) -> EnvCheckpoint:
         "masks": {name: _copied(spec.mask) for name, spec in _masked(parts)},
         "attributes": torch.frombuffer(bytearray(pickled), dtype=torch.uint8),
     }
+    if stateful:
+        state["state_dicts"] = {path: packed(dict(holder.state_dict())) for path, holder in stateful.items()}
     for path, part in _elsewhere(parts):
         state.setdefault("elsewhere", {})[path], lines = part.save_remote()
         unsaved += lines
@@ -125,8 +134,14 @@ def load_env(env: EnvBase, state: Mapping[str, Any]) -> None:
             f"state: what was saved of {env} cannot be read here: {type(error).__name__}: {error}. Define its "
             "classes and functions under the names that they had, and make a new environment."
         ) from error
+    stateful = _stateful(parts)
     for path, attributes in content.items():
-        _put_attributes(parts[path], attributes)
+        if path in stateful:
+            parts[path].__dict__.update(attributes)
+        else:
+            _put_attributes(parts[path], attributes)
+    for path, holder in stateful.items():
+        holder.load_state_dict(unpacked(state["state_dicts"][path]))
     for path, part in _elsewhere(parts):
         part.load_remote(state["elsewhere"][path])
 
@@ -136,7 +151,18 @@ def _elsewhere(parts: Mapping[str, nn.Module]) -> list[tuple[str, Any]]:
     return [(path, part) for path, part in parts.items() if hasattr(type(part), "load_remote")]
 
 
+def _stateful(parts: Mapping[str, nn.Module]) -> dict[str, ForeignTransform]:
+    """Transforms of TorchRL that say themselves what their state is, by the paths of the parts that have it."""
+    held = ((path, part) for path, part in parts.items() if isinstance(part, ForeignTransform))
+    return {f"{path}.{part.inner_name}": part for path, part in held if part.has_own_state}
+
+
 # Attributes -----------------------------------------------------------------------------------------
+
+
+def _picklable(parts: Mapping[str, nn.Module], attributes: dict[str, Any]) -> dict[str, Any]:
+    objects = _by_name(parts)
+    return {name: value for name, value in attributes.items() if _can_dump(value, objects, set())}
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
@@ -146,6 +172,7 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
 
 def _left_out(part: nn.Module) -> set[str]:
     own = _OF_ENVS if isinstance(part, EnvBase) else _OF_TRANSFORMS if isinstance(part, Transform) else set()
+    own = _OF_TORCHRL if is_torchrl_transform(part) else own
     return own | _OF_MODULES | set(getattr(type(part), "_not_saved", ()))
 
 
@@ -235,7 +262,7 @@ def _specs(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, TensorSpec]]:
     for path, part in parts.items():
         for kind, composite in part.known_specs.items() if isinstance(part, EnvBase) else ():
             yield f"{path}:{kind}", composite
-            for key, spec in composite.items(True, False):
+            for key, spec in composite.leaves().items():
                 yield f"{path}:{kind}:{key!r}", spec
 
 

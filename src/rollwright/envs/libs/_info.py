@@ -70,7 +70,7 @@ class default_info_dict_reader(BaseInfoDictReader):
             if names is not None:
                 self._spec = _composite({name: Unbounded(()) for name in names})
         elif isinstance(spec, (Composite, Mapping)):
-            pairs = dict(spec.items(True, True) if isinstance(spec, Composite) else spec.items())
+            pairs = dict(spec.leaves().items() if isinstance(spec, Composite) else spec.items())
             if names is not None and set(names) != {unravel(key) for key in pairs}:
                 raise ValueError(f"spec: expected specs of the keys {names}, got those of {list(pairs)}.")
             self._spec = _composite(pairs)
@@ -85,7 +85,7 @@ class default_info_dict_reader(BaseInfoDictReader):
     @property
     def keys(self) -> list[NestedKey] | None:
         """The entries that are read; None while they are not known."""
-        return None if self._spec is None else list(self._spec.keys(True, True))
+        return None if self._spec is None else list(self._spec.leaves())
 
     @property
     def info_spec(self) -> Composite | None:
@@ -111,7 +111,7 @@ class default_info_dict_reader(BaseInfoDictReader):
         if self._spec is None:
             self.discover([info_dict], tensordict.ndim)
         batch = tensordict.batch_size
-        for key, spec in () if self._spec is None else self._spec.items(True, True):
+        for key, spec in () if self._spec is None else self._spec.leaves().items():
             value = _look_up(info_dict, key)
             if isinstance(spec, NonTensor):
                 tensordict.set(key, cast(Any, NonTensorData(value, batch_size=batch)))
@@ -179,7 +179,7 @@ class InfoReadingEnv(EnvBase):
         spec = getattr(reader, "info_spec", None)
         if spec is not None:
             known = self.full_observation_spec.clone()
-            for key, leaf in spec.items(True, True):
+            for key, leaf in spec.leaves().items():
                 if key in taken:
                     raise ValueError(
                         f"info_dict_reader: {self} has an entry {key!r} already. Leave it out of the "

@@ -118,6 +118,7 @@ class GymWrapper(InfoReadingEnv):
         env = decorate(env, frame_skip, from_pixels, pixels_only)
         root = name_of_observation(env, from_pixels, pixels_only)
         self._setup(env, root, categorical_action_encoding, device, allow_done_after_reset, run_type_checks)
+        self.from_pixels, self.pixels_only = from_pixels, pixels_only
 
     def _setup(
         self,
@@ -459,6 +460,7 @@ class GymEnv(GymWrapper):
         env = make(env_name, num_envs or 0, vectorization_mode, frame_skip, from_pixels, pixels_only, given)
         root = name_of_observation(env, from_pixels, pixels_only)
         self._setup(env, root, categorical_action_encoding, device, allow_done_after_reset, run_type_checks)
+        self.from_pixels, self.pixels_only = from_pixels, pixels_only
 
     available_envs = Available(lambda: list(gymnasium.registry), "Names that are registered with gymnasium now.")
 

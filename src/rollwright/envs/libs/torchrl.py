@@ -119,6 +119,12 @@ class TorchRLWrapper(EnvBase):
         if not self.torchrl_env.is_closed:
             self.torchrl_env.close()
 
+    def _reopen(self) -> None:
+        # TorchRL's environments go on after close() as far as what they hold does; batches of them start again.
+        self.is_closed = False
+        if not _starts_late(self.torchrl_env):
+            _innermost(self.torchrl_env).is_closed = False
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -136,6 +142,11 @@ class TorchRLWrapper(EnvBase):
 
 def _starts_late(env: Any) -> bool:
     """Whether an environment, or the one that it is around, starts at the first reset, and is closed until then."""
+    return "BatchedEnvBase" in kind_in("torchrl", _innermost(env))
+
+
+def _innermost(env: Any) -> Any:
+    """The environment that TorchRL's transforms are around."""
     while "TransformedEnv" in kind_in("torchrl", env):
         env = env.base_env
-    return "BatchedEnvBase" in kind_in("torchrl", env)
+    return env

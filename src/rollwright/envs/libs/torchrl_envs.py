@@ -14,14 +14,14 @@ from rollwright.envs.base import EnvBase
 from rollwright.envs.libs.torchrl import TorchRLWrapper
 from rollwright.errors import require
 
-__all__ = ["to_torchrl"]
+__all__ = ["holder_of", "to_torchrl"]
 
 
 def to_torchrl(env: EnvBase) -> Any:
     """An environment of this library as one of TorchRL, for its collectors, transforms and batches of environments.
 
     TorchRL has to be installed. TorchRL's environment steps and closes ``env``, which is its attribute
-    ``rollwright_env``.
+    ``rollwright_env``, and whose public attributes it has.
 
     Args:
         env: of this library; one of TorchRL is returned as it is, and a :class:`TorchRLWrapper` gives back what it is
@@ -47,10 +47,50 @@ def to_torchrl(env: EnvBase) -> Any:
     return _kind()(env)
 
 
+def holder_of(env: EnvBase, transform: Any) -> Any:
+    """TorchRL's ``TransformedEnv`` of an environment of this library and one transform of TorchRL.
+
+    The transform has ``env`` for its parent then, as TorchRL's environment, and keeps its mode of training. Nothing
+    that TorchRL does closes ``env``.
+
+    Args:
+        env: what the transform is to meet.
+        transform: of TorchRL, on no environment.
+
+    Raises:
+        SpecError: TorchRL has no spec of the same domain.
+        MissingExtraError: TorchRL is not installed.
+    """
+    envs = _torchrl_envs()
+    modes = [(part, part.training) for part in transform.modules()]
+    holder = envs.TransformedEnv(_view_kind()(env), transform, auto_unwrap=False)
+    for part, mode in modes:
+        part.training = mode
+    return holder
+
+
+def _torchrl_envs() -> Any:
+    return require("torchrl.envs", extra="torchrl", purpose="to_torchrl")
+
+
+@cache
+def _view_kind() -> type:
+    """The class of environments that TorchRL's transforms meet and do not own."""
+    base: Any = _kind()
+
+    class RollwrightView(base):  # type: ignore[misc]
+        """An environment of rollwright as a transform of TorchRL sees it."""
+
+        def close(self, *, raise_if_closed: bool = True) -> None:
+            """Nothing: who made the environment closes it."""
+
+    return RollwrightView
+
+
 @cache
 def _kind() -> type:
     """The class, made when it is first needed: its base is TorchRL's."""
-    base: Any = require("torchrl.envs", extra="torchrl", purpose="to_torchrl").EnvBase
+    base: Any = _torchrl_envs().EnvBase
 
     class RollwrightEnv(base):  # type: ignore[misc]
         """An environment of rollwright that TorchRL steps."""
@@ -75,5 +115,23 @@ def _kind() -> type:
         def close(self, *, raise_if_closed: bool = True) -> None:
             super().close(raise_if_closed=raise_if_closed)
             self.rollwright_env.close(raise_if_closed=False)
+
+        @property
+        def is_closed(self) -> bool:
+            """Whether the environment of rollwright is; it stays open when this object is deleted."""
+            return bool(self.rollwright_env.is_closed)
+
+        @is_closed.setter
+        def is_closed(self, value: bool) -> None:
+            """Nothing: TorchRL sets it when it makes and closes an environment."""
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                env = self.__dict__.get("_modules", {}).get("rollwright_env")
+                if env is None or name.startswith("_") or hasattr(type(self), name):
+                    raise
+            return getattr(env, name)
 
     return RollwrightEnv

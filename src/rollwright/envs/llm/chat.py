@@ -238,7 +238,7 @@ class ChatEnv(ConversationEnv):
         size = batch_of(batch_size, dataloader)
         source = DatasetSource(
             dataloader,
-            repeats=repeats or 1,
+            repeats=1 if repeats is None else repeats,
             epochs=epochs,
             shuffle=shuffle,
             seed=seed,

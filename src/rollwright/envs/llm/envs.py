@@ -98,7 +98,7 @@ class LLMEnv(ConversationEnv):
         size = batch_of(batch_size, dataloader)
         source = DatasetSource(
             dataloader,
-            repeats=repeats or 1,
+            repeats=1 if repeats is None else repeats,
             epochs=epochs,
             shuffle=shuffle,
             seed=seed,
@@ -117,8 +117,9 @@ def batch_of(batch_size: Any, dataloader: Any, default: int = 1) -> int:
     """
     if batch_size is None:
         batch_size = getattr(dataloader, "batch_size", None) or default
-    if isinstance(batch_size, (tuple, list)):
-        batch_size = batch_size[0] if len(batch_size) == 1 else 0 if batch_size else 1
-    if not isinstance(batch_size, int) or batch_size < 1:
+    size = batch_size
+    if isinstance(batch_size, (tuple, list)) and len(batch_size) <= 1:
+        size = batch_size[0] if batch_size else 1
+    if not isinstance(size, int) or size < 1:
         raise ValueError(f"batch_size: expected one number, at least 1, got {batch_size!r}. Pass batch_size=8.")
-    return batch_size
+    return size

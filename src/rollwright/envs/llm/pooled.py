@@ -95,11 +95,11 @@ class Pooled:
             source.delivered(Origin(0, 0, repeat, group, state["source"]["seed"]))
         source.load_state_dict(source.state_dict())  # groups are as large as what is left of them
         if state["progress"] is None:
-            self._undelivered.load_state_dict(state)
+            self._undelivered.load_again(unpacked(state["again"]), state["dropped"])
         else:
             self._slots.load(unpacked(state["progress"]))
-            ended = unpacked(state["undelivered"])
-            self._undelivered.load_ended({name: ended[name] for name in ended.keys() - set(delivered)})
+        ended = unpacked(state["undelivered"])
+        self._undelivered.load_ended({name: ended[name] for name in ended.keys() - set(delivered)})
 
     @property
     def repeats(self) -> int:

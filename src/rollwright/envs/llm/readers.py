@@ -129,9 +129,12 @@ def as_row(value: Any, key: str, where: str) -> Row:
         return {key: value}
     if isinstance(value, torch.Tensor):
         return {"tokens": value}
+    remedy = "Give rows as {'text': ...}."
+    if isinstance(value, list) and value and isinstance(value[0], (Mapping, str, torch.Tensor)):
+        remedy = "It is a batch of rows: pass itertools.chain.from_iterable(dataset), or a torch DataLoader."
     raise EnvError(
         f"dataset: {where} is a {type(value).__name__}, expected a mapping of columns, a string or a tensor of tokens. "
-        "Give rows as {'text': ...}."
+        f"{remedy}"
     )
 
 

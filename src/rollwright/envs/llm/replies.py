@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def as_reply(returned: Any) -> Reply:
         raise ValueError(
             f"returned the messages {_shown(messages)}, expected a string or mappings with role and content"
         )
-    done = bool(done)
+    done = _flag(done)
     if not done and not messages:
         raise ValueError(
             f"returned the messages {_shown(returned[0])} and done=False, so that nothing follows the answer. Return "
@@ -133,6 +134,17 @@ def as_reply(returned: Any) -> Reply:
     if not math.isfinite(number):
         raise ValueError(f"returned the reward {'NaN' if number != number else number}, expected a finite number")
     return Reply(list(messages), number, done)
+
+
+def _flag(done: Any) -> bool:
+    """True or False of Python, NumPy or torch, or 1 or 0."""
+    value = done
+    if callable(getattr(done, "item", None)):
+        with contextlib.suppress(ValueError, RuntimeError):  # of more than one element
+            value = done.item()
+    if not isinstance(value, int):
+        raise ValueError(f"returned done={_shown(done)}, expected True or False")
+    return bool(value)
 
 
 def _shown(value: Any) -> str:

@@ -143,7 +143,7 @@ class Talk:
         if self._stateful:
             raise EnvError(
                 f"{place(self.origin)}: the tool {min(self._stateful)!r} has a process that cannot be saved. Save "
-                "between conversations, or let its prompt be drawn again."
+                "between conversations, or collect whole ones (trajs_per_batch), which begin again."
             )
         state = self._progress()
         if self.environment is not None:

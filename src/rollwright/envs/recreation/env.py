@@ -260,9 +260,8 @@ def _facts(env: EnvBase) -> dict[Any, Any]:
     """What an environment and its replacement have in common."""
     facts: dict[Any, Any] = {"batch_size": env.batch_size}
     for name in SPECS:
-        for key, spec in env.full_spec(name).items(True, False):
-            if not isinstance(spec, Composite):
-                facts[key] = spec.shape, spec.dtype
+        for key, spec in env.full_spec(name).leaves().items():
+            facts[key] = spec.shape, spec.dtype
     return facts
 
 

@@ -92,6 +92,10 @@ class Transform(nn.Module):
         """What a reset returned, changed; see :meth:`_reset`, which a subclass overrides."""
         return self._reset(tensordict, tensordict_reset)
 
+    def transform_reset_input(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """What a reset is given, changed; see :meth:`_reset_env_preprocess`, which a subclass overrides."""
+        return self._reset_env_preprocess(tensordict)
+
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Change what a step returned (the content of ``"next"``)."""
         return self._apply_to(next_tensordict, may_lack=False)
@@ -111,6 +115,10 @@ class Transform(nn.Module):
         if _overrides(self, "_call"):
             return tensordict_reset
         return self._apply_to(tensordict_reset, may_lack=True)
+
+    def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """What the environment's reset is given, for what was passed to the reset (None: nothing was)."""
+        return tensordict
 
     def _inv_apply_transform(self, state: torch.Tensor) -> torch.Tensor:
         """The value that the environment wants, from the one that the policy wrote."""

@@ -10,9 +10,10 @@ from torch import nn
 
 from rollwright.data.specs import Composite
 from rollwright.envs.transforms.base import Transform
+from rollwright.envs.transforms.foreign import parts_of
 from rollwright.envs.transforms.functions import as_transform
 
-__all__ = ["Compose", "TransformLike"]
+__all__ = ["Compose", "TransformLike", "as_chain"]
 
 TransformLike = Transform | Callable[[TensorDictBase], Any]
 
@@ -40,7 +41,7 @@ class Compose(Transform):
         listed = transforms[0] if len(transforms) == 1 and isinstance(transforms[0], list) else transforms
         self.transforms = nn.ModuleList()
         for transform in cast(Iterable[TransformLike], listed):
-            self._put(len(self), as_transform(transform))
+            self._put(len(self), as_chain(transform))
 
     def _put(self, index: int, transform: Transform) -> None:
         transform.set_container(self)
@@ -64,7 +65,7 @@ class Compose(Transform):
         if not -len(self) <= index <= len(self):
             raise IndexError(f"index: expected one from {-len(self)} to {len(self)}, got {index}.")
         index += len(self) if index < 0 else 0
-        transform = as_transform(transform)
+        transform = as_chain(transform)
         added = list(transform) if type(transform) is Compose else [transform]
         if type(transform) is Compose:
             transform.check_free()
@@ -72,6 +73,7 @@ class Compose(Transform):
                 part.reset_parent()
         for offset, part in enumerate(added):
             self._put(index + offset, part)
+            part.eval()
         self._changed()
 
     def pop(self, index: int = -1) -> Transform:
@@ -121,6 +123,11 @@ class Compose(Transform):
         for transform in self:
             tensordict_reset = transform.transform_reset(tensordict, tensordict_reset)
         return tensordict_reset
+
+    def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        for transform in reversed(list(self)):
+            tensordict = transform.transform_reset_input(tensordict)
+        return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         for transform in reversed(list(self)):
@@ -204,3 +211,9 @@ class Compose(Transform):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self))})"
+
+
+def as_chain(transform: object) -> Transform:
+    """See :func:`as_transform`; a ``Compose`` of TorchRL becomes one of this library, with its transforms."""
+    parts = parts_of(transform)
+    return as_transform(transform) if parts is None else Compose(*parts)

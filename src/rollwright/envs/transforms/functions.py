@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from tensordict import TensorDictBase
 
-from rollwright._foreign import foreign_transform
+from rollwright._foreign import foreign_transform, is_torchrl_transform
 from rollwright.envs.transforms.base import Transform
+from rollwright.envs.transforms.foreign import ForeignTransform
 
 __all__ = ["CallableTransform", "as_transform"]
 
@@ -35,10 +36,11 @@ class CallableTransform(Transform):
 
 
 def as_transform(transform: object) -> Transform:
-    """A transform from a transform or from a function on TensorDicts.
+    """A transform from a transform, one of TorchRL included, or from a function on TensorDicts.
 
     Raises:
         TypeError: it is neither, or a transform of another library.
+        RuntimeError: it is of TorchRL, and on an environment there.
     """
     if isinstance(transform, Transform):
         return transform
@@ -51,6 +53,8 @@ def as_transform(transform: object) -> Transform:
             f"transform: expected a Transform, or a function from a TensorDict to a TensorDict, got "
             f"{type(transform).__name__}.{remedy or ' Subclass Transform.'}"
         )
+    if is_torchrl_transform(transform):
+        return ForeignTransform(transform)
     foreign = foreign_transform(transform)
     if foreign is not None:
         raise TypeError(

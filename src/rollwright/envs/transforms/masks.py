@@ -104,7 +104,7 @@ class ActionMask(Transform):
         if not isinstance(spec, DISCRETE):
             raise TypeError(
                 f"ActionMask: expected a discrete spec at action_key={self.action_key!r}, got {spec}. "
-                f"The actions are {list(action_spec.keys(True, True))}; name one that is discrete."
+                f"The actions are {list(action_spec.leaves())}; name one that is discrete."
             )
         return spec
 

@@ -366,4 +366,4 @@ class DoubleToFloat(EntryTransform):
 
 
 def _doubles(spec: Composite) -> list[NestedKey]:
-    return [unravel(key) for key, leaf in spec.items(True, True) if leaf.dtype == torch.float64]
+    return [unravel(key) for key, leaf in spec.leaves().items() if leaf.dtype == torch.float64]

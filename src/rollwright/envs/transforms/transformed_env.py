@@ -17,8 +17,7 @@ from rollwright.envs.base import EnvBase, register_extension
 from rollwright.envs.libs.foreign import as_env, as_maker, remedy_for
 from rollwright.envs.transforms.arrays import TransformedArrays
 from rollwright.envs.transforms.base import Transform
-from rollwright.envs.transforms.compose import Compose, TransformLike
-from rollwright.envs.transforms.functions import as_transform
+from rollwright.envs.transforms.compose import Compose, TransformLike, as_chain
 from rollwright.envs.wrapper import WrapperEnv
 from rollwright.errors import EnvError
 
@@ -77,7 +76,7 @@ class TransformedEnv(WrapperEnv):
                 else f"{type(base_env).__name__}: {base_env!r}"
             )
             raise TypeError(f"base_env: expected an environment of rollwright, got {got}. {remedy_for(base_env)}")
-        transform = Compose() if transform is None else as_transform(transform)
+        transform = Compose() if transform is None else as_chain(transform)
         transform.check_free()
         if auto_unwrap and type(base_env) is TransformedEnv and type(self) is TransformedEnv:
             # The environment unwrapped keeps its transforms too: freezing one there freezes it here.
@@ -92,7 +91,7 @@ class TransformedEnv(WrapperEnv):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "transform":
-            self._set_transform(as_transform(value))
+            self._set_transform(as_chain(value))
             return
         super().__setattr__(name, value)
         if name == "base_env" and "transform" in self._modules:
@@ -106,6 +105,7 @@ class TransformedEnv(WrapperEnv):
         if self.base_env.device is not None:
             transform.to(self.base_env.device)
         transform.set_container(self)
+        transform.eval()
         self._modules["transform"] = self.__dict__["transform"] = transform
         self.empty_cache()
 
@@ -152,6 +152,7 @@ class TransformedEnv(WrapperEnv):
         if not self.cache_specs:
             self._cache.clear()
         base = self.base_env
+        tensordict = self.transform.transform_reset_input(tensordict)
         given = None
         if tensordict is not None:
             given = tensordict.select(*base.reset_keys, *base.state_keys, *base.read_at_reset, strict=False)

@@ -375,7 +375,8 @@ def _check_prompt(prompt: Any, key: Hashable, max_length: int | None) -> None:
     if max_length is not None and length >= max_length:
         raise ValueError(
             f"prompt of request {key!r}: it has {length} tokens, and the model has {max_length} positions for prompt "
-            f"and response. Shorten it to {max_length - 1} tokens at most, or use a model with more positions."
+            f"and response. Shorten it to {max_length - 1} tokens at most, or use a model with more positions (a "
+            "larger max_length, where one was passed)."
         )
 
 

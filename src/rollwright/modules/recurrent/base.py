@@ -70,6 +70,20 @@ class RecurrentModule(TensorDictModuleBase):
     def _rnn(self) -> nn.RNNBase:
         return cast(nn.RNNBase, getattr(self, self._attribute))
 
+    def exchange(self, kind: type[nn.RNNBase]) -> None:
+        """Put a layer of another class in the place of the layer, with the same parameters, in place."""
+        layer = self._rnn
+        if type(layer) is kind:
+            return
+        sizes = {"input_size": layer.input_size, "hidden_size": layer.hidden_size, "num_layers": layer.num_layers}
+        options = {"bias": layer.bias, "batch_first": layer.batch_first, "dropout": layer.dropout, "device": "meta"}
+        if layer.proj_size:
+            options["proj_size"] = layer.proj_size
+        made = cast(Any, kind)(**sizes, **options)
+        for name, parameter in layer.named_parameters():
+            setattr(made, name, parameter)
+        setattr(self, self._attribute, made.train(layer.training))
+
     @property
     def init_key(self) -> NestedKey:
         """Key of the mark of first steps."""

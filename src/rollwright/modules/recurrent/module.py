@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -118,6 +118,16 @@ class GRUModule(RecurrentModule):
             rnn = _ready("gru", gru, nn.GRU, {**sizes, "python_based": python_based, "device": device})
         super().__init__(rnn, (in_key, in_keys, out_key, out_keys), default_recurrent_mode)
 
+    def make_python_based(self) -> Self:
+        """Exchange the layer for :class:`~rollwright.modules.GRU`, with the same weights, in place."""
+        self.exchange(GRU)
+        return self
+
+    def make_cudnn_based(self) -> Self:
+        """Exchange the layer for ``torch.nn.GRU``, with the same weights, in place."""
+        self.exchange(nn.GRU)
+        return self
+
 
 class LSTMModule(RecurrentModule):
     """An LSTM as a TensorDict module, for single steps and for batches with time.
@@ -199,3 +209,13 @@ class LSTMModule(RecurrentModule):
             settings = {**sizes, "python_based": python_based, "proj_size": proj_size, "device": device}
             rnn = _ready("lstm", lstm, nn.LSTM, settings)
         super().__init__(rnn, (in_key, in_keys, out_key, out_keys), default_recurrent_mode)
+
+    def make_python_based(self) -> Self:
+        """Exchange the layer for :class:`~rollwright.modules.LSTM`, with the same weights, in place."""
+        self.exchange(LSTM)
+        return self
+
+    def make_cudnn_based(self) -> Self:
+        """Exchange the layer for ``torch.nn.LSTM``, with the same weights, in place."""
+        self.exchange(nn.LSTM)
+        return self

@@ -296,7 +296,7 @@ class TanhModule(TensorDictModuleBase):
             self.register_buffer(f"{_name(key)}_high", highest)
 
     def _bounds(self, key: NestedKey, low: Any, high: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        known: Any = self._spec[key].space if unravel(key) in self._spec.keys(True, True) else None
+        known: Any = self._spec[key].space if unravel(key) in self._spec.leaves() else None
         found = []
         for name, bound, default in (("low", low, -1.0), ("high", high, 1.0)):
             of_spec = getattr(known, name, default)

@@ -141,8 +141,10 @@ class QValueModule(TensorDictModuleBase):
             self._spec = Composite()
         else:
             self._spec = own if isinstance(own, Composite) else Composite({self.out_keys[0]: own})
+        # Of a spec by itself, all dimensions but those of one action are a batch.
+        self._is_single = own is not None and not isinstance(own, Composite) and self.action_space != "categorical"
         if safe:
-            if not list(self._spec.keys(True, True)):
+            if not list(self._spec.leaves()):
                 raise RuntimeError("spec: safe=True needs the spec onto which the action is projected. Pass spec=.")
             self.register_forward_hook(project_outputs)
 
@@ -180,10 +182,11 @@ class QValueModule(TensorDictModuleBase):
 
     def _in_shape(self, action: Tensor, values: Tensor) -> Tensor:
         key = unravel(self.out_keys[0])
-        if self.strict_shape is False or key not in self._spec.keys(True, True):
+        if self.strict_shape is False or key not in self._spec.leaves():
             return action
         parent = self._spec[key[:-1]] if isinstance(key, tuple) else self._spec
-        wanted = torch.Size([*values.shape[:-1], *self._spec[key].shape[len(parent.shape) :]])
+        batch_ndim = self._spec[key].ndim - 1 if self._is_single else parent.ndim
+        wanted = torch.Size([*values.shape[:-1], *self._spec[key].shape[batch_ndim:]])
         if action.shape == wanted:
             return action
         if self.strict_shape == "auto":

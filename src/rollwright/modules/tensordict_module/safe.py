@@ -73,7 +73,7 @@ def specs_of(spec: Any, out_keys: Sequence[NestedKey]) -> Composite:
 
 def project_outputs(module: Any, inputs: Any, result: Any) -> Any:
     """A forward hook: bring each output of a module into its spec."""
-    known = {unravel(key): module.spec[key] for key in module.spec.keys(True, True)}
+    known = {unravel(key): spec for key, spec in module.spec.leaves().items()}
     if is_tensor_collection(result):
         for key, spec in known.items():
             value = result.get(key, None)
@@ -99,7 +99,7 @@ class _WithSpec(nn.Module):
         """
         self._spec, self.safe = specs_of(spec, cast(Any, self).out_keys), safe
         if safe:
-            if not list(self._spec.keys(True, True)):
+            if not list(self._spec.leaves()):
                 raise RuntimeError("spec: safe=True needs the spec onto which outputs are projected. Pass spec=.")
             self.register_forward_hook(project_outputs)
 

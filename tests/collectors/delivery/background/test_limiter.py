@@ -236,6 +236,7 @@ def test_a_pause_is_no_time_of_waiting(tools, started, pauses):
     for _ in range(pauses):
         until(lambda: waits(collector))
         with collector.pause():
+            assert collector.is_running()
             assert not threading.Event().wait(1.2)
         for _ in range(10):
             buffer.sample()
@@ -247,7 +248,8 @@ def test_a_pause_is_no_time_of_waiting(tools, started, pauses):
 
 def test_a_learner_that_stopped_is_named(tools, started):
     collector, _ = started(buffer=limited(tools, timeout_s=0.05))
-    until(lambda: not collector.stats()["background"]["running"])
+    assert not Collector(CountingEnv(), frames_per_batch=10).is_running()
+    until(lambda: not collector.is_running())
     with pytest.raises(TimeoutError, match=r"waited 0\.05 s in vain: Collector waits to insert 20 items.*40 more"):
         collector.update_policy_weights_()
 

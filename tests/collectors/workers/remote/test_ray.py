@@ -260,7 +260,7 @@ COLLECTORS = {
     "twice": (
         {"collector_kwargs": {"frames_per_batch": 3}},
         ValueError,
-        "frames_per_batch: got it in",
+        "frames_per_batch: got .*, and something else in collector_kwargs",
     ),
     "kwargs": ({"collector_kwargs": [{}]}, ValueError, "collector_kwargs: expected one dictionary for each of the 2"),
     "unknown": ({"collector_kwargs": {"postprok": 3}}, TypeError, "Did you mean 'postproc'"),

@@ -435,9 +435,11 @@ def test_options_of_a_service_need_one():
         ReplayBuffer(service_backend_options={"address": "127.0.0.1:0"})
 
 
-def test_a_buffer_of_this_process_has_no_client():
-    with pytest.raises(TypeError, match="service_backend='process'"):
-        ReplayBuffer().client()
+def test_a_buffer_of_this_process_is_its_own_client():
+    buffer = ReplayBuffer(service_backend="direct")
+    assert buffer.client() is buffer
+    with pytest.raises(TypeError, match=r"address: .*service_backend='process'"):
+        buffer.client(address=("127.0.0.1", 7))
 
 
 def test_a_service_is_no_member_of_an_ensemble(serve):

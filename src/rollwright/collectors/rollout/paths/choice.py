@@ -44,6 +44,11 @@ __all__ = ["arrays_of", "choose_path", "dialogue_parts", "goes_by_itself", "plai
 
 T = TypeVar("T")
 
+_NO_END = (
+    "tokenizer: neither it nor the model's configuration has a token that ends an answer, so that each answer goes on "
+    "for max_new_tokens. Set tokenizer.eos_token to the one that the chat template writes, or pass "
+    "generate_kwargs={'stop_token_ids': [...]}."
+)
 # Options that the path of conversations does not know: TensorDicts are passed between environment and policy then.
 _PLAIN_TURNS = ("init_random_frames", "compact_obs", "return_same_td", "set_truncated")
 
@@ -144,6 +149,8 @@ def turn_path(parts: PathParts) -> Path | None:
         streams=bool(parts.options.async_envs),
         how={"env": "native: conversations, turn by turn", "policy": f"native: {type(engine).__name__}, on tokens"},
     )
+    if conversations.template is not None and not engine.end_ids:
+        warnings.warn(_NO_END, UserWarning, stacklevel=2)
     if parts.conversations is not None:
         path.take_over(*parts.conversations.hand_over())  # what was drawn by hand, or by the path before
     return path

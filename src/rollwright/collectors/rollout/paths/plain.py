@@ -277,6 +277,15 @@ class PlainPath(Path):
         """See :meth:`Path.save_undelivered`."""
         return None if self._rows is None else self._rows.undelivered.save_ended()
 
+    def save_parts(self) -> tuple[torch.Tensor, list[str]] | None:
+        """See :meth:`Path.save_parts`."""
+        return None if self._rows is None else self._rows.save_parts()
+
+    def end_parts(self, saved: torch.Tensor) -> None:
+        """See :meth:`Path.end_parts`."""
+        if self._rows is not None:
+            self._rows.end_parts(saved)
+
     def load_undelivered(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
         """See :meth:`Path.load_undelivered`."""
         if self._rows is not None:

@@ -30,6 +30,7 @@ __all__ = [
     "ragged_keys",
     "tag_act",
     "tag_step",
+    "version_tag",
 ]
 
 Stage = Callable[[TensorDictBase], TensorDictBase]
@@ -191,18 +192,20 @@ def tag_act(act: Stage, version: Callable[[], int | str]) -> Stage:
     """
 
     def tagged(current: TensorDictBase) -> TensorDictBase:
-        acting, batch_size = version(), current.batch_size
-        tag: Any = acting
-        if isinstance(acting, int):
-            tag = torch.full(batch_size, acting, dtype=torch.int64)
-        else:
-            for size in reversed(batch_size):
-                tag = [tag] * size
-            tag = NonTensorStack.from_list(tag) if batch_size else NonTensorData(tag)
-        current.set(VERSION, tag)
+        current.set(VERSION, version_tag(version(), current.batch_size))
         return act(current)
 
     return tagged
+
+
+def version_tag(version: int | str, batch_size: torch.Size) -> Any:
+    """A version for each of ``batch_size``: int64, or text."""
+    if isinstance(version, int):
+        return torch.full(batch_size, version, dtype=torch.int64)
+    tag: Any = version
+    for size in reversed(batch_size):
+        tag = [tag] * size
+    return NonTensorStack.from_list(tag) if batch_size else NonTensorData(tag)
 
 
 def tag_step(step: Step) -> Step:
@@ -223,7 +226,7 @@ def ragged_keys(env: EnvBase) -> set[NestedKey]:
     ragged: set[NestedKey] = set()
     for name in ("observation", "state", "action", "reward", "done"):
         spec = env.full_spec(name)
-        for key in spec.keys(True, True):
+        for key in spec.leaves():
             if spec[key].shape[env.ndim :][:1] == (-1,):
                 ragged |= {unravel(key), unravel(("next", *as_tuple(key)))}
     return ragged
@@ -231,9 +234,7 @@ def ragged_keys(env: EnvBase) -> set[NestedKey]:
 
 def next_keys(env: EnvBase) -> list[NestedKey]:
     """Keys below ``"next"`` that repeat at the root of the next step: observations and states, as far as tensors."""
-    leaves = [
-        (key, spec[key]) for spec in (env.full_observation_spec, env.full_state_spec) for key in spec.keys(True, True)
-    ]
+    leaves = [(key, spec[key]) for spec in (env.full_observation_spec, env.full_state_spec) for key in spec.leaves()]
     # Objects and shapes that vary (-1) cannot be put back row by row: they stay where they are.
     shared = {unravel(key) for key, leaf in leaves if not isinstance(leaf, NonTensor) and -1 not in leaf.shape}
     return sorted(shared, key=as_tuple)

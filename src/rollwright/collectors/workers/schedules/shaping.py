@@ -40,11 +40,7 @@ class BatchShaping:
         """The batch to deliver; None stays None."""
         if batch is None:
             return None
-        if self._splits:
-            batch = split_trajectories(batch, prefix="collector")
-            batch = batch if self._postproc is None else self._postproc(batch)
-        if self._device is not None:
-            batch = batch.to(self._device)
+        batch = self.shape(batch)
         if not self._returns_same:
             return batch
         if self._same_td is None or not are_alike(self._same_td, batch):
@@ -52,3 +48,10 @@ class BatchShaping:
         else:
             self._same_td.update_(batch)
         return self._same_td
+
+    def shape(self, batch: TensorDictBase) -> TensorDictBase:
+        """The batch, split and moved, in a TensorDict of its own."""
+        if self._splits:
+            batch = split_trajectories(batch, prefix="collector")
+            batch = batch if self._postproc is None else self._postproc(batch)
+        return batch if self._device is None else batch.to(self._device)

@@ -301,6 +301,11 @@ class WorkerCollector(Reachable):
         finally:
             self._delivery.missed()
 
+    def fake_tensordict(self) -> TensorDictBase:
+        """A batch of zeros like those that this worker delivers."""
+        self._check_between_batches()
+        return self._delivery.blank()
+
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Begin new trajectories, in all environments or in some of a batch."""
         self._check_between_batches()
@@ -414,7 +419,7 @@ class WorkerCollector(Reachable):
 def _shapes(env: EnvBase) -> dict[NestedKey, tuple[int, ...]]:
     """Of all that an environment reads and says."""
     specs = (env.full_observation_spec, env.full_action_spec, env.full_reward_spec, env.full_done_spec)
-    return {unravel(key): tuple(leaf.shape) for spec in specs for key, leaf in spec.items(True, True)}
+    return {unravel(key): tuple(leaf.shape) for spec in specs for key, leaf in spec.leaves().items()}
 
 
 def _nodes(td: TensorDictBase, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -43,6 +43,11 @@ class Storage(ABC):
     keeps_objects: bool = True
 
     @property
+    def requested_size(self) -> int:
+        """The number of elements that was asked for; ``max_size`` may be more, in whole rows."""
+        return self.max_size
+
+    @property
     def capacity(self) -> int:
         """Number of rows; 0 until it is known."""
         return self.ledger.capacity
@@ -319,7 +324,7 @@ class Storage(ABC):
             "uncounted": self.ledger.num_uncounted,
             "ids": self.ledger.next_id,
             "capacity": self.capacity,
-            "max_size": self.max_size,
+            "max_size": self.requested_size,
             "ndim": self.ndim,
             "rest": list(self.rest),
             "dim_extend": self.dim_extend,
@@ -338,9 +343,9 @@ class Storage(ABC):
         if lacking:
             raise KeyError(f"state_dict: expected that of a storage, got {sorted(state)}: {key_str(lacking)} missing.")
         needed = state["high"] - state["low"]
-        if state["ndim"] != self.ndim or state["max_size"] > self.max_size:
+        if state["ndim"] != self.ndim or state["max_size"] > self.requested_size:
             raise ValueError(
-                f"state_dict: expected one of ndim={self.ndim} with at most {self.max_size} elements, got "
+                f"state_dict: expected one of ndim={self.ndim} with at most {self.requested_size} elements, got "
                 f"ndim={state['ndim']} and max_size={state['max_size']} ({needed} rows). Make a storage like that."
             )
         elements = state["elements"]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, key_str, leaves, place
+from rollwright.data.compact import is_table, without_table
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import batches_of, no_objects, positive
@@ -53,7 +54,7 @@ class RowStorage(Storage):
     Text and other objects are refused by name.
 
     Args:
-        max_size: number of elements.
+        max_size: number of elements; see :attr:`max_size`.
         memory: where rows lie.
         ndim: see :class:`LazyTensorStorage`.
         device: of the rows.
@@ -62,10 +63,21 @@ class RowStorage(Storage):
     keeps_objects = False
 
     def __init__(self, max_size: int, memory: Memory, ndim: int, device: torch.device) -> None:
-        self.max_size, self.ndim = positive("max_size", max_size), positive("ndim", ndim)
+        self._requested_size, self.ndim = positive("max_size", max_size), positive("ndim", ndim)
         self._memory, self._device = memory, device
         self._shared = False
         self._detach()
+
+    @property
+    def max_size(self) -> int:  # type: ignore[override]
+        """Elements that it has room for: what was asked for, in whole rows once it is known what these are."""
+        schema = self._settled()
+        return self._requested_size if schema is None else schema.capacity * math.prod(schema.rest)
+
+    @property
+    def requested_size(self) -> int:
+        """See :attr:`Storage.requested_size`."""
+        return self._requested_size
 
     def _detach(self) -> None:
         """Know nothing of the rows, until they are looked at."""
@@ -106,10 +118,10 @@ class RowStorage(Storage):
         return self._schema
 
     def _adopt(self, schema: Schema) -> None:
-        if schema.ndim != self.ndim or schema.max_size != self.max_size:
+        if schema.ndim != self.ndim or schema.max_size != self._requested_size:
             raise ValueError(
                 f"max_size, ndim: expected those of the rows that are there ({schema.max_size}, {schema.ndim}), got "
-                f"({self.max_size}, {self.ndim}). Pass the former."
+                f"({self._requested_size}, {self.ndim}). Pass the former."
             )
         self._tensors = self._memory.tensors()
         self._columns = {key: Column(tensor.flatten(0, len(schema.rest))) for key, tensor in self._tensors.items()}
@@ -240,6 +252,9 @@ class RowStorage(Storage):
         except RuntimeError as error:
             raise _ragged(error) from error
         objects = [key for key, value in entries.items() if not isinstance(value, torch.Tensor)]
+        if any(is_table(key) for key in objects):
+            entries = without_table(entries)
+            objects = [key for key in objects if key in entries]
         if not objects:
             return _Parts(entries, data.batch_size, form)
         try:
@@ -264,8 +279,8 @@ class RowStorage(Storage):
         return cast(Schema, self._settled())
 
     def _allocate(self, rest: tuple[int, ...], dim: int, fields: Any, batch: tuple[int, ...], form: Form) -> None:
-        capacity = -(-self.max_size // math.prod(rest))
-        self._memory.allocate(Schema(self.max_size, self.ndim, capacity, rest, dim, dict(fields), batch, form))
+        capacity = -(-self._requested_size // math.prod(rest))
+        self._memory.allocate(Schema(self._requested_size, self.ndim, capacity, rest, dim, dict(fields), batch, form))
 
     def _check(self, schema: Schema, part: _Parts, dim: int) -> int:
         """Test that a batch fits the rows; returns the number of rows."""

@@ -51,7 +51,7 @@ class LazyTensorStorage(RowStorage):
         place_ = as_device(device) or torch.device("cpu")
         super().__init__(max_size, PrivateMemory(place_), ndim, place_)
         if self.ndim == 1:
-            self.ledger.set_capacity(self.max_size)
+            self.ledger.set_capacity(self.requested_size)
         if shared_init:
             self.share()
 
@@ -86,7 +86,7 @@ class TensorStorage(RowStorage):
         elements = batch.shape[:ndim].numel()
         super().__init__(elements if max_size is None else max_size, PrivateMemory(place_), ndim, place_)
         if self.ndim == 1:
-            self.ledger.set_capacity(self.max_size)
+            self.ledger.set_capacity(self.requested_size)
         self.append(storage, dim=ndim - 1)
 
 
@@ -151,7 +151,7 @@ class LazyMemmapStorage(RowStorage):
             max_size, ndim = schema.max_size, schema.ndim
         super().__init__(max_size, memory, ndim, torch.device("cpu"))
         if self.ndim == 1 and schema is None:
-            self.ledger.set_capacity(self.max_size)
+            self.ledger.set_capacity(self.requested_size)
         dropped = memory.num_dropped
         self.num_reopened = len(self) if self.initialized else 0
         if shared_init:

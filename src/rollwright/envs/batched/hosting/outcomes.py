@@ -33,7 +33,9 @@ def shareable(specs: Iterable[Composite]) -> Shapes:
             key = (*above, str(name))
             if isinstance(leaf, Composite):
                 walk(leaf, key)
-            elif not isinstance(leaf, NonTensor) and leaf.dtype is not None and -1 not in leaf.shape:
+            elif leaf is None or leaf.dtype is None or isinstance(leaf, NonTensor):
+                continue
+            elif -1 not in leaf.shape:
                 found[unravel(key)] = tuple(leaf.shape), leaf.dtype
 
     for spec in specs:

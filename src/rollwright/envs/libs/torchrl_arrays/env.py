@@ -55,7 +55,8 @@ class TorchRLArrays(ArrayEnv):
         self._env, self.batch = env, tuple(env.batch_size)
         base, self._transforms = _taken_apart(env.torchrl_env)
         self._inner = _environments(base)
-        self._base = array_form(_gym_wrapper(base)) if self._inner is None else _in_turn(self._inner, known)
+        self._base = array_form(_gym_wrapper(base)) if self._inner is None else _SerialArrays(base, self._inner, known)
+        self.keeps_resets = self._base.keeps_resets
         self.entries, self.rewards = dict(self._base.entries), dict(self._base.rewards)
         self.reads = list(self._base.reads)
         self._parts: list[ArrayTransform] = []
@@ -119,6 +120,44 @@ class TorchRLArrays(ArrayEnv):
         return fresh
 
 
+class _SerialArrays(TurnArrays):
+    """The array form of TorchRL's ``SerialEnv``: a reset repeats in the other rows what their last resets returned.
+
+    That is kept where TorchRL keeps it, in memory of the ``SerialEnv``.
+
+    Args:
+        env: the ``SerialEnv``.
+        inner: its environments.
+        known: the class of their wrappers.
+
+    Raises:
+        NotNative: one has no array form, or they differ.
+    """
+
+    keeps_resets = True
+
+    def __init__(self, env: Any, inner: list[Any], known: type[TorchRLWrapper]) -> None:
+        if len({id(each) for each in inner}) != len(inner):
+            raise NotNative("TorchRL's SerialEnv steps one environment in several rows")
+        super().__init__([array_form(known(each)) for each in inner], "SerialEnv")
+        shared = vars(env).get("shared_tensordict_parent")
+        if shared is None:
+            raise NotNative("TorchRL's SerialEnv has use_buffers=False")
+        found = {key: shared.get(key).numpy() for key in self.entries}
+        self._shared = {key: value[..., 0] if self.entries[key].column else value for key, value in found.items()}
+
+    def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
+        """See :meth:`ArrayEnv.reset`."""
+        fresh = super().reset(rows, **kwargs)
+        for key, shared in self._shared.items():
+            if rows is None:
+                shared[:] = fresh[key]
+            else:
+                shared[rows] = fresh[key][rows]
+                fresh[key] = shared.copy()
+        return fresh
+
+
 def _forms(entries: dict[Any, Entry]) -> dict[Any, Any]:
     return {unravel(key): (entry.shape, entry.dtype) for key, entry in entries.items()}
 
@@ -174,13 +213,6 @@ def _environments(env: Any) -> list[Any] | None:
     if env.is_closed:
         env.start()
     return list(env._envs)
-
-
-def _in_turn(envs: list[Any], known: type[TorchRLWrapper]) -> ArrayEnv:
-    """The array form of environments of TorchRL that are stepped in turn."""
-    if len({id(env) for env in envs}) != len(envs):
-        raise NotNative("TorchRL's SerialEnv steps one environment in several rows")
-    return TurnArrays([array_form(known(env)) for env in envs], "SerialEnv")
 
 
 def _gym_wrapper(env: Any) -> GymWrapper:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from rollwright._foreign import class_path
@@ -142,14 +144,18 @@ def _on_tensors(function: Callable[[torch.Tensor], torch.Tensor], entry: Entry) 
 class _Statistics:
     """Running statistics of one entry of a ``VecNorm``, as views of its tensors; updated under its lock.
 
+    All rows of a batch are counted, at resets too, whichever rows are reset.
+
     Args:
         transform: the ``VecNorm``.
         key: of the entry.
         entry: shape and dtype.
+        batch: shape of the batch.
     """
 
-    def __init__(self, transform: Any, key: NestedKey, entry: Entry) -> None:
-        self._transform, self._key, self._entry = transform, key, entry
+    def __init__(self, transform: Any, key: NestedKey, entry: Entry, batch: tuple[int, ...]) -> None:
+        self._transform, self._key, self._entry, self._batch = transform, key, entry, batch
+        self._shape, self._num_rows = entry.shape[len(batch) :], math.prod(batch)
         self._called = _on_tensors(self._call_transform, entry)
         self._names = [_suffixed(key, name) for name in ("_sum", "_ssq", "_count")]
         self._held: list[torch.Tensor] | None = None
@@ -157,7 +163,7 @@ class _Statistics:
 
     def _call_transform(self, value: torch.Tensor) -> torch.Tensor:
         """The transform itself, which makes the tensors of its statistics."""
-        data = self._transform(TensorDict({self._key: value.clone()}))
+        data = self._transform(TensorDict({self._key: value.clone()}, batch_size=self._batch))
         changed: torch.Tensor = data.get(self._key)
         return changed
 
@@ -170,7 +176,7 @@ class _Statistics:
         last = self._held
         if last is not None and held[0] is last[0] and held[1] is last[1] and held[2] is last[2]:
             return True
-        shapes = [self._entry.shape, self._entry.shape, (1,)]
+        shapes = [self._shape, self._shape, (1,)]
         if [tuple(tensor.shape) for tensor in held] != shapes or any(t.device.type != "cpu" for t in held):
             return False
         self._held, self._views = held, [tensor.detach().numpy() for tensor in held]
@@ -187,16 +193,25 @@ class _Statistics:
         with transform.lock or _NO_LOCK, np.errstate(all="ignore"):  # overflows as torch does
             if not transform.frozen:
                 total *= transform.decay
-                total += value
+                total += self._summed(value)
                 squares *= transform.decay
-                squares += value * value
+                squares += self._summed(value * value)
                 count *= transform.decay
-                count += 1
+                count += self._num_rows
             mean = total / count
             spread = np.maximum(squares / count - mean * mean, eps)
             torch.from_numpy(spread).sqrt_()  # torch's root of float32 is not NumPy's, to the bit
             result = (value - mean) / np.maximum(spread, eps)
         return result[..., 0][()] if self._entry.column else result
+
+    def _summed(self, value: NDArray[Any]) -> NDArray[Any]:
+        """The sum over the batch, in torch's order of additions."""
+        if not self._batch:
+            return value
+        total = torch.from_numpy(value)
+        for _ in self._batch:
+            total = total.sum(0)
+        return total.numpy()
 
 
 def _suffixed(key: NestedKey, suffix: str) -> NestedKey:
@@ -204,9 +219,9 @@ def _suffixed(key: NestedKey, suffix: str) -> NestedKey:
 
 
 def _vec_norm(transform: Any, env: ArrayEnv) -> ArrayTransform:
-    if env.batch:
+    if env.batch and not env.keeps_resets:
         raise NotNative(
-            f"{class_path(transform)} counts the rows of a batch. Put it into each environment of the batch"
+            f"{class_path(transform)} counts rows of a batch that are not reset. Put it into each environment"
         )
     if any(key != out_key for key, out_key in _pairs(transform, env)):
         raise NotNative(f"{class_path(transform)} has out_keys of its own")
@@ -216,7 +231,7 @@ def _vec_norm(transform: Any, env: ArrayEnv) -> ArrayTransform:
     def change(key: NestedKey, entry: Entry) -> tuple[Entry, Callable[[Any], Any]]:
         if entry.dtype.kind != "f":
             raise NotNative(f"{class_path(transform)} normalises {key!r} of dtype {entry.dtype}")
-        return entry, _Statistics(transform, key, entry)
+        return entry, _Statistics(transform, key, entry, env.batch)
 
     return _entry_by_entry(transform, env, change)
 

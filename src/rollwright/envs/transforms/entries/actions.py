@@ -131,7 +131,7 @@ class ActionScaling(Transform):
     def _leaf(self, action_spec: Composite) -> TensorSpec:
         (key,) = self.in_keys_inv
         if key not in action_spec:
-            raise KeyError(f"ActionScaling: no action {key!r}; there are {key_str(action_spec.keys(True, True))}.")
+            raise KeyError(f"ActionScaling: no action {key!r}; there are {key_str(action_spec.leaves())}.")
         leaf: TensorSpec = action_spec[key]
         return leaf
 

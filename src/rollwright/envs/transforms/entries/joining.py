@@ -65,7 +65,7 @@ class CatTensors(Transform):
     def _find_keys(self) -> list[NestedKey]:
         parent = self.parent
         if self._finds and parent is not None:
-            found = [unravel(key) for key in parent.full_observation_spec.keys(True, True)]
+            found = [unravel(key) for key in parent.full_observation_spec.leaves()]
             self.in_keys = sorted(found, key=as_tuple) if self._sorts else found
         if not self.in_keys:
             raise ValueError(
@@ -113,9 +113,7 @@ class CatTensors(Transform):
 
     def _spec(self, spec: Composite, key: NestedKey) -> TensorSpec:
         if key not in spec:
-            raise KeyError(
-                f"CatTensors: no observation {key!r}; there are {key_str(spec.keys(True, True))}. Correct in_keys."
-            )
+            raise KeyError(f"CatTensors: no observation {key!r}; there are {key_str(spec.leaves())}. Correct in_keys.")
         found: TensorSpec = spec[key]
         return found
 

@@ -43,12 +43,9 @@ class _Drop(Transform):
         kinds = {"observation": parent.full_observation_spec, "reward": parent.full_reward_spec}
         kinds["done"] = parent.full_done_spec
         found = [
-            unravel(key)
-            for kind, spec in kinds.items()
-            for key in spec.keys(True, True)
-            if self._drops(unravel(key), kind)
+            unravel(key) for kind, spec in kinds.items() for key in spec.leaves() if self._drops(unravel(key), kind)
         ]
-        read = {unravel(key) for key in parent.full_state_spec.keys(True, True)}
+        read = {unravel(key) for key in parent.full_state_spec.leaves()}
         return self._checked(found, read, [unravel(key) for key in parent.done_keys])
 
     def _checked(self, found: list[NestedKey], read: set[NestedKey], flags: list[NestedKey]) -> list[NestedKey]:

@@ -85,7 +85,7 @@ class FrameSkipTransform(Transform):
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Rewards, with the bounds of sums."""
-        pairs = [(unravel(key), unravel(key)) for key in reward_spec.keys(True, True)]
+        pairs = [(unravel(key), unravel(key)) for key in reward_spec.leaves()]
         return map_spec(reward_spec, pairs, self._summed) if self.frame_skip > 1 else reward_spec
 
     def _summed(self, spec: TensorSpec) -> TensorSpec:

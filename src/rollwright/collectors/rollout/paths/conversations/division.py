@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rollwright.collectors.rollout.paths.conversations.dialogs import EndedTurn
+from rollwright.data.llm.turns import Origin
 from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Opening
 
@@ -29,6 +30,7 @@ def divided(
         ValueError: a worker would have more conversations in progress than its environment has room for.
     """
     found = [_Part(source, num_rows) for source in sources]
+    found[0].num_dropped = sum(state["dropped"] for state in states)
     for state in states:
         dialogs = {saved["slot"]: saved for saved in map(unpacked, state["dialogs"])}
         for saved in dialogs.values():
@@ -38,6 +40,8 @@ def divided(
                 _of(found, turn.opening).turns.append(turn)
         for opening in unpacked(state["again"]):
             _of(found, opening).again.append(opening)
+        for origin in unpacked(state["cut"]) if "cut" in state else ():
+            found[origin.group % len(found)].cut.append(origin)
         for number, opening in unpacked(state["undelivered"]).items():
             _of(found, opening).undelivered[number] = opening
     most = max(len(part.dialogs) for part in found)
@@ -50,8 +54,8 @@ def divided(
     return [part.state(started) for part in found]
 
 
-def place_in(source: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
-    """The state of a path of which nothing is kept but the place in the data."""
+def place_in(source: Mapping[str, Any], num_rows: int, num_dropped: int = 0) -> dict[str, Any]:
+    """The state of a path of which nothing is kept but the place in the data, and how many were dropped on purpose."""
     return {
         "source": source,
         "dialogs": [],
@@ -59,7 +63,8 @@ def place_in(source: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
         "row_ids": None,
         "undelivered": packed({}),
         "again": packed([]),
-        "dropped": 0,
+        "cut": packed([]),
+        "dropped": num_dropped,
     }
 
 
@@ -72,6 +77,8 @@ class _Part:
         self.turns: list[EndedTurn] = []
         self.again: list[Any] = []
         self.undelivered: dict[int, Any] = {}
+        self.cut: list[Origin] = []
+        self.num_dropped = 0
 
     def state(self, started: bool) -> dict[str, Any]:
         """As one path saves it."""
@@ -85,11 +92,12 @@ class _Part:
             if turn.id in slots:
                 rows[slots[turn.id] % self._num_rows].append(turn)
         return {
-            **place_in(self._source, self._num_rows),
+            **place_in(self._source, self._num_rows, self.num_dropped),
             "dialogs": [packed({**saved, "slot": slot}) for slot, saved in enumerate(self.dialogs)],
             "rows": packed(rows),
             "row_ids": torch.full((self._num_rows,), -1) if started else None,
             "again": packed(self.again),
+            "cut": packed(self.cut),
             "undelivered": packed(self.undelivered),
         }
 

@@ -11,6 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright.collectors.rollout.paths.conversations.pool_notes import (
+    AskedStep,
     EndedConversation,
     Notes,
     loaded_frames,
@@ -18,7 +19,7 @@ from rollwright.collectors.rollout.paths.conversations.pool_notes import (
     saved_frames,
     text_of,
 )
-from rollwright.collectors.rollout.paths.conversations.saving import Names, warn_of_parts
+from rollwright.collectors.rollout.paths.conversations.saving import Names, line_of_lost, warn_of_parts
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.pool import PoolFrame, PoolPath
 from rollwright.collectors.rollout.state import td_from, td_state
@@ -64,6 +65,7 @@ class ConversationPoolPath(PoolPath):
         self._finished: list[PoolFrame] = []  # the last batch, until it is delivered
         self._notes = [Notes() for _ in self._every]
         self._where = [""] * env.num_envs  # names of the conversations in progress
+        self._asked: dict[int, AskedStep] = {}  # steps that were asked for, where the place is kept
         self._num_dropped = 0
 
     # Frames -------------------------------------------------------------------------------------------
@@ -163,9 +165,13 @@ class ConversationPoolPath(PoolPath):
         """See :meth:`Path.begin`."""
         super().begin(random=random)
         self._finished = []
+        self._fill()
+
+    def _fill(self) -> None:
+        """Begin conversations in environments that have none: their last one has failed, or was not saved."""
         busy = set(self._env.busy)
         for index in self._every:
-            if index not in busy and index not in self._roots and index not in self._over:  # it has failed
+            if index not in busy and index not in self._roots and index not in self._over:
                 self._id[index] = int(self._ids.take(1)[0])
                 self._open(index)
 
@@ -174,6 +180,8 @@ class ConversationPoolPath(PoolPath):
         for index in self._roots:
             if len(self._notes[index]) >= _MANY:
                 self._flush(index)
+        if self.keeps_place:
+            self._asked |= {index: AskedStep(root, *self._save(index)) for index, root in self._roots.items()}
         super().act(t)
 
     def finish(self, steps: int) -> TensorDictBase:
@@ -242,14 +250,19 @@ class ConversationPoolPath(PoolPath):
 
     def _begin_again(self, index: int) -> None:
         """Have an environment begin its conversation again, with the next batch; one delivered in part ends."""
-        number = self._id[index]
-        in_parts = self._totals[index][1] > sum(frame.id == number for frame in self._row) + len(self._held[index])
+        number, in_parts = self._id[index], self._is_in_parts(index)
         self._env.call(index, "begin_again", None, in_parts)
         if in_parts:
             self._num_dropped += 1
             warn_of_parts([self._where[index]])
         self._totals[index], self._held[index] = (0.0, 0), []  # once, however often it goes back
         self._row = deque(frame for frame in self._row if frame.id != number)
+
+    def _is_in_parts(self, index: int) -> bool:
+        """Whether turns of a conversation were delivered, which goes on."""
+        number = self._id[index]
+        left = sum(frame.id == number for frame in self._row) + len(self._held[index])
+        return not self._delivers_whole and self._totals[index][1] > left
 
     # Delivery -----------------------------------------------------------------------------------------
 
@@ -289,39 +302,60 @@ class ConversationPoolPath(PoolPath):
             except EnvError as error:
                 self._begin_again(index)
                 unsaved.append(f"{self._where[index]} begins again: {error}")
-        envs, again = [], set()
+        state, lost = self._state()
+        return state, unsaved + lost
+
+    def _save(self, index: int) -> tuple[dict[str, Any], str | None]:
+        """What an environment saves, see :meth:`Pooled.save_conversation`."""
+        self._flush(index)
+        saved: tuple[dict[str, Any], str | None] = self._env.call(index, "save_conversation")
+        return saved
+
+    def _state(self) -> tuple[dict[str, Any], list[str]]:
+        """What is in progress, and what of it cannot be saved; of a step in progress, what was before it."""
+        waits = {index: self._asked[index] for index in self._env.busy}
+        roots = {**self._roots, **{index: asked.root for index, asked in waits.items()}}
+        envs, again, unsaved = list[torch.Tensor](), set[int](), list[str]()
+        also, ends = list[EndedConversation](), list[EndedConversation]()  # delivered, or dropped; cut short
         for index in self._every:
-            self._flush(index)
-            state, reason = self._env.call(index, "save_conversation")
+            state, reason = waits[index][1:] if index in waits else self._save(index)
             envs.append(packed(state))
+            if index in waits:  # what it was not told yet
+                names = [*self._notes[index].delivered, *self._notes[index].dropped]
+                also += [EndedConversation(index, name, "") for name in names]
             if reason is not None:
                 again.add(self._id[index])
+                if in_parts := self._is_in_parts(index):
+                    ends.append(EndedConversation(index, name_of(roots[index]), self._where[index]))
                 if self._began(index):
-                    unsaved.append(f"{self._where[index]} begins again: {reason}")
-        roots = [self._roots.get(index) if self._id[index] not in again else None for index in self._every]
+                    unsaved.append(line_of_lost(self._where[index], in_parts=in_parts, reason=reason))
         ids = self.row_ids()
         state = {
             "envs": envs,
-            "roots": [td_state(root) for root in roots],
+            "roots": [td_state(roots.get(index) if self._id[index] not in again else None) for index in self._every],
             "ids": list(self._id),
             "totals": [list(each) for each in self._totals],
             "held": [saved_frames(frames, again) for frames in self._held],
             "row": saved_frames(self._row, again),
             "over": sorted(self._over),
             "undelivered": packed(self._undelivered),
-            "dropped": self._num_dropped,
+            "also": packed(also + ends),
+            "dropped": self._num_dropped + len(ends),
             "row_ids": None if ids is None else torch.from_numpy(ids),
         }
         return state, unsaved
 
     def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any]:
-        """See :meth:`Path.place`; waits for steps that are in progress."""
-        state, _ = self.state_dict()
+        """See :meth:`Path.place`; waits for no step: of those in progress, what was before them is kept."""
+        for index in set(self._env.busy) - self._asked.keys():  # it was asked for before the place was kept
+            self._receive(index)
+        state, _ = self._state()
         named = set(self._last if ids is None else ids)
         done = [each for number, each in self._undelivered.items() if number in named]
+        also = packed([*unpacked(state["also"]), *done])
         if not self._delivers_whole:
             left = {number: each for number, each in self._undelivered.items() if number not in named}
-            return {**state, "undelivered": packed(left), "also": packed(done)}
+            return {**state, "undelivered": packed(left), "also": also}
         sources = [unpacked(saved)["source"] for saved in state["envs"]]  # what was not delivered begins again
         nothing = {"undelivered": packed({}), "again": packed([]), "dropped": 0, "progress": None}
         return {
@@ -329,13 +363,15 @@ class ConversationPoolPath(PoolPath):
             "envs": [packed({"source": source, **nothing}) for source in sources],
             "roots": [None] * len(sources),
             "undelivered": packed({}),
-            "also": packed(done),
+            "also": also,
             "row_ids": None,
         }
 
     def look_ahead(self) -> None:
         """See :meth:`Path.look_ahead`."""
-        if not self._started:
+        if self._started:
+            self._fill()
+        else:
             self._renew(self._every)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
@@ -369,6 +405,7 @@ class ConversationPoolPath(PoolPath):
         self._row = deque(loaded_frames(state_dict["row"], names))
         self._over = set(state_dict["over"])
         self._started = True
+        self._fill()  # now, so that it shows whether the data is over
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""

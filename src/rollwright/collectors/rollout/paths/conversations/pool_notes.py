@@ -14,7 +14,7 @@ from rollwright.collectors.rollout.paths.pool import PoolFrame
 from rollwright.collectors.rollout.state import td_from, td_state
 from rollwright.envs.llm.pooled import Name
 
-__all__ = ["EndedConversation", "Notes", "loaded_frames", "name_of", "saved_frames", "text_of"]
+__all__ = ["AskedStep", "EndedConversation", "Notes", "loaded_frames", "name_of", "saved_frames", "text_of"]
 
 
 class EndedConversation(NamedTuple):
@@ -29,6 +29,20 @@ class EndedConversation(NamedTuple):
     env_index: int
     name: Name
     text: str
+
+
+class AskedStep(NamedTuple):
+    """Where an environment was before a step that it was asked for.
+
+    Attributes:
+        root: what the step is taken from.
+        state: what the environment saved.
+        reason: why its conversation begins again; None: it goes on.
+    """
+
+    root: TensorDictBase
+    state: dict[str, Any]
+    reason: str | None
 
 
 @dataclass

@@ -17,7 +17,7 @@ from rollwright.data.llm.records import empty_record
 from rollwright.data.llm.turns import Origin
 from rollwright.envs.base import EnvBase
 from rollwright.envs.checkpoint import load_env, save_env
-from rollwright.envs.checkpoint.packed import unpacked
+from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Opening
 from rollwright.envs.llm.env import ConversationEnv
 from rollwright.envs.llm.undelivered import Undelivered
@@ -147,9 +147,7 @@ class ConversationRows:
         return self._mark.current.copy()
 
     def _note_parts(self) -> None:
-        env = self._env
-        shown = zip(env.openings, env.in_progress, strict=True)
-        self._partly = {at.draw.origin for at, goes_on in shown if at is not None and goes_on}
+        self._partly = {opening.draw.origin for opening in self._in_parts}
 
     def delivered(self, ids: Iterable[int] | None) -> None:
         """See :meth:`Path.delivered`."""
@@ -207,6 +205,28 @@ class ConversationRows:
         if saved is not None:
             self.undelivered.load_ended(renamed(unpacked(saved), held))
 
+    @property
+    def _in_parts(self) -> list[Opening]:
+        """Conversations of which turns were delivered, and which go on."""
+        if self._delivers_whole:
+            return []
+        env = self._env
+        return [at for at, goes_on in zip(env.openings, env.in_progress, strict=True) if at is not None and goes_on]
+
+    def save_parts(self) -> tuple[torch.Tensor, list[str]]:
+        """See :meth:`Path.save_parts`."""
+        saved = {"openings": self._in_parts, "dropped": self.undelivered.num_dropped}
+        return packed(saved), Undelivered.names(self._in_parts)
+
+    def end_parts(self, saved: torch.Tensor) -> None:
+        """See :meth:`Path.end_parts`."""
+        found, source = unpacked(saved), self._env.conversations.source
+        self.undelivered.num_dropped = found["dropped"]
+        self.undelivered.drop(found["openings"])
+        source.load_state_dict(source.state_dict())  # groups are as large as what is left of them
+        if found["openings"]:
+            self.look_ahead()  # they may have been the last ones
+
     def place(self, current: TensorDictBase | None, ids: Iterable[int] | None) -> dict[str, Any]:
         """See :meth:`Path.place`: of whole conversations, the place in the data; of turns, what is in progress, too.
 
@@ -218,10 +238,10 @@ class ConversationRows:
         done, left = undelivered.split(ids)
         place = {"source": source.state_dict(), "also": [opening.draw.origin for opening in done]}
         if self._delivers_whole or current is None:
-            return place
+            return {**place, "in_parts": self.save_parts()[0]}
         checkpoint = save_env(self._outer)
         if checkpoint.unsaved:
-            return place
+            return {**place, "in_parts": self.save_parts()[0]}
         env = self._outer.state_dict()
         return {**place, "left": left, "env": env, "checkpoint": checkpoint.state, "current": td_state(current)}
 
@@ -236,6 +256,7 @@ class ConversationRows:
             source.delivered(origin)
         source.load_state_dict(source.state_dict())  # groups are as large as what is left of them
         if "checkpoint" not in place:
+            self.end_parts(place["in_parts"])
             return None
         load_env(self._outer, place["checkpoint"])
         undelivered.load_ended(place["left"])
@@ -253,7 +274,9 @@ class ConversationRows:
             "conversations_in_progress": len(going_on),
             "conversations_dropped": undelivered.num_dropped,
             "conversations_undelivered": len(undelivered),
-            "conversations_unfinished": undelivered.names([*undelivered.openings.values(), *going_on]),
+            "conversations_unfinished": undelivered.names(
+                [*undelivered.openings.values(), *undelivered.again, *going_on]
+            ),
             "turns_ahead": 0,
         }
 

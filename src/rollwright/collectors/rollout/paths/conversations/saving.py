@@ -23,8 +23,10 @@ __all__ = [
     "Names",
     "before_answer",
     "check_rows",
+    "delivered_in_parts",
     "end_in_parts",
     "latest",
+    "line_of_lost",
     "load",
     "packed_dialog",
     "save",
@@ -59,8 +61,26 @@ def latest(dialog: Dialog, conversations: Conversations) -> torch.Tensor | None:
     return None if found is None else packed(found)
 
 
+def delivered_in_parts(dialogs: Dialogs, among: Iterable[Dialog]) -> list[Opening]:
+    """Of some conversations, those of which turns were taken, where turns are delivered before the end."""
+    ahead = Counter(each.opening.draw.origin for row in dialogs.rows for each in row)
+    return [dialog.opening for dialog in among if dialog.number > ahead[dialog.opening.draw.origin]]
+
+
+def line_of_lost(name: str, *, in_parts: bool, reason: object) -> str:
+    """What becomes of a conversation that cannot be saved, for people."""
+    ends = "turns of it were delivered, and no turn comes twice, so it ends there, and counts as dropped"
+    return f"{name}: {ends if in_parts else 'it begins again'}: {reason}"
+
+
 def save(
-    dialogs: Dialogs, conversations: list[torch.Tensor], source: Mapping[str, Any], undelivered: Mapping[str, Any]
+    dialogs: Dialogs,
+    conversations: list[torch.Tensor],
+    source: Mapping[str, Any],
+    undelivered: Mapping[str, Any],
+    *,
+    lost: Collection[Dialog],
+    in_parts: bool,
 ) -> dict[str, Any]:
     """The state of a path.
 
@@ -69,12 +89,18 @@ def save(
         conversations: those of them that can be saved, packed.
         source: the place in the data.
         undelivered: what nobody got.
+        lost: those that cannot be saved.
+        in_parts: whether turns are delivered before their conversation has ended; those that are lost end then.
     """
+    gone = {dialog.opening.draw.origin for dialog in lost}
+    cut = [opening.draw.origin for opening in delivered_in_parts(dialogs, lost)] if in_parts else []
     return {
         "source": source,
         "dialogs": conversations,
-        "rows": packed([[own(each) for each in row] for row in dialogs.rows]),
+        "rows": packed([[own(each) for each in row if each.opening.draw.origin not in gone] for row in dialogs.rows]),
         **undelivered,
+        "cut": packed(cut),
+        "dropped": undelivered["dropped"] + len(cut),
     }
 
 
@@ -115,7 +141,7 @@ def load(
     """
     source, names = conversations.source, Names(fresh_id)
     source.load_state_dict(state_dict["source"])
-    if also := state_dict.get("also"):
+    if also := [*state_dict.get("also", ()), *(unpacked(state_dict["cut"]) if "cut" in state_dict else ())]:
         for origin in also:
             source.delivered(origin)
         source.load_state_dict(source.state_dict())  # groups are as large as what is left of them
@@ -165,11 +191,9 @@ class Mark:
         unsaved = {origin for origin, state in found.items() if state is None}
         self._states = {origin: state for origin, state in found.items() if state is not None}
         self._rows = [[each for each in row if each.opening.draw.origin not in unsaved] for row in dialogs.rows]
-        ahead = Counter(each.opening.draw.origin for row in dialogs.rows for each in row)
-        openings = {dialog.opening.draw.origin: dialog.opening for dialog in begun if in_parts}
-        numbers = {dialog.opening.draw.origin: dialog.number for dialog in begun}
-        self._in_parts = {origin for origin in openings if numbers[origin] > ahead[origin]}
-        self._cut = [openings[origin] for origin in openings if origin in unsaved and origin in self._in_parts]
+        parts = delivered_in_parts(dialogs, begun) if in_parts else []
+        self._in_parts = {opening.draw.origin for opening in parts}
+        self._cut = [opening for opening in parts if opening.draw.origin in unsaved]
         self._ends: set[Origin] = set()
         undelivered = dialogs.undelivered
         self._ended, self._again = undelivered.openings, list(undelivered.again)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -168,7 +168,9 @@ class TurnPath(Path):
 
     def look_ahead(self) -> None:
         """See :meth:`Path.look_ahead`."""
-        if not self._started:
+        if self._started:
+            self._dialogs.fill()
+        else:
             self._reset(range(len(self._dialogs.slots)))
 
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
@@ -299,18 +301,25 @@ class TurnPath(Path):
             unsaved.append(f"what follows the answer in {names} is lost, and it is asked again: {error}")
             self._exchange.cancel(self._dialogs)
             self._marked().go_back(self._dialogs, (), self._chain)
-        dialogs = []
+        dialogs: list[torch.Tensor] = []
+        lost: list[Dialog] = []
         for dialog in self._dialogs:
             try:
                 dialogs.append(saving.packed_dialog(dialog, self._conversations))
             except Exception as error:
+                lost.append(dialog)
                 if not dialog.is_untouched:
-                    unsaved.append(f"{dialog.name} begins again: {type(error).__name__}: {error}")
-        return self._saved(dialogs, self._undelivered.state_dict()), unsaved
+                    in_parts = not self._delivers_whole and bool(saving.delivered_in_parts(self._dialogs, [dialog]))
+                    reason = f"{type(error).__name__}: {error}"
+                    unsaved.append(saving.line_of_lost(dialog.name, in_parts=in_parts, reason=reason))
+        return self._saved(dialogs, self._undelivered.state_dict(), lost), unsaved
 
-    def _saved(self, dialogs: list[torch.Tensor], undelivered: Mapping[str, Any]) -> dict[str, Any]:
-        ids = self.row_ids()
-        saved = saving.save(self._dialogs, dialogs, self._conversations.source.state_dict(), undelivered)
+    def _saved(
+        self, dialogs: list[torch.Tensor], undelivered: Mapping[str, Any], lost: Collection[Dialog]
+    ) -> dict[str, Any]:
+        ids, source = self.row_ids(), self._conversations.source.state_dict()
+        in_parts = not self._delivers_whole
+        saved = saving.save(self._dialogs, dialogs, source, undelivered, lost=lost, in_parts=in_parts)
         return {**saved, "row_ids": None if ids is None else torch.from_numpy(ids)}
 
     def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any]:
@@ -319,18 +328,19 @@ class TurnPath(Path):
         also = [opening.draw.origin for opening in done]
         if self._delivers_whole:
             source = self._conversations.source.state_dict()
-            dropped = self._undelivered.num_dropped
-            return {**place_in(source, len(self._dialogs.rows)), "also": also, "dropped": dropped}
-        dialogs = [saving.latest(dialog, self._conversations) for dialog in self._dialogs]
-        known = [saved for saved in dialogs if saved is not None]
-        return {**self._saved(known, self._undelivered.state_dict(left)), "also": also}
+            return {**place_in(source, len(self._dialogs.rows), self._undelivered.num_dropped), "also": also}
+        found = [(dialog, saving.latest(dialog, self._conversations)) for dialog in self._dialogs]
+        known = [saved for _, saved in found if saved is not None]
+        lost = [dialog for dialog, saved in found if saved is None]
+        return {**self._saved(known, self._undelivered.state_dict(left), lost), "also": also}
 
     def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
         """See :meth:`Path.divided`; whole conversations that were not delivered begin again."""
         sources = self._conversations.source.divided([state["source"] for state in states], count)
         num_rows, num_slots = len(self._dialogs.rows), len(self._dialogs.slots)
         if self._delivers_whole:
-            return [place_in(source, num_rows) for source in sources]
+            dropped = [sum(state["dropped"] for state in states)] + [0] * (count - 1)
+            return [place_in(source, num_rows, number) for source, number in zip(sources, dropped, strict=True)]
         return divided(states, sources, num_rows=num_rows, num_slots=num_slots)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
@@ -352,9 +362,10 @@ class TurnPath(Path):
         """See :meth:`Path.stats`."""
         dialogs, undelivered = self._dialogs, self._undelivered
         ended = [each.opening for row in dialogs.rows for each in row]
-        left = [*undelivered.openings.values(), *ended, *(dialog.opening for dialog in dialogs.begun)]
+        begun = [dialog.opening for dialog in dialogs.begun]
+        left = [*undelivered.openings.values(), *undelivered.again, *ended, *begun]
         return {
-            "conversations_in_progress": len(dialogs.begun) + len(undelivered.again),
+            "conversations_in_progress": len(begun) + len(undelivered.again),
             "conversations_dropped": undelivered.num_dropped,
             "conversations_undelivered": len(undelivered),
             "conversations_unfinished": undelivered.names(left),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollwright.envs.creator import EnvCreator, env_creator
+from rollwright.envs.env_creator import EnvCreator, env_creator
 from rollwright.envs.libs import GymEnv
 
 
