@@ -14,7 +14,7 @@ __all__ = ["Beat", "Begin", "End", "Ended", "FromWorker", "Launch", "Publish", "
 
 
 class Begin(NamedTuple):
-    """The first frame.
+    """The first frame, in a message of its own.
 
     Attributes:
         num_workers: of the whole collector.

@@ -72,7 +72,12 @@ class Link:
         with self.lock:
             self._line, self.name, self._heard = FrameLine(line), name, time.monotonic()
             line.give_up_after(self._host_timeout)
-            for frame, pieces in [(begin, ()), *self._waiting]:
+            try:
+                self._line.send_alone(begin)  # the group has a place for weights when it has taken this in
+            except ChannelClosed:
+                self.lose("has hung up")
+                return
+            for frame, pieces in self._waiting:
                 self._line.queue(frame, pieces)
             self._waiting.clear()
             self.push()

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
@@ -79,7 +80,9 @@ class RemoteTransport:
         self._links: dict[int, Link] = {}
         self._hosts: dict[int, Host] = {}
         self._former: list[Host] = []
+        self._num_groups = -(-num_workers // per_group)
         self._pending: dict[int, IncomingHandshake] = {}
+        self._early: dict[int, dict[str, Any]] = {}  # of those pending: they know the secret, and wait for a group
         self.refused: list[str] = []
         self._socket = socket.create_server(address, backlog=_MOST_PENDING)
         self._socket.setblocking(False)
@@ -132,7 +135,7 @@ class RemoteTransport:
     def _tend(self) -> None:
         now = time.monotonic()
         for fd, greeting in list(self._pending.items()):
-            if now > greeting.expires_at:
+            if now > greeting.expires_at and fd not in self._early:
                 self._drop(fd, f"{_peer(greeting.end)} said nothing in time")
         for group, link in self._links.items():
             if link.lost is None:
@@ -174,6 +177,9 @@ class RemoteTransport:
         if host is not None:
             self._hosts[group] = host
             link.name = getattr(host, "name", link.name)
+        early, self._early = self._early, {}
+        for fd, about in early.items():
+            self._admit(fd, about)
         return link
 
     def published(self) -> None:
@@ -199,18 +205,30 @@ class RemoteTransport:
 
     def _greet(self, fd: int) -> None:
         greeting = self._pending[fd]
+        if self._early.pop(fd, None) is not None:
+            self._drop(fd, f"{_peer(greeting.end)} has hung up")
+            return
         try:
             about = greeting.read()
-            if about is None:
-                return
-            wanted = about.get("group")
-            free = [link for link in self._links.values() if link.lost is None and not link.is_joined]
-            chosen = next((link for link in free if wanted in (None, link.index)), None)
-            if chosen is None:
-                greeting.refuse("all of its groups have been joined" if wanted is None else "that group was joined")
-                return
+            if about is not None:
+                self._admit(fd, about)
         except (HandshakeRefused, ValueError, TypeError, AttributeError) as error:
             self._drop(fd, f"{_peer(greeting.end)}: {error}")
+
+    def _admit(self, fd: int, about: dict[str, Any]) -> None:
+        """Let in who has proved that it may, now or when the group is wanted."""
+        greeting, wanted = self._pending[fd], about.get("group")
+        free = [link for link in self._links.values() if link.lost is None and not link.is_joined]
+        chosen = next((link for link in free if wanted in (None, link.index)), None)
+        if chosen is None:
+            if len(self._links) + len(self._early) < self._num_groups:  # the program is about to want the others
+                self._early[fd] = about
+                return
+            why = "all of its groups have been joined" if wanted is None else "that group was joined"
+            try:
+                greeting.refuse(why)
+            except HandshakeRefused as error:
+                self._drop(fd, f"{_peer(greeting.end)}: {error}")
             return
         del self._pending[fd]
         self._unwatch(fd)
@@ -225,6 +243,7 @@ class RemoteTransport:
 
     def _drop(self, fd: int, why: str) -> None:
         greeting = self._pending.pop(fd)
+        self._early.pop(fd, None)
         self._unwatch(fd)
         greeting.end.close()
         self.refused = [*self.refused[-9:], why]
