@@ -12,8 +12,9 @@ from functools import partial
 
 import pytest
 import torch
-from tests.collectors.workers.envs import DONE, EPISODE, IDENT, IDS, INSTANCE, STEP, gain, makers, tally
+from tests.collectors.workers.envs import IDS, STEP, gain, makers, tally
 from tests.collectors.workers.processes import wait_until
+from tests.collectors.workers.remote.stored import check_trajectories, frames_by_name
 from tests.patience import patient
 
 from rollwright.collectors import Collector
@@ -36,28 +37,6 @@ def serve():
     yield build
     for buffer in made:
         buffer.shutdown()
-
-
-def frames_by_name(buffer):
-    """All frames by environment, instance, episode and step; none is there twice."""
-    seen = buffer[:]["observation"]
-    names = [tuple(row) for row in seen[:, [IDENT, INSTANCE, EPISODE, STEP]].tolist()]
-    assert len(set(names)) == len(names)
-    return names
-
-
-def check_trajectories(buffer):
-    """Every trajectory is whole, in one piece, under an id of its own; returns how many there are."""
-    stored = buffer[:]
-    ids, steps, done = stored[IDS], stored["observation"][:, STEP], stored[DONE].squeeze(-1)
-    ends = [i for i in range(len(ids)) if done[i]]
-    starts = [0, *(i + 1 for i in ends[:-1])]
-    assert not len(ids) or ends[-1] == len(ids) - 1
-    for start, end in zip(starts, ends, strict=True):
-        assert ids[start : end + 1].unique().numel() == 1
-        assert steps[start : end + 1].tolist() == list(range(end + 1 - start))
-    assert ids.unique().numel() == len(ends)
-    return len(ends)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

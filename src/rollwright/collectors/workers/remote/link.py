@@ -39,6 +39,7 @@ class Link:
         index: of the group.
         host_timeout: seconds without a sign after which the group counts as lost.
         start_timeout: seconds for the group to be there.
+        if_lost: what is said in addition when it is lost, as a phrase; "": nothing.
 
     Attributes:
         name: of its machine, for messages.
@@ -47,9 +48,9 @@ class Link:
         lock: held by whoever reads or sends, which may be a thread of its own.
     """
 
-    def __init__(self, index: int, *, host_timeout: float, start_timeout: float) -> None:
+    def __init__(self, index: int, *, host_timeout: float, start_timeout: float, if_lost: str = "") -> None:
         self.index, self.name = index, "a host that has not joined"
-        self._host_timeout, self._start_timeout = host_timeout, start_timeout
+        self._host_timeout, self._start_timeout, self._if_lost = host_timeout, start_timeout, if_lost
         self._line: FrameLine | None = None
         self._waiting: list[tuple[Any, Pieces]] = []  # for the line
         self._workers: dict[int, RemoteWorker] = {}  # by serial number
@@ -109,7 +110,8 @@ class Link:
         """The group is gone, with all of its workers."""
         with self.lock:
             if self.lost is None:
-                self.lost, self._failure = f"was lost: {self.name} {how}", failure
+                self.lost = f"was lost: {self.name} {how}" + (f" ({self._if_lost})" if self._if_lost else "")
+                self._failure = failure
                 for worker in self._workers.values():
                     worker.end(self.lost, failure)
                 self._workers.clear()

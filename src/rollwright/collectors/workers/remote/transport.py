@@ -172,7 +172,8 @@ class RemoteTransport:
         """Have a group started."""
         if (before := self._hosts.pop(group, None)) is not None:
             self._former.append(before)
-        link = self._links[group] = Link(group, **self._timeouts)
+        if_lost = getattr(self._launcher, "if_lost", "")
+        link = self._links[group] = Link(group, **self._timeouts, if_lost=if_lost)
         host = self._launcher.launch(group, self.address, self._secret)
         if host is not None:
             self._hosts[group] = host

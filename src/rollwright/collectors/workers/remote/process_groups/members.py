@@ -30,6 +30,10 @@ _GONE = (
     "was {name} of an RPC group, whose members are fixed once it is made: torch lets no other join. Pass "
     "backend='distributed' for groups that can be replaced"
 )
+_IF_LOST = (
+    "no other can join, since the members of an RPC group are fixed once it is made: on_worker_failure='restart' "
+    "replaces workers of members that live. Pass backend='distributed' for groups that can be replaced"
+)
 _dist: Any = importlib.import_module("torch.distributed")
 _has_warned = False
 _serials = itertools.count(1)
@@ -177,7 +181,12 @@ class OnceLauncher:
 
     Args:
         launcher: starts them.
+
+    Attributes:
+        if_lost: what is to be known where a group is lost.
     """
+
+    if_lost = _IF_LOST
 
     def __init__(self, launcher: Launcher) -> None:
         self.inner, self._launched = launcher, set[int]()
