@@ -120,8 +120,9 @@ def connect_to(
     timeout_s: float = _TIMEOUT_S,
     *,
     listens_within_s: float | None = None,
+    role: str = "collector",
 ) -> socket.socket:
-    """Connect to a collector, and prove to each other that both know the secret.
+    """Connect to a collector or another listener, and prove to each other that both know the secret.
 
     Args:
         address: host and port.
@@ -129,6 +130,7 @@ def connect_to(
         about: what is said of this side, beside its versions; ``json.dumps`` takes it.
         timeout_s: for each message; until the collector listens, for the connection.
         listens_within_s: for the collector to listen, if that is another time.
+        role: what is to answer, for messages.
 
     Returns:
         The socket.
@@ -137,12 +139,12 @@ def connect_to(
         HandshakeRefused: the collector has refused, or what answers is none.
         ConnectionError, TimeoutError: nothing answers there.
     """
-    end = _connected(address, timeout_s if listens_within_s is None else listens_within_s)
+    end = _connected(address, timeout_s if listens_within_s is None else listens_within_s, role)
     try:
         end.settimeout(timeout_s)
         theirs = _exactly(end, len(_MARK) + _NONCE)
         if not theirs.startswith(_MARK):
-            raise HandshakeRefused(f"what answers at {_str(address)} is no collector of rollwright.")
+            raise HandshakeRefused(f"what answers at {_str(address)} is no {role} of rollwright.")
         nonce, mine = theirs[len(_MARK) :], secrets.token_bytes(_NONCE)
         text = json.dumps({"versions": software_versions(), "host": socket.gethostname(), "pid": os.getpid(), **about})
         proof = _prove(secret, b"join", nonce, mine, text.encode())
@@ -152,18 +154,18 @@ def connect_to(
         proof, text_back = answer[:_PROOF], answer[_PROOF:]
         if not hmac.compare_digest(proof, _prove(secret, b"answer", mine, nonce, text_back)):
             raise HandshakeRefused(
-                f"the collector at {_str(address)} has another secret. Pass the secret that it was started with."
+                f"the {role} at {_str(address)} has another secret. Pass the secret that it was started with."
             )
         verdict = json.loads(text_back)
         if "refused" in verdict:
-            raise HandshakeRefused(f"the collector at {_str(address)} has refused: {verdict['refused']}.")
+            raise HandshakeRefused(f"the {role} at {_str(address)} has refused: {verdict['refused']}.")
         return end
     except BaseException:
         end.close()
         raise
 
 
-def _connected(address: tuple[str, int], timeout_s: float) -> socket.socket:
+def _connected(address: tuple[str, int], timeout_s: float, role: str) -> socket.socket:
     until, nap_s = time.monotonic() + timeout_s, 0.05
     while True:
         try:
@@ -171,7 +173,7 @@ def _connected(address: tuple[str, int], timeout_s: float) -> socket.socket:
         except ConnectionRefusedError as error:
             if time.monotonic() + nap_s > until:
                 raise ConnectionRefusedError(
-                    f"nothing listens at {_str(address)}: {error}. Start the collector first, and see that the port "
+                    f"nothing listens at {_str(address)}: {error}. Start the {role} first, and see that the port "
                     "can be reached."
                 ) from error
             time.sleep(nap_s)
@@ -185,7 +187,7 @@ def _exactly(end: socket.socket, count: int) -> bytes:
     while len(found) < count:
         got = end.recv(count - len(found))
         if not got:
-            raise HandshakeRefused("the other side has hung up: it is no collector of rollwright, or it has refused.")
+            raise HandshakeRefused("the other side has hung up: it is none of rollwright's, or it has refused.")
         found += got
     return found
 

@@ -47,6 +47,8 @@ class RaySession:
         global _is_ours
         self.ray: Any = require("ray", extra="ray", purpose=purpose)
         self._home = os.getpid()
+        known = [name for name in inspect.signature(self.ray.init).parameters if name != "kwargs"]
+        refuse_unknown([name for name in config or {} if not name.startswith("_")], known, "ray_init_config")
         with _lock:
             if self.ray.is_initialized():
                 self._check_address(config or {})
@@ -100,8 +102,6 @@ def check_ray_init_config(name: str, value: object) -> object:
 
 
 def _connect(ray: Any, config: dict[str, Any], num_cpus: float) -> None:
-    known = [name for name in inspect.signature(ray.init).parameters if name != "kwargs"]
-    refuse_unknown([name for name in config if not name.startswith("_")], known, "ray_init_config")
     try:
         _init(ray, config, num_cpus)
     except ConnectionError as error:

@@ -218,6 +218,11 @@ WRONG = {
         ValueError,
         "2 groups ask for CPU 10 in all, and the Ray cluster has CPU 8",
     ),
+    "init key": (
+        {"ray_init_config": {"adress": "auto"}},
+        TypeError,
+        "ray_init_config has no option 'adress'.*'address'",
+    ),
     "init": ({"ray_init_config": 3}, TypeError, "ray_init_config: expected a dictionary.*got int"),
     "other cluster": (
         {"ray_init_config": {"address": "127.0.0.1:1"}},

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 
 import pytest
 from tests.collectors.workers.processes import gone
 from tests.patience import patient
+
+from rollwright.errors import WorkerError
 
 PROGRAM = """
 import sys, time
@@ -58,3 +61,32 @@ def test_no_service_is_left(programs, tmp_path, state, number):
     expected = {"ends": 0, "error": 1}.get(state, -number if number is not None else 0)
     assert program.returncode == expected, errors
     assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_the_argument(serve):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        match = (
+            rf"service_backend_options\['address'\]: cannot listen at 127.0.0.1:{port}: Address already in use. Pass"
+        )
+        with pytest.raises(OSError, match=match):
+            serve(service={"address": f"127.0.0.1:{port}"})
+
+
+def test_a_client_says_so_when_the_service_has_ended(serve):
+    buffer = serve()
+    client, late = buffer.client(), buffer.client()
+    assert len(client) == 0
+    buffer.shutdown()
+    buffer.shutdown()
+    for each in (client, late):
+        began = time.monotonic()
+        with pytest.raises(
+            WorkerError, match=r"the replay service at .* is gone: nothing listens there\. It may have ended"
+        ):
+            len(each)
+        assert time.monotonic() - began < patient(5.0)
+        each.shutdown()
+        each.shutdown()
+        with pytest.raises(RuntimeError, match="was shut down"):
+            len(each)

@@ -451,7 +451,9 @@ def test_whoever_does_not_know_the_secret_is_refused(serve):
     buffer = serve()
     client = buffer.client()
     client._session.target = client._session.target._replace(secret=b"another secret, long enough")
-    with pytest.raises(WorkerError, match="secret"):
+    with pytest.raises(
+        WorkerError, match=r"cannot be used: the replay service at .* has another secret\. Pass the secret"
+    ):
         len(client)
     assert len(buffer) == 0
     client.shutdown()

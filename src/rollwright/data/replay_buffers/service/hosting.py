@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import sys
@@ -95,7 +96,7 @@ class Service:
             options["generator"] = torch.Generator().set_state(options["generator"])
         dumps = None if recipe.path is None else Dumps(recipe.path, recipe.dump_every)
         self._keeper = Keeper(kind(**options), dumps)
-        end = socket.create_server(recipe.address, backlog=128)
+        end = _listening(recipe.address)
         host, port = recipe.address[0], end.getsockname()[1]
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
         self.ready = Ready((shown, port), self._keeper.info, self._keeper.buffer.write_count)
@@ -118,3 +119,15 @@ class Service:
                 self._keeper.finish()
             finally:
                 self._server.close()
+
+
+def _listening(address: tuple[str, int]) -> socket.socket:
+    try:
+        return socket.create_server(address, backlog=128)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"service_backend_options['address']: cannot listen at {address[0]}:{address[1]}: "
+            f"{os.strerror(error.errno or 0)}. Pass an address of the machine where the service runs, with a port that "
+            "is free; port 0: any that is",
+        ) from error

@@ -246,7 +246,7 @@ class Session:
             if self._was_connected or not isinstance(why, ConnectionRefusedError):
                 listened_at = now
             try:
-                if isinstance(why, HandshakeRefused) and self._is_refused_for_good(why):
+                if _is_refused_for_good(why):
                     raise _gone(self.target, why)
                 if self._revive is not None and self._revive():
                     broke_at = listened_at = time.monotonic()
@@ -270,14 +270,18 @@ class Session:
             return error
         return None
 
-    @staticmethod
-    def _is_refused_for_good(why: HandshakeRefused) -> bool:
-        return any(word in str(why) for word in ("given up", "secret", "versions"))
-
     def _connect(self) -> None:
         about = {"client": self.client_id, "owner": self._is_owner, "writer": self._writer}
         target = self.target
-        line = Line(connect_to(target.address, target.secret, about, target.host_timeout, listens_within_s=_LISTENS_S))
+        end = connect_to(
+            target.address,
+            target.secret,
+            about,
+            target.host_timeout,
+            listens_within_s=_LISTENS_S,
+            role="replay service",
+        )
+        line = Line(end)
         line.give_up_after(target.host_timeout)
         with uninterrupted, self._lock:
             if self.is_closed:
@@ -344,10 +348,17 @@ def _settle(
     expected.done.set()
 
 
+def _is_refused_for_good(why: Exception) -> bool:
+    return isinstance(why, HandshakeRefused) and any(word in str(why) for word in ("given up", "secret", "versions"))
+
+
 def _gone(target: Target, why: Exception) -> WorkerError:
-    error = WorkerError(
-        f"{target.name} is gone: {why} It may have ended or been killed; what it had not acknowledged was not stored."
-    )
+    if _is_refused_for_good(why):
+        error = WorkerError(f"{target.name} cannot be used: {why}")
+    else:
+        how = "nothing listens there." if isinstance(why, ConnectionRefusedError) else str(why)
+        lost = "It may have ended or been killed; what it had not acknowledged was not stored."
+        error = WorkerError(f"{target.name} is gone: {how} {lost}")
     error.__cause__ = why
     return error
 
