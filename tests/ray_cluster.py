@@ -27,14 +27,11 @@ def attach() -> tuple[socket.socket, str]:
     """The address of the cluster, which is there until the connection is closed."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     path = str(Path(tempfile.gettempdir()) / f"rollwright-ray-{run}")
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(f"{path}.lock", os.O_CREAT | os.O_EXCL))
-        command = [sys.executable, __file__, path]
-        paths = [str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environ, start_new_session=True)
     until = time.monotonic() + START_S
     while True:
+        with contextlib.suppress(FileExistsError):  # each time: one that is ending takes nobody any more
+            os.close(os.open(f"{path}.lock", os.O_CREAT | os.O_EXCL))
+            _start(path)
         line = socket.socket(socket.AF_UNIX)
         try:
             line.connect(f"{path}.sock")
@@ -42,10 +39,17 @@ def attach() -> tuple[socket.socket, str]:
             address, token = line.recv(1000).decode().split()
             _use(token)
             return line, address
-        except OSError:
+        except (OSError, ValueError):
             line.close()
             assert time.monotonic() < until, "the Ray cluster did not start"
             time.sleep(0.05)
+
+
+def _start(path: str) -> None:
+    command = [sys.executable, __file__, path]
+    paths = [str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environ, start_new_session=True)
 
 
 def _use(token: str) -> None:
