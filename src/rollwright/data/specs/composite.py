@@ -329,7 +329,7 @@ class Composite(SpecMapping):
     def with_entries(self, entries: dict[str, TensorSpec | None], shape: torch.Size | None = None) -> Self:
         """A copy of other entries, which are not checked, and of another shape."""
         new = copy.copy(self)
-        new._is_locked = False
+        vars(new).pop("_is_locked", None)
         new.entries = entries
         new.shape = self.shape if shape is None else shape
         return new

@@ -64,7 +64,7 @@ class SpecMapping(TensorSpec):
         self._is_locked = locked
         for spec in self.entries.values():
             if isinstance(spec, SpecMapping):
-                spec._set_lock(locked)
+                spec.lock_() if locked else spec.unlock_()
         return self
 
     def _check_unlocked(self) -> None:

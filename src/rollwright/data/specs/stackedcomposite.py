@@ -89,7 +89,7 @@ class StackedComposite(LazyStack, Composite):
 
     def _set_lock(self, locked: bool) -> Self:
         for spec in self.specs:
-            spec._set_lock(locked)
+            spec.lock_() if locked else spec.unlock_()
         return self
 
     def get(self, key: NestedKey, default: Any = None) -> Any:

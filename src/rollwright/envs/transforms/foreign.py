@@ -58,21 +58,25 @@ class ForeignTransform(Transform):
 
     # What TorchRL's transform does --------------------------------------------------------------
 
+    def _theirs(self, name: str, *args: Any) -> Any:
+        """The result of a method that is for those who write transforms."""
+        return getattr(self._placed(), name)(*args)
+
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        changed: TensorDictBase = self._placed()._call(next_tensordict)
+        changed: TensorDictBase = self._theirs("_call", next_tensordict)
         return changed
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        changed: TensorDictBase = self._placed()._step(tensordict, next_tensordict)
+        changed: TensorDictBase = self._theirs("_step", tensordict, next_tensordict)
         return changed
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        changed: TensorDictBase = self._placed()._reset(self._reset_data(tensordict), tensordict_reset)
+        changed: TensorDictBase = self._theirs("_reset", self._reset_data(tensordict), tensordict_reset)
         return changed
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         given = None if tensordict is None else self._reset_data(tensordict)
-        changed: TensorDictBase | None = self._placed()._reset_env_preprocess(given)
+        changed: TensorDictBase | None = self._theirs("_reset_env_preprocess", given)
         return tensordict if changed is given else changed
 
     def _reset_data(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -84,7 +88,7 @@ class ForeignTransform(Transform):
         return tensordict.select(*keys, strict=False)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        changed: TensorDictBase = self._placed()._inv_call(tensordict)
+        changed: TensorDictBase = self._theirs("_inv_call", tensordict)
         return changed
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -98,11 +102,11 @@ class ForeignTransform(Transform):
         return changed
 
     def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
-        changed: torch.Tensor = self._placed()._apply_transform(obs)
+        changed: torch.Tensor = self._theirs("_apply_transform", obs)
         return changed
 
     def _inv_apply_transform(self, state: torch.Tensor) -> torch.Tensor:
-        changed: torch.Tensor = self._placed()._inv_apply_transform(state)
+        changed: torch.Tensor = self._theirs("_inv_apply_transform", state)
         return changed
 
     @property

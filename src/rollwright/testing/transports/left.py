@@ -51,11 +51,12 @@ class Resources(NamedTuple):
     def left_since(cls, before: Self, gone_s: float) -> list[str]:
         """What is there that was not there before, as phrases; ``gone_s``: seconds for it to go."""
         until = time.monotonic() + gone_s
-        while (left := cls.now(before.stays)._beside(before)) and time.monotonic() < until:
+        while (left := cls.now(before.stays).beside(before)) and time.monotonic() < until:
             time.sleep(0.05)
         return left
 
-    def _beside(self, before: Self) -> list[str]:
+    def beside(self, before: Self) -> list[str]:
+        """What is there and was not there before, as phrases."""
         found = [f"process {pid} ({line})" for pid, line in self.processes.items() if pid not in before.processes]
         found += [f"thread {name}" for ident, name in self.threads.items() if ident not in before.threads]
         more = self.descriptors - before.descriptors
