@@ -9,6 +9,7 @@
     ├── PolicyError (RuntimeError)        a policy that raised or broke its contract
     │   └── PolicyKeyError (KeyError)     ... by leaving an entry out
     ├── WorkerError (RuntimeError)        what went wrong in another process, with its traceback
+    │   └── ServiceLostError              ... a replay service that is gone for good
     ├── RemoteTraceback                   ... that traceback, as the cause of the error
     ├── DamagedFileError (ValueError)     a file that is cut short, or holds what cannot be
     ├── MissingExtraError (ImportError)   an optional dependency that is not installed
@@ -35,6 +36,7 @@ __all__ = [
     "PolicyKeyError",
     "RemoteTraceback",
     "RollwrightError",
+    "ServiceLostError",
     "SpecError",
     "WorkerError",
     "require",
@@ -81,6 +83,10 @@ class WorkerError(RollwrightError, RuntimeError):
 
     worker: int | None = None
     remote_type: str = ""
+
+
+class ServiceLostError(WorkerError):
+    """A replay service is gone for good. Workers that write to it are not replaced: others would not find it either."""
 
 
 class RemoteTraceback(RollwrightError):

@@ -72,11 +72,12 @@ class ExceptionInfo:
 
 def _class_for(kind: Any) -> type[WorkerError]:
     """A class whose instances are caught as those of ``kind`` are, too."""
-    wanted = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(WorkerError, kind)
-    if not wanted or issubclass(kind, WorkerError):
+    if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(WorkerError, kind):
         return WorkerError
     try:
-        made: Any = type(f"WorkerError({kind.__name__})", (WorkerError, kind), {"__init__": _plain, "__str__": _text})
+        made: Any = kind
+        if not issubclass(kind, WorkerError):
+            made = type(f"WorkerError({kind.__name__})", (WorkerError, kind), {"__init__": _plain, "__str__": _text})
         made("a trial")
     except Exception:  # a class of the user may refuse to be a base in any way it likes
         return WorkerError

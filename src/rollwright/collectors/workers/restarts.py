@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from rollwright._processes.restarts import RestartPolicy
-from rollwright.errors import WorkerError
+from rollwright.errors import ServiceLostError, WorkerError
 
 __all__ = ["Restarts"]
 
@@ -55,7 +55,8 @@ class Restarts:
             goes_on: whether the other one goes on at a place in the data.
         """
         self._errors[worker] = error
-        delay = self._policy.next_delay(worker) if self.wanted else None
+        wanted = self.wanted and not isinstance(error, ServiceLostError)
+        delay = self._policy.next_delay(worker) if wanted else None
         if delay is None:
             return False
         self._at[worker] = self._clock() + delay
@@ -72,7 +73,7 @@ class Restarts:
 
     def verdict(self, worker: int, error: WorkerError) -> WorkerError:
         """What is raised of a worker that is not replaced."""
-        if not self.wanted and error.remote_type:
+        if error.remote_type and (not self.wanted or isinstance(error, ServiceLostError)):
             return error
         if not self.wanted:
             error.args = (f"{_sentence(error)} {_ADVICE}",)

@@ -19,7 +19,7 @@ from tests.patience import patient
 
 from rollwright.collectors import Collector
 from rollwright.data import LazyTensorStorage, SampleToInsertRatio, SliceSampler, TensorDictReplayBuffer
-from rollwright.errors import WorkerError
+from rollwright.errors import ServiceLostError
 
 BACKENDS = {"process": {}, "tcp": {"backend": "tcp", "backend_options": {"num_workers_per_collector": 1}}}
 
@@ -178,16 +178,19 @@ def test_workers_go_on_when_the_service_comes_back(make, serve, tmp_path):
     assert len(frames_by_name(buffer)) == buffer.write_count
 
 
-def test_a_service_that_dies_is_an_error_of_the_collector(make, serve):
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_a_service_that_dies_is_an_error_of_the_collector(make, serve, on_failure):
     buffer = serve()
-    collector = make("async", makers(), gain(), frames_per_batch=40, replay_buffer=buffer, backend="tcp")
+    options = {"frames_per_batch": 40, "replay_buffer": buffer, "backend": "tcp", "on_worker_failure": on_failure}
+    collector = make("async", makers(), gain(), **options)
     for _ in range(3):
         collector.next()
     os.kill(buffer.host.pid, signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(WorkerError, match="replay service"):
+    with pytest.raises(ServiceLostError, match="replay service"):
         collections.deque(collector, 0)
     assert time.monotonic() - began < 20.0
+    assert collector.stats()["restarts"] == 0  # another worker would not find it either
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -21,7 +21,7 @@ from rollwright.data.replay_buffers.service.hosting import LimiterForm, Recipe, 
 from rollwright.data.replay_buffers.service.messages import Ready
 from rollwright.data.replay_buffers.service.session import Session, Target
 from rollwright.data.replay_buffers.storages.batches import positive
-from rollwright.errors import WorkerError
+from rollwright.errors import ServiceLostError, WorkerError
 
 __all__ = ["ServiceReplayBuffer"]
 
@@ -156,12 +156,12 @@ class ServiceReplayBuffer(ReplayClient):
         written = 0 if counts is None else counts.write_count
         held = 0 if counts is None else counts.num_stored
         if own.path is None:
-            raise WorkerError(
+            raise ServiceLostError(
                 f"the replay service {how}: the {held:,} elements that it held are lost ({written:,} were written). "
                 "Pass path= and dump_every= in service_backend_options, so that it comes back from its last dump."
             )
         if self.num_restarts >= own.max_restarts:
-            raise WorkerError(
+            raise ServiceLostError(
                 f"the replay service {how}, and was started again {self.num_restarts} times before (max_restarts). "
                 f"It held {held:,} elements ({written:,} were written); its last dump is in {str(own.path)!r}."
             )

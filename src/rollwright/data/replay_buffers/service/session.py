@@ -22,7 +22,7 @@ from rollwright._processes.network.line import Line
 from rollwright._processes.threads import DaemonThread
 from rollwright.data.replay_buffers.service.messages import Counts, Reply, Request, Welcome, WriterName
 from rollwright.data.replay_buffers.service.packing import ReusedMemory, pack, unpack
-from rollwright.errors import WorkerError
+from rollwright.errors import ServiceLostError, WorkerError
 
 __all__ = ["Expected", "Session", "Target"]
 
@@ -358,7 +358,7 @@ def _gone(target: Target, why: Exception) -> WorkerError:
     else:
         how = "nothing listens there." if isinstance(why, ConnectionRefusedError) else str(why)
         lost = "It may have ended or been killed; what it had not acknowledged was not stored."
-        error = WorkerError(f"{target.name} is gone: {how} {lost}")
+        error = ServiceLostError(f"{target.name} is gone: {how} {lost}")
     error.__cause__ = why
     return error
 
