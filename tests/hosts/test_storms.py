@@ -23,7 +23,7 @@ SEED = int(os.environ.get("ROLLWRIGHT_STORM_SEED", "0"))
 HOST_TIMEOUT_S = 2.0
 WAIT_S = 20.0  # no call may take longer
 QUICK, LONG = 3, 50  # rounds
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("replacing")]
+pytestmark = pytest.mark.usefixtures("replacing")
 
 
 class Storm:
@@ -122,10 +122,16 @@ ROUNDS = [
     pytest.param(LONG, id=f"{LONG} rounds", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
 ]
 
+MIXED = [
+    pytest.param("sync", True, id="sync-trajectories"),
+    pytest.param("async", False, id="async-frames"),
+    pytest.param("sync", False, id="sync-frames", marks=pytest.mark.slow),
+    pytest.param("async", True, id="async-trajectories", marks=pytest.mark.slow),
+]
+
 
 @pytest.mark.parametrize("num_rounds", ROUNDS)
-@pytest.mark.parametrize("trajectories", [False, True], ids=["frames", "trajectories"])
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize(("kind", "trajectories"), MIXED)
 def test_storm(site, kind, trajectories, num_rounds):
     site = site(2)
     seed = SEED + 2 * (kind == "sync") + trajectories

@@ -20,7 +20,13 @@ from rollwright.testing.transports import frames as of
 from rollwright.testing.transports.frames import VERSION
 
 KINDS = ["sync", "async"]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("replacing")]
+MIXED = [
+    pytest.param("sync", False, id="sync-frames"),
+    pytest.param("async", True, id="async-trajectories"),
+    pytest.param("sync", True, id="sync-trajectories", marks=pytest.mark.slow),
+    pytest.param("async", False, id="async-frames", marks=pytest.mark.slow),
+]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("replacing")]
 
 
 def ended(program, pids, limit_s=10.0):
@@ -94,8 +100,7 @@ def test_a_long_cut_is_an_error_that_names_the_host(site, run):
     of.no_episode_missing(of.whole_trajectories(run.batches))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("trajectories", [False, True], ids=["frames", "trajectories"])
+@pytest.mark.parametrize(("kind", "trajectories"), MIXED)
 def test_another_host_takes_the_place_of_one_that_is_cut_off(site, run, kind, trajectories):
     """And what the former one has collected meanwhile is not delivered when it comes back."""
     site = site(2)
