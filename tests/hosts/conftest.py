@@ -16,6 +16,7 @@ from rollwright.collectors import MultiAsyncCollector, MultiSyncCollector
 from rollwright.testing.transports import frames as of
 
 SECRET, PORT = "a secret of tests, long enough", 29400
+BACKENDS = {"tcp": {}, "distributed": {"min_bytes": 0}}  # the latter: all tensors as messages of Gloo
 why_not_once = cache(why_not)
 
 
@@ -31,8 +32,8 @@ sys.exit(main(sys.argv[2:]))
 class Site:
     """A learner on the first host of a network, and groups of workers on others."""
 
-    def __init__(self, network, programs):
-        self.network, self._programs = network, programs
+    def __init__(self, network, programs, backend):
+        self.network, self._programs, self._backend = network, programs, backend
         self.learner, *self.hosts = network.hosts
         self.address = f"{self.learner.address}:{PORT}"
         self.collector = None
@@ -67,7 +68,7 @@ class Site:
         """A collector with a group on each host."""
         hosts = self.hosts if hosts is None else hosts
         given = {"launcher": "join", "address": self.address, "secret": SECRET}
-        given |= {"num_workers_per_collector": per, "host_timeout": host_timeout}
+        given |= {"num_workers_per_collector": per, "host_timeout": host_timeout, **BACKENDS[self._backend]}
         envs = of.factories(per * len(hosts), step_s=2e-3) if envs is None else envs
         options["frames_per_batch"] = options.pop("each", 20) * (len(envs) if kind == "sync" else 1)
         for host in hosts if join else ():
@@ -76,7 +77,7 @@ class Site:
         policy = of.constant() if policy is None and "policy_factory" not in options else policy
         try:
             with self.learner.entered():
-                self.collector = made(envs, policy, backend="tcp", backend_options=given, **options)
+                self.collector = made(envs, policy, backend=self._backend, backend_options=given, **options)
         except Exception as error:
             error.add_note(f"groups: {self.states()}")
             raise
@@ -100,8 +101,8 @@ class Site:
         return [pid for pid in pids if pid is not None]
 
 
-@pytest.fixture
-def site(programs):
+@pytest.fixture(params=["tcp", pytest.param("distributed", marks=pytest.mark.slow)])
+def site(request, programs):
     """``site(num_hosts)``: so many hosts, and one for the learner."""
     if (why := why_not_once()) is not None:
         pytest.skip(why)
@@ -110,7 +111,7 @@ def site(programs):
     def build(num_hosts=2):
         network = Network(1 + num_hosts)
         network.__enter__()
-        made.append(Site(network, programs))
+        made.append(Site(network, programs, request.param))
         return made[-1]
 
     yield build

@@ -53,6 +53,11 @@ def test_hosts_collect_and_take_weights(site):
     assert [program.returncode for program in site.joined.values()] == [0, 0]
 
 
+def newer(batch, workers):
+    """Whether one of these workers has collected it with the weights that were published during the cut."""
+    return bool(workers & set(batch["observation"][..., 0][batch[VERSION] == 2].tolist()))
+
+
 CUTS = [
     pytest.param(1.5, 8.0, id="1.5 s"),
     pytest.param(10.0, 20.0, id="10 s", marks=pytest.mark.slow),
@@ -74,14 +79,13 @@ def test_a_short_cut_costs_time_only(site, run, later, kind, cut_s, most_s):
     run.take(lambda: not healed.is_alive())
     mine = set(site.workers_on(host))
     came = len(run.batches)
-    run.take(lambda: any(mine & set(batch["observation"][..., 0].flatten().tolist()) for batch in run.batches[came:]))
+    run.take(lambda: any(newer(batch, mine) for batch in run.batches[came:]))
     run.take_some()
     print(f"\n{kind}, cut of {cut_s:g} s: longest wait {run.longest_s:.1f} s, {len(run.batches)} batches")
     assert run.collector.stats()["restarts"] == 0
     of.no_episode_missing(of.whole_trajectories(run.batches))
     assert run.longest_s > 0.8 * cut_s or kind == "async"
     assert run.longest_s < max(most_s, patient(most_s) if cut_s < 10 else 0.0)
-    assert run.batches[-1][VERSION].unique().tolist() == [2]
 
 
 def test_a_long_cut_is_an_error_that_names_the_host(site, run):
