@@ -124,6 +124,18 @@ def make():
     assert describe_dataset(out)["complete"] is False
 
 
+def test_signal_during_the_shutdown_denies_nothing(run, tmp_path, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rollwright.cli.collect._shut_down", interrupted)
+    out = tmp_path / "out"
+    result = run("collect", "CartPole-v1", "--frames", 20, "--output", out)
+    assert result.status == 0
+    assert "nothing was saved" not in result.err
+    assert load_dataset(out).numel() == 20
+
+
 def test_signal_before_anything_was_collected(run, tmp_path, module):
     name = module("def make():\n    raise KeyboardInterrupt\n")
     result = run("collect", "CartPole-v1", "--policy", f"{name}:make", "--output", tmp_path / "out")

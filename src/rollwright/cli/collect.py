@@ -38,7 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.seed = random.SystemRandom().randrange(2**31)
     if arguments.sync is not None and not arguments.workers:
         raise Failure(f"--{'sync' if arguments.sync else 'async'}: says how workers collect. Add --workers N.")
+    ended: list[int] = []  # the exit status, once what was saved was reported
     with console.warnings_as_lines(), ExitStack() as stack:
+        stack.push(lambda kind, *_: bool(ended) and kind is KeyboardInterrupt)  # Ctrl-C during the shutdown
         export = _export_plan(arguments)
         folder = _folder(arguments) if export is None else export.frames
         _or_failure(lambda: check_target(folder, overwrite=arguments.overwrite))
@@ -74,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             console.line(f"look at it: rollwright inspect {folder}")
         if error is not None and arguments.debug:
             raise error
-        return status
+        ended.append(status)
+    return ended[0]
 
 
 def _or_failure(call: Callable[[], Any]) -> Any:

@@ -59,7 +59,7 @@ class SignaturePolicy(TensorDictModuleBase):
 
     def returned(self, values: Sequence[Any], call: Callable[..., Any] | None = None) -> tuple[Any, ...]:
         """As :meth:`outputs`, the first of them as the module returned it."""
-        call = call or self.module
+        call = self.module if call is None else call
         named = {} if self.by_position else dict(zip(self.in_keys, values, strict=True))
         made = call(*([] if named else values), **named)
         return made if isinstance(made, tuple) else (made,)
@@ -86,10 +86,11 @@ def speak_tensordict(policy: Any, env: EnvBase, *, strict: bool = True) -> Call:
     Raises:
         TypeError: arguments are no entries of the environment.
     """
-    if isinstance(policy, TensorDictModuleBase | RandomPolicy):
+    written = _before_compilation(policy)
+    if isinstance(written, TensorDictModuleBase | RandomPolicy):
         return cast(Call, policy)
     is_module = isinstance(policy, nn.Module)
-    parameters = _parameters(policy.forward if is_module else policy)
+    parameters = _parameters(written.forward if is_module else policy)
     if parameters is None or _takes_tensordict(parameters):
         return cast(Call, policy)
     entries = {key for key in (*env.observation_keys, *env.state_keys) if isinstance(key, str)}
@@ -110,13 +111,21 @@ def speak_tensordict(policy: Any, env: EnvBase, *, strict: bool = True) -> Call:
     if not is_module and not near and len(required) < 2:  # a function of anything else is one of a TensorDict
         several = len(required) == 1 and observation is None and len(env.action_keys) == 1
         return FunctionPolicy(policy, required[0], None, env) if several else cast(Call, policy)
-    what = f"{type(policy).__name__}.forward" if is_module else getattr(policy, "__name__", type(policy).__name__)
+    what = f"{type(written).__name__}.forward" if is_module else getattr(policy, "__name__", type(policy).__name__)
     raise TypeError(
         f"policy: {what} takes ({', '.join(p.name for p in parameters)}), and the environment has the entries "
         f"({', '.join(sorted(entries))}).{f' Did you mean {near[0]!r}?' if near else ''} Name the arguments after "
         "entries, wrap it as TensorDictModule(module, in_keys=[...], out_keys=['action']), or pass trust_policy=True "
         "if it takes a TensorDict."
     )
+
+
+def _before_compilation(policy: Any) -> Any:
+    """The module that ``torch.compile`` was given, of what it returned; anything else as it is."""
+    if not isinstance(policy, nn.Module):
+        return policy
+    children = dict(policy.named_children())
+    return children["_orig_mod"] if list(children) == ["_orig_mod"] else policy
 
 
 _NEAR = 0.8  # likeness of a name that is taken for a misspelt entry

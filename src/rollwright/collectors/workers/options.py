@@ -184,7 +184,7 @@ def factories_of(create_env_fn: Any, own: WorkerOptions, owner: str) -> list[Any
     elif num_workers is not None and num_workers != len(given):
         raise ValueError(
             f"create_env_fn: expected one function for each of the {num_workers} workers, got {len(given)}. Change "
-            "num_workers, or pass a single function for all."
+            "num_workers (num_collectors), or pass a single function for all."
         )
     here = own.init_fn is None and shares_memory(own.transport)
     given = [as_maker(maker, registered=here) for maker in given]

@@ -87,7 +87,10 @@ class DiscreteSpec(DenseSpec):
         mask = torch.as_tensor(mask, device=self.device)
         remedy = "Give True where an outcome is allowed, at least once for each choice."
         if mask.dtype != torch.bool:
-            raise ValueError(f"mask: expected dtype bool, got {mask.dtype}. {remedy}")
+            raise ValueError(
+                f"mask: expected dtype bool, got {mask.dtype}. {remedy} An environment of gymnasium gives it by "
+                "mask.astype(bool), with Box(0, 1, mask.shape, bool) as its space."
+            )
         try:
             mask = mask.expand(shape)
         except RuntimeError as error:

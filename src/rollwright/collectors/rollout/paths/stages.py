@@ -158,7 +158,8 @@ def action_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
 def _unwritten(env: EnvBase, current: TensorDictBase, key: NestedKey) -> PolicyKeyError:
     return PolicyKeyError(
         f"policy: it wrote no {key!r}, which {env} needs. Entries after the call: "
-        f"{key_str(current.keys(True, True))}. Add {key!r} to its out_keys."
+        f"{key_str(current.keys(True, True))}. Add {key!r} to its out_keys, or return it "
+        "from a function."
     )
 
 
