@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from rollwright.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
+    ListStorage,
     PrioritizedSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
@@ -44,6 +45,37 @@ def test_one_row_of_each_member():
     assert ensemble.sample(9).batch_size == (3, 3)
     assert len(ensemble) == 3
     assert ensemble.write_count == 4 + 5 + 6
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_batches_of_tensordicts_say_where_elements_lie_whatever_buffers_the_members_are(storage):
+    ensemble = ReplayBufferEnsemble(*[ReplayBuffer(storage=storage(20)) for _ in range(2)], batch_size=6)
+    for n in range(2):
+        ensemble.extend(of_member(n), member=n)
+    batch = ensemble.sample()
+    assert torch.equal(batch["index", "buffer_ids"], batch["member"])
+    assert torch.equal(batch["index", "index"] + 100 * batch["member"], batch["serial"])
+
+
+def test_a_transform_of_a_member_may_leave_elements_out():
+    few = [
+        kind(storage=LazyTensorStorage(20), transform=lambda batch: batch[:2])
+        for kind in (ReplayBuffer, TensorDictReplayBuffer)
+    ]
+    for buffer in few:
+        buffer.extend(of_member(0))
+    plain, with_index = (ReplayBufferEnsemble(buffer, batch_size=4).sample() for buffer in few)
+    assert plain["serial"].shape == with_index["serial"].shape == (1, 2)
+    assert "index" not in plain
+    assert torch.equal(with_index["index", "index"], with_index["serial"])
+
+
+def test_elements_with_time_in_them_have_one_index_each():
+    ensemble = ReplayBufferEnsemble(TensorDictReplayBuffer(storage=LazyTensorStorage(20)), batch_size=3)
+    ensemble.extend(TensorDict({"serial": torch.arange(12).reshape(4, 3)}, [4, 3]), member=0)
+    batch = ensemble.sample()
+    assert batch["index", "index"].shape == batch.shape == (1, 3, 3)
+    assert torch.equal(batch["index", "index"] * 3 + torch.arange(3), batch["serial"])
 
 
 def test_members_are_drawn_by_their_weights():

@@ -141,6 +141,7 @@ class ReplayBuffer:
             sampler = consuming(consume_after_n_samples, sampler, prefetch, shared)
         self.sampler: Sampler = made("sampler", sampler, Sampler, RandomSampler)
         self.writer: Writer = made("writer", writer, Writer, RoundRobinWriter)
+        self.writer.register_storage(self.storage)
         check_given(collate_fn, transform, transform_factory, generator, limiter, pin_memory=pin_memory)
         self.transforms: list[Transform] = []
         self.collate_fn, self.pin_memory = collate_fn, bool(pin_memory)
@@ -221,7 +222,11 @@ class ReplayBuffer:
         self.sampler.check(self.storage, data)
         index = self.writer.extend(self.storage, data, self.dim_extend)
         self.written()
-        return self._indices(data, index, prioritise)
+        where = self._indices(data, index, prioritise)
+        if self._sampler_listens:
+            with self.drawing:
+                self.sampler.extend(where[torch.from_numpy(index >= 0)])
+        return where
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Store one element (for a storage of several dimensions: one step of all environments).
@@ -235,7 +240,17 @@ class ReplayBuffer:
         index = self.writer.add(self.storage, data, self.dim_extend)
         self._notify_limiter()
         where = self._indices(data, index)
-        return int(where[0]) if where.ndim == 1 and len(where) == 1 else where
+        only = int(where[0]) if where.ndim == 1 and len(where) == 1 else where
+        if self._sampler_listens and (index >= 0).all():
+            with self.drawing:
+                self.sampler.add(only)
+        return only
+
+    @property
+    def _sampler_listens(self) -> bool:
+        """Whether the sampler, of a class of the user's, wants to learn where elements are written."""
+        kind = type(self.sampler)
+        return kind.extend is not Sampler.extend or kind.add is not Sampler.add
 
     def _nothing(self) -> torch.Tensor:
         """The index of no elements: a transform has left nothing to be stored."""
@@ -267,6 +282,8 @@ class ReplayBuffer:
             return f"the storage is on {self.storage.device}"
         if self.dim_extend != self.storage.ndim - 1:
             return f"dim_extend is {self.dim_extend}"
+        if self._sampler_listens:
+            return f"{type(self.sampler).__name__} learns of each extend()"
         return None
 
     # Sampling ---------------------------------------------------------------------------------
@@ -338,11 +355,15 @@ class ReplayBuffer:
         info: dict[str, Any] = {"index": storage.public(draw.index), **draw.info}
         if isinstance(batch, TensorDictBase):
             batch = self._with_info(self.sampler.mark(batch, draw), info)
+        batch = self._transformed(batch)
+        return (batch.pin_memory() if self.pin_memory else batch), info, ran_out
+
+    def _transformed(self, batch: Any) -> Any:
         for change in self.transforms:
             batch = change(batch)
             if batch is None:
                 raise TypeError(f"transform: expected {change!r} to return the batch, got None. Let it return one.")
-        return (batch.pin_memory() if self.pin_memory else batch), info, ran_out
+        return batch
 
     def _read(self, size: int) -> tuple[Draw, Any]:
         """Draw elements, and read them; whoever holds :attr:`drawing` calls it."""
@@ -362,6 +383,10 @@ class ReplayBuffer:
         """Drop the batches that were prefetched: they would not be drawn so any more."""
         if self._prefetcher is not None:
             self._prefetcher.drop()
+
+    def next(self) -> Any:
+        """A batch: what :meth:`sample` gives."""
+        return self.sample()
 
     def __iter__(self) -> Iterator[Any]:
         """Sample for ever, or until a sampler without replacement has delivered everything once."""
@@ -386,7 +411,17 @@ class ReplayBuffer:
         with self.drawing, self.storage.ledger.reading():
             if generation is not None:
                 flat = np.where(still_there(self.storage, flat, generation), flat, -1)
-            self.sampler.update_priority(flat, priority, self.storage)
+            self.sampler.update_priority(torch.from_numpy(flat), priority, storage=self.storage)
+
+    def mark_update(self, index: Any) -> None:
+        """Let elements count as new, for samplers that have priorities: they get that of a new element.
+
+        Args:
+            index: as ``sample`` and ``extend`` give it.
+        """
+        flat = self.storage.flat(index)
+        with self.drawing, self.storage.ledger.reading():
+            self.sampler.mark_update(torch.from_numpy(flat), storage=self.storage)
 
     def update_if_present(
         self,
@@ -464,16 +499,19 @@ class ReplayBuffer:
     def __getitem__(self, index: Any) -> Any:
         """Elements by place, copied: ``buffer[3]``, ``buffer[:10]``, ``buffer[[1, 4]]``, a mask; ``buffer[:]`` is all.
 
-        With ``ndim=2`` the places are those of the batch ``[B, T]`` of all that is stored. A name, or a tuple of names,
-        is that entry of all: ``buffer["next", "reward"]``.
+        The buffer's transforms are applied, as they are to a batch; ``buffer.storage[...]`` is what is stored. With
+        ``ndim=2`` the places are those of the batch ``[B, T]`` of all that is stored. A name, or a tuple of names, is
+        that entry of all: ``buffer["next", "reward"]``.
         """
         if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
             return entry_of(self[:], index)
-        return self.storage.get(index, dim=self.dim_extend, collate=self._collated)
+        return self._transformed(self.storage.get(index, dim=self.dim_extend, collate=self._collated))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Replace elements."""
-        self.storage.replace(index, value, dim=self.dim_extend)
+        """Replace elements; where transforms have inverses, these are applied, as to what is written."""
+        given = self._past_inverses(value)
+        if given is not None or value is None:
+            self.storage.replace(index, given, dim=self.dim_extend)
 
     def empty(self, empty_write_count: bool = False) -> None:
         """Drop all elements.
@@ -522,6 +560,10 @@ class ReplayBuffer:
         return self
 
     def _inverted(self, data: Any) -> Any:
+        """Data of a batch as they are stored; None: a transform has left nothing."""
+        return self._past_inverses(data)
+
+    def _past_inverses(self, data: Any) -> Any:
         for change in reversed(self.transforms):
             inverse = inverse_of(change)
             data = data if inverse is None or data is None else inverse(data)
@@ -538,7 +580,9 @@ class ReplayBuffer:
 
     def set_writer(self, writer: Writer) -> None:
         """Write otherwise from now on."""
-        self.writer = made("writer", writer, Writer, RoundRobinWriter)
+        chosen = made("writer", writer, Writer, RoundRobinWriter)
+        chosen.register_storage(self.storage)
+        self.writer = chosen
 
     def set_storage(self, storage: Storage) -> None:
         """Put another storage in place."""
@@ -548,6 +592,7 @@ class ReplayBuffer:
         self._drop_prefetched()
         with self.drawing:
             self.storage, self.dim_extend = storage, dim
+            self.writer.register_storage(storage)
         if self.insert_limiter is not None:
             self.insert_limiter.begin()
 

@@ -212,7 +212,7 @@ class ReplayBufferEnsemble:
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """A batch ``[members, n]``; see :meth:`ReplayBuffer.sample`.
 
-        Where members are :class:`TensorDictReplayBuffer`, ``"index"`` holds ``"buffer_ids"`` and ``"index"``.
+        Where elements are TensorDicts, ``"index"`` holds ``"buffer_ids"`` and ``"index"``.
         """
         size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if size is None:
@@ -230,12 +230,14 @@ class ReplayBufferEnsemble:
         drawn = self._drawn()
         rows, infos = zip(*(self.members[n].sample(row_size, return_info=True) for n in drawn), strict=True)
         for n, row, info in zip(drawn, rows, infos, strict=True):
-            place = TensorDict(
-                {"buffer_ids": torch.full((len(info["index"]),), n), "index": info["index"]}, [len(info["index"])]
-            )
-            info["index"] = place
-            if isinstance(row, TensorDictBase) and "index" in row.keys():  # noqa: SIM118 - a TensorDict iterates over rows
-                row.set("index", place)
+            index = info["index"]
+            if isinstance(row, TensorDictBase):
+                if len(row) != len(index):  # a transform has left elements out
+                    index = row.get("index", None)
+                if index is not None:
+                    place = _places(n, index)
+                    row.set("index", place.reshape(-1, *(1,) * (row.ndim - 1)).expand(row.batch_size))
+            info["index"] = _places(n, info["index"])
         batch = _stack(list(rows)) if self.collate_fn is None else self.collate_fn(list(rows))
         for change in self.transforms:
             batch = change(batch)
@@ -354,6 +356,11 @@ class ReplayBufferEnsemble:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.members)} members, batch_size={self.batch_size})"
+
+
+def _places(member: int, index: torch.Tensor) -> TensorDict:
+    """Indices of elements of a member, and whose they are."""
+    return TensorDict({"buffer_ids": torch.full((len(index),), member), "index": index}, [len(index)])
 
 
 def _stack(rows: list[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tensordict import is_tensor_collection
 
 from rollwright._keys import NestedKey, key_str
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
+from rollwright.data.replay_buffers.storages.saving import dump_part, load_part
 from rollwright.data.replay_buffers.storages.structures import mapped
 
 __all__ = ["Storage"]
@@ -304,7 +306,46 @@ class Storage(ABC):
             stored &= (positions < start) | (positions >= stop)
         return np.where(stored, times, -1)
 
+    def generations_at(self, index: torch.Tensor) -> torch.Tensor:
+        """:meth:`generations` of the elements at :meth:`public` indices; -1 for places that there are not, too.
+
+        Args:
+            index: int64 ``[n]`` or ``[n, ndim]``, or of one element.
+
+        Returns:
+            int64 ``[n]``, or ``[]`` for one element.
+        """
+        places = torch.as_tensor(index, dtype=torch.int64).cpu()
+        each = places.reshape(-1, self.ndim) if self.ndim > 1 else places.reshape(-1, 1)
+        shape = places.shape[:-1] if self.ndim > 1 else places.shape
+        there = ((each >= 0) & (each < torch.tensor([self.capacity, *self.rest]))).all(-1)
+        found = torch.full((len(each),), -1, dtype=torch.int64)
+        with self.ledger.reading():
+            found[there] = torch.from_numpy(self.generations(self.flat(each[there])))
+        return found.reshape(shape)
+
     # State ------------------------------------------------------------------------------------
+
+    def dumps(self, path: str | Path) -> None:
+        """Write the elements to a folder, as one file.
+
+        Raises:
+            OSError: the disk is full, or fails; the part that was written is removed, and an older file stays.
+        """
+        dump_part(self, path, "storage")
+
+    def loads(self, path: str | Path, *, allow_pickle: bool = False) -> None:
+        """Hold what :meth:`dumps` wrote.
+
+        Args:
+            path: the folder.
+            allow_pickle: see :meth:`ReplayBuffer.loads`.
+
+        Raises:
+            FileNotFoundError, DamagedFileError: there is nothing to read.
+            ValueError: elements are objects, and ``allow_pickle`` is not set; or they do not fit the storage.
+        """
+        load_part(self, path, "storage", allow_pickle=allow_pickle)
 
     def state_dict(self) -> dict[str, Any]:
         """Live elements in the order of positions, and the positions."""
