@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import threading
 
@@ -269,6 +270,25 @@ def test_the_last_transform_is_inverted_first(composed):
     buffer.extend(numbered(1, start=5))
     assert as_stored(buffer)["serial"].tolist() == [5 * 3 - 10]
     assert set(buffer.sample()["serial"].tolist()) == {(5 + 1) * 3}
+
+
+def test_counts():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2, prefetch=2)
+    assert buffer.initialized
+    assert buffer.stats()["utilization"] == 0.0
+    buffer.extend(numbered(8))
+    buffer.extend(numbered(8))
+    assert json.loads(json.dumps(buffer.stats())) == {
+        "size": 10,
+        "write_count": 16,
+        "capacity": 10,
+        "utilization": 1.0,
+        "prefetch_queue_size": 0,
+        "initialized": True,
+    }
+    buffer.sample()
+    assert buffer.stats()["prefetch_queue_size"] == 2
+    buffer.shutdown()
 
 
 def test_next_is_another_batch():

@@ -38,6 +38,7 @@ from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler, draw_and_read
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import pieces, positive
+from rollwright.data.replay_buffers.storages.entries import set_entries
 from rollwright.data.replay_buffers.storages.lists import ListStorage
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
@@ -496,6 +497,32 @@ class ReplayBuffer:
         self.storage.ledger.settle()
         return self.storage.ledger.write_count * self.storage.columns
 
+    @property
+    def initialized(self) -> bool:
+        """True: parts are made when the buffer is."""
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of the buffer, which JSON takes.
+
+        Returns:
+            ``"size"``, elements that are stored; ``"capacity"``, those that there is room for; ``"utilization"``, the
+            one by the other; ``"write_count"``; ``"prefetch_queue_size"``, batches that are prepared or being prepared;
+            ``"initialized"``.
+        """
+        size, capacity = len(self), self.storage.max_size
+        return {
+            "size": size,
+            "write_count": self.write_count,
+            "capacity": capacity,
+            "utilization": size / capacity,
+            "prefetch_queue_size": self._num_ahead(),
+            "initialized": self.initialized,
+        }
+
+    def _num_ahead(self) -> int:
+        return 0 if self._prefetcher is None else self._prefetcher.num_ahead
+
     def __getitem__(self, index: Any) -> Any:
         """Elements by place, copied: ``buffer[3]``, ``buffer[:10]``, ``buffer[[1, 4]]``, a mask; ``buffer[:]`` is all.
 
@@ -512,6 +539,57 @@ class ReplayBuffer:
         given = self._past_inverses(value)
         if given is not None or value is None:
             self.storage.replace(index, given, dim=self.dim_extend)
+
+    def set_at_(self, key: NestedKey, value: Any, index: Any) -> ReplayBuffer:
+        """Change an entry of elements, as they are stored; returns the buffer.
+
+        Args:
+            key: the entry.
+            value: ``[*index, *entry]``, or what broadcasts to that.
+            index: as ``sample`` and ``extend`` give it, or a slice of places.
+
+        Raises:
+            TypeError: the storage has no rows of tensors.
+            KeyError, ValueError, IndexError: the value does not fit, or there is no such entry or element.
+        """
+        self._set_entries({key: value}, index)
+        return self
+
+    def set_(self, key: NestedKey, value: Any) -> ReplayBuffer:
+        """Change an entry of all elements, as they are stored; see :meth:`set_at_`."""
+        self._set_entries({key: value}, None)
+        return self
+
+    def update_(
+        self,
+        input_dict_or_td: Mapping[NestedKey, Any] | TensorDictBase,
+        clone: bool = False,
+        *,
+        keys_to_update: Sequence[NestedKey] | None = None,
+    ) -> ReplayBuffer:
+        """Change entries of all elements, as they are stored; returns the buffer.
+
+        Args:
+            input_dict_or_td: new values, ``[*all that is stored, *entry]`` each; see :meth:`set_at_`.
+            clone: accepted for programs of the field; values are always copied.
+            keys_to_update: of those, the entries to change; None: all.
+        """
+        given = input_dict_or_td
+        if keys_to_update is not None:
+            given = {key: cast(Any, given)[key] for key in keys_to_update}
+        self._set_entries(given, None)
+        return self
+
+    def _set_entries(self, data: Mapping[NestedKey, Any] | TensorDictBase, index: Any) -> None:
+        set_entries(self.storage, data, index, self.dim_extend)
+
+    def read_all_in_order(self, end: int | None = None) -> Any:
+        """The first ``end`` elements by place; None: all. The same as ``buffer[:end]``."""
+        return self[:end]
+
+    def write_all(self, data: Any, end: int | None = None) -> None:
+        """Replace the first ``end`` elements by place; None: as many as the data are. See :meth:`__setitem__`."""
+        self[: len(data) if end is None else end] = data
 
     def empty(self, empty_write_count: bool = False) -> None:
         """Drop all elements.

@@ -192,6 +192,10 @@ class ReplayClient(ReplayBuffer):
         """See :meth:`ReplayBuffer.update_priority`."""
         self._session.ask("update_priority", index, priority, generation)
 
+    def mark_update(self, index: Any) -> None:
+        """See :meth:`ReplayBuffer.mark_update`."""
+        self._session.ask("mark_update", index)
+
     def update_if_present(self, **arguments: Any) -> ConditionalUpdateResult:
         """See :meth:`ReplayBuffer.update_if_present`."""
         found: ConditionalUpdateResult = self._session.ask("update_if_present", arguments)
@@ -231,6 +235,12 @@ class ReplayClient(ReplayBuffer):
     def __setitem__(self, index: Any, value: Any) -> None:
         """See :meth:`ReplayBuffer.__setitem__`."""
         self._session.ask("set_elements", index, value)
+
+    def _set_entries(self, data: Mapping[NestedKey, Any] | TensorDictBase, index: Any) -> None:
+        self._session.ask("set_entries", data, index)
+
+    def _num_ahead(self) -> int:
+        return len(self._ahead)
 
     def empty(self, empty_write_count: bool = False) -> None:
         """See :meth:`ReplayBuffer.empty`."""
