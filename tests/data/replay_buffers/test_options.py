@@ -135,6 +135,36 @@ def test_a_sampler_takes_priorities_by_index_alone():
     assert set(buffer.sample()["obs"].tolist()) == {int(buffer.storage.read(buffer.storage.flat(index[3]))["obs"])}
 
 
+def test_an_index_may_be_one_tensor_for_each_dimension():
+    sampler = PrioritizedSampler(12, alpha=1.0, beta=1.0, eps=1e-12)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), sampler=sampler, batch_size=32)
+    index = buffer.extend(TensorDict({"obs": torch.arange(6).reshape(2, 3)}, [2, 3]))
+    buffer.update_priority(tuple(index.unbind(-1)), torch.zeros(6))
+    buffer.update_priority((torch.tensor([1, 2]), torch.tensor([0, 1])), torch.ones(2))
+    assert set(buffer.sample()["obs"].tolist()) == {1, 5}
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+def test_another_storage_may_bring_its_own_collation(storage):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    buffer.set_storage(storage(10), collate_fn=lambda batch: {"collated": batch})
+    buffer.extend(frames(4))
+    assert set(buffer.sample()) == {"collated"}
+    buffer.set_storage(storage(10))
+    buffer.extend(frames(4))
+    assert set(buffer.sample()) == {"collated"}
+    with pytest.raises(TypeError, match="collate_fn: expected a callable"):
+        buffer.set_storage(storage(10), collate_fn=3)
+
+
+@pytest.mark.parametrize("kind", [PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer])
+def test_options_of_where_and_when_priorities_change_are_accepted(kind):
+    options = {"alpha": 0.7, "beta": 0.5, "sync": False, "sampler_device": "cpu"}
+    buffer = kind(storage=LazyTensorStorage(10), shared=True, batch_size=4, **options)
+    buffer.extend(frames(4))
+    assert buffer.sample()["obs"].shape == (4,)
+
+
 # Emptying -----------------------------------------------------------------------------------------
 
 

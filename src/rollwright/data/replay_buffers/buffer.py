@@ -662,14 +662,21 @@ class ReplayBuffer:
         chosen.register_storage(self.storage)
         self.writer = chosen
 
-    def set_storage(self, storage: Storage) -> None:
-        """Put another storage in place."""
+    def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> None:
+        """Put another storage in place.
+
+        Args:
+            storage: which, or a callable that makes it.
+            collate_fn: of the buffer from now on; None: as it was.
+        """
+        collate_fn = self.collate_fn if collate_fn is None else collate_fn
+        check_given(collate_fn, None, None, None, None, pin_memory=False)
         storage = made("storage", storage, Storage, ListStorage)
         given = storage.ndim - 1 if self._dim_given is None else self._dim_given
         dim = dimension("dim_extend", given, storage.ndim)
         self._drop_prefetched()
         with self.drawing:
-            self.storage, self.dim_extend = storage, dim
+            self.storage, self.dim_extend, self.collate_fn = storage, dim, collate_fn
             self.writer.register_storage(storage)
         if self.insert_limiter is not None:
             self.insert_limiter.begin()

@@ -225,7 +225,7 @@ class Everywhere(Sampler):
 def test_elements_that_are_not_stored_are_not_drawn():
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=Everywhere(), batch_size=9)
     buffer.extend(frames(8))
-    with pytest.raises(IndexError, match=r"Everywhere.sample: expected places of elements that are stored, got \[\[8"):
+    with pytest.raises(IndexError, match=r"Everywhere.sample: expected places of elements that are stored, got \[8\]"):
         buffer.sample()
 
 

@@ -93,18 +93,15 @@ class Sampler:
         Raises:
             IndexError: :meth:`sample` chose an element that is not stored.
         """
-        chosen, info = self.sample(storage, batch_size)
-        places: Any = chosen
-        if isinstance(chosen, tuple):  # one index for each dimension
-            places = torch.stack([torch.as_tensor(each) for each in chosen], -1)
-        places = torch.as_tensor(places).reshape(-1, storage.ndim) if storage.ndim > 1 else torch.as_tensor(places)
-        stored = storage.generations_at(places.reshape(-1) if storage.ndim == 1 else places) >= 0
-        if not bool(stored.all()):
+        index, info = self.sample(storage, batch_size)
+        flat = storage.flat(index)
+        stored = storage.generations(flat) >= 0
+        if not stored.all():
             raise IndexError(
                 f"{type(self).__name__}.sample: expected places of elements that are stored, got "
-                f"{places.reshape(len(stored), -1)[~stored][:5].tolist()} of {len(storage)} elements."
+                f"{flat[~stored][:5].tolist()} of {len(storage)} elements."
             )
-        return Draw(storage.flat(places), dict(info))
+        return Draw(flat, dict(info))
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
         """Choose elements of a storage that no buffer has; a buffer's own ``sample`` reads them, too.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -268,9 +268,9 @@ class ReplayClient(ReplayBuffer):
         """See :meth:`ReplayBuffer.set_writer`; the service has a copy of it."""
         self._set_part("set_writer", writer)
 
-    def set_storage(self, storage: Storage) -> None:
-        """See :meth:`ReplayBuffer.set_storage`; the service has a copy of it."""
-        self._set_part("set_storage", storage)
+    def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> None:
+        """See :meth:`ReplayBuffer.set_storage`; the service has copies of both."""
+        self._set_part("set_storage", (storage, collate_fn))
 
     def _set_part(self, what: str, part: Any) -> None:
         self._drop_prefetched()

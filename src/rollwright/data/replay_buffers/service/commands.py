@@ -124,8 +124,8 @@ class Commands:
         return self.info()
 
     def set_storage(self, storage: bytes) -> Info:
-        """See :meth:`ReplayBuffer.set_storage`."""
-        self._buffer.set_storage(pickle.loads(storage))
+        """See :meth:`ReplayBuffer.set_storage`; a pair, of the storage and of what collates."""
+        self._buffer.set_storage(*pickle.loads(storage))
         return self.info()
 
     def set_rng(self, state: torch.Tensor | None) -> None:

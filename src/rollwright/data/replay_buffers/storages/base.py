@@ -175,7 +175,9 @@ class Storage(ABC):
         return torch.from_numpy(np.where(index[:, None] < 0, -1, places))
 
     def flat(self, index: Any) -> NDArray[np.int64]:
-        """Flat indices from those of :meth:`public`, flattened; -1: not stored."""
+        """Flat indices from those of :meth:`public`, or a tuple of one for each dimension; -1: not stored."""
+        if isinstance(index, tuple) and len(index) == self.ndim and isinstance(index[0], torch.Tensor):
+            index = torch.stack(index, -1) if self.ndim > 1 else index[0]
         array = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index, np.int64)
         if self.ndim > 1 and array.ndim and array.shape[-1] == self.ndim:
             stored = np.asarray((array >= 0).all(-1))
@@ -301,7 +303,7 @@ class Storage(ABC):
         rows = index // self.columns
         times = (high - 1 - rows) // max(self.capacity, 1)
         positions = rows + times * self.capacity
-        stored = (index >= 0) & (positions >= low) & (positions < high)
+        stored = (index >= 0) & (rows < self.capacity) & (positions >= low) & (positions < high)
         for start, stop in self.ledger.gaps().tolist():
             stored &= (positions < start) | (positions >= stop)
         return np.where(stored, times, -1)
