@@ -217,16 +217,37 @@ def test_an_index_may_be_one_tensor_for_each_dimension():
     assert batch.tolist() == [5, 3]
 
 
-class Everywhere(Sampler):
+class First(Sampler):
     def sample(self, storage, batch_size):
         return torch.arange(batch_size), {}
 
 
+def test_places_are_those_of_what_is_stored():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=First(), batch_size=3)
+    buffer.extend(frames(6))
+    buffer.empty()
+    buffer.extend(frames(3, start=6))  # in the middle of the ring
+    assert buffer.sample()["serial"].tolist() == [6, 7, 8]
+
+
+class InBrackets(Sampler):
+    def sample(self, storage, batch_size):
+        return (torch.tensor([1, -1]),), {}
+
+
+def test_an_index_of_one_dimension_may_be_in_a_tuple():
+    buffer = ReplayBuffer(storage=stored(), sampler=InBrackets(), batch_size=2)
+    assert buffer.sample()["serial"].tolist() == [1, 7]
+
+
 def test_elements_that_are_not_stored_are_not_drawn():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=Everywhere(), batch_size=9)
-    buffer.extend(frames(8))
-    with pytest.raises(IndexError, match=r"Everywhere.sample: expected places of elements that are stored, got \[8\]"):
+    buffer = ReplayBuffer(storage=stored(), sampler=First(), batch_size=9)
+    with pytest.raises(IndexError, match="out of range: the buffer holds 8 elements"):
         buffer.sample()
+    lanes = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2), sampler=OfRows(), batch_size=2)
+    lanes.extend(torch.arange(4).reshape(2, 2))
+    with pytest.raises(IndexError, match=r"OfRows.sample chose elements that are not stored"):
+        lanes.sample()
 
 
 def test_a_sampler_that_cannot_draw_is_refused():

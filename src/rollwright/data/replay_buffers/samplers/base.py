@@ -94,13 +94,12 @@ class Sampler:
             IndexError: :meth:`sample` chose an element that is not stored.
         """
         index, info = self.sample(storage, batch_size)
-        flat = storage.flat(index)
-        stored = storage.generations(flat) >= 0
-        if not stored.all():
-            raise IndexError(
-                f"{type(self).__name__}.sample: expected places of elements that are stored, got "
-                f"{flat[~stored][:5].tolist()} of {len(storage)} elements."
-            )
+        if storage.ndim == 1:
+            flat = storage.elements_at(index[0] if isinstance(index, tuple) else index).reshape(-1)
+        else:
+            flat = storage.flat(index)
+            if not (storage.generations(flat) >= 0).all():
+                raise IndexError(f"index: {type(self).__name__}.sample chose elements that are not stored: {index!r}.")
         return Draw(flat, dict(info))
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
@@ -111,8 +110,9 @@ class Sampler:
             batch_size: number of elements, at least 1.
 
         Returns:
-            Where they lie, as a buffer's ``sample`` gives it: int64 ``[n]``, or ``[n, ndim]``. A subclass may return a
-            tuple with one int64 ``[n]`` for each dimension. And the entries that go with them.
+            Where they lie, as a buffer's ``sample`` gives it: int64 ``[n]``, or ``[n, ndim]``. And the entries that go
+            with them. A subclass returns places, as ``storage[...]`` takes them, of a storage of one dimension; of
+            others ``[n, ndim]``, or a tuple of one int64 ``[n]`` for each.
 
         Raises:
             RuntimeError: nothing is stored.
