@@ -16,6 +16,7 @@ from rollwright.data import (
     ListStorage,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
+    RaggedStorage,
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
@@ -166,6 +167,29 @@ def test_options_of_where_and_when_priorities_change_are_accepted(kind):
 
 
 # Emptying -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, RaggedStorage])
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_index_names_places_after_a_buffer_was_emptied(kind, shared):
+    if shared and kind is ListStorage:
+        return
+    sampler = PrioritizedSampler(10, alpha=1.0, beta=1.0)
+    buffer = ReplayBuffer(storage=kind(10), sampler=sampler, batch_size=20, shared=shared)
+    for start in (0, 100, 200):
+        index = buffer.extend(frames(6, start))
+        assert index.tolist() == list(range(6))
+        assert buffer[index]["obs"].tolist() == list(range(start, start + 6))
+        batch, info = buffer.sample(return_info=True)
+        assert torch.equal(buffer[info["index"]]["obs"], batch["obs"])
+        assert set(batch["obs"].tolist()) <= set(range(start, start + 6))
+        buffer.update_priority(index, 9.0)
+        buffer.empty()
+    assert buffer.write_count == 18
+    twin = ReplayBuffer(storage=kind(10))
+    buffer.extend(frames(2))
+    twin.load_state_dict(buffer.state_dict())
+    assert (twin.write_count, twin[:]["obs"].tolist()) == (20, [0, 1])
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])

@@ -279,3 +279,19 @@ storage.append(torch.arange(3))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "rows").exists() is not (auto_cleanup is True)
+
+
+def test_a_storage_that_was_emptied_takes_no_more_space(tmp_path):
+    buffer = opened(tmp_path, 1_000_000)
+    buffer.extend(numbered(1000))
+    before = os.stat(tmp_path / ROWS_FILE).st_blocks
+    for _ in range(3):
+        buffer.empty()
+        buffer.extend(numbered(1000))
+    assert os.stat(tmp_path / ROWS_FILE).st_blocks == before
+    del buffer
+    again = opened(tmp_path, None, existsok=True)
+    assert (len(again), again.write_count, again.storage.ledger.num_lost) == (1000, 4000, 0)
+    again.extend(numbered(10, 1000))
+    check_whole(again[:])
+    assert again[:]["serial"].tolist() == list(range(1010))

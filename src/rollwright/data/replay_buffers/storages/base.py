@@ -288,6 +288,9 @@ class Storage(ABC):
         places = torch.as_tensor(index)
         return (places >= -len(self)) & (places < len(self))
 
+    def __contains__(self, index: Any) -> bool:
+        return bool(torch.as_tensor(self.contains(index)).all())
+
     @property
     def is_full(self) -> bool:
         """Whether the next element replaces the oldest."""
@@ -365,6 +368,7 @@ class Storage(ABC):
             "lost": self.ledger.num_lost,
             "skipped": self.ledger.num_skipped,
             "uncounted": self.ledger.num_uncounted,
+            "passed": self.ledger.num_passed,
             "ids": self.ledger.next_id,
             "capacity": self.capacity,
             "max_size": self.requested_size,
