@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -76,6 +77,19 @@ def test_elements_with_time_in_them_have_one_index_each():
     batch = ensemble.sample()
     assert batch["index", "index"].shape == batch.shape == (1, 3, 3)
     assert torch.equal(batch["index", "index"] * 3 + torch.arange(3), batch["serial"])
+
+
+@pytest.mark.parametrize("index", [slice(1, 3), [1, 2], torch.tensor([1, 2]), np.array([False, True, True])])
+@pytest.mark.parametrize("options", [{"p": [1.0, 0.0, 3.0]}, {"sample_from_all": True}, {}])
+def test_some_members_are_an_ensemble(index, options):
+    ensemble = filled(transform=lambda batch: batch.set("seen", torch.ones(batch.shape)), **options)
+    some = ensemble[index]
+    assert some.members == ensemble.members[1:]
+    batch = some.next()
+    assert batch.shape == ((2, 3) if "sample_from_all" in options else (3, 2))
+    assert set(batch["member"].reshape(-1).tolist()) <= ({2} if "p" in options else {1, 2})
+    assert (batch["seen"] == 1).all()
+    assert len(ensemble) == 3
 
 
 def test_members_are_drawn_by_their_weights():
@@ -206,7 +220,9 @@ def test_nothing_says_where_to():
 def test_members_and_their_elements_by_index():
     ensemble = filled()
     assert ensemble[1] is ensemble.members[1]
-    assert ensemble[1:] == ensemble.members[1:]
+    assert ensemble[1:].members == ensemble.members[1:]
+    assert ensemble[:] is ensemble
+    assert ensemble[[0, 2], 3]["serial"].tolist() == [3, 203]
     assert ensemble[1, :3]["serial"].tolist() == [100, 101, 102]
     assert ensemble[:, 3]["serial"].tolist() == [3, 103, 203]
     assert ensemble[2, -1]["serial"] == 205

@@ -483,7 +483,7 @@ class Ledger:
 
     def clear(self) -> None:
         """Drop all that is published; what is written next begins at the first row, unless somebody is writing now."""
-        with self.writing():
+        with uninterrupted, self.writing():  # or what is passed over could stay reserved
             self._settle()
             if self.is_settled() and 0 < self.capacity <= _MOST_PASSED:
                 self._pass_over(-self.end() % self.capacity)
