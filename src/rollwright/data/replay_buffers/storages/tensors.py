@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._keys import leaf_keys
 from rollwright.data.replay_buffers.storages.folders import recover
 from rollwright.data.replay_buffers.storages.memory import LOCK_FILE, ROWS_FILE, STATE_FILE, PrivateMemory, SharedMemory
 from rollwright.data.replay_buffers.storages.rows import RowStorage
@@ -65,7 +66,8 @@ class TensorStorage(RowStorage):
     """Rows that hold given data from the start.
 
     Args:
-        storage: a TensorDict, a tensor, or a dictionary, tuple or tensorclass of tensors; copied.
+        storage: a TensorDict, a tensor, or a dictionary, tuple or tensorclass of tensors; copied. A TensorDict without
+            entries is room for as many elements, none of which is there yet.
         max_size: number of elements; None: as many as are given.
         device: where rows lie; None: the CPU.
         ndim, compilable: see :class:`LazyTensorStorage`.
@@ -98,7 +100,8 @@ class TensorStorage(RowStorage):
         super().__init__(elements if max_size is None else max_size, PrivateMemory(place_), ndim, place_)
         if self.ndim == 1:
             self.ledger.set_capacity(self.requested_size)
-        self.append(storage, dim=ndim - 1)
+        if not isinstance(batch, TensorDictBase) or leaf_keys(batch):
+            self.append(storage, dim=ndim - 1)
 
 
 class LazyMemmapStorage(RowStorage):
