@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from rollwright.cli import main
 from rollwright.data import LazyTensorStorage, ListStorage, ReplayBuffer, ReplayBufferEnsemble
@@ -148,6 +148,20 @@ def test_objects_of_a_saved_buffer_need_the_callers_word(tmp_path, witness):
         again.loads(tmp_path / "both")
     again.loads(tmp_path / "both", allow_pickle=True)
     assert again[1, 1] == "text"
+
+
+def test_tensordicts_of_any_kind_need_no_word(tmp_path):
+    ragged = lazy_stack([TensorDict({"a": torch.zeros(n), "b": {"c": torch.ones(2)}}) for n in (1, 2)])
+    buffer = ReplayBuffer(storage=ListStorage(5))
+    buffer.extend([TensorDict({"a": torch.arange(2), "b": {"c": torch.ones(2, 3)}}, [2]), ragged])
+    buffer.dumps(tmp_path / "saved")
+    torch.save(buffer.state_dict(), tmp_path / "state.pt")
+    twins = [ReplayBuffer(storage=ListStorage(5)) for _ in range(2)]
+    twins[0].loads(tmp_path / "saved")
+    twins[1].load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for twin in twins:
+        assert twin[0]["a"].tolist() == [0, 1]
+        assert [one["a"].shape for one in twin[1].unbind(0)] == [(1,), (2,)]
 
 
 def test_a_saved_file_is_damaged_or_foreign(tmp_path, capsys, witness):

@@ -251,6 +251,30 @@ def test_single_steps_of_a_batch_of_any_shape():
     torch.testing.assert_close(alone["next"], out[1, 2]["next"])
 
 
+@pytest.mark.parametrize("batch", [(), (4,), (4, 6)])
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_entries_may_be_given_by_name(kind, mode, batch):
+    if mode and not batch:
+        return
+    module = make(kind)
+    data = frames(module, torch.zeros(batch, dtype=torch.bool))
+    with set_recurrent_mode(mode):
+        found = module(**data)
+        expected = module(data)
+    assert len(found) == len(module.out_keys)
+    for key, value in zip(module.out_keys, found, strict=True):
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["auto", "pad", "scan", "triton"])
+def test_every_backend_is_the_one_that_there_is(kind, backend):
+    plain, chosen = (make(kind, **options) for options in ({}, {"recurrent_backend": backend}))
+    data = frames(plain, torch.tensor([True, False, False, True, False]))
+    assert torch.equal(recurrent(plain, data)["y"], recurrent(chosen, data)["y"])
+
+
 def test_the_primer_describes_the_states():
     primer = GRUModule(3, 5, 2, in_keys=["x", ("a", "h")], out_keys=["y", ("next", "a", "h")]).make_tensordict_primer()
     assert primer.primers["a", "h"].shape == (2, 5)
@@ -339,6 +363,8 @@ KEYS = {"in_key": "x", "out_key": "y"}
         ({"in_key": None}, ValueError, "in_key: expected either in_key= or in_keys=, got neither"),
         ({"in_key": None, "in_keys": ["x"]}, ValueError, "in_keys: .* expected an input, . state"),
         ({"out_key": None, "out_keys": ["y"]}, ValueError, "out_keys: .* expected an output and . state"),
+        ({"recurrent_backend": "cuda"}, ValueError, "recurrent_backend: expected one of auto, pad, scan, triton"),
+        ({"recurrent_recompute": True}, ValueError, "recurrent_recompute: expected one of none, full"),
         ({"default_recurrent_mode": "often"}, ValueError, "default_recurrent_mode: expected 'recurrent'"),
     ],
 )

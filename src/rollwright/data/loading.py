@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import copyreg
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright.errors import DamagedFileError
 
 __all__ = ["load_mapped", "load_saved", "named", "pickles_in", "save"]
 
 _PICKLES = (".pickle", ".pkl")  # tensordict writes objects that JSON does not know to such files
+
+
+def _allow_tensordicts() -> None:
+    """Let ``torch.load(weights_only=True)`` make TensorDicts, as tensordict itself does from version 0.15 on."""
+    reduce: Callable[..., Any] = copyreg.dispatch_table[TensorDict]
+    torch.serialization.add_safe_globals([TensorDict, LazyStackedTensorDict, reduce(TensorDict({}, []))[0]])
+
+
+_allow_tensordicts()
 
 
 def load_mapped(folder: Path, *, allow_pickle: bool = False, remedy: str = "Pass allow_pickle=True") -> TensorDictBase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import threading
 
@@ -34,6 +35,10 @@ STORAGES = [LazyTensorStorage, LazyMemmapStorage, ListStorage, RaggedStorage]
 def numbered(n: int, start: int = 0) -> TensorDict:
     serial = torch.arange(start, start + n)
     return TensorDict({"serial": serial, "next": {"reward": serial.float().unsqueeze(-1)}}, [n])
+
+
+def as_stored(buffer: ReplayBuffer) -> TensorDict:
+    return ReplayBuffer(storage=buffer.storage)[:]
 
 
 def filled(n: int = 10, size: int = 100, **options) -> ReplayBuffer:
@@ -197,15 +202,39 @@ def test_a_transform_applies_to_batches_and_its_inverse_to_what_is_written(stora
     )
     buffer.extend(data)
     buffer.add(numbered(1, start=6)[0])
-    assert buffer[:]["serial"].tolist() == [n - 10 for n in range(7)]  # as stored
+    assert as_stored(buffer)["serial"].tolist() == [n - 10 for n in range(7)]
+    assert buffer[:]["serial"].tolist() == [n - 9 for n in range(7)]
+    assert buffer[2]["serial"] == -7
     assert set(buffer.sample()["serial"].tolist()) == {n - 9 for n in range(7)}
     assert data["serial"].tolist() == list(range(6))  # the caller's data are left as they are
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_what_replaces_elements_is_inverted_too(storage):
+    buffer = filled(storage=storage(20), transform=Shift(in_keys=["serial"], in_keys_inv=["serial"]))
+    buffer[3] = numbered(1, start=70)[0]
+    buffer[5:7] = numbered(2, start=80)
+    assert as_stored(buffer)["serial"].tolist() == [-10, -9, -8, 60, -6, 70, 71, -3, -2, -1]
+
+
+def test_nothing_is_replaced_where_a_transform_leaves_nothing():
+    class Nothing:
+        def __call__(self, batch):
+            return batch
+
+        def inv(self, data):
+            return None
+
+    buffer = filled()
+    buffer.append_transform(Nothing())
+    buffer[3] = numbered(1, start=70)[0]
+    assert buffer[:]["serial"].tolist() == list(range(10))
 
 
 def test_a_transform_without_keys_may_have_an_inverse_too():
     for transform in (Tag(), Compose(RewardScaling(0.0, 1.0), Tag())):
         buffer = filled(transform=transform)
-        assert buffer[:]["tag"].tolist() == [1.0] * 10
+        assert as_stored(buffer)["tag"].tolist() == [1.0] * 10
 
 
 def test_transforms_apply_in_order_and_their_inverses_in_reverse():
@@ -218,9 +247,10 @@ def test_transforms_apply_in_order_and_their_inverses_in_reverse():
         with pytest.raises(IndexError, match=rf"index: expected one from -3 to 3, got {index}"):
             buffer.insert_transform(index, double)
     buffer.extend(numbered(1))
-    assert buffer[:]["serial"].tolist() == [-10]
+    assert as_stored(buffer)["serial"].tolist() == [-10]
     assert set(buffer.sample()["serial"].tolist()) == {(-10 + 100) * 2 + 1}
-    assert buffer[:]["serial"].tolist() == [-10]
+    assert buffer[:]["serial"].tolist() == [(-10 + 100) * 2 + 1]
+    assert as_stored(buffer)["serial"].tolist() == [-10]
 
 
 class Triple(Transform):
@@ -238,8 +268,33 @@ def test_the_last_transform_is_inverted_first(composed):
     for transform in [Compose(*both)] if composed else both:
         buffer.append_transform(transform)
     buffer.extend(numbered(1, start=5))
-    assert buffer[:]["serial"].tolist() == [5 * 3 - 10]
+    assert as_stored(buffer)["serial"].tolist() == [5 * 3 - 10]
     assert set(buffer.sample()["serial"].tolist()) == {(5 + 1) * 3}
+
+
+def test_counts():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2, prefetch=2)
+    assert buffer.initialized
+    assert buffer.stats()["utilization"] == 0.0
+    buffer.extend(numbered(8))
+    buffer.extend(numbered(8))
+    assert json.loads(json.dumps(buffer.stats())) == {
+        "size": 10,
+        "write_count": 16,
+        "capacity": 10,
+        "utilization": 1.0,
+        "prefetch_queue_size": 0,
+        "initialized": True,
+    }
+    buffer.sample()
+    assert buffer.stats()["prefetch_queue_size"] == 2
+    buffer.shutdown()
+
+
+def test_next_is_another_batch():
+    buffer = filled(sampler=SamplerWithoutReplacement(shuffle=False))
+    assert buffer.next()["serial"].tolist() == [0, 1, 2, 3]
+    assert buffer.next()["serial"].tolist() == [4, 5, 6, 7]
 
 
 def test_modules_and_callables_are_transforms():

@@ -70,6 +70,7 @@ def test_entries_of_what_was_overwritten_stay():
     )
     assert result.updated.tolist() == [False] * 3 + [True] * 5
     assert (result.updated_count, result.stale_count, result.version_rejected) == (5, 3, None)
+    assert result.version_rejected_count == 0
     assert buffer[:]["value"].reshape(-1).tolist() == [0.0] * 3 + [1.0] * 5
     assert buffer[:]["obs"].tolist() == [8, 9, 10, 3, 4, 5, 6, 7]
     again = buffer.update_if_present(
@@ -115,7 +116,7 @@ def test_newer_versions_win():
     result = buffer.update_if_present(**handle, patch=patch, version_key="version", version=4)
     assert result.updated.tolist() == [True] * 5 + [False] * 3
     assert result.version_rejected.tolist() == [False] * 5 + [True] * 3
-    assert result.stale_count == 0
+    assert (result.stale_count, result.version_rejected_count) == (0, 3)
     assert buffer[:]["version"].tolist() == [4, 4, 4, 4, 4, 5, 6, 7]
     newer = buffer.update_if_present(**handle, patch=patch, version_key="version", version=4, require_newer=True)
     assert newer.updated_count == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -9,6 +10,7 @@ from tensordict import TensorDict
 from rollwright.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
+    ListStorage,
     PrioritizedSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
@@ -44,6 +46,50 @@ def test_one_row_of_each_member():
     assert ensemble.sample(9).batch_size == (3, 3)
     assert len(ensemble) == 3
     assert ensemble.write_count == 4 + 5 + 6
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_batches_of_tensordicts_say_where_elements_lie_whatever_buffers_the_members_are(storage):
+    ensemble = ReplayBufferEnsemble(*[ReplayBuffer(storage=storage(20)) for _ in range(2)], batch_size=6)
+    for n in range(2):
+        ensemble.extend(of_member(n), member=n)
+    batch = ensemble.sample()
+    assert torch.equal(batch["index", "buffer_ids"], batch["member"])
+    assert torch.equal(batch["index", "index"] + 100 * batch["member"], batch["serial"])
+
+
+def test_a_transform_of_a_member_may_leave_elements_out():
+    few = [
+        kind(storage=LazyTensorStorage(20), transform=lambda batch: batch[:2])
+        for kind in (ReplayBuffer, TensorDictReplayBuffer)
+    ]
+    for buffer in few:
+        buffer.extend(of_member(0))
+    plain, with_index = (ReplayBufferEnsemble(buffer, batch_size=4).sample() for buffer in few)
+    assert plain["serial"].shape == with_index["serial"].shape == (1, 2)
+    assert "index" not in plain
+    assert torch.equal(with_index["index", "index"], with_index["serial"])
+
+
+def test_elements_with_time_in_them_have_one_index_each():
+    ensemble = ReplayBufferEnsemble(TensorDictReplayBuffer(storage=LazyTensorStorage(20)), batch_size=3)
+    ensemble.extend(TensorDict({"serial": torch.arange(12).reshape(4, 3)}, [4, 3]), member=0)
+    batch = ensemble.sample()
+    assert batch["index", "index"].shape == batch.shape == (1, 3, 3)
+    assert torch.equal(batch["index", "index"] * 3 + torch.arange(3), batch["serial"])
+
+
+@pytest.mark.parametrize("index", [slice(1, 3), [1, 2], torch.tensor([1, 2]), np.array([False, True, True])])
+@pytest.mark.parametrize("options", [{"p": [1.0, 0.0, 3.0]}, {"sample_from_all": True}, {}])
+def test_some_members_are_an_ensemble(index, options):
+    ensemble = filled(transform=lambda batch: batch.set("seen", torch.ones(batch.shape)), **options)
+    some = ensemble[index]
+    assert some.members == ensemble.members[1:]
+    batch = some.next()
+    assert batch.shape == ((2, 3) if "sample_from_all" in options else (3, 2))
+    assert set(batch["member"].reshape(-1).tolist()) <= ({2} if "p" in options else {1, 2})
+    assert (batch["seen"] == 1).all()
+    assert len(ensemble) == 3
 
 
 def test_members_are_drawn_by_their_weights():
@@ -174,7 +220,9 @@ def test_nothing_says_where_to():
 def test_members_and_their_elements_by_index():
     ensemble = filled()
     assert ensemble[1] is ensemble.members[1]
-    assert ensemble[1:] == ensemble.members[1:]
+    assert ensemble[1:].members == ensemble.members[1:]
+    assert ensemble[:] is ensemble
+    assert ensemble[[0, 2], 3]["serial"].tolist() == [3, 203]
     assert ensemble[1, :3]["serial"].tolist() == [100, 101, 102]
     assert ensemble[:, 3]["serial"].tolist() == [3, 103, 203]
     assert ensemble[2, -1]["serial"] == 205

@@ -51,7 +51,7 @@ def test_a_transform_of_another_library_is_inverted_on_what_is_written(transform
     buffer.extend(data)
     buffer.add(data[0])
     assert data["serial"].tolist() == list(range(10))
-    assert (buffer[:]["serial"] < 0).all()
+    assert (buffer.storage[:]["serial"] < 0).all()
     assert set(buffer.sample()["serial"].tolist()) <= set(range(10))
     assert "inverse" in buffer.direct_writes()
 

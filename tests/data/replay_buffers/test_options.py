@@ -16,6 +16,7 @@ from rollwright.data import (
     ListStorage,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
+    RaggedStorage,
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
@@ -55,7 +56,8 @@ def test_an_inverted_transform_changes_both_sides():
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=1)
     buffer.append_transform(Doubled(), invert=True)
     buffer.extend(frames(1, 3))
-    assert buffer[:]["obs"].tolist() == [6]
+    assert buffer.storage[:]["obs"].tolist() == [6]
+    assert buffer[:]["obs"].tolist() == [60]
     assert buffer.sample()["obs"].tolist() == [60]
 
 
@@ -63,7 +65,7 @@ def test_writes_pass_inverses_from_the_last_transform_to_the_first():
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=1)
     buffer.append_transform(Doubled()).append_transform(lambda data: data + 1, invert=True)
     buffer.extend(frames(1, 3))
-    assert buffer[:]["obs"].tolist() == [40]  # (3 + 1) * 10
+    assert buffer.storage[:]["obs"].tolist() == [40]  # (3 + 1) * 10
     assert buffer.sample()["obs"].tolist() == [80]
     assert buffer.direct_writes() is not None
 
@@ -127,8 +129,6 @@ def test_priorities_are_ignored_where_all_elements_matter_alike():
 
 def test_a_sampler_takes_priorities_by_index_alone():
     sampler = PrioritizedSampler(12, alpha=1.0, beta=1.0, eps=1e-12)
-    with pytest.raises(RuntimeError, match="drawn from no storage yet"):
-        sampler.update_priority(torch.tensor([0]), 1.0)
     buffer = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), sampler=sampler, batch_size=32)
     index = buffer.extend(TensorDict({"obs": torch.arange(6).reshape(2, 3)}, [2, 3]))
     sampler.update_priority(index, torch.zeros(6))
@@ -136,7 +136,60 @@ def test_a_sampler_takes_priorities_by_index_alone():
     assert set(buffer.sample()["obs"].tolist()) == {int(buffer.storage.read(buffer.storage.flat(index[3]))["obs"])}
 
 
+def test_an_index_may_be_one_tensor_for_each_dimension():
+    sampler = PrioritizedSampler(12, alpha=1.0, beta=1.0, eps=1e-12)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), sampler=sampler, batch_size=32)
+    index = buffer.extend(TensorDict({"obs": torch.arange(6).reshape(2, 3)}, [2, 3]))
+    buffer.update_priority(tuple(index.unbind(-1)), torch.zeros(6))
+    buffer.update_priority((torch.tensor([1, 2]), torch.tensor([0, 1])), torch.ones(2))
+    assert set(buffer.sample()["obs"].tolist()) == {1, 5}
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+def test_another_storage_may_bring_its_own_collation(storage):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    buffer.set_storage(storage(10), collate_fn=lambda batch: {"collated": batch})
+    buffer.extend(frames(4))
+    assert set(buffer.sample()) == {"collated"}
+    buffer.set_storage(storage(10))
+    buffer.extend(frames(4))
+    assert set(buffer.sample()) == {"collated"}
+    with pytest.raises(TypeError, match="collate_fn: expected a callable"):
+        buffer.set_storage(storage(10), collate_fn=3)
+
+
+@pytest.mark.parametrize("kind", [PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer])
+def test_options_of_where_and_when_priorities_change_are_accepted(kind):
+    options = {"alpha": 0.7, "beta": 0.5, "sync": False, "sampler_device": "cpu"}
+    buffer = kind(storage=LazyTensorStorage(10), shared=True, batch_size=4, **options)
+    buffer.extend(frames(4))
+    assert buffer.sample()["obs"].shape == (4,)
+
+
 # Emptying -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, RaggedStorage])
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_index_names_places_after_a_buffer_was_emptied(kind, shared):
+    if shared and kind is ListStorage:
+        return
+    sampler = PrioritizedSampler(10, alpha=1.0, beta=1.0)
+    buffer = ReplayBuffer(storage=kind(10), sampler=sampler, batch_size=20, shared=shared)
+    for start in (0, 100, 200):
+        index = buffer.extend(frames(6, start))
+        assert index.tolist() == list(range(6))
+        assert buffer[index]["obs"].tolist() == list(range(start, start + 6))
+        batch, info = buffer.sample(return_info=True)
+        assert torch.equal(buffer[info["index"]]["obs"], batch["obs"])
+        assert set(batch["obs"].tolist()) <= set(range(start, start + 6))
+        buffer.update_priority(index, 9.0)
+        buffer.empty()
+    assert buffer.write_count == 18
+    twin = ReplayBuffer(storage=kind(10))
+    buffer.extend(frames(2))
+    twin.load_state_dict(buffer.state_dict())
+    assert (twin.write_count, twin[:]["obs"].tolist()) == (20, [0, 1])
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])

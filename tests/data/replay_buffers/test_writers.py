@@ -51,6 +51,64 @@ def test_an_immutable_buffer_is_read_and_not_written():
     assert buffer.sample().shape == (2,)
 
 
+@pytest.mark.parametrize("writer", [RoundRobinWriter, TensorDictMaxValueWriter, ImmutableDatasetWriter])
+def test_programs_that_compile_may_say_so(writer):
+    assert isinstance(writer(compilable=True), writer)
+    assert not RoundRobinWriter(True).tracks_generations
+
+
+# Generations -------------------------------------------------------------------------------------
+
+
+def test_a_writer_tells_how_often_places_were_written_before():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), writer=RoundRobinWriter(track_generations=True), batch_size=4)
+    first = buffer.extend(torch.arange(3))
+    assert buffer.writer.generations_of(first).tolist() == [0, 0, 0]
+    second = buffer.extend(torch.arange(3, 6))
+    assert second.tolist() == [3, 0, 1]
+    assert buffer.writer.generations_of(second).tolist() == [0, 1, 1]
+    assert buffer.writer.generations_of(buffer.add(torch.tensor(6))).tolist() == 1
+    assert buffer.writer.generations_of(torch.tensor([-1, 4, 99])).tolist() == [-1, -1, -1]
+    _, info = buffer.sample(return_info=True)
+    assert torch.equal(buffer.writer.generations_of(info["index"]), info["index_generation"])
+
+
+def test_generations_of_a_storage_of_two_dimensions():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2), writer=RoundRobinWriter(track_generations=True))
+    index = buffer.extend(torch.arange(4).reshape(2, 2))
+    assert buffer.writer.generations_of(index).tolist() == [0] * 4
+    again = buffer.extend(torch.arange(4).reshape(2, 2))  # 3 rows of 2: over the first
+    assert buffer.writer.generations_of(again).tolist() == [0, 0, 1, 1]
+    assert buffer.writer.generations_of(torch.tensor([[2, 0], [3, 0], [0, 2]])).tolist() == [0, -1, -1]
+    assert buffer.writer.generations_of(index[0]).tolist() == 1
+
+
+def test_a_writer_that_tracks_nothing_knows_no_generations():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
+    index = buffer.extend(torch.arange(4).reshape(2, 2))
+    assert buffer.writer.generations_of(index).tolist() == [-1] * 4
+    assert RoundRobinWriter(track_generations=True).generations_of(torch.arange(2)).tolist() == [-1, -1]
+
+
+def test_a_writer_follows_its_buffer_to_another_storage():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
+    buffer.set_writer(RoundRobinWriter(track_generations=True))
+    index = buffer.extend(torch.arange(4))
+    assert buffer.writer.generations_of(index).tolist() == [0] * 4
+    buffer.set_storage(LazyTensorStorage(4))
+    assert buffer.writer.generations_of(index).tolist() == [-1] * 4
+    twin = pickle.loads(pickle.dumps(buffer))
+    assert twin.writer.storage is twin.storage
+
+
+@pytest.mark.parametrize("writer", [RoundRobinWriter(), TensorDictMaxValueWriter("value")])
+def test_a_writer_is_saved_by_itself(writer, tmp_path):
+    writer.dumps(tmp_path / "writer")
+    writer.loads(tmp_path / "writer")
+    with pytest.raises(FileNotFoundError, match=r"writer\.pt"):
+        writer.loads(tmp_path)
+
+
 # The largest values ------------------------------------------------------------------------------
 
 

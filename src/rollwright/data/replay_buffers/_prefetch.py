@@ -88,6 +88,11 @@ class Prefetcher(Generic[T]):
             self.drop()
             raise
 
+    @property
+    def num_ahead(self) -> int:
+        """Number of results that were asked for ahead."""
+        return len(self._results)
+
     def _run(self, turn: Ticket) -> T:
         try:
             return self._make(turn)

@@ -38,6 +38,7 @@ from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler, draw_and_read
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import pieces, positive
+from rollwright.data.replay_buffers.storages.entries import set_entries
 from rollwright.data.replay_buffers.storages.lists import ListStorage
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
@@ -141,6 +142,7 @@ class ReplayBuffer:
             sampler = consuming(consume_after_n_samples, sampler, prefetch, shared)
         self.sampler: Sampler = made("sampler", sampler, Sampler, RandomSampler)
         self.writer: Writer = made("writer", writer, Writer, RoundRobinWriter)
+        self.writer.register_storage(self.storage)
         check_given(collate_fn, transform, transform_factory, generator, limiter, pin_memory=pin_memory)
         self.transforms: list[Transform] = []
         self.collate_fn, self.pin_memory = collate_fn, bool(pin_memory)
@@ -221,7 +223,11 @@ class ReplayBuffer:
         self.sampler.check(self.storage, data)
         index = self.writer.extend(self.storage, data, self.dim_extend)
         self.written()
-        return self._indices(data, index, prioritise)
+        where = self._indices(data, index, prioritise)
+        if self._sampler_listens:
+            with self.drawing:
+                self.sampler.extend(where[torch.from_numpy(index >= 0)])
+        return where
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Store one element (for a storage of several dimensions: one step of all environments).
@@ -235,7 +241,17 @@ class ReplayBuffer:
         index = self.writer.add(self.storage, data, self.dim_extend)
         self._notify_limiter()
         where = self._indices(data, index)
-        return int(where[0]) if where.ndim == 1 and len(where) == 1 else where
+        only = int(where[0]) if where.ndim == 1 and len(where) == 1 else where
+        if self._sampler_listens and (index >= 0).all():
+            with self.drawing:
+                self.sampler.add(only)
+        return only
+
+    @property
+    def _sampler_listens(self) -> bool:
+        """Whether the sampler, of a class of the user's, wants to learn where elements are written."""
+        kind = type(self.sampler)
+        return kind.extend is not Sampler.extend or kind.add is not Sampler.add
 
     def _nothing(self) -> torch.Tensor:
         """The index of no elements: a transform has left nothing to be stored."""
@@ -267,6 +283,8 @@ class ReplayBuffer:
             return f"the storage is on {self.storage.device}"
         if self.dim_extend != self.storage.ndim - 1:
             return f"dim_extend is {self.dim_extend}"
+        if self._sampler_listens:
+            return f"{type(self.sampler).__name__} learns of each extend()"
         return None
 
     # Sampling ---------------------------------------------------------------------------------
@@ -338,11 +356,15 @@ class ReplayBuffer:
         info: dict[str, Any] = {"index": storage.public(draw.index), **draw.info}
         if isinstance(batch, TensorDictBase):
             batch = self._with_info(self.sampler.mark(batch, draw), info)
+        batch = self._transformed(batch)
+        return (batch.pin_memory() if self.pin_memory else batch), info, ran_out
+
+    def _transformed(self, batch: Any) -> Any:
         for change in self.transforms:
             batch = change(batch)
             if batch is None:
                 raise TypeError(f"transform: expected {change!r} to return the batch, got None. Let it return one.")
-        return (batch.pin_memory() if self.pin_memory else batch), info, ran_out
+        return batch
 
     def _read(self, size: int) -> tuple[Draw, Any]:
         """Draw elements, and read them; whoever holds :attr:`drawing` calls it."""
@@ -362,6 +384,10 @@ class ReplayBuffer:
         """Drop the batches that were prefetched: they would not be drawn so any more."""
         if self._prefetcher is not None:
             self._prefetcher.drop()
+
+    def next(self) -> Any:
+        """A batch: what :meth:`sample` gives."""
+        return self.sample()
 
     def __iter__(self) -> Iterator[Any]:
         """Sample for ever, or until a sampler without replacement has delivered everything once."""
@@ -386,7 +412,17 @@ class ReplayBuffer:
         with self.drawing, self.storage.ledger.reading():
             if generation is not None:
                 flat = np.where(still_there(self.storage, flat, generation), flat, -1)
-            self.sampler.update_priority(flat, priority, self.storage)
+            self.sampler.update_priority(torch.from_numpy(flat), priority, storage=self.storage)
+
+    def mark_update(self, index: Any) -> None:
+        """Let elements count as new, for samplers that have priorities: they get that of a new element.
+
+        Args:
+            index: as ``sample`` and ``extend`` give it.
+        """
+        flat = self.storage.flat(index)
+        with self.drawing, self.storage.ledger.reading():
+            self.sampler.mark_update(torch.from_numpy(flat), storage=self.storage)
 
     def update_if_present(
         self,
@@ -461,19 +497,99 @@ class ReplayBuffer:
         self.storage.ledger.settle()
         return self.storage.ledger.write_count * self.storage.columns
 
+    @property
+    def initialized(self) -> bool:
+        """True: parts are made when the buffer is."""
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of the buffer, which JSON takes.
+
+        Returns:
+            ``"size"``, elements that are stored; ``"capacity"``, those that there is room for; ``"utilization"``, the
+            one by the other; ``"write_count"``; ``"prefetch_queue_size"``, batches that are prepared or being prepared;
+            ``"initialized"``.
+        """
+        size, capacity = len(self), self.storage.max_size
+        return {
+            "size": size,
+            "write_count": self.write_count,
+            "capacity": capacity,
+            "utilization": size / capacity,
+            "prefetch_queue_size": self._num_ahead(),
+            "initialized": self.initialized,
+        }
+
+    def _num_ahead(self) -> int:
+        return 0 if self._prefetcher is None else self._prefetcher.num_ahead
+
     def __getitem__(self, index: Any) -> Any:
         """Elements by place, copied: ``buffer[3]``, ``buffer[:10]``, ``buffer[[1, 4]]``, a mask; ``buffer[:]`` is all.
 
-        With ``ndim=2`` the places are those of the batch ``[B, T]`` of all that is stored. A name, or a tuple of names,
-        is that entry of all: ``buffer["next", "reward"]``.
+        The buffer's transforms are applied, as they are to a batch; ``buffer.storage[...]`` is what is stored. With
+        ``ndim=2`` the places are those of the batch ``[B, T]`` of all that is stored. A name, or a tuple of names, is
+        that entry of all: ``buffer["next", "reward"]``.
         """
         if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
             return entry_of(self[:], index)
-        return self.storage.get(index, dim=self.dim_extend, collate=self._collated)
+        return self._transformed(self.storage.get(index, dim=self.dim_extend, collate=self._collated))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Replace elements."""
-        self.storage.replace(index, value, dim=self.dim_extend)
+        """Replace elements; where transforms have inverses, these are applied, as to what is written."""
+        given = self._past_inverses(value)
+        if given is not None or value is None:
+            self.storage.replace(index, given, dim=self.dim_extend)
+
+    def set_at_(self, key: NestedKey, value: Any, index: Any) -> ReplayBuffer:
+        """Change an entry of elements, as they are stored; returns the buffer.
+
+        Args:
+            key: the entry.
+            value: ``[*index, *entry]``, or what broadcasts to that.
+            index: as ``sample`` and ``extend`` give it, or a slice of places.
+
+        Raises:
+            TypeError: the storage has no rows of tensors.
+            KeyError, ValueError, IndexError: the value does not fit, or there is no such entry or element.
+        """
+        self._set_entries({key: value}, index)
+        return self
+
+    def set_(self, key: NestedKey, value: Any) -> ReplayBuffer:
+        """Change an entry of all elements, as they are stored; see :meth:`set_at_`."""
+        self._set_entries({key: value}, None)
+        return self
+
+    def update_(
+        self,
+        input_dict_or_td: Mapping[NestedKey, Any] | TensorDictBase,
+        clone: bool = False,
+        *,
+        keys_to_update: Sequence[NestedKey] | None = None,
+    ) -> ReplayBuffer:
+        """Change entries of all elements, as they are stored; returns the buffer.
+
+        Args:
+            input_dict_or_td: new values, ``[*all that is stored, *entry]`` each; see :meth:`set_at_`.
+            clone: accepted for programs of the field; values are always copied.
+            keys_to_update: of those, the entries to change; None: all.
+        """
+        given = input_dict_or_td
+        if keys_to_update is not None:
+            given = {key: cast(Any, given)[key] for key in keys_to_update}
+        self._set_entries(given, None)
+        return self
+
+    def _set_entries(self, data: Mapping[NestedKey, Any] | TensorDictBase, index: Any) -> None:
+        set_entries(self.storage, data, index, self.dim_extend)
+
+    def read_all_in_order(self, end: int | None = None) -> Any:
+        """The first ``end`` elements by place; None: all. The same as ``buffer[:end]``."""
+        return self[:end]
+
+    def write_all(self, data: Any, end: int | None = None) -> None:
+        """Replace the first ``end`` elements by place; None: as many as the data are. See :meth:`__setitem__`."""
+        self[: len(data) if end is None else end] = data
 
     def empty(self, empty_write_count: bool = False) -> None:
         """Drop all elements.
@@ -522,6 +638,10 @@ class ReplayBuffer:
         return self
 
     def _inverted(self, data: Any) -> Any:
+        """Data of a batch as they are stored; None: a transform has left nothing."""
+        return self._past_inverses(data)
+
+    def _past_inverses(self, data: Any) -> Any:
         for change in reversed(self.transforms):
             inverse = inverse_of(change)
             data = data if inverse is None or data is None else inverse(data)
@@ -538,16 +658,26 @@ class ReplayBuffer:
 
     def set_writer(self, writer: Writer) -> None:
         """Write otherwise from now on."""
-        self.writer = made("writer", writer, Writer, RoundRobinWriter)
+        chosen = made("writer", writer, Writer, RoundRobinWriter)
+        chosen.register_storage(self.storage)
+        self.writer = chosen
 
-    def set_storage(self, storage: Storage) -> None:
-        """Put another storage in place."""
+    def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> None:
+        """Put another storage in place.
+
+        Args:
+            storage: which, or a callable that makes it.
+            collate_fn: of the buffer from now on; None: as it was.
+        """
+        collate_fn = self.collate_fn if collate_fn is None else collate_fn
+        check_given(collate_fn, None, None, None, None, pin_memory=False)
         storage = made("storage", storage, Storage, ListStorage)
         given = storage.ndim - 1 if self._dim_given is None else self._dim_given
         dim = dimension("dim_extend", given, storage.ndim)
         self._drop_prefetched()
         with self.drawing:
-            self.storage, self.dim_extend = storage, dim
+            self.storage, self.dim_extend, self.collate_fn = storage, dim, collate_fn
+            self.writer.register_storage(storage)
         if self.insert_limiter is not None:
             self.insert_limiter.begin()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollwright.data.loading import load_saved, save
 from rollwright.data.replay_buffers.storages.folders import recover, replacing
-from rollwright.data.replay_buffers.storages.memory import ROWS_FILE
+from rollwright.data.replay_buffers.storages.memory import ROWS_FILE, STATE_FILE
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.storages.tensors import LazyMemmapStorage
 from rollwright.errors import DamagedFileError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["dump", "load", "restore", "state_of"]
 
-STATE_FILE, LIST_FILE = "state.pt", "elements.pt"
+LIST_FILE = "elements.pt"
 
 
 def state_of(buffer: ReplayBuffer, *, with_elements: bool) -> dict[str, Any]:

@@ -37,10 +37,14 @@ class ConditionalUpdateResult(NamedTuple):
         return int(self.updated.sum())
 
     @property
+    def version_rejected_count(self) -> int:
+        """Number of elements that were there, of a newer version; 0 where versions were not compared."""
+        return 0 if self.version_rejected is None else int(self.version_rejected.sum())
+
+    @property
     def stale_count(self) -> int:
         """Number of elements that were overwritten or dropped since they were drawn."""
-        rejected = 0 if self.version_rejected is None else int(self.version_rejected.sum())
-        return len(self.updated) - self.updated_count - rejected
+        return len(self.updated) - self.updated_count - self.version_rejected_count
 
 
 def still_there(storage: Storage, flat: Index, generation: Any) -> NDArray[np.bool_]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
@@ -212,7 +213,7 @@ class ReplayBufferEnsemble:
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """A batch ``[members, n]``; see :meth:`ReplayBuffer.sample`.
 
-        Where members are :class:`TensorDictReplayBuffer`, ``"index"`` holds ``"buffer_ids"`` and ``"index"``.
+        Where elements are TensorDicts, ``"index"`` holds ``"buffer_ids"`` and ``"index"``.
         """
         size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if size is None:
@@ -230,12 +231,14 @@ class ReplayBufferEnsemble:
         drawn = self._drawn()
         rows, infos = zip(*(self.members[n].sample(row_size, return_info=True) for n in drawn), strict=True)
         for n, row, info in zip(drawn, rows, infos, strict=True):
-            place = TensorDict(
-                {"buffer_ids": torch.full((len(info["index"]),), n), "index": info["index"]}, [len(info["index"])]
-            )
-            info["index"] = place
-            if isinstance(row, TensorDictBase) and "index" in row.keys():  # noqa: SIM118 - a TensorDict iterates over rows
-                row.set("index", place)
+            index = info["index"]
+            if isinstance(row, TensorDictBase):
+                if len(row) != len(index):  # a transform has left elements out
+                    index = row.get("index", None)
+                if index is not None:
+                    place = _places(n, index)
+                    row.set("index", place.reshape(-1, *(1,) * (row.ndim - 1)).expand(row.batch_size))
+            info["index"] = _places(n, info["index"])
         batch = _stack(list(rows)) if self.collate_fn is None else self.collate_fn(list(rows))
         for change in self.transforms:
             batch = change(batch)
@@ -267,6 +270,10 @@ class ReplayBufferEnsemble:
             if bool(mine.any()):
                 buffer.update_priority(places[mine], each[mine.to(each.device)])
 
+    def next(self) -> Any:
+        """A batch: what :meth:`sample` gives."""
+        return self.sample()
+
     def __iter__(self) -> Iterator[Any]:
         while True:
             yield self.sample()
@@ -274,14 +281,37 @@ class ReplayBufferEnsemble:
     # Members ----------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Any:
-        """Member ``index``; with a tuple, elements of members: ``ensemble[0, :10]``, ``ensemble[:, 3]``."""
+        """Member ``index``; an ensemble of some members; with a tuple, elements of members.
+
+        ``ensemble[0]`` is a member, ``ensemble[1:]`` or ``ensemble[[0, 2]]`` an ensemble, which samples these members
+        by their weights and is written member by member; ``ensemble[0, :10]`` and ``ensemble[:, 3]`` are elements.
+        """
         if not isinstance(index, tuple):
-            return self.members[index]
-        chosen = self.members[index[0]]
+            return self.members[index] if _is_one(index) else self._some(self._numbers(index))
         inside = index[1] if len(index) == 2 else index[1:]
-        if isinstance(chosen, list):
-            return _stack([member[inside] for member in chosen])
-        return chosen[inside]
+        if _is_one(index[0]):
+            return self.members[index[0]][inside]
+        return _stack([self.members[n][inside] for n in self._numbers(index[0])])
+
+    def _numbers(self, index: Any) -> list[int]:
+        """The members that a slice, a list, an array or a tensor names."""
+        if isinstance(index, slice):
+            return list(range(len(self.members)))[index]
+        numbers: list[int] = np.arange(len(self.members))[np.asarray(index)].reshape(-1).tolist()
+        return numbers
+
+    def _some(self, numbers: list[int]) -> ReplayBufferEnsemble:
+        if numbers == list(range(len(self.members))):
+            return self
+        some = ReplayBufferEnsemble(
+            *(self.members[n] for n in numbers),
+            collate_fn=self.collate_fn,
+            p=None if self.p is None else self.p[numbers],
+            sample_from_all=self.sample_from_all,
+            num_buffer_sampled=None if self.sample_from_all else self.num_buffer_sampled,
+        )
+        some.batch_size, some.transforms, some.generator = self.batch_size, self.transforms, self.generator
+        return some
 
     def __len__(self) -> int:
         """Number of members; elements are ``sum(len(member) for member in ensemble.members)``."""
@@ -349,11 +379,23 @@ class ReplayBufferEnsemble:
             file = Path(path) / _LIMITER_FILE
             self.limiter.load_state_dict(load_saved(file) if file.is_file() else None)
 
+    dump = save = dumps
+    load = loads
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "limiter": None, "insert_limiter": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.members)} members, batch_size={self.batch_size})"
+
+
+def _is_one(index: Any) -> bool:
+    return not isinstance(index, slice) and np.ndim(index) == 0
+
+
+def _places(member: int, index: torch.Tensor) -> TensorDict:
+    """Indices of elements of a member, and whose they are."""
+    return TensorDict({"buffer_ids": torch.full((len(index),), member), "index": index}, [len(index)])
 
 
 def _stack(rows: list[Any]) -> Any:

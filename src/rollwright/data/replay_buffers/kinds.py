@@ -141,6 +141,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         eps: added to each priority.
         dtype: of the weights.
         reduction: makes one priority of several.
+        sync, sampler_device: accepted for programs of the field; they change nothing here. Whatever process writes, the
+            sampler takes it in when it draws; priorities lie in memory of the CPU.
         **options: those of :class:`ReplayBuffer`, except ``sampler``.
 
     Example:
@@ -158,6 +160,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float32,
         reduction: Reduction = "max",
+        sync: bool = True,
+        sampler_device: torch.device | str | None = None,
         **options: Unpack[CommonBufferKeywords],
     ) -> None:
         super().__init__(**_prioritized(options, alpha, beta, eps, dtype, reduction))
@@ -174,6 +178,8 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         dtype: of the weights.
         reduction: makes one priority of several.
         priority_key: the entry that :meth:`update_tensordict_priority` reads.
+        sync, sampler_device: accepted for programs of the field; they change nothing here. Whatever process writes, the
+            sampler takes it in when it draws; priorities lie in memory of the CPU.
         **options: those of :class:`ReplayBuffer`, except ``sampler``.
 
     Example:
@@ -191,6 +197,8 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         dtype: torch.dtype = torch.float32,
         reduction: Reduction = "max",
         priority_key: NestedKey = "td_error",
+        sync: bool = True,
+        sampler_device: torch.device | str | None = None,
         **options: Unpack[CommonBufferKeywords],
     ) -> None:
         super().__init__(priority_key=priority_key, **_prioritized(options, alpha, beta, eps, dtype, reduction))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import num_rows
+from rollwright.data.replay_buffers.storages.saving import dump_part, load_part
 
 __all__ = [
     "ImmutableDatasetWriter",
@@ -28,13 +30,43 @@ __all__ = [
 class Writer(ABC):
     """Puts elements into a storage.
 
+    Args:
+        compilable: accepted for programs of the field; it changes nothing here.
+
     Attributes:
         in_order: whether elements lie in the order in which they came, which writes in place rely on.
         tracks_generations: whether batches say which element of its place each is, see :class:`RoundRobinWriter`.
+        storage: of the buffer that writes with it; None: no buffer does yet.
+        compilable: as given.
     """
 
     in_order: bool = False
     tracks_generations: bool = False
+    storage: Storage | None = None
+
+    def __init__(self, compilable: bool = False) -> None:
+        self.compilable = bool(compilable)
+
+    def register_storage(self, storage: Storage) -> None:
+        """Learn which storage the indices of :meth:`generations_of` are of; a buffer does that with its own."""
+        self.storage = storage
+
+    def generations_of(self, index: Any) -> torch.Tensor:
+        """How often the places of elements were written before these were.
+
+        What ``sample`` gives as ``"index_generation"``, for the index that ``extend`` and ``add`` return.
+
+        Args:
+            index: int64 ``[n]`` or ``[n, ndim]``, or the number of one element.
+
+        Returns:
+            int64 ``[n]``, or ``[]`` for one element; -1: nothing is stored there, or the writer tracks no generations.
+        """
+        places = torch.as_tensor(index)
+        if self.storage is None or not self.tracks_generations:
+            shape = places.shape if self.storage is None or self.storage.ndim == 1 else places.shape[:-1]
+            return torch.full(shape, -1, dtype=torch.int64)
+        return self.storage.generations_at(places)
 
     @abstractmethod
     def extend(self, storage: Storage, data: Any, dim: int) -> NDArray[np.int64]:
@@ -64,6 +96,18 @@ class Writer(ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027 - most remember nothing
         """Take up what another writer remembered."""
 
+    def dumps(self, path: str | Path) -> None:
+        """Write the state to a folder; what the storage remembers (how much was written) is saved with that."""
+        dump_part(self, path, "writer")
+
+    def loads(self, path: str | Path) -> None:
+        """Read what :meth:`dumps` wrote.
+
+        Raises:
+            FileNotFoundError, DamagedFileError: there is nothing to read.
+        """
+        load_part(self, path, "writer")
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
@@ -72,6 +116,7 @@ class RoundRobinWriter(Writer):
     """Elements lie in the order in which they come; a full storage loses the oldest.
 
     Args:
+        compilable: accepted for programs of the field; it changes nothing here.
         track_generations: give the entry ``"index_generation"`` along with ``"index"``, int64 ``[n]``, by which
             :meth:`~rollwright.data.replay_buffers.buffer.ReplayBuffer.update_if_present` and ``update_priority`` know
             whether an element was overwritten since it was drawn.
@@ -88,7 +133,8 @@ class RoundRobinWriter(Writer):
 
     in_order = True
 
-    def __init__(self, track_generations: bool = False) -> None:
+    def __init__(self, compilable: bool = False, track_generations: bool = False) -> None:
+        super().__init__(compilable)
         self.tracks_generations = bool(track_generations)
 
     def extend(self, storage: Storage, data: Any, dim: int) -> NDArray[np.int64]:
@@ -140,6 +186,7 @@ class TensorDictMaxValueWriter(Writer):
     Args:
         rank_key: the entry that holds the value; numbers of any shape. None: ``("next", "reward")``.
         reduction: how several numbers become one: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"median"``.
+        compilable: accepted for programs of the field; it changes nothing here.
 
     Example:
         >>> from tensordict import TensorDict
@@ -153,7 +200,8 @@ class TensorDictMaxValueWriter(Writer):
 
     _reductions = ("sum", "mean", "max", "min", "median")
 
-    def __init__(self, rank_key: NestedKey | None = None, reduction: str = "sum") -> None:
+    def __init__(self, rank_key: NestedKey | None = None, reduction: str = "sum", *, compilable: bool = False) -> None:
+        super().__init__(compilable)
         if reduction not in self._reductions:
             raise ValueError(f"reduction: expected one of {', '.join(self._reductions)}, got {reduction!r}.")
         self.rank_key = ("next", "reward") if rank_key is None else as_keys(rank_key)[0]

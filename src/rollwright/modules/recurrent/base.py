@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor, nn
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
@@ -123,8 +123,11 @@ class RecurrentModule(TensorDictModuleBase):
 
     # Running ----------------------------------------------------------------------------------
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    @dispatch  # type: ignore[untyped-decorator, unused-ignore]
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
         """Write outputs and next states into ``tensordict``, and return it.
+
+        Called with the entries by name, in place of a TensorDict, it returns a tuple of what ``out_keys`` name.
 
         Raises:
             PolicyKeyError: a state is missing; or, in recurrent mode, the mark of first steps.

@@ -36,6 +36,19 @@ def _check_layout(batch_first: bool, bidirectional: bool) -> None:
         )
 
 
+_BACKENDS = ("auto", "pad", "scan", "triton")
+
+
+def _check_backend(backend: str, recompute: str) -> None:
+    """Refuse names of backends that there are nowhere; those that there are elsewhere all mean the one that is here."""
+    for name, value, known in (
+        ("recurrent_backend", backend, _BACKENDS),
+        ("recurrent_recompute", recompute, ("none", "full")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}. Leave it out.")
+
+
 def _check_sizes(name: str, sizes: dict[str, Any]) -> None:
     for size, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool):
@@ -70,6 +83,8 @@ class GRUModule(RecurrentModule):
         device: of the weights.
         gru: a ready layer, instead of sizes.
         default_recurrent_mode: where no mode is set.
+        recurrent_backend, recurrent_compute_dtype, recurrent_recompute, recurrent_matmul_precision: accepted for
+            programs of the field; they change nothing here. Pieces run without padding, by torch's own layer.
 
     Raises:
         ValueError: keys are too few, too many or given twice; the layer is bidirectional or not batch first.
@@ -105,7 +120,12 @@ class GRUModule(RecurrentModule):
         device: torch.device | str | int | None = None,
         gru: nn.GRU | None = None,
         default_recurrent_mode: Mode = None,
+        recurrent_backend: str = "auto",
+        recurrent_compute_dtype: torch.dtype = torch.float32,
+        recurrent_recompute: str = "none",
+        recurrent_matmul_precision: str = "auto",
     ) -> None:
+        _check_backend(recurrent_backend, recurrent_recompute)
         sizes = {"input_size": input_size, "hidden_size": hidden_size}
         if gru is None:
             _check_sizes("gru", sizes)
@@ -154,6 +174,8 @@ class LSTMModule(RecurrentModule):
         device: of the weights.
         lstm: a ready layer, instead of sizes.
         default_recurrent_mode: where no mode is set.
+        recurrent_backend, recurrent_compute_dtype, recurrent_recompute, recurrent_matmul_precision: accepted for
+            programs of the field; they change nothing here. Pieces run without padding, by torch's own layer.
 
     Raises:
         ValueError: keys are too few, too many or given twice; the layer is bidirectional or not batch first.
@@ -189,7 +211,12 @@ class LSTMModule(RecurrentModule):
         device: torch.device | str | int | None = None,
         lstm: nn.LSTM | None = None,
         default_recurrent_mode: Mode = None,
+        recurrent_backend: str = "auto",
+        recurrent_compute_dtype: torch.dtype = torch.float32,
+        recurrent_recompute: str = "none",
+        recurrent_matmul_precision: str = "auto",
     ) -> None:
+        _check_backend(recurrent_backend, recurrent_recompute)
         sizes = {"input_size": input_size, "hidden_size": hidden_size}
         if lstm is None:
             _check_sizes("lstm", sizes)

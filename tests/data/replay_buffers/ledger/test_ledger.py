@@ -114,7 +114,33 @@ def test_clear_drops_rows_and_says_that_what_was_derived_is_void():
     assert ledger.num_live() == 0
     assert ledger.revision > before
     ledger.publish(ledger.reserve(2))
-    assert ledger.live() == (3, 5)
+    assert ledger.live() == (4, 6)  # from the first row on
+
+
+def test_rows_begin_at_the_first_after_a_clear():
+    ledger = Ledger(capacity=4)
+    for number, n in enumerate((3, 2, 4, 1)):
+        ledger.publish(ledger.reserve(n))
+        low, high = ledger.live()
+        assert (low % 4, high - low) == (0, n)
+        ledger.clear()
+        ledger.clear()
+        assert ledger.num_live() == 0
+        assert ledger.num_lost == 0
+        assert ledger.write_count == sum((3, 2, 4, 1)[: number + 1])
+        assert not len(ledger.gaps())
+
+
+def test_a_clear_leaves_rows_alone_that_somebody_writes():
+    ledger = Ledger(capacity=4)
+    ledger.publish(ledger.reserve(1))
+    held = ledger.reserve(2)
+    ledger.clear()
+    ledger.publish(held)
+    assert ledger.live() == (3, 3)  # what was being written is dropped, too
+    ledger.publish(ledger.reserve(1))
+    assert ledger.live() == (3, 4)
+    assert (ledger.num_lost, ledger.num_passed, ledger.write_count) == (0, 0, 4)
 
 
 def reserve_and_wait(rows: Segment, lock: Segment, ready, n: int) -> None:

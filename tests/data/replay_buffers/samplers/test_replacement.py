@@ -84,3 +84,22 @@ def test_an_end_that_is_not_there_is_named():
     buffer.extend(frames({"terminated": [3], "truncated": [7]}))
     with pytest.raises(KeyError, match=r"end_keys: there is no entry \('next', 'lost'\)"):
         buffer.sample()
+
+
+@pytest.mark.parametrize(("traj_key", "end_key"), [("run", "lost"), ("lost", ("next", "truncated"))])
+def test_one_of_two_entries_that_are_named_may_be_missing(traj_key, end_key):
+    data = frames({"truncated": [3]}).set("run", (torch.arange(12) >= 4).long())
+    sampler = SliceSampler(slice_len=12, traj_key=traj_key, end_key=end_key)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=12)
+    buffer.extend(data)
+    batches = [buffer.sample()["step"].tolist() for _ in range(40)]
+    assert {tuple(batch) for batch in batches} == {tuple(range(4)), tuple(range(4, 12))}
+    assert (sampler.traj_key, sampler.end_keys) == (traj_key, (end_key,))
+
+
+def test_two_entries_that_are_named_and_missing_are_an_error():
+    sampler = SliceSampler(slice_len=2, traj_key="lost", end_key="gone")
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+    buffer.extend(frames({"truncated": [3]}))
+    with pytest.raises(KeyError, match="traj_key: there is no entry 'lost'"):
+        buffer.sample()

@@ -104,6 +104,25 @@ def test_a_pass_ends_where_the_sampler_says(serve):
     assert sorted(i for batch in buffer for i in batch["next", "id"].tolist()) == list(range(50))
 
 
+def test_entries_are_changed_in_the_service(serve):
+    buffer = serve()
+    index = buffer.extend(frames(0, 10))
+    buffer.set_at_(("next", "id"), torch.tensor([70, 80]), index[3:5])
+    assert buffer["next", "id"].tolist() == [0, 1, 2, 70, 80, 5, 6, 7, 8, 9]
+    buffer.set_(("next", "id"), 4)
+    assert set(buffer["next", "id"].tolist()) == {4}
+    with pytest.raises(KeyError, match="got 'lost'"):
+        buffer.set_("lost", 1)
+
+
+def test_elements_count_as_new_again(serve):
+    buffer = serve(TensorDictPrioritizedReplayBuffer, alpha=1.0, beta=1.0, batch_size=200)
+    index = buffer.extend(frames(0, 3))
+    buffer.update_priority(index, torch.tensor([0.0, 0.0, 1.0]))
+    buffer.mark_update(index[:1])
+    assert set(buffer.next()["next", "id"].tolist()) == {0, 2}
+
+
 def test_priorities_are_the_service_s(serve):
     buffer = serve(TensorDictPrioritizedReplayBuffer, alpha=1.0, beta=1.0, batch_size=64, priority_key="td_error")
     buffer.extend(frames(0, 100))

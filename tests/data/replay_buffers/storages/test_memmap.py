@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import warnings
 
@@ -242,3 +244,54 @@ def test_copying_the_folder_loses_no_rows_that_are_being_written(tmp_path):
     buffer.storage.publish(rows)
     assert (len(buffer), buffer.write_count) == (12, 12)
     check_whole(buffer[:])
+
+
+# Removing the files -------------------------------------------------------------------------------
+
+
+def test_files_are_removed_on_request(tmp_path):
+    buffer = opened(tmp_path / "rows")
+    buffer.extend(numbered(4))
+    buffer.dumps(tmp_path / "rows")
+    assert buffer.storage.cleanup()
+    assert not (tmp_path / "rows").exists()
+    assert len(buffer) == 4
+    check_whole(buffer.sample())
+    assert not buffer.storage.cleanup()
+    assert not LazyMemmapStorage(10).cleanup()
+
+
+def test_other_files_stay(tmp_path):
+    buffer = opened(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert buffer.storage.cleanup()
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("auto_cleanup", [None, False, True])
+def test_files_may_end_with_the_process(auto_cleanup, tmp_path):
+    program = f"""
+import torch
+from rollwright.data import LazyMemmapStorage
+storage = LazyMemmapStorage(10, scratch_dir={str(tmp_path / "rows")!r}, auto_cleanup={auto_cleanup})
+storage.append(torch.arange(3))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "rows").exists() is not (auto_cleanup is True)
+
+
+def test_a_storage_that_was_emptied_takes_no_more_space(tmp_path):
+    buffer = opened(tmp_path, 1_000_000)
+    buffer.extend(numbered(1000))
+    before = os.stat(tmp_path / ROWS_FILE).st_blocks
+    for _ in range(3):
+        buffer.empty()
+        buffer.extend(numbered(1000))
+    assert os.stat(tmp_path / ROWS_FILE).st_blocks == before
+    del buffer
+    again = opened(tmp_path, None, existsok=True)
+    assert (len(again), again.write_count, again.storage.ledger.num_lost) == (1000, 4000, 0)
+    again.extend(numbered(10, 1000))
+    check_whole(again[:])
+    assert again[:]["serial"].tolist() == list(range(1010))

@@ -6,7 +6,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictPrioritizedReplayBuffer
+from rollwright.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorStorage,
+)
 
 
 def numbered(*shape: int) -> TensorDict:
@@ -45,3 +51,13 @@ def test_room_of_whole_rows_is_saved_and_loaded(tmp_path):
     assert bool((third[:] == buffer[:]).all())
     again = LazyMemmapStorage(10, scratch_dir=tmp_path / "a", ndim=2, existsok=True)
     assert (again.max_size, again.requested_size, len(again)) == (12, 10, 12)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_a_tensordict_without_entries_is_room(shape):
+    buffer = ReplayBuffer(storage=TensorStorage(TensorDict({}, shape), ndim=len(shape)))
+    assert (len(buffer), buffer.storage.max_size) == (0, 4)
+    buffer.extend(numbered(*shape))
+    assert buffer[:]["serial"].tolist() == numbered(*shape)["serial"].tolist()
+    buffer.extend(numbered(*shape))
+    assert len(buffer) == 4

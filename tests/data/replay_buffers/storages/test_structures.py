@@ -318,6 +318,8 @@ def test_a_storage_is_read_and_written_by_place(storage):
     assert len(kept) == 6
     assert kept.contains(5)
     assert not kept.contains(6)
+    assert 5 in kept
+    assert torch.tensor([0, 6]) not in kept
     assert kept.contains(torch.tensor([0, 6])).tolist() == [True, False]
     for place in (6, range(6, 8)):
         with pytest.raises(IndexError, match="6 elements"):

@@ -22,6 +22,7 @@ _COUNTERS = {
     "ids": layout.IDS,
     "skipped": layout.SKIPPED,
     "uncounted": layout.UNCOUNTED,
+    "passed": layout.PASSED,
 }
 
 Numbers = NDArray[np.int64]
@@ -43,6 +44,9 @@ def wrong_in(ledger: Ledger, capacity: int | None, *, has_checks: bool) -> str:
     for name, value in counters.items():
         if value < 0:
             return f"the counter {name!r} is {value}"
+    if ledger.num_lost < 0:
+        held_nothing = ledger.num_lost + counters["passed"]
+        return f"{counters['passed']} positions were passed over, and {held_nothing} hold nothing"
     if capacity is None:
         used = [name for name in ("issued", "settled", "published", "gaps", "skipped") if counters[name]]
         return f"there are no rows, and the counter {used[0]!r} is {counters[used[0]]}" if used else ""

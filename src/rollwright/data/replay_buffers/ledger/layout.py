@@ -8,6 +8,7 @@ HEADER, SLOT, GAP = 16, 4, 4  # numbers in each; the header comes first, then th
 # In the header
 CAPACITY, ISSUED, SETTLED, PUBLISHED, BASE, REVISION, GAPS, OLDEST_GAP, IDS, HINT = range(10)
 UNCOUNTED = 10  # rows given before the count of rows was last set back
+PASSED = 11  # positions that were passed over, so that what is written after a clear() begins at the first row
 SKIPPED, BASE_CHECK = HEADER - 2, HEADER - 1  # rows that were given and have no position; ~base
 
 # In a slot

@@ -25,6 +25,7 @@ from rollwright.data.replay_buffers.ledger.layout import (
     NUM_GAPS,
     NUM_SLOTS,
     OLDEST_GAP,
+    PASSED,
     PUBLISHED,
     REVISION,
     SKIPPED,
@@ -38,6 +39,7 @@ from rollwright.data.replay_buffers.ledger.space import Space
 __all__ = ["Ledger", "Reservation", "Room", "Span"]
 
 _NAP_S = 0.5e-3
+_MOST_PASSED = 1 << 32  # at a clear(): positions are int64, and there may be many
 
 
 class Span(NamedTuple):
@@ -80,7 +82,8 @@ class Ledger:
     so a row that is being written is in no reader's range, whichever process writes it. Numbers lie in memory that
     processes may share (or in a file). Each change is committed by one store of an int64, so a process that is killed
     between two stores leaves a valid ledger. The reservation of one that was killed while it wrote becomes a gap: its
-    positions hold nothing, and are never read.
+    positions hold nothing, and are never read. A :meth:`clear` passes over the positions up to the next that lies in
+    row 0: they hold nothing, either.
 
     Args:
         memory: of :attr:`num_bytes`, zero at first; None: of this process.
@@ -338,7 +341,7 @@ class Ledger:
 
     @property
     def _given(self) -> int:
-        return self._head[PUBLISHED] - self.num_lost + self._head[SKIPPED]
+        return self._head[PUBLISHED] - self._gaps.num_lost + self._head[SKIPPED]
 
     def reset_write_count(self) -> None:
         """Count the rows that are given from now on; positions go on."""
@@ -358,7 +361,12 @@ class Ledger:
     @property
     def num_lost(self) -> int:
         """Positions that were reserved and never published: their writer was killed, or failed."""
-        return self._gaps.num_lost
+        return self._gaps.num_lost - self._head[PASSED]
+
+    @property
+    def num_passed(self) -> int:
+        """Positions that :meth:`clear` passed over."""
+        return self._head[PASSED]
 
     # Writing ----------------------------------------------------------------------------------
 
@@ -397,7 +405,7 @@ class Ledger:
         if start + n - self.capacity > self._head[PUBLISHED] or self._reservations.full:
             return None
         if self.space is not None:
-            self.space.make_for(start + n)
+            self.space.make_for(start % self.capacity + n)
         if room is not None:
             room.find(start, start + n)
         taken = self._reservations.add(start, start + n)
@@ -474,10 +482,23 @@ class Ledger:
                 head[REVISION] += 1
 
     def clear(self) -> None:
-        """Drop all that is published."""
-        with self.writing():
+        """Drop all that is published; what is written next begins at the first row, unless somebody is writing now."""
+        with uninterrupted, self.writing():  # or what is passed over could stay reserved
+            self._settle()
+            if self.is_settled() and 0 < self.capacity <= _MOST_PASSED:
+                self._pass_over(-self.end() % self.capacity)
             self._set_base(self.end())
             self._head[REVISION] += 2
+
+    def _pass_over(self, n: int) -> None:
+        """Let positions hold nothing, as those of a reservation that was abandoned."""
+        if not n:
+            return
+        taken = self._reservations.add(self.end(), self.end() + n)
+        self._reservations.close(taken, publish=False)
+        self._reservations.release_slot(taken)
+        self._settle()
+        self._head[PASSED] += n
 
     def _set_base(self, base: int) -> None:
         self._head[BASE_CHECK] = ~base
@@ -496,7 +517,8 @@ class Ledger:
         """Take the positions of a saved storage. For use while rows change in place.
 
         Args:
-            state: ``low``, ``high``, ``voids`` (the gaps), ``lost``, ``skipped`` and ``uncounted`` of what was saved.
+            state: ``low``, ``high``, ``voids`` (the gaps), ``lost``, ``skipped``, ``uncounted`` and ``passed`` of what
+                was saved.
 
         Raises:
             RuntimeError: somebody is writing rows.
@@ -510,7 +532,8 @@ class Ledger:
             )
         self._reservations.begin_at(state["high"])
         gaps = state["voids"].tolist()
-        self._gaps.begin(state["lost"] - sum(stop - start for start, stop in gaps))
+        head[PASSED] = state.get("passed", 0)
+        self._gaps.begin(state["lost"] + head[PASSED] - sum(stop - start for start, stop in gaps))
         self._set_base(state["low"])
         for start, stop in gaps:
             self._add_gap(start, stop)

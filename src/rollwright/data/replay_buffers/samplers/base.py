@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,8 @@ from tensordict import TensorDictBase
 
 from rollwright._options import with_options
 from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.batches import positive
+from rollwright.data.replay_buffers.storages.saving import dump_part, load_part
 
 __all__ = ["Draw", "InPasses", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "Slices", "draw_and_read"]
 
@@ -49,8 +51,10 @@ class Draw(NamedTuple):
     slices: Slices | None = None
 
 
-class Sampler(ABC):
+class Sampler:
     """Chooses elements of a storage.
+
+    A subclass defines :meth:`draw`, or :meth:`sample`, which is simpler and has no generator.
 
     A sampler remembers up to where it has seen the storage and takes in what is new, when it learns that something
     was written and when it draws, so that a draw costs the same however much is stored. It is used by one thread at
@@ -63,22 +67,81 @@ class Sampler(ABC):
             meanwhile, the batch is drawn again. Otherwise writers wait: both happen inside
             ``storage.ledger.reading()``.
         consumes: whether elements that were drawn may not be drawn again; :meth:`num_left` are left.
+        ran_out: whether the last draw completed a pass over what was stored, which ends an iteration over the buffer.
     """
 
     repeatable: bool = False
     consumes: bool = False
+    ran_out: bool = False
 
-    @abstractmethod
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, **options: Any) -> Any:
+            """A sampler, which knows how to draw."""
+            if cls.draw is Sampler.draw and cls.sample is Sampler.sample:
+                raise TypeError(f"{cls.__name__}: expected a sampler with draw() or sample(), got neither. Define one.")
+            return super().__new__(cls)
+
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
-        """Choose elements.
+        """Choose elements; default: by :meth:`sample`.
 
         Args:
             storage: holds at least one element.
             batch_size: number of elements, at least 1.
             generator: where random numbers come from; None: torch's own.
+
+        Raises:
+            IndexError: :meth:`sample` chose an element that is not stored.
+        """
+        index, info = self.sample(storage, batch_size)
+        if storage.ndim == 1:
+            flat = storage.elements_at(index[0] if isinstance(index, tuple) else index).reshape(-1)
+        else:
+            flat = storage.flat(index)
+            if not (storage.generations(flat) >= 0).all():
+                raise IndexError(f"index: {type(self).__name__}.sample chose elements that are not stored: {index!r}.")
+        return Draw(flat, dict(info))
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """Choose elements of a storage that no buffer has; a buffer's own ``sample`` reads them, too.
+
+        Args:
+            storage: to choose from.
+            batch_size: number of elements, at least 1.
+
+        Returns:
+            Where they lie, as a buffer's ``sample`` gives it: int64 ``[n]``, or ``[n, ndim]``. And the entries that go
+            with them. A subclass returns places, as ``storage[...]`` takes them, of a storage of one dimension; of
+            others ``[n, ndim]``, or a tuple of one int64 ``[n]`` for each.
+
+        Raises:
+            RuntimeError: nothing is stored.
+
+        Example:
+            >>> from rollwright.data import LazyTensorStorage
+            >>> storage = LazyTensorStorage(10)
+            >>> storage.set(range(3), torch.arange(3))
+            >>> SamplerWithoutReplacement(shuffle=False).sample(storage, 2)
+            (tensor([0, 1]), {})
+        """
+        size = positive("batch_size", batch_size)
+        with storage.ledger.reading():
+            if not len(storage):
+                raise RuntimeError("storage: expected some elements to choose from, got none. Write to it first.")
+            draw = self.draw(storage, size)
+        return storage.public(draw.index), draw.info
+
+    def extend(self, index: torch.Tensor) -> None:
+        """Learn where elements were written; called for each batch that is written to a buffer.
+
+        Args:
+            index: int64 ``[n]`` or ``[n, ndim]``.
         """
 
-    def check(self, storage: Storage, data: Any) -> None:  # noqa: B027 - most take any
+    def add(self, index: Any) -> None:
+        """Learn where one element was written; see :meth:`extend`."""
+
+    def check(self, storage: Storage, data: Any) -> None:
         """Refuse data that could be stored, but not be sampled from; called before a batch is stored.
 
         Args:
@@ -86,7 +149,7 @@ class Sampler(ABC):
             data: a batch, or several of them.
         """
 
-    def follow(self, storage: Storage) -> None:  # noqa: B027 - most remember nothing
+    def follow(self, storage: Storage) -> None:
         """Take in what was written since the last call."""
 
     def num_left(self, storage: Storage) -> int:
@@ -102,9 +165,15 @@ class Sampler(ABC):
         """
         return batch
 
-    def update_priority(  # noqa: B027
-        self, index: Index | torch.Tensor, priority: Any, storage: Storage | None = None
-    ) -> None:
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Let elements count as new: with the priority of such, for samplers that have priorities.
+
+        Args:
+            index: see :meth:`update_priority`.
+            storage: see :meth:`update_priority`.
+        """
+
+    def update_priority(self, index: Index | torch.Tensor, priority: Any, storage: Storage | None = None) -> None:
         """Learn how much elements matter; ignored where they all matter alike.
 
         Args:
@@ -113,17 +182,24 @@ class Sampler(ABC):
             storage: of the elements; None: the one that was drawn from last, and ``index`` is as ``sample`` gives it.
         """
 
-    @property
-    def ran_out(self) -> bool:
-        """Whether the last draw completed a pass over what was stored."""
-        return False
-
     def state_dict(self) -> dict[str, Any]:
         """What cannot be found again by looking at the storage: numbers, strings and tensors."""
         return {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict`."""
+
+    def dumps(self, path: str | Path) -> None:
+        """Write the state to a folder."""
+        dump_part(self, path, "sampler")
+
+    def loads(self, path: str | Path) -> None:
+        """Read what :meth:`dumps` wrote.
+
+        Raises:
+            FileNotFoundError, DamagedFileError: there is nothing to read.
+        """
+        load_part(self, path, "sampler")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -369,6 +445,10 @@ class InPasses(Sampler):
     def ran_out(self) -> bool:
         """Whether the last draw completed a pass."""
         return self._passes.ran_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._passes.ran_out = bool(value)
 
     def state_dict(self) -> dict[str, Any]:
         """What is left of the pass."""

@@ -45,7 +45,7 @@ class ConsumingSampler(Sampler):
         self._names: Index = np.zeros(0, np.int64)  # of the elements that are left: position * columns + column
         self._drawn: Index = np.zeros(0, np.int64)  # how often each was drawn
         self._high = 0  # positions taken in
-        self._ran_out = False
+        self.ran_out = False
         self._storage: Storage | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,13 +90,8 @@ class ConsumingSampler(Sampler):
         self._drawn[chosen] += 1
         left = self._drawn < self.max_sample_count
         self._names, self._drawn = self._names[left], self._drawn[left]
-        self._ran_out = not len(self._names)
+        self.ran_out = not len(self._names)
         return Draw(names % (storage.capacity * storage.columns), {})
-
-    @property
-    def ran_out(self) -> bool:
-        """Whether the last draw left nothing."""
-        return self._ran_out
 
     def state_dict(self) -> dict[str, Any]:
         """Which elements are left, and how often they were drawn."""

@@ -48,6 +48,7 @@ class PrioritizedSampler(Sampler):
         dtype: of the weights.
         reduction: "max", "min", "mean" or "median": makes one priority of several for an element.
         max_priority_within_buffer: a new element gets the largest priority of what is stored, instead.
+        device: accepted for programs of the field; it changes nothing here: priorities lie in memory of the CPU.
 
     Attributes:
         max_capacity: elements of the storage, at most.
@@ -77,6 +78,7 @@ class PrioritizedSampler(Sampler):
         dtype: torch.dtype = torch.float32,
         reduction: Reduction = "max",
         max_priority_within_buffer: bool = False,
+        device: torch.device | str | None = None,
     ) -> None:
         self.max_capacity = positive("max_capacity", max_capacity)
         self._alpha, self._beta = _at_least_zero("alpha", alpha), _at_least_zero("beta", beta)
@@ -99,6 +101,7 @@ class PrioritizedSampler(Sampler):
         self._storage: Storage | None = None
         self._capacity, self._columns = 0, 1  # of the storage
         self._loaded: Floats | None = None  # priorities that wait for a storage, which says where they lie
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # updates that came before there was a storage
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_storage": None}
@@ -162,6 +165,10 @@ class PrioritizedSampler(Sampler):
                 self._admit(start, stop)
             begin = max(begin, gap_stop)
         self._low, self._high = low, high
+        if self._waiting and high > low:
+            waiting, self._waiting = self._waiting, []
+            for index, priority in waiting:
+                self.update_priority(storage.flat(index), priority, storage)
 
     def _ring(self, low: int, high: int) -> list[tuple[int, int]]:
         """Ranges of flat elements that the positions ``low <= p < high`` lie in, in order of positions."""
@@ -236,18 +243,17 @@ class PrioritizedSampler(Sampler):
     def update_priority(self, index: Index | torch.Tensor, priority: Any, storage: Storage | None = None) -> None:
         """See :meth:`Sampler.update_priority`; elements that are not stored any more are left out.
 
+        Where no storage is known yet, priorities wait for the first that is drawn from.
+
         Raises:
-            RuntimeError: no storage is given, and none was drawn from.
             ValueError: priorities of another number than elements, below 0, or not finite.
             IndexError: an element beyond the storage.
         """
         if storage is None:
             storage = self._storage
             if storage is None:
-                raise RuntimeError(
-                    "update_priority: this sampler has drawn from no storage yet. Call it on the buffer, or pass "
-                    "the storage."
-                )
+                self._await_storage(index, priority)
+                return
             index = storage.flat(index)
         self.follow(storage)
         where = np.asarray(index.numpy(force=True) if isinstance(index, torch.Tensor) else index, np.int64).reshape(-1)
@@ -275,6 +281,17 @@ class PrioritizedSampler(Sampler):
             self._largest, self._stale = largest, False
         elif self.max_priority_within_buffer and before.max() >= self._largest:
             self._stale = True
+
+    def _await_storage(self, index: Index | torch.Tensor, priority: Any) -> None:
+        """Keep priorities until a storage says what lies where."""
+        places = torch.atleast_1d(torch.as_tensor(index, dtype=torch.int64)).cpu().clone()
+        value = self._one_each(priority, len(places))
+        self._waiting.append((places, torch.from_numpy(value)))
+        self._largest = max(self._largest, float(value.max(initial=0.0)))
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """See :meth:`Sampler.mark_update`."""
+        self.update_priority(index, self.default_priority, storage)
 
     def _masses_at(self, index: Index, priority: Floats) -> Floats:
         """What elements with these priorities weigh in a draw."""
@@ -309,7 +326,8 @@ class PrioritizedSampler(Sampler):
 
         Returns:
             ``"priorities"``, float64 ``[(high - low) * columns]``, infinite where nothing lies; ``"low"`` and
-            ``"high"``, the positions that they belong to; the largest so far; ``alpha`` and ``beta``.
+            ``"high"``, the positions that they belong to; the largest so far; ``alpha`` and ``beta``; ``"waiting"``,
+            what came before there was a storage.
         """
         priorities = self._loaded
         if priorities is None:
@@ -322,6 +340,7 @@ class PrioritizedSampler(Sampler):
             "largest": self.default_priority,
             "alpha": self._alpha,
             "beta": self._beta,
+            "waiting": [(index.clone(), priority.clone()) for index, priority in self._waiting],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -348,6 +367,7 @@ class PrioritizedSampler(Sampler):
         self._low, self._high, self._loaded = low, high, priorities
         self._largest = float(state_dict["largest"])
         self._alpha, self._beta = alpha, beta
+        self._waiting = [(index.clone(), priority.clone()) for index, priority in state_dict.get("waiting", ())]
 
     def _place_loaded(self, priorities: Floats, storage: Storage) -> None:
         """Put priorities of positions, ``[(high - low) * columns]``, to the elements of a storage."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -192,6 +192,10 @@ class ReplayClient(ReplayBuffer):
         """See :meth:`ReplayBuffer.update_priority`."""
         self._session.ask("update_priority", index, priority, generation)
 
+    def mark_update(self, index: Any) -> None:
+        """See :meth:`ReplayBuffer.mark_update`."""
+        self._session.ask("mark_update", index)
+
     def update_if_present(self, **arguments: Any) -> ConditionalUpdateResult:
         """See :meth:`ReplayBuffer.update_if_present`."""
         found: ConditionalUpdateResult = self._session.ask("update_if_present", arguments)
@@ -232,6 +236,12 @@ class ReplayClient(ReplayBuffer):
         """See :meth:`ReplayBuffer.__setitem__`."""
         self._session.ask("set_elements", index, value)
 
+    def _set_entries(self, data: Mapping[NestedKey, Any] | TensorDictBase, index: Any) -> None:
+        self._session.ask("set_entries", data, index)
+
+    def _num_ahead(self) -> int:
+        return len(self._ahead)
+
     def empty(self, empty_write_count: bool = False) -> None:
         """See :meth:`ReplayBuffer.empty`."""
         self._drop_prefetched()
@@ -258,9 +268,9 @@ class ReplayClient(ReplayBuffer):
         """See :meth:`ReplayBuffer.set_writer`; the service has a copy of it."""
         self._set_part("set_writer", writer)
 
-    def set_storage(self, storage: Storage) -> None:
-        """See :meth:`ReplayBuffer.set_storage`; the service has a copy of it."""
-        self._set_part("set_storage", storage)
+    def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> None:
+        """See :meth:`ReplayBuffer.set_storage`; the service has copies of both."""
+        self._set_part("set_storage", (storage, collate_fn))
 
     def _set_part(self, what: str, part: Any) -> None:
         self._drop_prefetched()

@@ -11,6 +11,7 @@ import torch
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.samplers.slices import SliceSampler
 from rollwright.data.replay_buffers.service.messages import Info
+from rollwright.data.replay_buffers.storages.entries import set_entries
 
 __all__ = ["Commands"]
 
@@ -62,6 +63,14 @@ class Commands:
     def update_priority(self, index: Any, priority: Any, generation: Any = None) -> None:
         """See :meth:`ReplayBuffer.update_priority`."""
         self._buffer.update_priority(index, priority, generation=generation)
+
+    def mark_update(self, index: Any) -> None:
+        """See :meth:`ReplayBuffer.mark_update`."""
+        self._buffer.mark_update(index)
+
+    def set_entries(self, data: Any, index: Any) -> None:
+        """See :meth:`ReplayBuffer.set_at_`; ``index``: None: of all that is stored."""
+        set_entries(self._buffer.storage, data, index, self._buffer.dim_extend)
 
     def update_if_present(self, arguments: dict[str, Any]) -> Any:
         """See :meth:`ReplayBuffer.update_if_present`."""
@@ -115,8 +124,8 @@ class Commands:
         return self.info()
 
     def set_storage(self, storage: bytes) -> Info:
-        """See :meth:`ReplayBuffer.set_storage`."""
-        self._buffer.set_storage(pickle.loads(storage))
+        """See :meth:`ReplayBuffer.set_storage`; a pair, of the storage and of what collates."""
+        self._buffer.set_storage(*pickle.loads(storage))
         return self.info()
 
     def set_rng(self, state: torch.Tensor | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tensordict import is_tensor_collection
 
 from rollwright._keys import NestedKey, key_str
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
+from rollwright.data.replay_buffers.storages.saving import dump_part, load_part
 from rollwright.data.replay_buffers.storages.structures import mapped
 
 __all__ = ["Storage"]
@@ -173,7 +175,9 @@ class Storage(ABC):
         return torch.from_numpy(np.where(index[:, None] < 0, -1, places))
 
     def flat(self, index: Any) -> NDArray[np.int64]:
-        """Flat indices from those of :meth:`public`, flattened; -1: not stored."""
+        """Flat indices from those of :meth:`public`, or a tuple of one for each dimension; -1: not stored."""
+        if isinstance(index, tuple) and len(index) == self.ndim and isinstance(index[0], torch.Tensor):
+            index = torch.stack(index, -1) if self.ndim > 1 else index[0]
         array = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index, np.int64)
         if self.ndim > 1 and array.ndim and array.shape[-1] == self.ndim:
             stored = np.asarray((array >= 0).all(-1))
@@ -284,6 +288,9 @@ class Storage(ABC):
         places = torch.as_tensor(index)
         return (places >= -len(self)) & (places < len(self))
 
+    def __contains__(self, index: Any) -> bool:
+        return bool(torch.as_tensor(self.contains(index)).all())
+
     @property
     def is_full(self) -> bool:
         """Whether the next element replaces the oldest."""
@@ -299,12 +306,51 @@ class Storage(ABC):
         rows = index // self.columns
         times = (high - 1 - rows) // max(self.capacity, 1)
         positions = rows + times * self.capacity
-        stored = (index >= 0) & (positions >= low) & (positions < high)
+        stored = (index >= 0) & (rows < self.capacity) & (positions >= low) & (positions < high)
         for start, stop in self.ledger.gaps().tolist():
             stored &= (positions < start) | (positions >= stop)
         return np.where(stored, times, -1)
 
+    def generations_at(self, index: torch.Tensor) -> torch.Tensor:
+        """:meth:`generations` of the elements at :meth:`public` indices; -1 for places that there are not, too.
+
+        Args:
+            index: int64 ``[n]`` or ``[n, ndim]``, or of one element.
+
+        Returns:
+            int64 ``[n]``, or ``[]`` for one element.
+        """
+        places = torch.as_tensor(index, dtype=torch.int64).cpu()
+        each = places.reshape(-1, self.ndim) if self.ndim > 1 else places.reshape(-1, 1)
+        shape = places.shape[:-1] if self.ndim > 1 else places.shape
+        there = ((each >= 0) & (each < torch.tensor([self.capacity, *self.rest]))).all(-1)
+        found = torch.full((len(each),), -1, dtype=torch.int64)
+        with self.ledger.reading():
+            found[there] = torch.from_numpy(self.generations(self.flat(each[there])))
+        return found.reshape(shape)
+
     # State ------------------------------------------------------------------------------------
+
+    def dumps(self, path: str | Path) -> None:
+        """Write the elements to a folder, as one file.
+
+        Raises:
+            OSError: the disk is full, or fails; the part that was written is removed, and an older file stays.
+        """
+        dump_part(self, path, "storage")
+
+    def loads(self, path: str | Path, *, allow_pickle: bool = False) -> None:
+        """Hold what :meth:`dumps` wrote.
+
+        Args:
+            path: the folder.
+            allow_pickle: see :meth:`ReplayBuffer.loads`.
+
+        Raises:
+            FileNotFoundError, DamagedFileError: there is nothing to read.
+            ValueError: elements are objects, and ``allow_pickle`` is not set; or they do not fit the storage.
+        """
+        load_part(self, path, "storage", allow_pickle=allow_pickle)
 
     def state_dict(self) -> dict[str, Any]:
         """Live elements in the order of positions, and the positions."""
@@ -322,6 +368,7 @@ class Storage(ABC):
             "lost": self.ledger.num_lost,
             "skipped": self.ledger.num_skipped,
             "uncounted": self.ledger.num_uncounted,
+            "passed": self.ledger.num_passed,
             "ids": self.ledger.next_id,
             "capacity": self.capacity,
             "max_size": self.requested_size,

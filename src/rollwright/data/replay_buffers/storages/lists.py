@@ -17,6 +17,7 @@ from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import items_of, positive
 from rollwright.data.replay_buffers.storages.structures import is_structure, mapped
+from rollwright.data.specs.shapes import as_device
 
 __all__ = ["ListStorage"]
 
@@ -36,6 +37,7 @@ class ListStorage(Storage):
 
     Args:
         max_size: number of elements; None: no limit.
+        device: where tensors are moved to when they are stored; None: nowhere.
         compilable: accepted for programs of the field; it changes nothing here.
 
     Example:
@@ -47,11 +49,23 @@ class ListStorage(Storage):
         (3, 2)
     """
 
-    def __init__(self, max_size: int | None = None, *, compilable: bool = False) -> None:
+    def __init__(
+        self,
+        max_size: int | None = None,
+        *,
+        compilable: bool = False,
+        device: torch.device | str | int | None = None,
+    ) -> None:
         self.max_size = _UNLIMITED if max_size is None else positive("max_size", max_size)
         self.ledger = Ledger(capacity=self.max_size)
         self._items: dict[int, tuple[Any]] = {}  # by row; each write makes a tuple of its own
         self._was_sent = False
+        self._device = as_device(device)
+
+    @property
+    def device(self) -> torch.device | None:
+        """See :attr:`Storage.device`; None: that of each element."""
+        return self._device
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -84,7 +98,7 @@ class ListStorage(Storage):
         return [data]
 
     def _put(self, row: int, item: Any) -> None:
-        self._items[row] = (_copied(item),)
+        self._items[row] = (_copied(item, self._device),)
 
     def clear(self) -> None:
         """See :meth:`Storage.clear`; lets the objects go."""
@@ -148,8 +162,8 @@ def _refuse_to_send(storage: ListStorage) -> Any:
 ForkingPickler.register(ListStorage, _refuse_to_send)
 
 
-def _copied(item: Any) -> Any:
+def _copied(item: Any, device: torch.device | None = None) -> Any:
     with torch.no_grad():
         if is_tensor_collection(item) or isinstance(item, torch.Tensor):
-            return item.clone()
-        return mapped(_copied, item) if is_structure(item) else item
+            return item.clone() if device is None else item.clone().to(device)
+        return mapped(lambda leaf: _copied(leaf, device), item) if is_structure(item) else item

@@ -530,7 +530,10 @@ def _as_row(leaf: Any, dim: int) -> Any:
 
 
 def _ragged(error: RuntimeError) -> ValueError:
-    return ValueError(f"data: entries whose shape varies do not fit rows of tensors: {error}. Use a ListStorage.")
+    return ValueError(
+        f"data: entries whose shape varies do not fit rows of tensors: {str(error).rstrip('.')}. Use a RaggedStorage "
+        "or a ListStorage."
+    )
 
 
 def _packed(data: Any, ndim: int) -> tuple[Any, Form]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -9,8 +12,9 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._keys import leaf_keys
 from rollwright.data.replay_buffers.storages.folders import recover
-from rollwright.data.replay_buffers.storages.memory import LOCK_FILE, ROWS_FILE, PrivateMemory, SharedMemory
+from rollwright.data.replay_buffers.storages.memory import LOCK_FILE, ROWS_FILE, STATE_FILE, PrivateMemory, SharedMemory
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.storages.structures import is_a_class, is_structure, packed
 from rollwright.data.specs.shapes import as_device
@@ -26,7 +30,7 @@ class LazyTensorStorage(RowStorage):
         device: where rows lie.
         ndim: dimensions of the data that distinguish elements. 1: elements one after the other. 2: a batch ``[B, T]``
             is stored as it is; each ``extend`` adds T steps to each of the B environments.
-        compilable: accepted for programs of the field; it changes nothing here.
+        compilable, consolidated, cleanup_memmap: accepted for programs of the field; they change nothing here.
         shared_init: let other processes write and sample from the start, whichever of them brings the first element; as
             ``shared=True`` of the buffer.
 
@@ -47,6 +51,8 @@ class LazyTensorStorage(RowStorage):
         ndim: int = 1,
         compilable: bool = False,
         shared_init: bool = False,
+        consolidated: bool = False,
+        cleanup_memmap: bool = True,
     ) -> None:
         place_ = as_device(device) or torch.device("cpu")
         super().__init__(max_size, PrivateMemory(place_), ndim, place_)
@@ -60,10 +66,11 @@ class TensorStorage(RowStorage):
     """Rows that hold given data from the start.
 
     Args:
-        storage: a TensorDict, a tensor, or a dictionary, tuple or tensorclass of tensors; copied.
+        storage: a TensorDict, a tensor, or a dictionary, tuple or tensorclass of tensors; copied. A TensorDict without
+            entries is room for as many elements, none of which is there yet.
         max_size: number of elements; None: as many as are given.
         device: where rows lie; None: the CPU.
-        ndim: see :class:`LazyTensorStorage`.
+        ndim, compilable: see :class:`LazyTensorStorage`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -73,7 +80,13 @@ class TensorStorage(RowStorage):
     """
 
     def __init__(
-        self, storage: Any, max_size: int | None = None, *, device: torch.device | str | int = "cpu", ndim: int = 1
+        self,
+        storage: Any,
+        max_size: int | None = None,
+        *,
+        device: torch.device | str | int = "cpu",
+        ndim: int = 1,
+        compilable: bool = False,
     ) -> None:
         batch: Any = storage
         if is_a_class(storage) or (is_structure(storage) and not isinstance(storage, list)):
@@ -87,7 +100,8 @@ class TensorStorage(RowStorage):
         super().__init__(elements if max_size is None else max_size, PrivateMemory(place_), ndim, place_)
         if self.ndim == 1:
             self.ledger.set_capacity(self.requested_size)
-        self.append(storage, dim=ndim - 1)
+        if not isinstance(batch, TensorDictBase) or leaf_keys(batch):
+            self.append(storage, dim=ndim - 1)
 
 
 class LazyMemmapStorage(RowStorage):
@@ -104,6 +118,7 @@ class LazyMemmapStorage(RowStorage):
         existsok: go on with the rows of ``scratch_dir``, where there are some.
         device: the CPU.
         compilable, shared_init: see :class:`LazyTensorStorage`.
+        auto_cleanup: remove the files when this process ends, unless it is killed; default: they stay.
 
     Attributes:
         num_reopened: elements that were there when the storage was made.
@@ -132,6 +147,7 @@ class LazyMemmapStorage(RowStorage):
         device: torch.device | str | int = "cpu",
         compilable: bool = False,
         shared_init: bool = False,
+        auto_cleanup: bool | None = None,
     ) -> None:
         if as_device(device) != torch.device("cpu"):
             raise ValueError(f"device: expected 'cpu' for rows in a file, got {device!r}. Use LazyTensorStorage.")
@@ -156,6 +172,8 @@ class LazyMemmapStorage(RowStorage):
         self.num_reopened = len(self) if self.initialized else 0
         if shared_init:
             self.share()
+        if auto_cleanup and folder is not None:
+            atexit.register(_clean_up, folder, os.getpid())
         if dropped:
             warnings.warn(
                 f"scratch_dir: {folder} holds {self.num_reopened} published elements; {dropped} rows that a killed "
@@ -173,9 +191,31 @@ class LazyMemmapStorage(RowStorage):
         folder = self.scratch_dir
         return None if folder is None else str(folder / ROWS_FILE)
 
+    def cleanup(self) -> bool:
+        """Remove the files from the disk, and their folder, if it holds nothing else.
+
+        Whoever has opened them goes on with their rows, which are gone once nobody has.
+
+        Returns:
+            Whether there was something to remove.
+        """
+        folder = self.scratch_dir
+        return folder is not None and _clean_up(folder, os.getpid())
+
     def flush(self) -> None:
         """Wait until the disk has everything."""
         cast(SharedMemory, self._memory).flush()
+
+
+def _clean_up(folder: Path, pid: int) -> bool:
+    """Remove the files of a storage; only in the process that was to do it, not in a child that was forked there."""
+    if os.getpid() != pid or not (folder / ROWS_FILE).exists():
+        return False
+    for name in (ROWS_FILE, LOCK_FILE, STATE_FILE):
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it holds other files
+        folder.rmdir()
+    return True
 
 
 def _mapped(folder: Path | None) -> SharedMemory:
