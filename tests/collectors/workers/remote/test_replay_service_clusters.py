@@ -122,9 +122,10 @@ def test_killed_workers_leave_whole_trajectories_and_are_replaced(write, serve, 
     collector = write("async", backend, buffer, trajs_per_batch=1, **RESTART)
     with pytest.warns(RuntimeWarning, match="It is replaced"):  # noqa: PT031
         collector.start()
-        for _ in range(3):
+        for number in range(3):
             assert more(buffer)
             kill_one(pids(collector))
+            assert wait_until(lambda number=number: collector.stats()["restarts"] > number, 30.0)
         assert more(buffer)
         collector.async_shutdown()
     assert collector.stats()["restarts"] == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import threading
 
 import pytest
 from tests.collectors.workers.envs import VERSION, gain, makers
@@ -111,6 +112,22 @@ def test_weights_that_were_published_before_a_host_joins_reach_it(collect, join)
     assert batch[VERSION].unique().tolist() == [2]
     collector.update_policy_weights_(gain(4.0))
     assert collector.next()[VERSION].unique().tolist() == [3]
+
+
+def test_a_host_may_join_in_place_of_a_lost_one_before_the_program_looks(collect, join, monkeypatch):
+    heard, admit = threading.Event(), RemoteTransport._admit
+    monkeypatch.setattr(RemoteTransport, "_admit", lambda *args: (admit(*args), heard.set()))
+    first = join()
+    collector = collect("sync", 1, on_worker_failure="restart", restart_delay=0.0)
+    collector.next()
+    heard.clear()
+    first.kill()
+    second = join()
+    assert heard.wait(patient(10.0))
+    with pytest.warns(RuntimeWarning, match="It is replaced"):
+        assert collector.next().shape == (1, 20)
+    assert second.poll() is None
+    assert collector.stats()["restarts"] == 1
 
 
 # What is not let in, or gives up ------------------------------------------------------------------------------

@@ -222,8 +222,10 @@ class RemoteTransport:
         free = [link for link in self._links.values() if link.lost is None and not link.is_joined]
         chosen = next((link for link in free if wanted in (None, link.index)), None)
         if chosen is None:
-            if len(self._links) + len(self._early) < self._num_groups:  # the program is about to want the others
-                self._early[fd] = about
+            for link in self._links.values():
+                link.read()  # the end of one may have arrived, too
+            if sum(link.lost is None for link in self._links.values()) + len(self._early) < self._num_groups:
+                self._early[fd] = about  # the program is about to want the others, or one in place of a lost one
                 return
             why = "all of its groups have been joined" if wanted is None else "that group was joined"
             try:
