@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 NUM_CPUS = 8
@@ -43,6 +44,20 @@ def attach() -> tuple[socket.socket, str]:
             line.close()
             assert time.monotonic() < until, "the Ray cluster did not start"
             time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def attached() -> Iterator[str]:
+    """This process is connected to the cluster, whose address it is."""
+    import ray
+
+    line, address = attach()
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        yield address
+    finally:
+        ray.shutdown()
+        line.close()
 
 
 def _start(path: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 from tests.patience import patient
-from tests.ray_cluster import attach
+from tests.ray_cluster import attached
 from torch import nn
 
 from rollwright.collectors import Evaluator, RayEvalWorker
@@ -23,11 +23,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def cluster():
-    line, address = attach()
-    ray.init(address=address, log_to_driver=False, configure_logging=False)
-    yield address
-    ray.shutdown()
-    line.close()
+    with attached() as address:
+        yield address
 
 
 def pendulum():

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 from tests.patience import patient
-from tests.ray_cluster import attach
+from tests.ray_cluster import attached
 
 from rollwright.testing.transports import TransportConformance
 
@@ -56,12 +56,9 @@ class TestRpc(Patient):
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    line, address = attach()
-    ray.init(address=address, log_to_driver=False, configure_logging=False)
-    yield
-    ray.shutdown()
-    line.close()
+    pytest.importorskip("ray")
+    with attached():
+        yield
 
 
 @pytest.mark.slow

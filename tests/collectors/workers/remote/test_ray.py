@@ -29,7 +29,7 @@ from tests.collectors.workers.envs import (
 )
 from tests.collectors.workers.processes import alive, gone, wait_until
 from tests.patience import patient
-from tests.ray_cluster import NUM_CPUS, attach
+from tests.ray_cluster import NUM_CPUS, attached
 
 from rollwright.collectors import Collector, RayCollector
 from rollwright.errors import MissingExtraError, WorkerError
@@ -41,11 +41,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 @pytest.fixture(scope="module")
 def cluster():
     """The address of a cluster, to which this process is connected."""
-    line, address = attach()
-    ray.init(address=address, log_to_driver=False, configure_logging=False)
-    yield address
-    ray.shutdown()
-    line.close()
+    with attached() as address:
+        yield address
 
 
 @pytest.fixture

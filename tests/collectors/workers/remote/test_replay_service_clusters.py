@@ -11,7 +11,7 @@ import pytest
 from tests.collectors.workers.envs import gain, tally
 from tests.collectors.workers.processes import wait_until
 from tests.collectors.workers.remote.stored import check_trajectories, frames_by_name
-from tests.ray_cluster import attach
+from tests.ray_cluster import attached
 
 from rollwright.collectors.workers.remote.process_groups import members
 from rollwright.data import LazyTensorStorage, ReplayBuffer
@@ -36,11 +36,8 @@ ways = partial(pytest.mark.parametrize, ("backend", "service"))
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """This process is connected to it."""
-    line, address = attach()
-    ray.init(address=address, log_to_driver=False, configure_logging=False)
-    yield address
-    ray.shutdown()
-    line.close()
+    with attached() as address:
+        yield address
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import burn, gone, wait_until
 from tests.collectors.workers.remote.stored import check_trajectories, frames_by_name
 from tests.patience import patient
-from tests.ray_cluster import attach
+from tests.ray_cluster import attached
 
 from rollwright.collectors.workers.remote.process_groups import members
 from rollwright.data import LazyTensorStorage, ReplayBuffer
@@ -53,13 +53,10 @@ def started(backend, monkeypatch):
     if backend != "ray":
         yield
         return
-    ray = pytest.importorskip("ray")
-    line, address = attach()
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    ray.init(address=address, log_to_driver=False, configure_logging=False)
-    yield
-    ray.shutdown()
-    line.close()
+    pytest.importorskip("ray")
+    with attached() as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        yield
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.ray_cluster import attach
+from tests.ray_cluster import attached
 
 from rollwright.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer, TensorDictReplayBuffer
 from rollwright.errors import WorkerError
@@ -20,11 +20,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def cluster():
-    line, address = attach()
-    ray.init(address=address, log_to_driver=False, configure_logging=False)
-    yield address
-    ray.shutdown()
-    line.close()
+    with attached() as address:
+        yield address
 
 
 @pytest.fixture
