@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import signal
@@ -400,6 +401,27 @@ def test_with_a_dump_for_each_write_nothing_is_lost_and_nothing_doubled(serve, t
     assert all(" 0 of the" in str(one.message) for one in warned)
     assert ids_of(buffer) == list(range(start))
     client.shutdown()
+
+
+@pytest.mark.parametrize("dumped", [False, True])
+@pytest.mark.parametrize("count", [1, 100_000])
+def test_no_trajectory_id_is_given_out_twice_when_it_comes_back(serve, tmp_path, dumped, count):
+    buffer = serve(service={"path": tmp_path / "dumps", "dump_every": 1})
+    writers = [buffer.as_writer(name, 0) for name in "ab"]
+    if dumped:
+        buffer.extend(frames(0, 10))
+    taken = [(writers[0].storage.ledger.take_ids(count), count)]
+    for restarts in (1, 2):
+        os.kill(buffer.host.pid, signal.SIGKILL)
+        assert wait_until(lambda restarts=restarts: buffer.num_restarts == restarts)
+        for writer in reversed(writers):
+            taken += [(writer.storage.ledger.take_ids(count), count) for _ in range(3)]
+    with pytest.warns(RuntimeWarning, match="are lost"):
+        assert len(buffer) == 10 * dumped
+    taken.sort()
+    assert all(first + n <= following for (first, n), (following, _) in itertools.pairwise(taken))
+    for writer in writers:
+        writer.shutdown()
 
 
 def test_a_program_can_go_on_with_what_an_earlier_service_has_left(serve, tmp_path):

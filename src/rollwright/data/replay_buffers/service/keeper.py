@@ -66,7 +66,7 @@ class Keeper:
 
     def __init__(self, buffer: ReplayBuffer, dumps: Dumps | None = None) -> None:
         self.buffer, self._dumps = buffer, dumps
-        self._commands = Commands(buffer)
+        self._commands = Commands(buffer, dumps)
         self.records: dict[str, Record] = {}
         self.least: dict[str, int] = {}
         self._waiting: list[_Waiting] = []
