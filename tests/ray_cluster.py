@@ -7,6 +7,7 @@ that lives as long as somebody is connected to it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import select
@@ -30,9 +31,7 @@ def attach() -> tuple[socket.socket, str]:
     path = str(Path(tempfile.gettempdir()) / f"rollwright-ray-{run}")
     until = time.monotonic() + START_S
     while True:
-        with contextlib.suppress(FileExistsError):  # each time: one that is ending takes nobody any more
-            os.close(os.open(f"{path}.lock", os.O_CREAT | os.O_EXCL))
-            _start(path)
+        _start_if_alone(path)  # each time: one that is ending takes nobody any more
         line = socket.socket(socket.AF_UNIX)
         try:
             line.connect(f"{path}.sock")
@@ -60,11 +59,20 @@ def attached() -> Iterator[str]:
         line.close()
 
 
-def _start(path: str) -> None:
+def _start_if_alone(path: str) -> None:
+    """Start the daemon, unless one holds the lock, which goes with it however it ends."""
+    with open(f"{path}.lock", "w") as lock, contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _start(path, lock.fileno())
+
+
+def _start(path: str, lock: int) -> None:
     command = [sys.executable, __file__, path]
     paths = [str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environ, start_new_session=True)
+    subprocess.run(
+        command, check=True, stdout=subprocess.DEVNULL, env=environ, start_new_session=True, pass_fds=(lock,)
+    )
 
 
 def _use(token: str) -> None:
@@ -90,6 +98,7 @@ def _serve(path: str) -> None:
         configure_logging=False,
         log_to_driver=False,
     )
+    Path(f"{path}.sock").unlink(missing_ok=True)  # of one that was killed
     mask = os.umask(0o077)
     listener.bind(f"{path}.sock")
     os.umask(mask)
@@ -117,5 +126,4 @@ if __name__ == "__main__":
     try:
         _serve(path)
     finally:
-        for suffix in ("sock", "lock"):
-            Path(f"{path}.{suffix}").unlink(missing_ok=True)
+        Path(f"{path}.sock").unlink(missing_ok=True)

@@ -424,6 +424,86 @@ def test_no_trajectory_id_is_given_out_twice_when_it_comes_back(serve, tmp_path,
         writer.shutdown()
 
 
+def restarted(buffer):
+    """Kill the service, and wait until it is there again."""
+    before = buffer.num_restarts
+    os.kill(buffer.host.pid, signal.SIGKILL)
+    assert wait_until(lambda: buffer.num_restarts > before)
+
+
+class Plus:
+    """Adds to what is sampled."""
+
+    def __init__(self, number):
+        self.number = torch.full((100,), float(number))  # too large for the body of a request
+
+    def __call__(self, batch):
+        return batch.set("obs", batch["obs"] + self.number[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*are lost:RuntimeWarning")
+def test_parts_that_were_changed_are_so_when_it_comes_back(serve, tmp_path):
+    buffer = serve(service={"path": tmp_path / "dumps", "dump_every": 1, "max_restarts": 4}, batch_size=10)
+    buffer.append_transform(Plus(1000))
+    client = buffer.client()
+    client.insert_transform(0, Plus(2000))
+    client.set_sampler(SamplerWithoutReplacement())
+    buffer.extend(frames(0, 10))
+    for _ in range(2):
+        restarted(buffer)
+        batch = buffer.sample()
+        assert sorted(batch["next", "id"].tolist()) == list(range(10))
+        assert torch.equal(batch["obs"][:, 0], batch["next", "id"] + 3000.0)
+    client.set_storage(LazyTensorStorage(20))
+    restarted(buffer)
+    assert len(buffer) == 0
+    buffer.extend(frames(5, 30))
+    restarted(buffer)
+    assert sorted(buffer[:]["next", "id"].tolist()) == list(range(15, 35))
+    client.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:.*are lost:RuntimeWarning")
+def test_a_program_that_goes_on_has_the_parts_that_it_asks_for(serve, tmp_path):
+    first = serve(service={"path": tmp_path / "dumps"})
+    first.append_transform(Plus(1000))
+    first.extend(frames(0, 10))
+    first.shutdown()
+    second = serve(service={"path": tmp_path / "dumps", "resume": True}, transform=Plus(2000), batch_size=10)
+    batch = second.sample()
+    assert torch.equal(batch["obs"][:, 0], batch["next", "id"] + 2000.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*are lost:RuntimeWarning")
+def test_a_writer_that_was_given_up_is_refused_when_it_comes_back(serve, tmp_path):
+    buffer = serve(service={"path": tmp_path / "dumps", "dump_every": 1})
+    lost = buffer.as_writer("one", 0)
+    lost.extend(frames(0, 10))
+    buffer.give_up("one", 0)
+    len(buffer)  # after that
+    restarted(buffer)
+    with pytest.raises((PermissionError, WorkerError), match="was given up"):
+        lost.extend(frames(10, 10))
+    heir = buffer.as_writer("one", 1)
+    heir.extend(frames(10, 10))
+    assert ids_of(buffer) == list(range(20))
+    for writer in (lost, heir):
+        writer.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:.*are lost:RuntimeWarning")
+def test_what_was_dropped_or_replaced_is_so_when_it_comes_back(serve, tmp_path):
+    buffer = serve(service={"path": tmp_path / "dumps", "dump_every": 100})
+    buffer.extend(frames(0, 100))
+    saved = buffer.state_dict()
+    buffer.empty()
+    restarted(buffer)
+    assert len(buffer) == 0
+    buffer.load_state_dict(saved)
+    restarted(buffer)
+    assert ids_of(buffer) == list(range(100))
+
+
 def test_a_program_can_go_on_with_what_an_earlier_service_has_left(serve, tmp_path):
     first = serve(service={"path": tmp_path / "dumps"})
     first.extend(frames(0, 10))

@@ -138,6 +138,7 @@ class ServiceReplayBuffer(ReplayClient):
             path=None if own.path is None else str(own.path),
             dump_every=own.dump_every,
             import_paths=tuple(sys.path),
+            run=secrets.token_hex(16),
         )
 
     @property

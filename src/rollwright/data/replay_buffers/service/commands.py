@@ -10,7 +10,6 @@ import torch
 
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.samplers.slices import SliceSampler
-from rollwright.data.replay_buffers.service.dumps import Dumps
 from rollwright.data.replay_buffers.service.messages import Info
 from rollwright.data.replay_buffers.storages.entries import set_entries
 
@@ -24,11 +23,10 @@ class Commands:
 
     Args:
         buffer: the one of the service.
-        dumps: hears which trajectory ids are given out; None: nothing is saved.
     """
 
-    def __init__(self, buffer: ReplayBuffer, dumps: Dumps | None = None) -> None:
-        self._buffer, self._dumps = buffer, dumps
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self._buffer = buffer
 
     def info(self) -> Info:
         """On the buffer."""
@@ -156,10 +154,7 @@ class Commands:
 
     def take_ids(self, count: int) -> int:
         """The first of so many trajectory ids that nobody else has."""
-        first = self._buffer.storage.ledger.take_ids(count)
-        if self._dumps is not None:
-            self._dumps.note_ids(first + count)
-        return first
+        return self._buffer.storage.ledger.take_ids(count)
 
     def raise_ids(self, least: int) -> int:
         """Give out no id below ``least``; returns the next one."""

@@ -16,14 +16,10 @@ from rollwright.data.replay_buffers.service.packing import unpack
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.service.keeper import Keeper
 
-__all__ = ["DUMP_FILE", "IDS_FILE", "Dumps"]
+__all__ = ["DUMP_FILE", "Dumps"]
 
 DUMP_FILE = "service.pt"
 """Names the folder of the last dump, and who had written what; it is replaced as a whole."""
-IDS_FILE = "trajectory_ids"
-"""A number above all trajectory ids that were given out, whether they are in a dump or not."""
-
-_IDS_AHEAD = 1 << 16  # that may be given out before that file is written again
 
 
 class Dumps:
@@ -38,42 +34,30 @@ class Dumps:
         self._folder, self._every = Path(path), every
         self._saved = 0
         self._number = 0
-        self._ids_end = 0
 
-    def note_ids(self, end: int) -> None:
-        """Trajectory ids below ``end`` are given out: none of them is again, whatever else the last dump lacks."""
-        if end > self._ids_end:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            fresh = self._folder / (IDS_FILE + ".new")
-            fresh.write_text(str(end + _IDS_AHEAD))
-            os.replace(fresh, self._folder / IDS_FILE)
-            self._ids_end = end + _IDS_AHEAD
-
-    def restore(self, buffer: ReplayBuffer) -> tuple[dict[str, int], dict[str, dict[int, Any]], dict[str, int]]:
-        """Read the last dump, if there is one. Trajectory ids begin above all that were given out, dumped or not.
+    def restore(self, buffer: ReplayBuffer) -> tuple[dict[str, int], dict[str, dict[int, Any]]]:
+        """Read the last dump, if there is one.
 
         Returns:
-            By client, the last number that is in it; by client and number, results; the generations that may write.
+            By client, the last number that is in it; by client and number, results.
         """
-        found: dict[str, Any] = {"last": {}, "answers": {}, "least": {}}
-        if (self._folder / DUMP_FILE).is_file():
-            found = load_saved(self._folder / DUMP_FILE)
-            self._number = found["number"]
-            buffer.loads(self._folder / found["folder"])
-            self._saved = buffer.write_count
-        if (self._folder / IDS_FILE).is_file():
-            self._ids_end = int((self._folder / IDS_FILE).read_text())
-            buffer.storage.ledger.raise_ids(self._ids_end)
-        return found["last"], found["answers"], found["least"]
+        if not (self._folder / DUMP_FILE).is_file():
+            return {}, {}
+        found: dict[str, Any] = load_saved(self._folder / DUMP_FILE)
+        self._number = found["number"]
+        buffer.loads(self._folder / found["folder"])
+        self._saved = buffer.write_count
+        return found["last"], found["answers"]
 
     def when_due(self, keeper: Keeper, *, now: bool = False) -> None:
         """Save, if enough was written since the last time; ``now``: if anything was."""
         fresh = keeper.buffer.write_count - self._saved
         if not fresh or not (now or (self._every is not None and fresh >= self._every)):
             return
-        self._dump(keeper)
+        self.dump(keeper)
 
-    def _dump(self, keeper: Keeper) -> None:
+    def dump(self, keeper: Keeper) -> None:
+        """Save."""
         self._number += 1
         name, before = f"dump-{self._number}", f"dump-{self._number - 1}"
         shutil.rmtree(self._folder / name, ignore_errors=True)  # of a service that was killed meanwhile
@@ -90,7 +74,6 @@ class Dumps:
                 }
                 for client, record in keeper.records.items()
             },
-            "least": dict(keeper.least),
         }
         save(state, self._folder / (DUMP_FILE + ".new"))
         os.replace(self._folder / (DUMP_FILE + ".new"), self._folder / DUMP_FILE)

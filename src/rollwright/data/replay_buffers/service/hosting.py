@@ -14,6 +14,7 @@ import torch
 from rollwright._memory import keep_freed_memory
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.service.dumps import Dumps
+from rollwright.data.replay_buffers.service.journal import Journal
 from rollwright.data.replay_buffers.service.keeper import Keeper
 from rollwright.data.replay_buffers.service.messages import Ready
 from rollwright.data.replay_buffers.service.server import Server
@@ -45,6 +46,7 @@ class Recipe(NamedTuple):
         path: where to save the buffer; None: nowhere.
         dump_every: elements between two dumps.
         import_paths: where modules are looked for, after those of the process.
+        run: name of the buffer, the same as long as its owner lives.
     """
 
     made_of: bytes
@@ -55,6 +57,7 @@ class Recipe(NamedTuple):
     path: str | None
     dump_every: int | None
     import_paths: tuple[str, ...]
+    run: str
 
 
 class ServiceHost(Protocol):
@@ -95,7 +98,8 @@ class Service:
         if options.get("generator") is not None:
             options["generator"] = torch.Generator().set_state(options["generator"])
         dumps = None if recipe.path is None else Dumps(recipe.path, recipe.dump_every)
-        self._keeper = Keeper(kind(**options), dumps)
+        journal = None if recipe.path is None else Journal(recipe.path, recipe.run)
+        self._keeper = Keeper(kind(**options), dumps, journal)
         end = _listening(recipe.address)
         host, port = recipe.address[0], end.getsockname()[1]
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else host

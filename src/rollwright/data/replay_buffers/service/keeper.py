@@ -12,12 +12,15 @@ from rollwright._processes.failures import ExceptionInfo
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.service.commands import Commands
 from rollwright.data.replay_buffers.service.dumps import Dumps
+from rollwright.data.replay_buffers.service.journal import Journal
 from rollwright.data.replay_buffers.service.messages import Reply, Request, WriterName
 from rollwright.data.replay_buffers.service.packing import pack, unpack
 
 __all__ = ["Keeper", "Record"]
 
 Answer = tuple[Reply, Sequence[memoryview]]
+_LASTING = {"insert_transform", "set_sampler", "set_writer", "set_storage", "set_rng"}  # and no element
+_REPLACING = {"empty", "loads", "load_state_dict", "set_storage"}  # all elements: the last dump holds none of these
 _FORGET_S = 600.0  # after which replies for a client that is gone are dropped
 
 
@@ -57,6 +60,7 @@ class Keeper:
     Args:
         buffer: what the requests are about.
         dumps: saves it now and then; None: nothing does.
+        journal: of what no dump has; None: there is none.
 
     Attributes:
         buffer: see above.
@@ -64,19 +68,26 @@ class Keeper:
         least: by the name of a writer: the generations below are given up.
     """
 
-    def __init__(self, buffer: ReplayBuffer, dumps: Dumps | None = None) -> None:
-        self.buffer, self._dumps = buffer, dumps
-        self._commands = Commands(buffer, dumps)
+    def __init__(self, buffer: ReplayBuffer, dumps: Dumps | None = None, journal: Journal | None = None) -> None:
+        self.buffer, self._dumps, self._journal = buffer, dumps, journal
+        self._commands = Commands(buffer)
         self.records: dict[str, Record] = {}
         self.least: dict[str, int] = {}
         self._waiting: list[_Waiting] = []
+        if journal is not None:
+            for client, request, pieces in journal.requests:  # the storage before its elements
+                self._redo(client, request, pieces)
         if dumps is not None:
-            last, answers, self.least = dumps.restore(buffer)
+            last, answers = dumps.restore(buffer)
             for client, number in last.items():
-                self.records[client] = record = Record(last=number)
+                record = self.records.setdefault(client, Record())
+                record.last = number
                 for done, value in answers.get(client, {}).items():
-                    body, pieces = pack(value)
-                    record.answers[done] = Reply(done, body), pieces
+                    body, parts = pack(value)
+                    record.answers[done] = Reply(done, body), parts
+        if journal is not None:
+            self.least = {name: generation + 1 for name, generation in journal.given_up.items()}
+            buffer.storage.ledger.raise_ids(journal.ids_end)
         self.info = self._commands.info()
 
     def refusal(self, writer: WriterName | None) -> str | None:
@@ -98,7 +109,7 @@ class Keeper:
         record.seen_at = time.monotonic()
         for number in [number for number in record.answers if number < request.received]:
             del record.answers[number]
-        if request.number <= record.last:
+        if request.number <= record.last or request.number in record.answers:
             return record.answers.get(request.number)  # or it waits, or the client has had the reply
         record.last = request.number
         refused = self.refusal(record.writer)
@@ -111,9 +122,32 @@ class Keeper:
         if request.what == "sample" and not self._may_draw(given[0]):
             self._waiting.append(_Waiting(client, request, self._size(given[0]), self.buffer.write_count))
             return None
-        return self._answered(client, request.number, lambda: self._do(client, request.what, given))
+        replaces = request.what in _REPLACING
+        answer = self._answered(client, request.number, lambda: self._do(client, request.what, given), replaces)
+        if self._journal is None or answer[0].failure is not None:
+            return answer
+        try:
+            self._note(self._journal, client, request, given, pieces)
+        except OSError as error:
+            why = f"{request.what} was carried out, and could not be written to the journal of the service: {error}"
+            return self._failed(client, request.number, OSError(why), is_done=True)
+        return answer
 
-    def _answered(self, client: str, number: int, do: Callable[[], Any]) -> Answer:
+    def _note(self, journal: Journal, client: str, request: Request, given: Any, pieces: Sequence[memoryview]) -> None:
+        """Write down what holds from now on, and is in no dump."""
+        if request.what == "take_ids":
+            journal.note_ids(self.buffer.storage.ledger.next_id)
+        elif request.what == "give_up":
+            journal.note_given_up(*given)
+        elif request.what in _LASTING:
+            journal.note_request(client, request, pieces)
+
+    def _redo(self, client: str, request: Request, pieces: Sequence[memoryview]) -> None:
+        """Change a part as the service before this one did; who has no reply yet gets it when asking again."""
+        body, parts = pack(self._do(client, request.what, unpack(request.body, pieces)))
+        self.records.setdefault(client, Record()).answers[request.number] = Reply(request.number, body), parts
+
+    def _answered(self, client: str, number: int, do: Callable[[], Any], replaces: bool = False) -> Answer:
         before = self.buffer.write_count
         try:
             body, pieces = pack(do())
@@ -121,9 +155,9 @@ class Keeper:
         except Exception as error:
             return self._failed(client, number, error)
         self.records[client].answers[number] = answer
-        if self._dumps is not None and self.buffer.write_count != before:
+        if self._dumps is not None and (replaces or self.buffer.write_count != before):
             try:
-                self._dumps.when_due(self)
+                self._dumps.dump(self) if replaces else self._dumps.when_due(self)
             except OSError as error:
                 why = f"what was written is stored, and the buffer could not be saved: {error}"
                 return self._failed(client, number, OSError(why), is_done=True)
