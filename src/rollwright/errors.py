@@ -47,8 +47,8 @@ class RollwrightError(Exception):
     """Root of every error that rollwright defines."""
 
 
-class SpecError(RollwrightError, ValueError):
-    """Data does not match the spec that describes it."""
+class SpecError(RollwrightError, ValueError, AssertionError):
+    """Data does not match the spec that describes it; an ``AssertionError`` too, which programs of the field expect."""
 
 
 class EnvError(RollwrightError, RuntimeError):

@@ -426,3 +426,37 @@ def test_batched_non_tensors_hold_one_object_for_each_element() -> None:
     td = Composite(t=spec, shape=(2, 3)).rand()
     assert Composite(t=spec, shape=(2, 3)).is_in(td)
     assert isinstance(lazy_stack([td[0], td[1]]), TensorDictBase)
+
+
+def test_shape_can_be_set_where_entries_begin_with_it():
+    spec = Composite(obs=Unbounded((3, 2, 4)), nested=Composite(obs=Unbounded((3, 2))))
+    spec.shape = (3,)
+    assert spec.batch_size == spec["nested"].shape == (3,)
+    spec.shape = (3, 2)
+    assert spec.rand().batch_size == spec.rand()["nested"].batch_size == (3, 2)
+    spec.shape = ()
+    assert spec.shape == ()
+    with pytest.raises(ValueError, match=r"'obs': expected a spec whose shape begins with the Composite's \[4\]"):
+        spec.shape = (4,)
+    assert spec.shape == ()
+    spec.lock_()
+    with pytest.raises(RuntimeError, match="locked"):
+        spec.shape = (3,)
+
+
+def test_a_lock_may_leave_nested_specs_open():
+    spec = Composite(nested=Composite(obs=Unbounded())).lock_(recurse=False)
+    assert spec.locked
+    assert not spec["nested"].locked
+    spec["nested"].set("more", Unbounded())
+    spec.lock_()
+    spec.unlock_(recurse=False)
+    assert spec["nested"].is_locked
+
+
+def test_type_check_takes_the_value_of_an_entry():
+    spec = Composite(obs=Unbounded((2,)), nested={"flag": Binary(1)})
+    spec.type_check(torch.zeros(2), "obs")
+    spec.type_check(torch.zeros(1, dtype=spec["nested", "flag"].dtype), ("nested", "flag"))
+    with pytest.raises(SpecError, match=r"'obs': expected dtype torch\.float32, got torch\.int64"):
+        spec.type_check(torch.zeros(2, dtype=torch.int64), "obs")

@@ -217,3 +217,22 @@ def test_to_numpy_can_check() -> None:
     with pytest.raises(SpecError, match=r"Map it in with spec.project"):
         spec.to_numpy(torch.tensor([5.0]), safe=True)
     assert spec.to_numpy(torch.tensor([0.5], requires_grad=True)).tolist() == [0.5]
+
+
+def test_no_dtype_is_torchs_default():
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert Unbounded((2,)).dtype == Unbounded((2,), dtype=None).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+    assert Unbounded(dtype=None).dtype == before
+
+
+def test_names_of_the_field():
+    spec = Bounded(0.0, 1.0)
+    spec.memoize_encode()
+    assert spec.encode(0.5) == 0.5
+    spec.erase_memoize_cache()
+    with pytest.raises(AssertionError, match="values in"):
+        spec.assert_is_in(torch.tensor(2.0))

@@ -315,3 +315,12 @@ def test_entries_of_unlike_kinds_are_not_in_common() -> None:
     spec = stack([Composite(a=Unbounded(), b=Unbounded()), Composite(a=Composite(), b=Unbounded())])
     assert list(spec) == ["b"]
     assert spec.specs[1]["a"] == Composite()
+
+
+def test_the_shape_of_stacked_composites_keeps_the_stack():
+    spec = stack([Composite(obs=Unbounded((2, n))) for n in (3, 4)])
+    spec.shape = (2, 2)
+    assert [part.shape for part in spec.specs] == [(2,), (2,)]
+    assert (spec.shape, spec.stack_dim) == ((2, 2), 0)
+    with pytest.raises(ValueError, match="whose dimension 0, along which Composites are stacked, is 2"):
+        spec.shape = (3, 2)

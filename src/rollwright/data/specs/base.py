@@ -211,6 +211,16 @@ class TensorSpec(abc.ABC):
         """Same as :meth:`is_in`."""
         return self.is_in(val)
 
+    def memoize_encode(self, mode: bool = True) -> None:  # noqa: B027
+        """Accepted for programs of the field, and changes nothing: :meth:`encode` remembers no values."""
+
+    def erase_memoize_cache(self) -> None:  # noqa: B027
+        """See :meth:`memoize_encode`."""
+
+    def _project(self, val: Any) -> Any:
+        """Same as :meth:`project`, by the name that specs of the field have for it."""
+        return self.project(val)
+
     def cpu(self) -> Self:
         """The spec on the CPU."""
         return self.to("cpu")

@@ -73,12 +73,32 @@ class Composite(SpecMapping):
             raise ValueError(f"batch_size: expected it or shape, got both ({batch_size} and {shape}). Drop one.")
         if specs is not None and not isinstance(specs, (Mapping, Composite)):
             raise TypeError(f"specs: expected a mapping from keys to specs, got {type(specs).__name__}.")
-        self.shape = as_size(batch_size if shape is None else shape)
+        self._shape = as_size(batch_size if shape is None else shape)
         self._device = as_device(device)
         self.entries = {}
         for entries in (specs, kwargs):
             for key, spec in () if entries is None else entries.items():
                 self.set(key, spec)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Batch size of the samples; set, it is also that of nested Composites whose entries begin with it.
+
+        Raises:
+            ValueError: the shape of an entry does not begin with it.
+        """
+        return self._shape
+
+    @shape.setter
+    def shape(self, shape: ShapeLike) -> None:
+        self._check_unlocked()
+        size, before = as_size(shape), self._shape
+        self._shape = size
+        try:
+            self.entries = {name: self._adopt(name, spec) for name, spec in self.entries.items()}
+        except ValueError:
+            self._shape = before
+            raise
 
     @property
     def batch_size(self) -> torch.Size:
@@ -273,8 +293,16 @@ class Composite(SpecMapping):
                 )
 
     def type_check(self, val: Any, key: NestedKey | None = None) -> None:
-        """Raise :class:`SpecError` where an entry is missing or has another dtype than its spec."""
+        """Raise :class:`SpecError` where an entry is missing or has another dtype than its spec.
+
+        Args:
+            val: a TensorDict; with the key of an entry, the value of that one will do.
+            key: what to call the value in the message.
+        """
         path = () if key is None else as_tuple(key)
+        if path in self and not isinstance(val, (TensorDictBase, Mapping)):  # the value of that entry
+            self[path].type_check(val, key)
+            return
         for name, spec, part in self._present(val, path):
             spec.type_check(part, (*path, name))
 
@@ -331,7 +359,7 @@ class Composite(SpecMapping):
         new = copy.copy(self)
         vars(new).pop("_is_locked", None)
         new.entries = entries
-        new.shape = self.shape if shape is None else shape
+        new._shape = self.shape if shape is None else shape
         return new
 
     def _mapped(self, op: Callable[[TensorSpec], TensorSpec], shape: torch.Size | None = None) -> Self:

@@ -42,11 +42,16 @@ class SpecMapping(TensorSpec):
         """Whether entries may be neither set nor removed; specs made from this one are not locked."""
         return self._is_locked
 
+    @property
+    def locked(self) -> bool:
+        """Same as :attr:`is_locked`."""
+        return self.is_locked
+
     def lock_(self, recurse: bool | None = None) -> Self:
-        """Let entries be neither set nor removed, those of nested Composites included.
+        """Let entries be neither set nor removed.
 
         Args:
-            recurse: accepted for the sake of older programs.
+            recurse: False: those of nested Composites may be; default: they may not.
 
         Example:
             >>> from rollwright.data import Composite, Unbounded
@@ -54,15 +59,15 @@ class SpecMapping(TensorSpec):
             >>> spec.unlock_().set("b", Unbounded()).is_locked
             False
         """
-        return self._set_lock(True)
+        return self._set_lock(True, recurse is not False)
 
     def unlock_(self, recurse: bool | None = None) -> Self:
         """The opposite of :meth:`lock_`."""
-        return self._set_lock(False)
+        return self._set_lock(False, recurse is not False)
 
-    def _set_lock(self, locked: bool) -> Self:
+    def _set_lock(self, locked: bool, recurse: bool) -> Self:
         self._is_locked = locked
-        for spec in self.entries.values():
+        for spec in self.entries.values() if recurse else ():
             if isinstance(spec, SpecMapping):
                 spec.lock_() if locked else spec.unlock_()
         return self

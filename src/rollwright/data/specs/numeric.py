@@ -182,7 +182,7 @@ class Unbounded(DenseSpec):
     Args:
         shape: shape of a sample.
         device: device of the tensors.
-        dtype: any dtype.
+        dtype: any dtype; default: torch's default dtype.
 
     ``rand`` is normal for floating-point dtypes, and uniform over the dtype's range for others.
 
@@ -193,8 +193,8 @@ class Unbounded(DenseSpec):
         True
     """
 
-    def __init__(self, shape: ShapeLike = (1,), device: DeviceLike = None, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(shape, device, dtype)
+    def __init__(self, shape: ShapeLike = (1,), device: DeviceLike = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(shape, device, torch.get_default_dtype() if dtype is None else dtype)
 
     @property
     def space(self) -> IntervalSpace:

@@ -46,7 +46,7 @@ class StackedComposite(LazyStack, Composite):
         self.specs = list(specs)
         first = self.specs[0]
         self.dim = dim + first.ndim + 1 if dim < 0 else dim
-        self.shape = torch.Size((*first.shape[: self.dim], len(self.specs), *first.shape[self.dim :]))
+        self._shape = torch.Size((*first.shape[: self.dim], len(self.specs), *first.shape[self.dim :]))
 
     @property
     def entries(self) -> dict[str, TensorSpec | None]:  # type: ignore[override]
@@ -65,6 +65,28 @@ class StackedComposite(LazyStack, Composite):
             return torch.stack(found, self.dim)
         except ValueError:  # such as a leaf here and a Composite there
             return MISSING
+
+    @property
+    def shape(self) -> torch.Size:
+        """Batch size of the samples, the stack dimension included; see :attr:`Composite.shape`."""
+        return self._shape
+
+    @shape.setter
+    def shape(self, shape: ShapeLike) -> None:
+        size = as_size(shape)
+        if len(size) <= self.dim or size[self.dim] != len(self.specs):
+            raise ValueError(
+                f"shape: expected one whose dimension {self.dim}, along which Composites are stacked, is "
+                f"{len(self.specs)}, got {list(size)}. Stack others."
+            )
+        for spec in self.specs:
+            spec.shape = torch.Size((*size[: self.dim], *size[self.dim + 1 :]))
+        self._shape = size
+
+    @property
+    def stack_dim(self) -> int:
+        """Same as ``dim``."""
+        return self.dim
 
     @property
     def device(self) -> torch.device | None:
@@ -87,9 +109,9 @@ class StackedComposite(LazyStack, Composite):
         """Whether entries may be neither set nor removed."""
         return any(spec.is_locked for spec in self.specs)
 
-    def _set_lock(self, locked: bool) -> Self:
+    def _set_lock(self, locked: bool, recurse: bool) -> Self:
         for spec in self.specs:
-            spec.lock_() if locked else spec.unlock_()
+            spec.lock_(recurse) if locked else spec.unlock_(recurse)
         return self
 
     def get(self, key: NestedKey, default: Any = None) -> Any:
