@@ -297,3 +297,27 @@ def test_a_trusted_module_gets_the_data_whatever_its_argument_is_called() -> Non
 
     rollout = CountingEnv().rollout(3, Confusing(), trust_policy=True)
     assert rollout["next", "observation"].flatten().tolist() == [1, 2, 3]
+
+
+def test_actions_that_were_given_are_taken() -> None:
+    env = CountingEnv(max_steps=100)
+    actions = [torch.tensor([i % 2], dtype=torch.int64) for i in range(5)]
+    rollout = env.rollout(50, actions=actions)
+    assert rollout.shape == (5,)
+    assert rollout["action"].flatten().tolist() == [0, 1, 0, 1, 0]
+    assert seen(rollout) == [0, 1, 1, 2, 2]
+    taken = iter(actions)
+    assert env.rollout(3, actions=taken, break_when_any_done=False)["action"].flatten().tolist() == [0, 1, 0]
+    assert next(taken) is actions[3]
+    assert seen(env.rollout(2, actions=[TensorDict(action=actions[1]), actions[1].numpy()])) == [1, 2]
+    with pytest.raises(ValueError, match="policy and actions were both given"):
+        env.rollout(3, CountingEnvCountPolicy(env.action_spec), actions=actions)
+    with pytest.raises(ValueError, match="actions: expected at least one"):
+        env.rollout(3, actions=[])
+
+
+def test_frames_are_kept_where_they_are_asked_for() -> None:
+    env = CountingEnv(max_steps=100)
+    rollout = env.rollout(3, storing_device="meta")
+    assert rollout.device == rollout["next", "observation"].device == torch.device("meta")
+    assert env.rollout(3, storing_device="cpu").device == torch.device("cpu")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,6 +29,7 @@ def rollout(  # noqa: D417 - self
     policy: Policy | None = None,
     callback: Callable[[EnvBase, TensorDictBase], Any] | None = None,
     *,
+    actions: Iterable[Any] | None = None,
     auto_reset: bool = True,
     auto_cast_to_device: bool = False,
     break_when_any_done: bool | None = None,
@@ -36,6 +38,7 @@ def rollout(  # noqa: D417 - self
     tensordict: TensorDictBase | None = None,
     set_truncated: bool = False,
     trust_policy: bool = False,
+    storing_device: torch.device | str | int | None = None,
 ) -> TensorDictBase:
     """Step for up to ``max_steps`` with a policy.
 
@@ -43,6 +46,7 @@ def rollout(  # noqa: D417 - self
         max_steps: the most steps to take.
         policy: called on each TensorDict; random actions when None.
         callback: called as ``callback(env, tensordict)`` after each action was chosen.
+        actions: one for each step, in place of a policy; the rollout is no longer than they are.
         auto_reset: reset first. If False, ``tensordict`` holds the start.
         auto_cast_to_device: move data to the policy's device and back at each step.
         break_when_any_done: stop when any environment is done (the default). If False, what is
@@ -55,6 +59,7 @@ def rollout(  # noqa: D417 - self
         set_truncated: mark the last step as truncated unless it is terminated.
         trust_policy: call the policy as it is. If False, a module whose ``forward`` takes entries by name is
             wrapped, as in a collector.
+        storing_device: where frames are kept and returned; default: the environment's.
 
     Returns:
         ``[*batch, T]``, the last dimension named ``"time"``.
@@ -70,8 +75,15 @@ def rollout(  # noqa: D417 - self
             f"policy: expected a callable that takes a TensorDict, got {type(policy).__name__}. "
             "Pass None for random actions."
         )
+    if actions is not None:
+        if policy is not None:
+            raise ValueError("policy and actions were both given. Pass one of them.")
+        given = list(itertools.islice(actions, max_steps))
+        if not given:
+            raise ValueError("actions: expected at least one, got none.")
+        max_steps, policy, trust_policy = len(given), _following(given, self), True
     stop_at_any = not break_when_all_done if break_when_any_done is None else break_when_any_done
-    if policy is not None and auto_reset:
+    if policy is not None and actions is None and auto_reset:
         self.fit_policy(policy)
     act: Call = self.rand_action if policy is None else policy
     if policy is not None and not trust_policy:
@@ -81,6 +93,12 @@ def rollout(  # noqa: D417 - self
     start = None if tensordict is None else tensordict.copy()
     td = self.reset(start) if auto_reset else cast(TensorDictBase, start)
     frames: list[TensorDictBase] = []
+    device = None if storing_device is None else torch.device(storing_device)
+
+    def keep(frame: TensorDictBase) -> TensorDictBase:
+        copy = frame.clone()
+        return copy if device is None else copy.to(device)
+
     ended: torch.Tensor | bool = False
     for t in range(max_steps):
         chosen = act(td)
@@ -90,7 +108,7 @@ def rollout(  # noqa: D417 - self
             callback(self, td)
         if stop_at_any or break_when_all_done:
             td = self.step(td)
-            frames.append(td.clone())  # policies may write into what they see, and into buffers of their own
+            frames.append(keep(td))  # policies may write into what they see, and into buffers of their own
             ends = end_of_trajectory(td.get("next"), self.done_groups, td.ndim)
             ended = ended | ends if break_when_all_done else ends.any()
             if bool(torch.as_tensor(ended).all()) or t == max_steps - 1:
@@ -98,7 +116,7 @@ def rollout(  # noqa: D417 - self
             td = self.step_mdp(td)
         else:
             frame, td = self.step_and_maybe_reset(td)
-            frames.append(frame.clone())
+            frames.append(keep(frame))
     ndim = frames[0].ndim
     if return_contiguous is False:  # named at once: names that are set later are checked against entries of any shape
         out: TensorDictBase = LazyStackedTensorDict(*frames, stack_dim=ndim, stack_dim_name="time")
@@ -108,6 +126,19 @@ def rollout(  # noqa: D417 - self
     if set_truncated:
         mark_truncated(self.done_groups, out[..., -1].get("next"), ndim)
     return out
+
+
+def _following(actions: Iterable[Any], env: EnvBase) -> Policy:
+    """A policy that takes actions which were given, one after the other."""
+    left = iter(actions)
+
+    def act(td: TensorDictBase) -> TensorDictBase:
+        action = next(left)
+        if is_tensor_collection(action):
+            return td.update(action)
+        return td.set(env.action_key, torch.as_tensor(action, device=env.device))
+
+    return act
 
 
 def _checked(chosen: Any) -> TensorDictBase:

@@ -171,3 +171,14 @@ def test_transforms_of_another_library_are_refused_by_name():
             put()
     TransformedEnv(CountingEnv(), foreign.forward).rollout(2)  # all that is wanted of it
     TransformedEnv(CountingEnv(), nn.Identity()).rollout(2)
+
+
+def test_parts_of_a_chain_that_is_in_no_environment_can_be_taken(ladder):
+    chain = TransformedEnv(ladder([3]), Compose(StepCounter(), StepCounter(step_count_key="other"))).transform.clone()
+    env = TransformedEnv(ladder([3]), Compose(*chain))
+    assert [part.container for part in chain] == [env, env]
+    assert env.rollout(2)["next", "other"].flatten().tolist() == [1, 2]
+    with pytest.raises(RuntimeError, match="StepCounter already belongs"):
+        TransformedEnv(ladder([3]), chain)
+    with pytest.raises(RuntimeError, match="StepCounter already belongs"):
+        Compose(chain[0])

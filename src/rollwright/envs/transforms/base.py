@@ -343,7 +343,7 @@ class Transform(nn.Module):
         """Let the transform know which :class:`Compose` or :class:`TransformedEnv` holds it.
 
         Raises:
-            RuntimeError: another one holds it.
+            RuntimeError: it is in an environment.
         """
         if self.holder is not container:
             self.check_free()
@@ -356,15 +356,15 @@ class Transform(nn.Module):
         self.__dict__["_containers"] += (weakref.ref(container),)
 
     def check_free(self) -> None:
-        """Test that nothing holds the transform.
+        """Test that the transform is in no environment; a chain that is in none does not count.
 
         Raises:
-            RuntimeError: something does.
+            RuntimeError: it is in one.
         """
-        holder = self.holder
-        if holder is not None:
+        env = self.container
+        if env is not None:
             raise RuntimeError(
-                f"transform: this {type(self).__name__} already belongs to another {type(holder).__name__}. "
+                f"transform: this {type(self).__name__} already belongs to another {type(env).__name__}. "
                 "It can follow only one; pass transform.clone()."
             )
 

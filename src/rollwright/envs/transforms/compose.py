@@ -47,6 +47,12 @@ class Compose(Transform):
         transform.set_container(self)
         self.transforms.insert(index, transform)
 
+    def check_free(self) -> None:
+        """See :meth:`Transform.check_free`; those in the chain must be in no other environment either."""
+        super().check_free()
+        for transform in self:
+            transform.check_free()
+
     def share(self, transform: Transform) -> None:
         """Add a transform that goes on belonging to another chain or environment as well."""
         transform.add_container(self)
