@@ -124,7 +124,7 @@ ROUNDS = [
 
 MIXED = [
     pytest.param("sync", True, id="sync-trajectories"),
-    pytest.param("async", False, id="async-frames"),
+    pytest.param("async", False, id="async-frames", marks=pytest.mark.slow),
     pytest.param("sync", False, id="sync-frames", marks=pytest.mark.slow),
     pytest.param("async", True, id="async-trajectories", marks=pytest.mark.slow),
 ]

@@ -295,3 +295,15 @@ def test_few_tensor_operations(ladder, do_nothing):
     assert count(StepCounter()) <= 1
     assert count(StepCounter(5)) <= 4
     assert count(RewardSum()) <= 1
+
+
+def test_the_keys_that_are_written_are_known():
+    env = TransformedEnv(mocks.CountingEnv(), Compose(StepCounter(max_steps=3), InitTracker()))
+    assert env.transform[0].step_count_keys == ["step_count"]
+    assert env.transform[0].truncated_keys == ["truncated"]
+    assert env.transform[1].init_keys == ["is_init"]
+    nested = TransformedEnv(mocks.NestedCountingEnv(max_steps=9), StepCounter(max_steps=3))
+    (count,), (flag,) = nested.transform.step_count_keys, nested.transform.truncated_keys
+    rollout = nested.rollout(5)
+    assert rollout["next", *count].max() == 3
+    assert rollout["next", *flag][..., -1, :, :].all()

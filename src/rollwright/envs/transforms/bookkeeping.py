@@ -42,6 +42,10 @@ class Bookkeeping(Transform):
     def _entries(self) -> GroupEntries:
         return self._remember("entries", lambda: [(g, unravel((*g.prefix, self.name))) for g in self._groups])
 
+    @property
+    def _keys(self) -> list[NestedKey]:
+        return [key for _, key in self._entries]
+
     def _flags(self, tensordict: TensorDictBase, group: DoneGroup) -> torch.Tensor:
         """A tensor of the shape of the group's flags."""
         done = tensordict.get(group.done, None)
@@ -76,6 +80,11 @@ class InitTracker(Bookkeeping):
     def __init__(self, init_key: str = IS_INIT) -> None:
         super().__init__(_check_name("init_key", init_key))
         self.init_key = init_key
+
+    @property
+    def init_keys(self) -> list[NestedKey]:
+        """The entries that are written, one for each group of flags; for a transform of an environment."""
+        return self._keys
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         for group, key in self._entries:
@@ -122,6 +131,11 @@ class Cutting(Bookkeeping):
         super().__init__(name)
         self.truncated_key = _check_name("truncated_key", truncated_key)
         self.update_done = update_done
+
+    @property
+    def truncated_keys(self) -> list[NestedKey]:
+        """The flags that may be set, one for each group; for a transform of an environment."""
+        return [unravel((*group.prefix, self.truncated_key)) for group in self._groups]
 
     def _cut(self, out: TensorDictBase | Values, group: DoneGroup, cut: Any) -> None:
         """Set the flag of the group, and those of agents below it."""
@@ -188,6 +202,11 @@ class StepCounter(Cutting):
         super().__init__(_check_name("step_count_key", step_count_key), truncated_key, update_done)
         self.max_steps = max_steps
         self.step_count_key = step_count_key
+
+    @property
+    def step_count_keys(self) -> list[NestedKey]:
+        """The entries that are written, one for each group of flags; for a transform of an environment."""
+        return self._keys
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         self._count(self._entries, tensordict, next_tensordict)

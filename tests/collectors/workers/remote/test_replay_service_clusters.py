@@ -27,7 +27,13 @@ OPTIONS = {
     "ray": {"remote_configs": {"num_cpus": 1}},
 }
 SERVICES = {"process": {}, "ray": {"remote_config": {"num_cpus": 0.1}}}
-WAYS = [("distributed", "process"), ("rpc", "process"), ("ray", "process"), ("ray", "ray"), ("tcp", "ray")]
+WAYS = [
+    ("distributed", "process"),
+    ("rpc", "process"),
+    ("ray", "process"),
+    ("ray", "ray"),
+    pytest.param("tcp", "ray", marks=pytest.mark.slow),
+]
 RESTART = {"on_worker_failure": "restart", "max_restarts": 20, "restart_delay": 0.0}
 SLOW = pytest.param("ray", "ray", marks=pytest.mark.slow)
 ways = partial(pytest.mark.parametrize, ("backend", "service"))
@@ -113,7 +119,7 @@ def test_batches_go_to_the_service_and_counts_are_exact(write, serve, backend, s
     assert len(frames_by_name(buffer)) == 400
 
 
-@ways([("distributed", "process"), ("rpc", "process"), ("ray", "ray")])
+@ways([("distributed", "process"), ("rpc", "process"), SLOW])
 def test_killed_workers_leave_whole_trajectories_and_are_replaced(write, serve, backend, service):
     buffer = serve(service)
     collector = write("async", backend, buffer, trajs_per_batch=1, **RESTART)
