@@ -201,3 +201,17 @@ class TestWithTorchRL:
         assert set(ours.keys(True, True)) == set(expected.keys(True, True))
         for key in expected.keys(True, True):
             assert torch.equal(ours[key], expected[key]), key
+
+
+def test_steps_of_several_are_made_of_elements_that_are_added_one_by_one():
+    envs = pytest.importorskip("torchrl.envs")
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), transform=envs.MultiStepTransform(n_steps=3, gamma=0.5))
+    for i in range(6):
+        flags = {"done": torch.zeros(1, dtype=torch.bool), "terminated": torch.zeros(1, dtype=torch.bool)}
+        after = {"obs": torch.tensor([i + 1.0]), "reward": torch.ones(1), **flags}
+        index = buffer.add(TensorDict({"obs": torch.tensor([float(i)]), "next": after}))
+        assert (index == i - 3) if i >= 3 else (index.numel() == 0)
+    stored = buffer.storage[:]
+    assert stored["obs"].flatten().tolist() == [0.0, 1.0, 2.0]
+    assert stored["next", "obs"].flatten().tolist() == [3.0, 4.0, 5.0]
+    assert stored["next", "reward"].flatten().tolist() == [1.75] * 3

@@ -182,3 +182,11 @@ def test_parts_of_a_chain_that_is_in_no_environment_can_be_taken(ladder):
         TransformedEnv(ladder([3]), chain)
     with pytest.raises(RuntimeError, match="StepCounter already belongs"):
         Compose(chain[0])
+
+
+def test_parts_of_a_chain_that_was_taken_out_have_no_environment(ladder):
+    env = TransformedEnv(ladder([3]), Compose(StepCounter(), StepCounter(step_count_key="other")))
+    chain = env.transform
+    assert chain[1].parent is not None
+    env.transform = StepCounter()
+    assert [chain[0].parent, chain[1].parent] == [None, None]

@@ -182,7 +182,7 @@ def inverse_of(change: Transform) -> Transform | None:
         return None
     inverse: Transform | None = getattr(change, "inv", None)
     if callable(inverse):
-        return inverse
+        return _on_batches(inverse) if is_torchrl_transform(change) else inverse
     named = [name for name in ("_inv_call", "_inv_apply_transform") if callable(getattr(change, name, None))]
     if named:
         raise TypeError(
@@ -190,6 +190,18 @@ def inverse_of(change: Transform) -> Transform | None:
             "batch: what is written would not be inverted. Give it one, or pass a function without."
         )
     return None
+
+
+def _on_batches(inverse: Transform) -> Transform:
+    """The inverse of a transform of TorchRL, some of which (``MultiStepTransform``) need a dimension of time."""
+
+    def inverted(data: Any) -> Any:
+        if not isinstance(data, TensorDictBase) or data.ndim:
+            return inverse(data)
+        found = inverse(data.unsqueeze(0))
+        return found[0] if isinstance(found, TensorDictBase) and found.shape == (1,) else found
+
+    return inverted
 
 
 _INVERSES = ("inv", "_inv_call", "_inv_apply_transform")

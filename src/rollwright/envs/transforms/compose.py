@@ -196,6 +196,11 @@ class Compose(Transform):
         for transform in self:
             transform.empty_cache()
 
+    def reset_parent(self) -> None:
+        """See :meth:`Transform.reset_parent`."""
+        super().reset_parent()
+        self.empty_cache()
+
     def clone(self) -> Self:
         """A chain of clones without an environment."""
         return type(self)(*(transform.clone() for transform in self))
