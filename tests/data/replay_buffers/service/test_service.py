@@ -464,6 +464,27 @@ def test_parts_that_were_changed_are_so_when_it_comes_back(serve, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*are lost:RuntimeWarning")
+def test_a_dump_is_loaded_into_the_parts_that_it_was_saved_with(serve, tmp_path):
+    buffer = serve(service={"path": tmp_path / "dumps", "dump_every": 10, "max_restarts": 4}, batch_size=10)
+    buffer.extend(frames(0, 10))
+    buffer.set_sampler(PrioritizedSampler(1000, 0.7, 0.5))  # whose state is in no dump
+    restarted(buffer)
+    assert buffer.sample().get("priority_weight", None) is not None
+    buffer.extend(frames(10, 10))
+    buffer.set_sampler(SamplerWithoutReplacement())
+    restarted(buffer)
+    assert len(buffer) == 20
+    assert buffer.sample().get("priority_weight", None) is None
+    buffer.set_storage(LazyTensorStorage(8))
+    buffer.extend(frames(0, 5))  # in no dump
+    restarted(buffer)
+    assert len(buffer) == 0
+    buffer.extend(frames(0, 10))
+    restarted(buffer)
+    assert sorted(buffer[:]["next", "id"].tolist()) == list(range(2, 10))
+
+
+@pytest.mark.filterwarnings("ignore:.*are lost:RuntimeWarning")
 def test_a_program_that_goes_on_has_the_parts_that_it_asks_for(serve, tmp_path):
     first = serve(service={"path": tmp_path / "dumps"})
     first.append_transform(Plus(1000))
@@ -472,6 +493,10 @@ def test_a_program_that_goes_on_has_the_parts_that_it_asks_for(serve, tmp_path):
     second = serve(service={"path": tmp_path / "dumps", "resume": True}, transform=Plus(2000), batch_size=10)
     batch = second.sample()
     assert torch.equal(batch["obs"][:, 0], batch["next", "id"] + 2000.0)
+    second.set_sampler(PrioritizedSampler(1000, 0.7, 0.5))  # the dump is the first program's
+    restarted(second)
+    assert len(second) == 10
+    assert second.sample().get("priority_weight", None) is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*are lost:RuntimeWarning")

@@ -17,8 +17,8 @@ from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.service.backends import backend_module, options_of
 from rollwright.data.replay_buffers.service.client import ReplayClient
-from rollwright.data.replay_buffers.service.hosting import LimiterForm, Recipe, ServiceHost
 from rollwright.data.replay_buffers.service.messages import Ready
+from rollwright.data.replay_buffers.service.serving.hosting import LimiterForm, Recipe, ServiceHost
 from rollwright.data.replay_buffers.service.session import Session, Target
 from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.errors import ServiceLostError, WorkerError

@@ -73,7 +73,7 @@ class Request(NamedTuple):
     Attributes:
         number: of the client's requests, rising.
         received: the client has the replies of all that it has sent below this number.
-        what: a name of :class:`~rollwright.data.replay_buffers.service.commands.Commands`.
+        what: a name of :class:`~rollwright.data.replay_buffers.service.serving.commands.Commands`.
         body: the arguments, packed.
     """
 

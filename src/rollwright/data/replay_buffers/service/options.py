@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from rollwright._options import Check, check_fields, seconds, whole
 from rollwright._processes.network.addresses import checked_address, checked_secret
-from rollwright.data.replay_buffers.service.dumps import DUMP_FILE
+from rollwright.data.replay_buffers.service.serving.dumps import DUMP_FILE
 
 __all__ = ["ServiceOptions"]
 

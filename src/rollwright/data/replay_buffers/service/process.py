@@ -10,9 +10,9 @@ from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child
 from rollwright._processes.connection import end_all
 from rollwright._processes.failures import ExceptionInfo
-from rollwright.data.replay_buffers.service.hosting import Recipe, Service
 from rollwright.data.replay_buffers.service.messages import Ready
 from rollwright.data.replay_buffers.service.options import ServiceOptions
+from rollwright.data.replay_buffers.service.serving.hosting import Recipe, Service
 from rollwright.errors import WorkerError
 
 __all__ = ["Options", "host"]
@@ -32,7 +32,7 @@ class Options(ServiceOptions):
 
 
 class _ProcessHost:
-    """See :class:`~rollwright.data.replay_buffers.service.hosting.ServiceHost`."""
+    """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -43,7 +43,7 @@ class _ProcessHost:
         return self._child.pid
 
     def await_ready(self, timeout_s: float) -> Ready:
-        """See :class:`~rollwright.data.replay_buffers.service.hosting.ServiceHost`."""
+        """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
         try:
             found = self._child.channel.recv(timeout_s)
         except ChannelClosed:
@@ -57,7 +57,7 @@ class _ProcessHost:
         return ready
 
     def how_it_ended(self) -> str | None:
-        """See :class:`~rollwright.data.replay_buffers.service.hosting.ServiceHost`."""
+        """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
         if self._child.alive:
             return None
         try:
@@ -68,7 +68,7 @@ class _ProcessHost:
         return self._child.how_it_ended() + raised
 
     def end(self, timeout_s: float) -> None:
-        """See :class:`~rollwright.data.replay_buffers.service.hosting.ServiceHost`."""
+        """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
         self._child.channel.close()
         end_all([self._child], timeout_s)
 

@@ -17,9 +17,9 @@ from rollwright._processes.network.ray_resources import check_cluster, check_rem
 from rollwright._processes.network.ray_sessions import RaySession, check_ray_init_config
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.service.buffer import ServiceReplayBuffer
-from rollwright.data.replay_buffers.service.hosting import Recipe, Service
 from rollwright.data.replay_buffers.service.messages import Ready
 from rollwright.data.replay_buffers.service.options import ServiceOptions
+from rollwright.data.replay_buffers.service.serving.hosting import Recipe, Service
 from rollwright.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class _Actor:
 
 
 class _RayHost:
-    """See :class:`~rollwright.data.replay_buffers.service.hosting.ServiceHost`."""
+    """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
 
     def __init__(self, session: RaySession, recipe: Recipe, config: dict[str, Any]) -> None:
         self._session, self._ray = session, session.ray
@@ -91,7 +91,7 @@ class _RayHost:
         self.pid: int | None = None
 
     def await_ready(self, timeout_s: float) -> Ready:
-        """See :class:`~rollwright.data.replay_buffers.service.hosting.ServiceHost`."""
+        """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
         errors = self._ray.exceptions
         try:
             found = self._ray.get(self._started, timeout=timeout_s)
@@ -110,7 +110,7 @@ class _RayHost:
         return ready
 
     def how_it_ended(self) -> str | None:
-        """See :class:`~rollwright.data.replay_buffers.service.hosting.ServiceHost`."""
+        """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
         if self._served is None or not self._ray.wait([self._served], timeout=_LOOK_S)[0]:
             return None
         try:
@@ -122,7 +122,7 @@ class _RayHost:
         return "has ended"
 
     def end(self, timeout_s: float) -> None:
-        """See :class:`~rollwright.data.replay_buffers.service.hosting.ServiceHost`."""
+        """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
         with contextlib.suppress(Exception):  # Ray may have ended, and says so in many ways
             if self._served is not None and timeout_s:
                 self._actor.stop.remote()

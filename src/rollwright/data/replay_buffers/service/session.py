@@ -132,7 +132,7 @@ class Session:
         """Have the service do something, and wait for what comes of it.
 
         Args:
-            what: a name of :class:`~rollwright.data.replay_buffers.service.commands.Commands`.
+            what: a name of :class:`~rollwright.data.replay_buffers.service.serving.commands.Commands`.
             args: for it.
             noted: called with the number of the request, before it is sent.
 

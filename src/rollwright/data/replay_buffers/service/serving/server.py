@@ -14,9 +14,9 @@ from typing import Any
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake
 from rollwright._processes.network.line import Line
-from rollwright.data.replay_buffers.service.keeper import Answer, Keeper
 from rollwright.data.replay_buffers.service.messages import Beat, Counts, Request, Welcome, WriterName
 from rollwright.data.replay_buffers.service.packing import memory_for
+from rollwright.data.replay_buffers.service.serving.keeper import Answer, Keeper
 
 __all__ = ["Server"]
 

@@ -14,7 +14,7 @@ from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.service.packing import unpack
 
 if TYPE_CHECKING:
-    from rollwright.data.replay_buffers.service.keeper import Keeper
+    from rollwright.data.replay_buffers.service.serving.keeper import Keeper
 
 __all__ = ["DUMP_FILE", "Dumps"]
 
@@ -34,6 +34,13 @@ class Dumps:
         self._folder, self._every = Path(path), every
         self._saved = 0
         self._number = 0
+
+    def num_changes(self, run: str) -> int:
+        """Changes of parts that ``run`` made before the last dump, see :class:`Journal`; 0: it made no dump."""
+        if not (self._folder / DUMP_FILE).is_file():
+            return 0
+        by, count = load_saved(self._folder / DUMP_FILE)["changes"]
+        return int(count) if by == run else 0
 
     def restore(self, buffer: ReplayBuffer) -> tuple[dict[str, int], dict[str, dict[int, Any]]]:
         """Read the last dump, if there is one.
@@ -65,6 +72,7 @@ class Dumps:
         state = {
             "number": self._number,
             "folder": name,
+            "changes": list(keeper.changes),
             "last": {client: record.last for client, record in keeper.records.items()},
             "answers": {
                 client: {

@@ -13,11 +13,11 @@ import torch
 
 from rollwright._memory import keep_freed_memory
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
-from rollwright.data.replay_buffers.service.dumps import Dumps
-from rollwright.data.replay_buffers.service.journal import Journal
-from rollwright.data.replay_buffers.service.keeper import Keeper
 from rollwright.data.replay_buffers.service.messages import Ready
-from rollwright.data.replay_buffers.service.server import Server
+from rollwright.data.replay_buffers.service.serving.dumps import Dumps
+from rollwright.data.replay_buffers.service.serving.journal import Journal
+from rollwright.data.replay_buffers.service.serving.keeper import Keeper
+from rollwright.data.replay_buffers.service.serving.server import Server
 
 __all__ = ["LimiterForm", "Recipe", "Service", "ServiceHost"]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from rollwright._processes.failures import ExceptionInfo
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
-from rollwright.data.replay_buffers.service.commands import Commands
-from rollwright.data.replay_buffers.service.dumps import Dumps
-from rollwright.data.replay_buffers.service.journal import Journal
 from rollwright.data.replay_buffers.service.messages import Reply, Request, WriterName
 from rollwright.data.replay_buffers.service.packing import pack, unpack
+from rollwright.data.replay_buffers.service.serving.commands import Commands
+from rollwright.data.replay_buffers.service.serving.dumps import Dumps
+from rollwright.data.replay_buffers.service.serving.journal import Journal
 
 __all__ = ["Keeper", "Record"]
 
@@ -74,9 +74,9 @@ class Keeper:
         self.records: dict[str, Record] = {}
         self.least: dict[str, int] = {}
         self._waiting: list[_Waiting] = []
-        if journal is not None:
-            for client, request, pieces in journal.requests:  # the storage before its elements
-                self._redo(client, request, pieces)
+        changes = [] if journal is None else journal.requests
+        before = 0 if dumps is None or journal is None else dumps.num_changes(journal.run)
+        self._redo(changes[:before])  # elements and states are loaded into the parts that they were saved with
         if dumps is not None:
             last, answers = dumps.restore(buffer)
             for client, number in last.items():
@@ -85,6 +85,7 @@ class Keeper:
                 for done, value in answers.get(client, {}).items():
                     body, parts = pack(value)
                     record.answers[done] = Reply(done, body), parts
+        self._redo(changes[before:])
         if journal is not None:
             self.least = {name: generation + 1 for name, generation in journal.given_up.items()}
             buffer.storage.ledger.raise_ids(journal.ids_end)
@@ -123,29 +124,31 @@ class Keeper:
             self._waiting.append(_Waiting(client, request, self._size(given[0]), self.buffer.write_count))
             return None
         replaces = request.what in _REPLACING
-        answer = self._answered(client, request.number, lambda: self._do(client, request.what, given), replaces)
-        if self._journal is None or answer[0].failure is not None:
-            return answer
-        try:
-            self._note(self._journal, client, request, given, pieces)
-        except OSError as error:
-            why = f"{request.what} was carried out, and could not be written to the journal of the service: {error}"
-            return self._failed(client, request.number, OSError(why), is_done=True)
-        return answer
+        return self._answered(client, request.number, lambda: self._carry_out(client, request, given, pieces), replaces)
 
-    def _note(self, journal: Journal, client: str, request: Request, given: Any, pieces: Sequence[memoryview]) -> None:
-        """Write down what holds from now on, and is in no dump."""
+    def _carry_out(self, client: str, request: Request, given: Any, pieces: Sequence[memoryview]) -> Any:
+        """Do what is asked, and write down what holds from now on and is in no dump, before there is one."""
+        value, journal = self._do(client, request.what, given), self._journal
+        if journal is None:
+            return value
         if request.what == "take_ids":
             journal.note_ids(self.buffer.storage.ledger.next_id)
         elif request.what == "give_up":
             journal.note_given_up(*given)
         elif request.what in _LASTING:
             journal.note_request(client, request, pieces)
+        return value
 
-    def _redo(self, client: str, request: Request, pieces: Sequence[memoryview]) -> None:
-        """Change a part as the service before this one did; who has no reply yet gets it when asking again."""
-        body, parts = pack(self._do(client, request.what, unpack(request.body, pieces)))
-        self.records.setdefault(client, Record()).answers[request.number] = Reply(request.number, body), parts
+    def _redo(self, changes: Sequence[tuple[str, Request, Sequence[memoryview]]]) -> None:
+        """Change parts as the service before this one did; who has no reply yet gets it when asking again."""
+        for client, request, pieces in changes:
+            body, parts = pack(self._do(client, request.what, unpack(request.body, pieces)))
+            self.records.setdefault(client, Record()).answers[request.number] = Reply(request.number, body), parts
+
+    @property
+    def changes(self) -> tuple[str, int]:
+        """By whom parts were changed, and how often."""
+        return ("", 0) if self._journal is None else (self._journal.run, self._journal.num_requests)
 
     def _answered(self, client: str, number: int, do: Callable[[], Any], replaces: bool = False) -> Answer:
         before = self.buffer.write_count

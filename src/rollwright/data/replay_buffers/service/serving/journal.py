@@ -27,13 +27,15 @@ class Journal:
         run: name of the program's buffer: changes of its parts are made again for the same one alone.
 
     Attributes:
+        run: see above.
         ids_end: a number above all trajectory ids that were given out.
         given_up: by the name of a writer: the highest generation that was given up.
-        requests: changes of parts, by the client that asked for them, in order.
+        requests: changes of parts that were made before this was opened, by the client that asked for them, in order.
+        num_requests: changes of parts, those that were made since included.
     """
 
     def __init__(self, folder: str | Path, run: str) -> None:
-        self._file, self._run = Path(folder) / JOURNAL_FILE, run
+        self._file, self.run = Path(folder) / JOURNAL_FILE, run
         self.ids_end = 0
         self.given_up: dict[str, int] = {}
         self.requests: list[tuple[str, Request, list[memoryview]]] = []
@@ -44,6 +46,7 @@ class Journal:
                     self._take_in(record, blobs)
                     end = file.tell()
                 file.truncate(end)
+        self.num_requests = len(self.requests)
 
     def _take_in(self, record: dict[str, Any], blobs: list[memoryview]) -> None:
         match record:
@@ -51,7 +54,7 @@ class Journal:
                 self.ids_end = max(self.ids_end, end)
             case {"given_up": name, "generation": generation}:
                 self.given_up[name] = max(self.given_up.get(name, -1), generation)
-            case {"run": self._run, "client": client, "number": number, "what": what}:
+            case {"run": self.run, "client": client, "number": number, "what": what}:
                 self.requests.append((client, Request(number, 0, what, bytes(blobs[0])), blobs[1:]))
 
     def note_ids(self, next_id: int) -> None:
@@ -66,8 +69,9 @@ class Journal:
 
     def note_request(self, client: str, request: Request, pieces: Sequence[memoryview]) -> None:
         """A part of the buffer was changed."""
-        record = {"run": self._run, "client": client, "number": request.number, "what": request.what}
+        record = {"run": self.run, "client": client, "number": request.number, "what": request.what}
         self._append(record, [memoryview(request.body), *pieces])
+        self.num_requests += 1
 
     def _append(self, record: dict[str, Any], blobs: Sequence[memoryview] = ()) -> None:
         """Write a record.
