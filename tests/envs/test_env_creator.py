@@ -45,3 +45,13 @@ def test_decorator() -> None:
 def test_refuses_what_makes_no_environment(given: Any) -> None:
     with pytest.raises(TypeError, match="create_env_fn: expected a function that makes an environment"):
         EnvCreator(given)
+
+
+def test_the_specs_are_known_from_one_environment_that_is_closed():
+    made = []
+    make = EnvCreator(lambda: made.append(GymEnv("CartPole-v1", num_envs=2)) or made[-1])
+    assert make.meta_data.specs["input_spec", "full_action_spec"] == GymEnv("CartPole-v1", num_envs=2).full_action_spec
+    assert make.meta_data.batch_size == (2,) and make.meta_data.tensordict["next", "reward"].shape == (2, 1)
+    assert len(made) == 1 and made[0].is_closed
+    other = pickle.loads(pickle.dumps(EnvCreator(GymEnv, env_name="Pendulum-v1")))
+    assert other.meta_data.specs["output_spec", "full_observation_spec"] == GymEnv("Pendulum-v1").observation_spec

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict
 
 from rollwright._processes.pickling import dumps
+from rollwright.data.specs import Composite
 from rollwright.envs.base import EnvBase
 from rollwright.envs.libs.foreign import as_maker, is_env, remedy_for
 
-__all__ = ["EnvCreator", "env_creator"]
+__all__ = ["EnvCreator", "EnvMetaData", "env_creator"]
+
+
+class EnvMetaData(NamedTuple):
+    """What an environment is known by without being made again.
+
+    Attributes:
+        specs: of the environment: ``"input_spec"`` and ``"output_spec"``.
+        batch_size: of its data.
+        device: of its data; None: none in particular.
+        batch_locked: whether it can be stepped with data of that batch size alone.
+        tensordict: zeros with the entries of a step.
+    """
+
+    specs: Composite
+    batch_size: torch.Size
+    device: torch.device | None
+    batch_locked: bool
+    tensordict: TensorDict
 
 
 class EnvCreator:
@@ -47,11 +69,24 @@ class EnvCreator:
             )
         self.create_env_fn = as_maker(create_env_fn)
         self.create_env_kwargs = {**(create_env_kwargs or {}), **kwargs}
+        self._meta_data: EnvMetaData | None = None
 
     def __call__(self, **kwargs: Any) -> EnvBase:
         """Make an environment; arguments given here win over those given before."""
         made: EnvBase = self.create_env_fn(**{**self.create_env_kwargs, **kwargs})
         return made
+
+    @property
+    def meta_data(self) -> EnvMetaData:
+        """Specs of the environments; the first time, one is made for it and closed."""
+        if self._meta_data is None:
+            env = self()
+            try:
+                batch_size, zeros = env.batch_size, env.fake_tensordict()
+                self._meta_data = EnvMetaData(env.specs, batch_size, env.device, env.batch_locked, zeros)
+            finally:
+                env.close()
+        return self._meta_data
 
     def make_variant(self, **kwargs: Any) -> EnvCreator:
         """A creator of the same environments with other arguments."""
@@ -62,6 +97,7 @@ class EnvCreator:
 
     def __setstate__(self, state: bytes) -> None:
         self.create_env_fn, self.create_env_kwargs = pickle.loads(state)
+        self._meta_data = None
 
     def __repr__(self) -> str:
         name = getattr(self.create_env_fn, "__qualname__", repr(self.create_env_fn))
