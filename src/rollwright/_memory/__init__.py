@@ -1,6 +1,6 @@
 """Raw memory: layouts of typed arrays, borrowed memory, and its sources (this process, a shared segment)."""
 
-from rollwright._memory.allocator import keep_freed_memory
+from rollwright._memory.allocator import check_fits, keep_freed_memory
 from rollwright._memory.free_list import FreeList
 from rollwright._memory.layout import ALIGNMENT, Field, Layout, aligned, in_numpy
 from rollwright._memory.loan import Loan
@@ -17,6 +17,7 @@ __all__ = [
     "MemoryPool",
     "Segment",
     "aligned",
+    "check_fits",
     "in_numpy",
     "keep_freed_memory",
 ]

@@ -1,10 +1,12 @@
-"""Allocator: what the C library does with memory that was freed."""
+"""Allocator: how much memory there is, and what the C library does with what was freed."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["check_fits", "keep_freed_memory"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 _MOST_MAPPED = 32 * 2**20  # some versions take no more
@@ -33,3 +35,26 @@ def keep_freed_memory(most_bytes: int = 256 * 2**20) -> bool:
         return False
     mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
     return bool(mallopt(_TRIM_THRESHOLD, most_bytes)) and bool(mallopt(_MMAP_THRESHOLD, _MOST_MAPPED))
+
+
+def check_fits(num_bytes: int) -> None:
+    """Refuse a batch that the memory of this machine cannot hold: systems promise more than they have.
+
+    Raises:
+        MemoryError: it cannot.
+    """
+    total = _total_bytes()
+    if total is not None and num_bytes > total:
+        raise MemoryError(
+            f"frames_per_batch: a batch takes {num_bytes / 1e9:,.1f} GB, and this machine has {total / 1e9:,.1f} GB of "
+            "memory. Collect fewer frames a batch; a ReplayBuffer with a LazyMemmapStorage keeps many of them."
+        )
+
+
+@functools.cache
+def _total_bytes() -> int | None:
+    """Memory of this machine; None: the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 from numpy.typing import NDArray
 
+from rollwright._memory.allocator import check_fits
 from rollwright._memory.layout import Field, in_numpy
 from rollwright._memory.loan import Loan
 
@@ -100,13 +102,18 @@ class MemoryPool:
         self._slabs: dict[Hashable, list[Slab]] = {}
 
     def reserve(self, fields: Mapping[Any, Any], env: tuple[int, ...], steps: int) -> None:
-        """Prepare for a batch, before the first :meth:`take` of it; nothing to do where entries are apart.
+        """Prepare for a batch, before the first :meth:`take` of it.
 
         Args:
             fields: shape, dtype and device of each entry of a frame ``[*env]``.
             env: the environment's batch size.
             steps: T.
+
+        Raises:
+            MemoryError: the batch is larger than the memory of this machine.
         """
+        in_memory = [field for field in fields.values() if field.device.type == "cpu"]
+        check_fits(steps * sum(math.prod(field.shape) * field.dtype.itemsize for field in in_memory))
 
     def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> EntryMemory:
         """Memory that nothing reads, allocated where there is none; slabs of another shape or dtype are dropped."""

@@ -81,3 +81,11 @@ def test_wrong_arguments_of_methods_change_nothing(make):
         assert re.search(text, str(raised.value)), raised.value
     found = check([first, collector.next()])
     assert (found.frames, found.trajectories) == (40, 2)
+
+
+@pytest.mark.parametrize("kind", ["single", "sync", "async"])
+def test_batches_that_are_larger_than_the_memory(make, kind):
+    envs = partial(GymEnv, "CartPole-v1") if kind == "single" else [partial(GymEnv, "CartPole-v1")] * 2
+    collector = make(kind, envs, frames_per_batch=10**12, total_frames=10**12)
+    with pytest.raises(MemoryError, match=r"frames_per_batch: a batch takes \d\d,\d{3}\.\d GB, and this machine has"):
+        collector.next()

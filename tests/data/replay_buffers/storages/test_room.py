@@ -61,3 +61,10 @@ def test_a_tensordict_without_entries_is_room(shape):
     assert buffer[:]["serial"].tolist() == numbered(*shape)["serial"].tolist()
     buffer.extend(numbered(*shape))
     assert len(buffer) == 4
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+def test_more_elements_than_there_is_room_for(kind):
+    buffer = ReplayBuffer(storage=kind(10**15))
+    with pytest.raises(OSError, match=r"max_size: 1000000000000000 elements take 8,000,000\.0 GB.*Lower it"):
+        buffer.extend(numbered(3))

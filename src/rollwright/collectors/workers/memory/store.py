@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from rollwright._keys import NestedKey
-from rollwright._memory import FreeList, Loan, Segment
+from rollwright._memory import FreeList, Loan, Segment, check_fits
 from rollwright.collectors.workers.memory.blocks import BlockLayout
 
 __all__ = ["Block", "BlockStore"]
@@ -81,7 +81,11 @@ class BlockStore:
         self._free = FreeList()
 
     def take(self, layout: BlockLayout) -> Block:
-        """A block that nobody reads or writes."""
+        """A block that nobody reads or writes.
+
+        Raises:
+            MemoryError: it is larger than the memory of this machine.
+        """
         self._taken += 1
         shelf = self._shelves.get(layout)
         if shelf is None:
@@ -91,6 +95,7 @@ class BlockStore:
             self._drop_unused()
         block = next((block for block in shelf.blocks if block.free), None)
         if block is None:
+            check_fits(layout.num_bytes)
             block = Block(self.segment, layout, shelf.number, self._free.allocate(layout.num_bytes))
             shelf.blocks.append(block)
         return block

@@ -280,7 +280,15 @@ class RowStorage(Storage):
 
     def _allocate(self, rest: tuple[int, ...], dim: int, fields: Any, batch: tuple[int, ...], form: Form) -> None:
         capacity = -(-self._requested_size // math.prod(rest))
-        self._memory.allocate(Schema(self._requested_size, self.ndim, capacity, rest, dim, dict(fields), batch, form))
+        schema = Schema(self._requested_size, self.ndim, capacity, rest, dim, dict(fields), batch, form)
+        try:
+            self._memory.allocate(schema)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"max_size: {self._requested_size} elements take {schema.layout.stop / 1e9:,.1f} GB, for which "
+                f"there is no room ({error.strerror}). Lower it, or give a LazyMemmapStorage a folder on a larger disk",
+            ) from error
 
     def _check(self, schema: Schema, part: _Parts, dim: int) -> int:
         """Test that a batch fits the rows; returns the number of rows."""
