@@ -51,7 +51,9 @@ def test_the_specs_are_known_from_one_environment_that_is_closed():
     made = []
     make = EnvCreator(lambda: made.append(GymEnv("CartPole-v1", num_envs=2)) or made[-1])
     assert make.meta_data.specs["input_spec", "full_action_spec"] == GymEnv("CartPole-v1", num_envs=2).full_action_spec
-    assert make.meta_data.batch_size == (2,) and make.meta_data.tensordict["next", "reward"].shape == (2, 1)
-    assert len(made) == 1 and made[0].is_closed
+    assert make.meta_data.batch_size == (2,)
+    assert make.meta_data.tensordict["next", "reward"].shape == (2, 1)
+    assert len(made) == 1
+    assert made[0].is_closed
     other = pickle.loads(pickle.dumps(EnvCreator(GymEnv, env_name="Pendulum-v1")))
     assert other.meta_data.specs["output_spec", "full_observation_spec"] == GymEnv("Pendulum-v1").observation_spec
