@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from rollwright import Collector
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv, default_info_dict_reader
 from rollwright.envs.arrays import FLAGS, ArrayTransform, array_form
@@ -310,6 +311,45 @@ REFUSED = {
 def test_environments_without_an_array_form_say_why(reason):
     with pytest.raises(NotNative, match=reason):
         array_form(REFUSED[reason]())
+
+
+class Fractions(Twice):
+    """Halves numbers, and announces on arrays that they stay what they are."""
+
+    def _apply_transform(self, obs):
+        return obs / 2
+
+    def transform_observation_spec(self, observation_spec):
+        return map_spec(observation_spec, self._pairs(), lambda leaf: Unbounded(leaf.shape, dtype=torch.float32))
+
+    def on_arrays(self, env):
+        return super().on_arrays(env)
+
+
+def test_an_array_form_that_differs_from_the_specs_is_not_taken():
+    env = TransformedEnv(walk(), Compose(StepCounter(), Fractions("step_count", "half")))
+    with pytest.raises(NotNative, match=r"has 'half' as int64 \[1\], its spec as float32 \[1\]"):
+        array_form(env)
+    with Collector(env, frames_per_batch=4) as collector:
+        assert collector.next()["half"].dtype == torch.float32
+        assert "'half' as int64" in collector.stats()["paths"]["env"]
+
+
+class Careless(Fractions):
+    def transform_observation_spec(self, observation_spec):
+        return map_spec(observation_spec, self._pairs(), lambda leaf: leaf)
+
+    def on_arrays(self, env):
+        return super().on_arrays(env)
+
+
+def test_values_of_an_array_form_that_would_be_cut_off_are_an_error():
+    env = TransformedEnv(walk(), Compose(StepCounter(), Careless("step_count", "half")))
+    with (
+        Collector(env, frames_per_batch=4) as collector,
+        pytest.raises(EnvError, match=r"'half' as int64, and its val"),
+    ):
+        collector.next()
 
 
 def test_specs_that_were_changed_have_no_array_form():

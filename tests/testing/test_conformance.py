@@ -6,11 +6,14 @@ import itertools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright.data import Bounded, Composite, Unbounded
+from rollwright.envs import GymEnv, Transform, TransformedEnv
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Values
 from rollwright.errors import EnvError
 from rollwright.testing import CHECKS, EnvConformance, check_env
 from rollwright.testing.mocking_classes import CountingEnv
@@ -161,6 +164,24 @@ class StepsAfterClose(Sound):
         return tensordict.set("next", tensordict.clone())
 
 
+class RoundsOnArrays(TransformedEnv):
+    def __init__(self) -> None:
+        super().__init__(GymEnv("Pendulum-v1"), _Rounded(["observation"]))
+
+
+class _Rounded(Transform):
+    """Rounds to the nearest on TensorDicts, and down on arrays."""
+
+    def _apply_transform(self, value: torch.Tensor) -> torch.Tensor:
+        return value.round()
+
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        def change(values: Values) -> None:
+            values["observation"] = np.floor(values["observation"])
+
+        return ArrayTransform({}, [], lambda root, out: change(out), change)
+
+
 BROKEN = [
     ("specs", AnnouncesTooMuch, "Only in the specs: 'speed'"),
     ("specs", ReturnsUnannounced, "Only in the rollout: .*'surprise'"),
@@ -182,6 +203,7 @@ BROKEN = [
     ("last_observation", LosesTheEndOnItsFastPath, "'observation' of 'next' is not what"),
     ("last_observation", LeavesThePastInTheRoot, "'observation' of the root is not what"),
     ("aliasing", LendsItsMemory, "'observation', returned in step 0, was overwritten"),
+    ("arrays", RoundsOnArrays, r"on arrays, 'observation' is not what it is on TensorDicts: at \[\d+, 0\] .* in place"),
     ("close", StaysOpen, "is_closed is False after"),
     ("close", StepsAfterClose, r"step\(\) after close\(\) raised no EnvError"),
 ]

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollwright._keys import NestedKey, as_tuple, unravel
-from rollwright.data.specs import Composite, NonTensor
+from rollwright.data.specs import Composite, NonTensor, TensorSpec
 from rollwright.data.specs.gymspaces import numpy_dtype
 from rollwright.errors import EnvError, NotNative
 
@@ -240,9 +240,29 @@ def array_form(env: EnvBase, *, objects: bool = False) -> ArrayEnv:
         NotNative: it has none.
     """
     form = env._array_form()
+    _check_specs(env, form)
     if not objects and (held := objects_of(form.entries)):
         raise NotNative(f"entry {held[0]!r} holds objects")
     return form
+
+
+def _check_specs(env: EnvBase, form: ArrayEnv) -> None:
+    """Test that what a form announces is what the environment's specs do; a user's transform may differ.
+
+    Raises:
+        NotNative: it is not.
+    """
+    for announced, specs in ((form.entries, env.full_observation_spec), (form.rewards, env.full_reward_spec)):
+        for key, entry in announced.items():
+            leaf = specs.get(key, None)
+            if not isinstance(leaf, TensorSpec) or isinstance(leaf, NonTensor) or leaf.dtype is None:
+                continue
+            shape, dtype = tuple(leaf.shape), np.dtype(numpy_dtype(leaf.dtype))
+            if (entry.shape, entry.dtype) != (shape, dtype):
+                raise NotNative(
+                    f"its array form has {key!r} as {entry.dtype} {list(entry.shape)}, its spec as {dtype} "
+                    f"{list(shape)}"
+                )
 
 
 def objects_of(entries: Mapping[NestedKey, Entry]) -> list[NestedKey]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -36,9 +36,11 @@ class Noise:
     def draw(self, steps: int) -> Tensor:
         """``[steps, *shape]``: on CPU the numbers that one call per step would draw, in that order."""
         rows = torch.empty(steps, *self.shape, dtype=self.dtype, device=self.device)
-        if self.kind != "normal":
+        if self.kind in ("exponential", "gumbel"):
             rows.exponential_()
             return rows.log_().neg_() if self.kind == "gumbel" else rows
+        if self.kind != "normal":
+            raise ValueError(f"kind: expected one of {', '.join(get_args(Kind))}, got {self.kind!r}. Add it here.")
         size = torch.Size(self.shape).numel()
         if size % 16 == 0:  # torch fills memory in blocks of 16 where there are as many
             return rows.normal_()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import as_tuple, key_str, leaf_keys
+from rollwright.collectors import Collector
+from rollwright.envs.arrays import array_form
 from rollwright.envs.base import EnvBase
 from rollwright.envs.utils import check_env_specs
-from rollwright.errors import EnvError
+from rollwright.errors import EnvError, NotNative
 from rollwright.testing._compare import MakeEnv, differing_key, rows_of, seeded
 
 __all__ = ["CHECKS"]
@@ -272,6 +275,41 @@ def _compare_rows(
             )
 
 
+def check_arrays(make_env: MakeEnv, seed: int, num_steps: int) -> None:
+    """Frames collected on arrays, where the environment has that form, are those collected on TensorDicts."""
+    with seeded(make_env, seed) as env:
+        try:
+            array_form(env, objects=True)
+        except NotNative:
+            return
+    batches: list[Any] = []
+    for use_buffers in (True, False):
+        env = make_env()
+        frames = num_steps * env.numel()
+        with torch.random.fork_rng(), Collector(env, frames_per_batch=frames, use_buffers=use_buffers) as collector:
+            torch.manual_seed(seed)
+            collector.set_seed(seed)
+            batches.append(collector.next())
+    key = differing_key(*batches)
+    if key is not None:
+        one, other = (batch.get(key, None) for batch in batches)
+        raise EnvError(
+            f"{env}: on arrays, {key!r} is not what it is on TensorDicts: {_difference(one, other)}. Correct "
+            "on_arrays of the transform that sets it, or take it out."
+        )
+
+
+def _difference(one: Any, other: Any) -> str:
+    """How an entry differs from another, as a phrase."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return f"{one!r} in place of {other!r}"
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return f"{one.dtype} {list(one.shape)} in place of {other.dtype} {list(other.shape)}"
+    where = tuple((one != other).nonzero()[0].tolist())
+    apart = (one.double() - other.double()).abs().max().item()
+    return f"at {list(where)} {one[where].item()!r} in place of {other[where].item()!r}; at most {apart:.3g} apart"
+
+
 CHECKS: dict[str, Callable[[MakeEnv, int, int], None]] = {
     "specs": check_specs,
     "reset": check_reset,
@@ -282,5 +320,6 @@ CHECKS: dict[str, Callable[[MakeEnv, int, int], None]] = {
     "partial_reset": check_partial_reset,
     "last_observation": check_last_observation,
     "aliasing": check_aliasing,
+    "arrays": check_arrays,
     "close": check_close,
 }

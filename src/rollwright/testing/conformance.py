@@ -1,6 +1,6 @@
 """Checks of the contract of EnvBase, for users to run on their environments.
 
-====================  =================================================================================
+====================  ========================================================================================
 ``specs``             steps have the entries, shapes, dtypes and values that the specs announce
 ``reset``             returns observations and flags, no reward, nothing done
 ``step``              returns the data it was given, changed only by ``"next"``
@@ -11,8 +11,9 @@
 ``last_observation``  ``("next", observation)`` at a done step is not that of the new trajectory, and
                       ``step_and_maybe_reset`` gives what ``step`` and ``reset`` give by hand
 ``aliasing``          later steps do not overwrite what earlier ones returned
+``arrays``            frames collected on arrays, where there is that form, are those collected on TensorDicts
 ``close``             a step after closing raises, and a reset does or opens it again
-====================  =================================================================================
+====================  ========================================================================================
 """
 
 from __future__ import annotations
@@ -135,6 +136,10 @@ class EnvConformance:
     def test_aliasing(self) -> None:
         """See the check ``aliasing``."""
         CHECKS["aliasing"](self.make_env, self.seed, self.num_steps)
+
+    def test_arrays(self) -> None:
+        """See the check ``arrays``."""
+        CHECKS["arrays"](self.make_env, self.seed, self.num_steps)
 
     def test_close(self) -> None:
         """See the check ``close``."""

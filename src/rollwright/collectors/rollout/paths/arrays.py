@@ -22,7 +22,7 @@ from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.collectors.rollout.policy_trial import action_forms
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values, objects_of
-from rollwright.errors import NotNative, PolicyError
+from rollwright.errors import EnvError, NotNative, PolicyError
 
 __all__ = ["ArrayPath", "reset_rows"]
 
@@ -313,6 +313,22 @@ class ArrayPath(Path):
                 written.set(key, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
         return written
 
+    def _check_values(self, root: Values) -> None:
+        """Test that values can be written as what the environment announces.
+
+        Raises:
+            EnvError: fractions would be cut off, say.
+        """
+        for key, entry in self._roots.items():
+            if entry.dtype == np.object_:
+                continue
+            found = np.asarray(root[key]).dtype
+            if not np.can_cast(found, entry.dtype, "same_kind"):
+                raise EnvError(
+                    f"{self._env}: its array form announces {key!r} as {entry.dtype}, and its values are {found}. "
+                    "Correct on_arrays of the transform that sets it."
+                )
+
     # The memory of a batch ------------------------------------------------------------------------------
 
     def _open(self, outputs: Values) -> None:
@@ -321,6 +337,7 @@ class ArrayPath(Path):
         layout = self._layouts.get(self._acting)
         if layout is None or layout.acts != acts:
             self._check_action(self._written(outputs))
+            self._check_values(cast(Values, self._root))
             layout = self._layouts[self._acting] = lay_out(
                 acts,
                 _without(self._roots, self._objects),

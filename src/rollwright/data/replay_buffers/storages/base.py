@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,18 @@ from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.saving import dump_part, load_part
 from rollwright.data.replay_buffers.storages.structures import mapped
 
-__all__ = ["Storage"]
+__all__ = ["SENT_REMEDY", "Storage"]
+
+SENT_REMEDY = (
+    "Pass a LazyTensorStorage or LazyMemmapStorage to a buffer with shared=True, or make the buffer in the process "
+    "that uses it."
+)
 
 
 class Storage(ABC):
     """A ring of rows, and the ledger that records which of them are published.
+
+    A storage whose elements processes can share defines :meth:`share`; ``multiprocessing`` refuses to send others.
 
     The n-th row ever written has position n and lies in row ``n % capacity``. A row holds ``columns`` elements (one,
     unless ``ndim`` exceeds 1); the *flat index* of an element is ``(position % capacity) * columns + column``.
@@ -43,6 +51,11 @@ class Storage(ABC):
     period: int = 0
     ledger: Ledger
     keeps_objects: bool = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.share is Storage.share:
+            ForkingPickler.register(cls, _refuse_to_send)
 
     @property
     def requested_size(self) -> int:
@@ -80,7 +93,8 @@ class Storage(ABC):
             dim: of a batch: which dimension rows are taken from.
 
         Returns:
-            The positions that were written.
+            The positions that were written. Others write meanwhile, and may give up what they have reserved: positions
+            need not follow one another.
         """
 
     def append_one(self, data: Any) -> Reservation:
@@ -404,5 +418,14 @@ class Storage(ABC):
             )
 
     def _takes(self, elements: Any) -> bool:
-        """Whether elements of a state are of the kind that this storage holds."""
+        """Whether elements of a state are of the kind that :meth:`read` gives."""
+        if isinstance(self.read(np.zeros(0, np.int64)), list):
+            return isinstance(elements, list)
         return isinstance(elements, torch.Tensor) or is_tensor_collection(elements)
+
+
+def _refuse_to_send(storage: Storage) -> Any:
+    raise TypeError(
+        f"storage: {type(storage).__name__} holds objects of this process, and another process would get a copy, of "
+        f"which nobody else sees what is written. {SENT_REMEDY}"
+    )

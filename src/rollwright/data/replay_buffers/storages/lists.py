@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from rollwright._keys import NestedKey, leaf_keys
 from rollwright._processes.pickling import is_sending
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
-from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.base import SENT_REMEDY, Storage
 from rollwright.data.replay_buffers.storages.batches import items_of, positive
 from rollwright.data.replay_buffers.storages.structures import is_structure, mapped
 from rollwright.data.specs.shapes import as_device
@@ -22,10 +21,6 @@ from rollwright.data.specs.shapes import as_device
 __all__ = ["ListStorage"]
 
 _UNLIMITED = 1 << 40
-_SENT_REMEDY = (
-    "Pass a LazyTensorStorage or LazyMemmapStorage to a buffer with shared=True, or make the buffer in the process "
-    "that uses it."
-)
 
 
 class ListStorage(Storage):
@@ -67,10 +62,6 @@ class ListStorage(Storage):
         """See :attr:`Storage.device`; None: that of each element."""
         return self._device
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        ForkingPickler.register(cls, _refuse_to_send)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_was_sent": self._was_sent or is_sending()}
 
@@ -78,7 +69,7 @@ class ListStorage(Storage):
         if self._was_sent:
             raise TypeError(
                 "storage: this is a copy of a ListStorage of another process, where nobody would see what is written "
-                f"here. {_SENT_REMEDY}"
+                f"here. {SENT_REMEDY}"
             )
 
     def append(self, data: Any, *, dim: int = 0) -> Reservation:
@@ -144,22 +135,9 @@ class ListStorage(Storage):
                 self._put(position % self.max_size, item)
             self.ledger.restore(state_dict)
 
-    def _takes(self, elements: Any) -> bool:
-        return isinstance(elements, list)
-
     def __repr__(self) -> str:
         limit = "" if self.max_size == _UNLIMITED else f", max_size={self.max_size}"
         return f"ListStorage(len={len(self)}{limit})"
-
-
-def _refuse_to_send(storage: ListStorage) -> Any:
-    raise TypeError(
-        f"storage: {type(storage).__name__} holds objects of this process, and another process would get a copy, of "
-        f"which nobody else sees what is written. {_SENT_REMEDY}"
-    )
-
-
-ForkingPickler.register(ListStorage, _refuse_to_send)
 
 
 def _copied(item: Any, device: torch.device | None = None) -> Any:
