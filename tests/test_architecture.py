@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -169,3 +170,12 @@ def test_no_private_name_of_another_package() -> None:
 def test_few_files_side_by_side() -> None:
     count = Counter(path.parent for path in files().values() if path.name != "__init__.py")
     assert {str(folder.relative_to(SOURCE)): n for folder, n in count.items() if n > MOST_FILES} == {}
+
+
+def test_the_page_names_files_that_there_are() -> None:
+    root = SOURCE.parents[1]
+    there = [str(path.relative_to(root)) for folder in (SOURCE, root / "tests") for path in folder.rglob("*.py")]
+    page = (root / "docs/architecture.md").read_text()
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    assert len(named) > 40
+    assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in there)] == []

@@ -189,6 +189,19 @@ def test_a_worker_that_is_lost_is_an_error_that_names_it(group_of):
         following(schedule)
 
 
+class Confused(FakeWorker):
+    """Answers another order than it was given."""
+
+    def post(self, message):
+        super().post(message._replace(run=message.run + 7) if isinstance(message, say.Collect) else message)
+
+
+def test_a_worker_that_answers_what_it_was_not_asked_is_an_error(group_of):
+    schedule = schedule_of(Gather, *group_of(Confused), join="stack", least=2)
+    with pytest.raises(WorkerError, match=r"worker \d has answered order \d+, which it was not given"):
+        following(schedule)
+
+
 def test_a_worker_that_is_lost_is_replaced(group_of):
     made = []
 

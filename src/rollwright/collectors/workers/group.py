@@ -313,12 +313,14 @@ class WorkerGroup:
         """See :class:`~rollwright._processes.pool.Pool`."""
         worker, listener = self.workers[index], self.listener
         match message:
+            case say.Collected() if message.run not in worker.runs:
+                self._replace(worker, worker.failed(f"has answered order {message.run}, which it was not given"))
             case say.Collected():
                 with self.lock:
                     worker.place.move(message.place)
                     worker.num_collected += 1
                     worker.of_path = message.of_path or {}
-                    block = worker.runs.pop(message.run, None)
+                    block = worker.runs.pop(message.run)
                     if listener is not None:
                         listener.collected(worker, message, block)
             case _ if self._shared.closed:
