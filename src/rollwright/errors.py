@@ -40,6 +40,7 @@ __all__ = [
     "SpecError",
     "WorkerError",
     "require",
+    "text_of",
 ]
 
 
@@ -156,3 +157,15 @@ def require(module: str, *, extra: str, purpose: str, name: str | None = None) -
             f"{purpose} needs the package {module.split('.')[0]!r}, which is not installed. "
             f"Install it with: pip install 'rollwright[{extra}]'"
         ) from error
+
+
+def text_of(error: BaseException) -> str:
+    """The message of an exception of any class, also where its ``__str__`` raises.
+
+    >>> text_of(ValueError("no such file"))
+    'no such file'
+    """
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<no message: its __str__ raised {type(broken).__name__}>"

@@ -109,7 +109,7 @@ def test_workers_make_it_together(kind, env, options):
 def test_workers_with_whole_trajectories():
     with MultiSyncCollector([cartpole] * 2, actor(), trajs_per_batch=1, **FRAMES) as collector:
         fake, batch = collector.fake_tensordict(), collector.next()
-    assert fake.shape == (12,)
+    assert fake.shape == (2, 6)  # padded, as without workers
     assert set(fake.keys(True, True)) == set(batch.keys(True, True))
 
 

@@ -271,3 +271,16 @@ def test_several_observations_are_named_where_one_was_expected(policy):
 def test_a_function_of_a_tensordict_with_several_observations():
     batch = collect(several(), lambda x: x.set("action", (x["speed"][0] > 0).long()))
     assert batch["action"].tolist() == [0] * 20
+
+
+@pytest.mark.parametrize("found", [(1, None), (np.array([1]), None), [1, "left"]], ids=["state", "arrays", "text"])
+def test_an_action_with_something_beside_it_is_no_action(found):
+    with pytest.raises(PolicyError, match=r"expected an action, got a (tuple|list) of 2 \(.*Return the action alone"):
+        collect(lambda: GymEnv("CartPole-v1"), lambda seen: found)
+
+
+def test_actions_of_bfloat16_reach_the_environment():
+    net = nn.Linear(3, 1).bfloat16()
+    batch = collect(lambda: GymEnv("Pendulum-v1"), lambda observation: net(observation.bfloat16()))
+    assert batch["action"].dtype == torch.float32
+    assert batch["action"].unique().numel() > 1

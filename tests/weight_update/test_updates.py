@@ -92,7 +92,7 @@ def test_strategies():
     (update,) = parse(
         tracked,
         model_id="tracked",
-        state_of=lambda name, weights: flat_state(weights, name, strategy="tensordict"),
+        state_of=lambda name, weights, _: flat_state(weights, name, strategy="tensordict"),
     )
     assert update.models["tracked"].keys() == {"weight", "bias"}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from rollwright.errors import RemoteTraceback, WorkerError
+from rollwright.errors import RemoteTraceback, WorkerError, text_of
 
 __all__ = ["ExceptionInfo"]
 
@@ -47,7 +47,7 @@ class ExceptionInfo:
         except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, RecursionError):
             kind = None
         trace = "".join(traceback.format_exception(error))
-        return cls(type(error).__qualname__, str(error), trace, kind)
+        return cls(type(error).__qualname__, text_of(error), trace, kind)
 
     def error(self, where: str, worker: int | None = None) -> WorkerError:
         """The exception to raise in another process.

@@ -233,14 +233,18 @@ class Collector(BaseCollector):
 
         Batches; or, with a replay buffer, None for each rollout that was written there.
         """
-        delivery = self._delivery
+        delivery, turns = self._delivery, self._background.turns
         while True:
-            self._background.check_idle("iteration")
-            if not delivery.ready():
-                delivery.ended()
-                return
-            delivery.await_room()
-            yield delivery.next()
+            with turns.taken():
+                self._background.check_idle("iteration")
+                if not delivery.ready():
+                    delivery.ended()
+                    return
+                batches = [delivery.next()] if delivery.has_room() else []
+            if batches:
+                yield batches.pop()  # its memory is the consumer's alone
+            else:
+                delivery.await_room()
 
     def __len__(self) -> int:
         return self._delivery.length()
@@ -256,11 +260,12 @@ class Collector(BaseCollector):
         Raises:
             RuntimeError: the collector was shut down.
         """
-        self._background.check_idle("rollout")
-        try:
-            return self._rollout.run()
-        finally:
-            self._delivery.missed()
+        with self._background.turns.taken():
+            self._background.check_idle("rollout")
+            try:
+                return self._rollout.run()
+            finally:
+                self._delivery.missed()
 
     def fake_tensordict(self) -> TensorDictBase:
         """See :meth:`BaseCollector.fake_tensordict`."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._options import with_options
+from rollwright._options import names_of, with_options
 from rollwright._processes.channel import ByValue
 from rollwright._processes.forks import on_fork
 from rollwright.collectors.arguments import WorkerStats, checked_seed, checked_state
@@ -60,7 +60,10 @@ if TYPE_CHECKING:
 __all__ = ["AsyncCollector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
 
-_WHOLE = ("total_frames", "trajs_per_batch", "groups_per_batch", "traj_format")  # options that are not divided
+_WHOLE = (  # options of this collector that are others for its workers
+    *("total_frames", "trajs_per_batch", "groups_per_batch", "traj_format"),
+    *("split_trajs", "postproc", "init_random_frames", "return_same_td"),
+)
 _log = logging.getLogger("rollwright")
 
 
@@ -131,13 +134,11 @@ class MultiCollector(BaseCollector):
         own = self.own_options
         factories = factories_of(create_env_fn, own, owner)
         self.num_workers = len(factories)
-        per_worker = options_of_workers(others, self.num_workers, own, self._options_kind)
+        given, per_worker = options_of_workers(others, self.num_workers, own, self._options_kind)
         for factory, its in zip(factories, per_worker, strict=True):
             check_maker("create_env_fn", factory, its.create_env_kwargs)
-        self.options = replace(
-            per_worker[0],
-            **{name: others[name] for name in _WHOLE if name in others},
-        )
+        whole = {name: getattr(given, name) for name in _WHOLE if name in names_of(type(given))}
+        self.options = replace(per_worker[0], **whole)
         splits = bool(own.sync and others.get("split_trajs"))
         self._shaped = BatchShaping(
             splits=splits,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -72,9 +73,9 @@ def load_saved(file: Path, *, allow_pickle: bool = False, remedy: str = "Pass al
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=not allow_pickle)
-    except OSError:
-        raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # torch seeks where a damaged file says
+            raise
         others = [] if allow_pickle else _objects_in(file)
         if not others:
             why = str(error).partition("\n")[0] or f"{type(error).__name__}, its size is {file.stat().st_size} bytes"

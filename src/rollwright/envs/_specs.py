@@ -183,7 +183,7 @@ class EnvSpecs(nn.Module):
         self._cache.clear()
 
     def _complete_done_spec(self, *, truncated: bool = False) -> None:
-        spec = self._full_specs["done"]
+        spec = self.full_spec("done")
         for group in done_groups(spec.leaves()):
             known = next(spec[key] for key in group.keys if key in spec)
             wanted: list[NestedKey] = [group.done, group.terminated]

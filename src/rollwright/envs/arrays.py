@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.specs import Composite, NonTensor, TensorSpec
 from rollwright.data.specs.gymspaces import numpy_dtype
-from rollwright.errors import EnvError, NotNative
+from rollwright.errors import EnvError, NotNative, text_of
 
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
@@ -283,7 +283,7 @@ def check_open(env: EnvBase, call: str) -> None:
 
 def named_error(env: EnvBase, call: str, error: Exception) -> EnvError:
     """What an environment raised, with the message of the plain path."""
-    return EnvError(f"{env} raised in {call}: {type(error).__name__}: {error}")
+    return EnvError(f"{env} raised in {call}: {type(error).__name__}: {text_of(error)}")
 
 
 def entries_of(

@@ -22,7 +22,7 @@ from rollwright.envs._rollout import rollout
 from rollwright.envs._specs import EnvSpecs
 from rollwright.envs.closing import closed_on_error
 from rollwright.envs.utils import check_env_specs
-from rollwright.errors import EnvError, EnvKeyError, NotNative, RollwrightError
+from rollwright.errors import EnvError, EnvKeyError, NotNative, RollwrightError, text_of
 
 if TYPE_CHECKING:
     from rollwright.envs.arrays import ArrayEnv
@@ -183,6 +183,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             self._reopen()
         if tensordict is not None and masks and not any(bool(mask.any()) for mask in masks.values()):
             return put_back(self, tensordict, without(tensordict, *self.reset_keys))
+        self.note_use()
         fresh = self.reset_outcome(tensordict, **kwargs)
         if tensordict is None:
             return fresh
@@ -204,6 +205,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             EnvError: the environment raised or returned what its specs do not describe.
         """
         self._check_batch(tensordict, "step")
+        self.note_use()
         outcome = self.step_outcome(tensordict)
         preset = tensordict.get("next", None)
         if preset is not None:
@@ -318,6 +320,21 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     # The exchange with _reset and _step, checked ---------------------------------------------------
 
+    @property
+    def num_uses(self) -> int:
+        """Changes whenever somebody resets or steps the environment, or collects from it."""
+        count: int = self.__dict__.get("_num_uses", 0)
+        return count
+
+    def note_use(self) -> None:
+        """Somebody is going to reset or step the environment: others cannot go on with their trajectories."""
+        self.__dict__["_num_uses"] = self.__dict__.get("_num_uses", 0) + 1  # not by the slow way of modules
+
+    @property
+    def sets_own_flags(self) -> bool:
+        """Whether flags come from a class that is not of this library, and may be set without ``done``."""
+        return not type(self).__module__.startswith("rollwright.")
+
     def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
         """What :meth:`step` puts below ``"next"``: the result of ``_step``, completed and checked."""
         with self._named_errors("step", tensordict):
@@ -344,7 +361,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
                     f"{self}: step got no {key_str(missing)}. It got {key_str(leaf_keys(acting_on))}. "
                     "Let the policy write every action."
                 ) from error
-            raise EnvError(f"{self} raised in {call}: {type(error).__name__}: {error}") from error
+            raise EnvError(f"{self} raised in {call}: {type(error).__name__}: {text_of(error)}") from error
 
     def _step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The root of the next step: ``"next"`` without rewards, over what the root holds besides."""

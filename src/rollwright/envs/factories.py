@@ -15,9 +15,10 @@ from rollwright.data.specs import Composite, StackedComposite, stack
 from rollwright.envs.base import EnvBase
 from rollwright.envs.each import renamed
 from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_env, remedy_for
-from rollwright.errors import EnvError, RollwrightError
+from rollwright.errors import EnvError, RollwrightError, text_of
 
 __all__ = [
+    "check_apart",
     "SPECS",
     "EnvFunction",
     "EnvMaker",
@@ -92,13 +93,42 @@ def made(worker: int | None, maker: Factory) -> EnvBase:
     except RollwrightError as error:
         raise renamed(place, error) from error
     except Exception as error:
-        raise EnvError(f"{place} raised {type(error).__name__}: {error}") from error
+        raise EnvError(f"{place} raised {type(error).__name__}: {text_of(error)}") from error
     if not isinstance(env, EnvBase):
         raise TypeError(
             "create_env_fn: expected a function that makes an environment of rollwright, gymnasium or TorchRL, got one "
             f"that made {type(env).__name__}{'' if worker is None else f' (worker {worker})'}. {remedy_for(env)}"
         )
     return env
+
+
+def check_apart(envs: Mapping[int, EnvBase]) -> None:
+    """Test that environments of one process do not share one: each would step it, and see the steps of all.
+
+    Args:
+        envs: by place.
+
+    Raises:
+        ValueError: two of them are one, or are around one.
+    """
+    seen: dict[int, int] = {}
+    for place, env in envs.items():
+        first = seen.setdefault(id(_innermost(env)), place)
+        if first != place:
+            raise ValueError(
+                f"create_env_fn: made the same environment for places {first} and {place} ({env}). Each needs one of "
+                "its own: make it inside the function."
+            )
+
+
+def _innermost(env: Any) -> Any:
+    """What an environment is around, through all wrappers."""
+    while (holder := getattr(env, "__dict__", {})).keys() & {"base_env", "_env"}:
+        inside = holder.get("base_env", holder.get("_env"))
+        if inside is None:
+            break
+        env = inside
+    return env.unwrapped if isinstance(env, gymnasium.Env | VectorEnv) else env
 
 
 def placed(td: TensorDictBase, device: torch.device | None) -> TensorDictBase:

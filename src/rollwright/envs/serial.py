@@ -17,7 +17,7 @@ from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.batched.ignored import IgnoredOptions, check_ignored
 from rollwright.envs.closing import closed_on_error
 from rollwright.envs.each import own_kwargs
-from rollwright.envs.factories import Factories, Factory, FactoryKwargs, call_each, factories, made, placed
+from rollwright.envs.factories import Factories, Factory, FactoryKwargs, call_each, check_apart, factories, made, placed
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationWarning, check_failure
 from rollwright.envs.serial_arrays import SerialArrays
@@ -109,6 +109,7 @@ class SerialEnv(BatchedEnv):
         with closed_on_error(envs):
             for i, maker in enumerate(makers):
                 envs.append(made(i, maker))
+            check_apart(dict(enumerate(envs)))
             if not recreates:
                 return envs
             name, notice = type(self).__name__, RecreationWarning(".recreations")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, key_str
@@ -53,7 +54,7 @@ class ActionForm:
         if not isinstance(value, torch.Tensor):
             if not isinstance(value, (np.ndarray, *_NUMBERS)):
                 return value
-            value = torch.as_tensor(np.asarray(value), device=self._spec.device)
+            value = torch.as_tensor(_numbers(value), device=self._spec.device)
         if self._is_index(value):
             return self._one_hot(value)
         spec = self._spec
@@ -72,7 +73,7 @@ class ActionForm:
             ValueError: see a call.
         """
         if isinstance(value, (np.ndarray, *_NUMBERS)):
-            found = np.asarray(value)
+            found = _numbers(value)
             if found.dtype.kind in self._casts and found.shape == self._shape:
                 return found.astype(self._dtype)  # a copy
         elif type(value) is torch.Tensor and value.dtype == self._spec.dtype and value.shape == self._shape:
@@ -213,6 +214,25 @@ class FunctionPolicy:
             f"policy: {self.__qualname__} returned "
             f"{type(value).__name__}, expected an action: a tensor, a NumPy array, a list or a number. Return one."
         )
+
+
+def _numbers(value: Any) -> NDArray[Any]:
+    """What a function returned as an array of numbers.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    try:
+        found = np.asarray(value)
+    except ValueError:  # its parts differ in shape
+        found = None
+    if found is None or found.dtype.kind not in "biufc":
+        kinds = ", ".join(type(part).__name__ for part in value)[:100]
+        raise TypeError(
+            f"policy: expected an action, got a {type(value).__name__} of {len(value)} ({kinds}). Return the action "
+            "alone: where a method returns (action, state), its first part."
+        )
+    return found
 
 
 class _Generators:

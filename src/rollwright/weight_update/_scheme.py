@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -93,13 +93,18 @@ class WeightSyncScheme:
         """Whether workers that get the same weights read them from the same memory."""
         return True
 
-    def state_of(self, weights: Any, name: str = "policy") -> State:
+    def state_of(self, weights: Any, name: str = "policy", *, optional: Set[str] = frozenset()) -> State:
         """Weights in any form as what travels: a flat state, nothing is copied.
+
+        Args:
+            weights: a module, its ``state_dict``, or a (nested) TensorDict or dictionary.
+            name: what takes them, for messages.
+            optional: buffers that a ``state_dict`` leaves out, and that the receivers have.
 
         Raises:
             TypeError: ``weights`` is no module, TensorDict or dictionary.
         """
-        return flat_state(weights, name, strategy=self.strategy)
+        return flat_state(weights, name, strategy=self.strategy, optional=optional)
 
     # The sender -------------------------------------------------------------------------------
 

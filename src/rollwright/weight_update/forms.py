@@ -57,7 +57,9 @@ def unsaved_buffers(module: nn.Module) -> set[str]:
     }
 
 
-def flat_state(weights: Any, name: str, *, strategy: Strategy = "state_dict") -> State:
+def flat_state(
+    weights: Any, name: str, *, strategy: Strategy = "state_dict", optional: Set[str] = frozenset()
+) -> State:
     """Weights in any form as a flat state; nothing is copied.
 
     Args:
@@ -65,15 +67,19 @@ def flat_state(weights: Any, name: str, *, strategy: Strategy = "state_dict") ->
         name: what takes them, for messages.
         strategy: ``"state_dict"``: of a module, what ``state_dict()`` gives, extra state included; ``"tensordict"``:
             its parameters and buffers, those too that a ``state_dict`` leaves out, and no extra state.
+        optional: buffers that a ``state_dict`` leaves out, and that are taken of a module all the same.
 
     Raises:
         TypeError: ``weights`` is none of these.
     """
     if isinstance(weights, nn.Module):
         state = weights.state_dict() if strategy == "state_dict" else dict(_tensors_of(weights))
+        if optional:
+            state |= {key: value for key, value in weights.named_buffers(remove_duplicate=False) if key in optional}
     elif isinstance(weights, TensorDictBase):
         state = _flat(weights)
     elif isinstance(weights, Mapping):
+        _check_names(weights, name)
         nested = any(
             isinstance(value, Mapping | TensorDictBase) and not is_extra(str(k)) for k, value in weights.items()
         )
@@ -85,6 +91,15 @@ def flat_state(weights: Any, name: str, *, strategy: Strategy = "state_dict") ->
     if strategy != "state_dict":
         state = {key: value for key, value in state.items() if not is_extra(key)}
     return state
+
+
+def _check_names(weights: Mapping[Any, Any], name: str) -> None:
+    strange = [key for key in weights if not isinstance(key, str | tuple)]
+    if strange:
+        raise TypeError(
+            f"weights for {name}: expected names of weights, got the keys {key_str(map(repr, strange))}. Pass either "
+            "weights by name, or one dictionary from indices of workers to weights."
+        )
 
 
 def split_by_worker(given: Any, worker_ids: Any) -> Mapping[int, Any] | None:
@@ -196,6 +211,19 @@ def check_state(state: State, signature: Signature, name: str, *, kind: str, opt
             raise ValueError(
                 f"weights for {name}: {key!r} has shape {list(value.shape)}, expected {list(expected[0])}."
             )
+        check_copied(value, key, name)
+
+
+def check_copied(value: torch.Tensor, key: str, name: str) -> None:
+    """Check that a tensor can be copied into a module's.
+
+    Raises:
+        ValueError: it holds no numbers, or holds them in another layout.
+    """
+    if value.device.type == "meta":
+        raise ValueError(f"weights for {name}: {key!r} is on the device 'meta', and holds no numbers.")
+    if value.layout is not torch.strided:
+        raise ValueError(f"weights for {name}: {key!r} is of {value.layout}. Pass its to_dense().")
 
 
 def prepare(target: Any, weights: Any, name: str) -> Callable[[], None]:
@@ -211,13 +239,16 @@ def prepare(target: Any, weights: Any, name: str) -> Callable[[], None]:
         ValueError: names or shapes differ.
     """
     kind, signature, beside, _ = describe(target, name)
-    state = flat_state(weights, name)
+    state = flat_state(weights, name, optional=beside)
     check_state(state, signature, name, kind=kind, optional=beside)
-    buffers = [(target.get_buffer(key), state.pop(key)) for key in sorted(beside & state.keys())]
-    for buffer, value in buffers:
+    buffers = []
+    for key in sorted(beside & state.keys()):
+        buffer, value = target.get_buffer(key), state.pop(key)
         if not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
             got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ValueError(f"weights for {name}: a buffer has shape {got}, expected {list(buffer.shape)}.")
+            raise ValueError(f"weights for {name}: {key!r} has shape {got}, expected {list(buffer.shape)}.")
+        check_copied(value, key, name)
+        buffers.append((buffer, value))
     full = {**target.state_dict(), **state}
 
     def copy() -> None:

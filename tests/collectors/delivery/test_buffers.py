@@ -247,6 +247,22 @@ def test_postproc_comes_before_the_write(fill):
     assert "postproc" in collector.stats()["paths"]["buffer"]
 
 
+@pytest.mark.parametrize("options", [{}, {"trajs_per_batch": 1}], ids=["batches", "trajectories"])
+def test_postproc_may_keep_nothing(make, options):
+    buffer = a_buffer()
+
+    def some(batch):
+        return batch[batch["next", "done"].squeeze(-1)]
+
+    collector = make(
+        "single", None, frames_per_batch=5, total_frames=200, postproc=some, replay_buffer=buffer, **options
+    )
+    for _ in collector:
+        pass
+    assert len(buffer) > 3
+    assert buffer[:]["next", "done"].all()
+
+
 def test_postproc_is_not_called_for_single_steps_and_that_is_said(make):
     with pytest.warns(UserWarning, match=r"postproc.*extend_buffer=False"):
         collector = make(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 
 import pytest
@@ -10,6 +11,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
+from rollwright import Collector
 from rollwright.envs import GymEnv, TransformedEnv
 from rollwright.testing.mocking_classes import CountingEnv
 
@@ -320,3 +322,52 @@ def test_a_policy_without_weights_says_so(make):
         collector.update_policy_weights_({"weight": torch.ones(1)})
     assert collector.update_policy_weights_() == 1  # nothing to mirror is no error
     assert collector.receive_weights() is None
+
+
+class Shifted(nn.Module):
+    """Has a buffer that a state_dict leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+
+    def forward(self, x):
+        return self.layer(x - self.mean)
+
+
+@pytest.mark.parametrize("kind", ["direct", "sync", "async"])
+@pytest.mark.parametrize("other", [False, True], ids=["itself", "another module"])
+def test_buffers_that_a_state_dict_leaves_out_arrive(kind, other):
+    policy = TensorDictModule(Shifted(), ["observation"], ["action"])
+    options = {} if kind == "direct" else {"num_collectors": 1, "sync": kind == "sync"}
+    with Collector(lambda: GymEnv("Pendulum-v1"), policy, frames_per_batch=8, **options) as collector:
+        collector.next()
+        new = copy.deepcopy(policy) if other else policy
+        new.module.mean.add_(1.0)
+        version = collector.update_policy_weights_(new)
+        for _ in range(3):
+            batch = collector.next()
+        with torch.no_grad():
+            assert torch.allclose(new(batch.clone())["action"], batch["action"], atol=1e-5)
+        assert version == 1
+
+
+BAD = {
+    "meta": (torch.zeros(1, device="meta"), ValueError, "'module.bias' is on the device 'meta'"),
+    "sparse": (torch.ones(1).to_sparse(), ValueError, "'module.bias' is of torch.sparse_coo"),
+}
+
+
+@pytest.mark.parametrize(("bias", "kind", "message"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize("options", [{}, {"num_collectors": 1, "sync": True}], ids=["direct", "worker"])
+def test_weights_that_cannot_be_copied_change_nothing(bias, kind, message, options):
+    policy = TensorDictModule(nn.Linear(3, 1), ["observation"], ["action"])
+    with Collector(lambda: GymEnv("Pendulum-v1"), policy, frames_per_batch=8, **options) as collector:
+        before = policy.module.weight.detach().clone()
+        with pytest.raises(kind, match=message):
+            collector.update_policy_weights_({"module.weight": torch.full((1, 3), 5.0), "module.bias": bias})
+        assert torch.equal(policy.module.weight, before)
+        assert collector.policy_version == 0
+        with pytest.raises(TypeError, match=r"expected names of weights, got the keys '0'"):
+            collector.update_policy_weights_({0: policy, "module.weight": before})

@@ -6,6 +6,7 @@ import pytest
 from tests.collectors.workers.envs import gain, makers
 
 from rollwright.collectors import Evaluator
+from rollwright.envs import SerialEnv
 from rollwright.errors import WorkerError
 
 
@@ -41,3 +42,22 @@ def test_a_call_that_raises_what_a_lost_process_raises_leaves_the_worker_at_work
 def test_an_end_of_file_while_the_process_of_an_evaluator_starts_is_told_as_such():
     with pytest.raises(WorkerError, match="Evaluator's process: EOFError: the file ends too soon"):
         Evaluator(makers(1)[0], gain(), backend="process", init_fn=truncated)
+
+
+class Odd(Exception):
+    def __str__(self):
+        return self.detail  # which was never set
+
+
+def odd(*_):
+    raise Odd("no licence")
+
+
+@pytest.mark.parametrize("kind", ["single", "sync"])
+def test_an_error_without_a_message_is_told_by_its_class(make, kind):
+    with pytest.raises(Exception, match=r"Odd") as caught:
+        if kind == "sync":
+            make(kind, [makers(1)[0], odd], gain(), frames_per_batch=20)
+        else:
+            SerialEnv(1, odd)
+    assert "its __str__ raised AttributeError" in str(caught.value)

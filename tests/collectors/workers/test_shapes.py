@@ -445,3 +445,21 @@ def test_streams_of_workers_are_joined_by_worker(make):
     first, second = per_worker(make("sync", makers(), gain(), frames_per_batch=20, total_frames=100))
     assert first.shape == second.shape == (50,)
     assert check(first).frames == check(second).frames == 50
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_whole_trajectories_are_padded_unless_something_else_is_asked_for(make, kind):
+    shapes = {}
+    for given in (None, "padded", "cat"):
+        options = {} if given is None else {"traj_format": given}
+        collector = make(kind, makers(), frames_per_batch=24, trajs_per_batch=2, **options)
+        assert collector.traj_format == (given or "padded")
+        batch = collector.next()
+        shapes[given] = batch.ndim, ("collector", "mask") in batch.keys(True)
+    assert shapes == {None: (2, True), "padded": (2, True), "cat": (1, False)}
+
+
+def test_the_options_of_a_collector_are_those_that_were_given(make):
+    options = {"split_trajs": True, "init_random_frames": 50, "return_same_td": False}
+    collector = make("sync", makers(), gain(), frames_per_batch=24, **options)
+    assert {name: getattr(collector.options, name) for name in options} == options

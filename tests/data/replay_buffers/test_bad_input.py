@@ -391,3 +391,41 @@ def test_an_unknown_option_is_an_error():
             kind(colate_fn=list)
     with pytest.raises(TypeError, match="colate_fn"):
         PrioritizedReplayBuffer(alpha=1.0, beta=1.0, colate_fn=list)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (torch.arange(6) >= 3, r"index: expected integers.*got bool\. Of a mask, pass mask\.nonzero\(\)"),
+        (torch.tensor([2.7]), r"index: expected integers.*got float32"),
+    ],
+    ids=["mask", "float"],
+)
+def test_what_is_no_index_of_elements_changes_no_priority(index, message):
+    buffer = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=0.5, storage=LazyTensorStorage(6), batch_size=4)
+    buffer.extend(frames())
+    before = buffer.sampler.state_dict()
+    with pytest.raises(TypeError, match=message):
+        buffer.update_priority(index, torch.ones(len(index)))
+    after = buffer.sampler.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("storage", ROWS)
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda data: data.set("obs", data["obs"].to("meta")), "'obs' as a dense tensor, got one that is on the de"),
+        (
+            lambda data: data.set("obs", data["obs"].to_sparse()),
+            r"'obs' as a dense tensor, got one that is of torch\.s",
+        ),
+    ],
+    ids=["meta", "sparse"],
+)
+def test_tensors_that_cannot_be_copied_cost_no_element(storage, bad, message):
+    buffer = ReplayBuffer(storage=storage(6))
+    buffer.extend(frames())
+    with pytest.raises(ValueError, match=message):
+        buffer.extend(bad(frames(3)))
+    assert len(buffer) == buffer.write_count == 6

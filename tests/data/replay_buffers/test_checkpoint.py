@@ -30,6 +30,7 @@ from rollwright.data import (
 )
 from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers.storages import folders
+from rollwright.errors import DamagedFileError
 
 FORK = multiprocessing.get_context("fork")
 SIZE = 40
@@ -456,3 +457,22 @@ def test_a_child_that_was_forked_during_a_dump_holds_up_nobody(tmp_path):
         lock = folders._locked(tmp_path)
         assert lock is not None
         os.close(lock)
+
+
+@pytest.mark.parametrize("left", [None, b""], ids=["missing", "empty"])
+def test_a_dump_without_its_rows_is_damaged(left, tmp_path):
+    used("tensor", "random").dumps(tmp_path / "dump")
+    rows = tmp_path / "dump" / "buffer.rows"
+    rows.unlink()
+    if left is not None:
+        rows.write_bytes(left)
+    with pytest.raises(DamagedFileError, match=r"buffer\.rows is (missing|empty): it holds the elements"):
+        make("tensor", "random").loads(tmp_path / "dump")
+
+
+def test_a_state_with_bytes_behind_it_is_damaged(tmp_path):
+    used("tensor", "random").dumps(tmp_path / "dump")
+    with (tmp_path / "dump" / "state.pt").open("ab") as file:
+        file.write(bytes(8192))
+    with pytest.raises(DamagedFileError, match=r"state\.pt is damaged"):
+        make("tensor", "random").loads(tmp_path / "dump")

@@ -422,3 +422,8 @@ def test_infos_of_some_environments_only() -> None:
     env = GymWrapper(sync(AutoresetMode.DISABLED, 2, 3, cls=Sometimes)).set_info_dict_reader(reader)
     assert reader.keys == ["count", "vector", "words"]
     assert env.rollout(2)["next", "vector"][:, 0].tolist() == [[0, 0], [7, 7]]
+
+
+def test_an_environment_that_never_resets_parts_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"never resets by itself.*does not read options\['reset_mask'\], so that env"):
+        GymWrapper(Lockstep(AutoresetMode.DISABLED))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.base import RolloutDelivery
 from rollwright.collectors.delivery.thread import CollectorThread, paused_error
+from rollwright.collectors.delivery.turns import WAIT_S, Turns
 from rollwright.collectors.delivery_options import buffer_of
 from rollwright.collectors.rollout.rollout import Rollout
 
@@ -26,11 +27,13 @@ class Background:
 
     Attributes:
         thread: the last one that was started and has not ended by :meth:`end`.
+        turns: of threads that use the collector without that one.
     """
 
     def __init__(self, rollout: Rollout, delivery: RolloutDelivery) -> None:
         self._rollout, self._delivery = rollout, delivery
         self.thread: CollectorThread | None = None
+        self.turns = Turns(rollout)
         self._leave_limiter: Callable[[], None] | None = None  # takes this collector from those that the limiter asks
         self._interrupted = rollout.interrupted  # of the rollout without a thread
         self._mapper: int | None = None  # thread that is inside map_fn()
@@ -73,10 +76,13 @@ class Background:
             timer=rollout.timer,
             exploration_type=rollout.options.exploration_type,
         )
-        self._interrupted, rollout.interrupted = rollout.interrupted, thread.checkpoint
+        self.turns.between_steps(lambda: self._come_by(thread))
         self._delivery.in_background = True
         self._join_limiter()
         thread.start()
+
+    def _come_by(self, thread: CollectorThread) -> None:
+        self._interrupted, self._rollout.interrupted = self._rollout.interrupted, thread.checkpoint
 
     def _applied(self, version: int) -> None:
         self._rollout.acting.version = version
@@ -132,14 +138,20 @@ class Background:
             yield
 
     def between_batches(self) -> AbstractContextManager[None]:
-        """Keep the thread between two batches inside the ``with`` block."""
+        """Let nobody collect inside the ``with`` block: no thread of :meth:`start`, and no other thread.
+
+        Raises:
+            TimeoutError: a step, or the batch of another thread, did not end in time.
+        """
         thread = self.thread
         if thread is None:
-            return nullcontext()
+            return self.turns.taken(WAIT_S)
         if not thread.inside:
             thread.raise_error()
             if self._mapper == threading.get_ident() and thread.rests_in_a_batch:
                 raise paused_error("map_fn: the method")
+            if not thread.running:
+                return self.turns.taken(WAIT_S)
         return thread.resting(between_batches=True)
 
     @contextmanager
@@ -187,6 +199,9 @@ class Background:
         version = thread.publish(updates) if thread is not None and thread.running else None
         if version is not None:
             return version
+        return self.turns.between_steps(lambda: self._apply(updates))
+
+    def _apply(self, updates: Mapping[str, Callable[[], None]]) -> int:
         for apply in updates.values():
             apply()
         acting = self._rollout.acting

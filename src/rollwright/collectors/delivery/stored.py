@@ -166,6 +166,8 @@ class Stored(RolloutDelivery):
 
         Rows that were not taken are no frames.
         """
+        if 0 in data.shape:  # a hook, or postproc, has kept nothing
+            return
         if self._flat and data.ndim != 1 and not self.rollout.options.stores_rows:
             data = _taken(data.reshape(-1))
         self._buffer.extend(data)

@@ -12,13 +12,13 @@ from types import FrameType
 from typing import Any, Literal
 
 from rollwright._processes.threads import DaemonThread
+from rollwright.collectors.delivery.turns import WAIT_S
 from rollwright.collectors.rollout.stats import StageTimer
 from rollwright.envs.utils import ExplorationType, set_exploration_type
 
 __all__ = ["CollectorThread", "exploration_of_this_thread", "paused_error"]
 
 _log = logging.getLogger("rollwright")
-_WAIT_S = 60.0  # for a step to end, at most
 _STOP_S = 10.0  # for the thread to end, by default
 _NAP_S = 1.0
 
@@ -157,9 +157,9 @@ class CollectorThread(DaemonThread):
             self.condition.notify_all()
         try:
             with self.condition:
-                rests = self.condition.wait_for(lambda: self.finished or self._resting in places, _WAIT_S)
+                rests = self.condition.wait_for(lambda: self.finished or self._resting in places, WAIT_S)
             if not rests:
-                raise TimeoutError(f"pause: waited {_WAIT_S:g} s for {self.doing()} to end. The collector goes on.")
+                raise TimeoutError(f"pause: waited {WAIT_S:g} s for {self.doing()} to end. The collector goes on.")
             self.raise_error()
             yield
         finally:

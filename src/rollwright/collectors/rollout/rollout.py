@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -85,6 +86,7 @@ class Rollout:
         frames: stepped in all, in batches that count.
         frames_taken: stepped in the last rollout.
         interrupted: asked after each step whether the batch ends there; None: it does not.
+        stepping: held while steps are taken.
         timer: seconds by stage.
         episodes: those that ended.
     """
@@ -118,6 +120,9 @@ class Rollout:
         self.timer, self.episodes = StageTimer(), EpisodeStats()
         self.observer: RolloutObserver = SilentObserver() if observer is None else observer
         self.interrupted = interrupted
+        self.stepping = threading.RLock()
+        self._env_uses: int | None = None  # after the last rollout; None: the environment was changed here since
+        self._has_warned_of_use = False
         self.closed = False
         self.frames = self.frames_taken = self._steps_taken = 0
         self._counted = 0  # of the last rollout, in frames
@@ -331,7 +336,12 @@ class Rollout:
         if self.hooks.pre_collect_hook is not None:
             self.hooks.pre_collect_hook()
         self._begun = True
-        with torch.no_grad(), set_exploration_type(self.options.exploration_type), set_recurrent_mode("sequential"):
+        with (
+            self.stepping,
+            torch.no_grad(),
+            set_exploration_type(self.options.exploration_type),
+            set_recurrent_mode("sequential"),
+        ):
             try:
                 self._begin()
                 for t in range(self.counts.steps):
@@ -353,10 +363,15 @@ class Rollout:
                 if of_policy is None:
                     raise
                 raise of_policy from error
+            finally:
+                self._env_uses = self.env.num_uses
 
     def _begin(self) -> None:
         """Open a batch."""
         self.observer.enter(Stage.RESET)
+        if self._env_uses not in (None, self.env.num_uses) and self._path.started:
+            self._leave_trajectories()
+        self.env.note_use()
         if not self._path.started or (self.options.reset_at_each_iter and self._unused_ids is None):
             self.start_trajectories()
         if not self._stepped and self._path.current is not None:  # a reset may lack what the specs of states name
@@ -375,6 +390,16 @@ class Rollout:
         self._unused_ids = None
         self._stepped = True
         self.observer.enter(Stage.STEPS)
+
+    def _leave_trajectories(self) -> None:
+        """Begin new trajectories: somebody else has used the environment, and those in progress are gone."""
+        if not self._has_warned_of_use:
+            self._has_warned_of_use = True
+            self.observer.warn(
+                f"{self.owner}: somebody else has reset or stepped {self.env} since the last batch. Trajectories in "
+                "progress were left there, and new ones begin. Evaluate in an environment of its own."
+            )
+        self.start_trajectories()
 
     def _open(self, random: bool) -> None:
         if self._to_compile:
@@ -518,6 +543,7 @@ class Rollout:
         self._check_path()
         with torch.no_grad():
             self._path.reset(**kwargs)
+        self._env_uses = None
         self._reset_envs[:] = True
         if self._unused_ids is None:  # ids of trajectories that never took a step are used again
             self._unused_ids = torch.from_numpy(self.ids.take(self.env.numel())).reshape(self.env.batch_size)
@@ -549,6 +575,7 @@ class Rollout:
         self._check_path()
         with torch.no_grad():
             self._path.reset_some(marked, **kwargs)
+        self._env_uses = None
         if self.num_rows == marked.numel():  # else frames come in the order in which they end
             self._reset_envs |= marked.flatten().numpy()
         if self.options.track_traj_ids and self._unused_ids is None:
@@ -584,7 +611,7 @@ class Rollout:
     def forget_trajectories(self) -> None:
         """Drop the trajectories in progress, and ids that were not used."""
         self._path.forget()
-        self._unused_ids = None
+        self._unused_ids = self._env_uses = None
 
     def go_on_from(self, saved: RolloutState, *, ids_are_free: bool) -> None:
         """Go on with the trajectories of a saved state.

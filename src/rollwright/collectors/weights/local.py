@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from rollwright.collectors.delivery.background import Background
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.weights.receiving import CollectorWeights
 from rollwright.collectors.weights.targets import WeightTargets
 from rollwright.collectors.weights.updates import parse_update, prepare, snapshot
 from rollwright.weight_update.feed import HasModels
+from rollwright.weight_update.forms import unsaved_buffers
 
 __all__ = ["LocalWeights"]
 
@@ -69,8 +72,13 @@ class LocalWeights(CollectorWeights):
                     "weights could be published to the thread of start(). Pass an nn.Module or a TensorDictModule "
                     "as policy, or call increment_version() to count an update of your own."
                 )
-            update = {name: snapshot(new) for name, new in update.items()}
+            update = {name: snapshot(new, self._unsaved(name)) for name, new in update.items()}
         return self._background.publish({name: self._prepared(name, new) for name, new in update.items()})
+
+    def _unsaved(self, name: str) -> set[str]:
+        """Buffers of a model that a ``state_dict`` leaves out."""
+        model = self._collector.get_model(name)
+        return unsaved_buffers(model) if isinstance(model, nn.Module) else set()
 
     def _prepared(self, name: str, new: Any) -> Callable[[], None]:
         acting = self._rollout.acting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def parse_update_for_workers(
     devices: Sequence[torch.device | None] = (),
     fallback: nn.Module | None = None,
     signature: Callable[[int, str], Description | None],
-    state_of: Callable[[str, Any], State] | None = None,
+    state_of: Callable[[str, Any, Set[str]], State] | None = None,
 ) -> list[Update]:
     """What an update publishes to which workers; all of it is checked, nothing is copied.
 
@@ -100,7 +100,7 @@ def parse_update_for_workers(
         fallback: where the policy's weights are read when nothing is given.
         signature: gives, for a worker and a model, what :func:`~rollwright.weight_update.forms.describe` says of
             the model in that worker; None: it checks weights itself.
-        state_of: makes the weights for a model flat; None:
+        state_of: makes the weights for a model flat, given its name, the weights, and buffers that it may have; None:
             :func:`~rollwright.weight_update.forms.flat_state`.
 
     Returns:
@@ -113,12 +113,17 @@ def parse_update_for_workers(
         TypeError: weights of an unknown form.
     """
     _check_weights_dict(given, weights_dict, model_id)
-    flat = state_of or (lambda name, weights: flat_state(weights, name))
+
+    def flat(name: str, weights: Any, worker: int = 0) -> State:
+        found = signature(worker, name)
+        optional: Set[str] = frozenset() if found is None else found.optional
+        return flat_state(weights, name, optional=optional) if state_of is None else state_of(name, weights, optional)
+
     name = model_id or "policy"
     split = split_by_worker(given, worker_ids)
     if split is not None:
         named = _workers(list(split), num_workers, devices)
-        updates = [Update([worker], {name: flat(name, split[worker])}) for worker in named]
+        updates = [Update([worker], {name: flat(name, split[worker], worker)}) for worker in named]
     else:
         if weights_dict is None and given is None:
             if name != "policy":
@@ -172,11 +177,16 @@ def _check_weights_dict(given: Any, weights_dict: Any, model_id: str | None) -> 
         raise TypeError(f"weights_dict: expected weights by model, got {type(weights_dict).__name__}.")
 
 
-def snapshot(weights: Any) -> Any:
-    """A copy of weights in any form that :func:`prepare` takes; what it does not take is returned as it is."""
+def snapshot(weights: Any, optional: Set[str] = frozenset()) -> Any:
+    """A copy of weights in any form that :func:`prepare` takes; what it does not take is returned as it is.
+
+    Args:
+        weights: in any form.
+        optional: see :func:`~rollwright.weight_update.forms.flat_state`.
+    """
     with torch.no_grad():
         if isinstance(weights, nn.Module):
-            weights = weights.state_dict()
+            weights = flat_state(weights, "a copy", optional=optional)
         if isinstance(weights, TensorDictBase):
             return weights.clone()
         if isinstance(weights, Mapping):

@@ -226,8 +226,10 @@ def check_join(own: WorkerOptions, ready: Sequence[Ready]) -> None:
 
 def options_of_workers(
     given: Mapping[str, Any], num_workers: int, own: WorkerOptions, kind: type[CollectorOptions] = CollectorOptions
-) -> list[CollectorOptions]:
-    """The options of each worker's collector, a ``kind`` each: lists are shared out, counts are divided.
+) -> tuple[CollectorOptions, list[CollectorOptions]]:
+    """The options as they were given, checked, and those of each worker's collector: a ``kind`` each.
+
+    For workers, lists are shared out and counts are divided.
 
     Raises:
         TypeError, ValueError: an option is wrong, or needs one process.
@@ -278,7 +280,7 @@ def options_of_workers(
     frames = whole.get("frames_per_batch", checked.frames_per_batch)
     if own.sync and frames is not None and not isinstance(frames, _LISTS):
         whole["frames_per_batch"] = math.ceil(checked.frames_per_batch / num_workers)
-    return [replace(checked, **{**_of(whole, i), "worker_idx": i}) for i in range(num_workers)]
+    return checked, [replace(checked, **{**_of(whole, i), "worker_idx": i}) for i in range(num_workers)]
 
 
 def _of(options: Mapping[str, Any], worker: int) -> dict[str, Any]:

@@ -119,7 +119,9 @@ class WorkersWeights(CollectorWeights):
             devices=self._devices(),
             fallback=self._policy if isinstance(self._policy, nn.Module) else None,
             signature=self._describe,
-            state_of=lambda name, weights: self._publisher.scheme(name).state_of(weights, name),
+            state_of=lambda name, weights, optional: self._publisher.scheme(name).state_of(
+                weights, name, optional=optional
+            ),
         )
         return self._publish(updates)
 

@@ -119,6 +119,18 @@ def complete_done(td: TensorDictBase, groups: Iterable[DoneGroup]) -> None:
             td.set(group.done, terminated.clone() if truncated is None else terminated | truncated)
 
 
+def raise_done(td: TensorDictBase, groups: Iterable[DoneGroup]) -> None:
+    """Set ``done`` in place where ``terminated`` or ``truncated`` is, in each group that has all of its flags."""
+    for group in groups:
+        causes = [td.get(key, None) for key in (group.terminated, group.truncated) if key not in (None, group.done)]
+        done = td.get(group.done, None)
+        for cause in causes:
+            if done is not None and cause is not None:
+                done = done | cause
+        if done is not None:
+            td.set(group.done, done)
+
+
 def end_of_trajectory(td: TensorDictBase, groups: list[DoneGroup], batch_ndim: int) -> torch.Tensor:
     """Where a trajectory ends, one flag for each environment.
 

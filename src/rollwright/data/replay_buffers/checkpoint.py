@@ -124,6 +124,9 @@ def load(buffer: ReplayBuffer, path: Any, *, allow_pickle: bool = False) -> None
     if (folder / LIST_FILE).is_file():
         state["storage"] = _dict_in(folder / LIST_FILE, allow_pickle)
     elif not in_place:
+        rows = folder / ROWS_FILE
+        if not rows.is_file() or not rows.stat().st_size:
+            raise DamagedFileError(f"{rows} is {'empty' if rows.is_file() else 'missing'}: it holds the elements.")
         state["storage"] = LazyMemmapStorage(scratch_dir=folder, existsok=True).state_dict()
     restore(buffer, state)
 

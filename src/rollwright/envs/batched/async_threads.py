@@ -19,7 +19,7 @@ from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.hosting.processes import CLOSE_S, DEFAULT_TIMEOUT_S, SHORT_CLOSE_S, START_S
 from rollwright.envs.each import renamed
-from rollwright.envs.factories import Factory, call_each, made, placed
+from rollwright.envs.factories import Factory, call_each, check_apart, made, placed
 from rollwright.errors import EnvError, RollwrightError
 
 __all__ = ["ThreadSlots"]
@@ -125,6 +125,7 @@ class ThreadSlots(Slots):
             (errors if isinstance(result, Exception) else envs)[row] = result
         if errors:
             raise errors[min(errors)]
+        check_apart(envs)
         self._since.clear()
         self.facts = [envs[row] for row in range(len(self._makers))]
 

@@ -21,6 +21,7 @@ else:
     _Wrapper = VectorWrapper  # not generic before gymnasium 1.4
 
 _MADE_UP = "so that this step would be collected as a transition that never was"
+_ALL_RESET = "so that environments would be reset in the middle of their episodes"
 _EACH = "wrap each environment, gymnasium.make_vec(..., wrappers=[gymnasium.wrappers.{name}])"
 
 
@@ -66,19 +67,21 @@ def check_parts(env: VectorEnv[Any, Any, Any]) -> None:
                 "reset. Create the vector environment with autoreset_mode=AutoresetMode.SAME_STEP, or "
                 f"{_EACH.format(name='NormalizeReward')}."
             )
-    if mode is not AutoresetMode.NEXT_STEP or isinstance(base, (SyncVectorEnv, CartPoleVectorEnv)):
+    if isinstance(base, (SyncVectorEnv, CartPoleVectorEnv)):
         return
     if isinstance(base, AsyncVectorEnv):
         # Its processes forget that they were reset unless memory is shared (gymnasium 1.4).
-        if not base.shared_memory:
+        if mode is AutoresetMode.NEXT_STEP and not base.shared_memory:
             raise ValueError(
                 f"env: {env} resets what has ended with the next step (AutoresetMode.NEXT_STEP), also if it was reset "
                 f"before, {_MADE_UP}. Create it with shared_memory=True, or with autoreset_mode=AutoresetMode.DISABLED."
             )
     elif not _reads_mask(base):
+        never = mode is AutoresetMode.DISABLED
         raise ValueError(
-            f"env: {env} resets what has ended with the next step (AutoresetMode.NEXT_STEP) and cannot be asked to "
-            f"before: its reset() does not read options['reset_mask'], {_MADE_UP}. {_instead(env)}"
+            f"env: {env} {'never resets by itself' if never else 'resets what has ended with the next step'} "
+            f"(AutoresetMode.{mode.name}), and cannot be asked to reset that alone: its reset() does not read "
+            f"options['reset_mask'], {_ALL_RESET if never else _MADE_UP}. {_instead(env)}"
         )
 
 

@@ -443,7 +443,7 @@ class ActionWriter:
                 if value is None:
                     raise KeyError(key)
                 if isinstance(value, Tensor):
-                    value = value.detach().cpu().numpy()
+                    value = in_numpy_dtype(value.detach().cpu()).numpy()
                 elif type(value) is not np.ndarray:
                     if not isinstance(write, WriteObject):
                         raise SpecError(f"must be a tensor, got {type(value).__name__}.")
@@ -452,6 +452,11 @@ class ActionWriter:
         except SpecError as error:
             raise SpecError(f"{key!r} {error}") from error
         return written[()] if () in written else _assemble(self.space, (), written)
+
+
+def in_numpy_dtype(value: Tensor) -> Tensor:
+    """A tensor of a dtype that NumPy has, which holds the same numbers."""
+    return value.float() if value.dtype is torch.bfloat16 else value
 
 
 def _assemble(space: Space[Any], path: tuple[Any, ...], values: dict[tuple[Any, ...], Any]) -> Any:

@@ -76,6 +76,11 @@ class TransformedEnv(WrapperEnv):
                 else f"{type(base_env).__name__}: {base_env!r}"
             )
             raise TypeError(f"base_env: expected an environment of rollwright, got {got}. {remedy_for(base_env)}")
+        if not isinstance(cache_specs, bool):
+            raise TypeError(
+                f"cache_specs: expected True or False, got {type(cache_specs).__name__}. Of several transforms, make a "
+                "chain: Compose(first, second)."
+            )
         transform = Compose() if transform is None else as_chain(transform)
         transform.check_free()
         if auto_unwrap and type(base_env) is TransformedEnv and type(self) is TransformedEnv:
@@ -136,6 +141,14 @@ class TransformedEnv(WrapperEnv):
         return env
 
     # Stepping ---------------------------------------------------------------------------------
+
+    @property
+    def sets_own_flags(self) -> bool:
+        """See :attr:`EnvBase.sets_own_flags`; ``StepCounter(update_done=False)`` leaves ``done`` out on purpose."""
+        parts = list(self.transform) if isinstance(self.transform, Compose) else [self.transform]
+        if not all(getattr(part, "update_done", True) for part in parts):
+            return False
+        return super().sets_own_flags or any(not type(part).__module__.startswith("rollwright.") for part in parts)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         if not self.cache_specs:

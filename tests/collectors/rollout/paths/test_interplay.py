@@ -58,6 +58,7 @@ def test_seed_in_the_middle(both, lab, env):
     lab.assert_equal(again.exclude("collector"), start.exclude("collector"))
 
 
+@pytest.mark.filterwarnings("ignore:.*somebody else has reset:UserWarning")
 @pytest.mark.parametrize("env", ENVS)
 def test_environment_reset_by_the_user(both, lab, env):
     both(lab.envs[env], "one-hot", script=at(1, lambda c: c.env.reset()), batches=3)

@@ -192,7 +192,13 @@ class Storage(ABC):
         """Flat indices from those of :meth:`public`, or a tuple of one for each dimension; -1: not stored."""
         if isinstance(index, tuple) and len(index) == self.ndim and isinstance(index[0], torch.Tensor):
             index = torch.stack(index, -1) if self.ndim > 1 else index[0]
-        array = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index, np.int64)
+        given = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index)
+        if given.dtype.kind not in "iu" and given.size:
+            raise TypeError(
+                f"index: expected integers, as sample() and extend() give them, got {given.dtype}."
+                f"{' Of a mask, pass mask.nonzero().' if given.dtype.kind == 'b' else ''}"
+            )
+        array = given.astype(np.int64)
         if self.ndim > 1 and array.ndim and array.shape[-1] == self.ndim:
             stored = np.asarray((array >= 0).all(-1))
             places = tuple(np.moveaxis(np.where(stored[..., None], array, 0), -1, 0))

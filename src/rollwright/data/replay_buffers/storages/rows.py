@@ -319,6 +319,9 @@ class RowStorage(Storage):
                     f"data: expected {key!r} of shape {list(lead)} + {list(shape)} and {dtype}, got "
                     f"{list(value.shape)} and {value.dtype}. Convert it, or use another buffer."
                 )
+            if value.is_meta or value.layout is not torch.strided:
+                what = "on the device 'meta', and holds no numbers" if value.is_meta else f"of {value.layout}"
+                raise ValueError(f"data: expected {key!r} as a dense tensor, got one that is {what}.")
 
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
         """See :meth:`Storage.overwrite`."""

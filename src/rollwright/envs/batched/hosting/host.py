@@ -41,7 +41,7 @@ from rollwright.envs.batched.hosting.shared_rows import SharedRows
 from rollwright.envs.batched.hosting.td_rows import dense_leaves, row_of
 from rollwright.envs.closing import closed_on_error
 from rollwright.envs.each import own_kwargs
-from rollwright.envs.factories import made, placed
+from rollwright.envs.factories import check_apart, made, placed
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationPolicy
 
@@ -313,6 +313,7 @@ def serve_envs(
         for row, maker in makers.items():
             try:
                 envs[row] = Hosted(row, maker, recreation_policies.get(row), recreated if recreates else None)
+                check_apart({at: hosted.inner for at, hosted in envs.items()})
             except Exception as error:
                 raised.append(as_raised(row, error))
                 break
