@@ -254,9 +254,8 @@ def test_postproc_may_keep_nothing(make, options):
     def some(batch):
         return batch[batch["next", "done"].squeeze(-1)]
 
-    collector = make(
-        "single", None, frames_per_batch=5, total_frames=200, postproc=some, replay_buffer=buffer, **options
-    )
+    options = {"frames_per_batch": 5, "total_frames": 200, "postproc": some, "replay_buffer": buffer, **options}
+    collector = make(lambda: GymEnv("CartPole-v1"), None, **options)
     for _ in collector:
         pass
     assert len(buffer) > 3

@@ -459,6 +459,7 @@ def test_whole_trajectories_are_padded_unless_something_else_is_asked_for(make, 
     assert shapes == {None: (2, True), "padded": (2, True), "cat": (1, False)}
 
 
+@pytest.mark.filterwarnings("ignore:.*split_trajs=True pads:UserWarning")
 def test_the_options_of_a_collector_are_those_that_were_given(make):
     options = {"split_trajs": True, "init_random_frames": 50, "return_same_td": False}
     collector = make("sync", makers(), gain(), frames_per_batch=24, **options)

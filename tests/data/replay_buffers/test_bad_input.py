@@ -415,10 +415,10 @@ def test_what_is_no_index_of_elements_changes_no_priority(index, message):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (lambda data: data.set("obs", data["obs"].to("meta")), "'obs' as a dense tensor, got one that is on the de"),
+        (lambda data: data.set("obs", data["obs"].to("meta")), "'obs' as a dense tensor, got one that is on the d"),
         (
             lambda data: data.set("obs", data["obs"].to_sparse()),
-            r"'obs' as a dense tensor, got one that is of torch\.s",
+            r"'obs' as a dense tensor, got one that is of tor",
         ),
     ],
     ids=["meta", "sparse"],

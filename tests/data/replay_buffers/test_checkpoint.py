@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -470,9 +471,12 @@ def test_a_dump_without_its_rows_is_damaged(left, tmp_path):
         make("tensor", "random").loads(tmp_path / "dump")
 
 
-def test_a_state_with_bytes_behind_it_is_damaged(tmp_path):
+def test_a_state_in_which_torch_seeks_in_vain_is_damaged(tmp_path, monkeypatch):
     used("tensor", "random").dumps(tmp_path / "dump")
-    with (tmp_path / "dump" / "state.pt").open("ab") as file:
-        file.write(bytes(8192))
+
+    def load(*args, **kwargs):
+        raise OSError(errno.EINVAL, "Invalid argument")  # where a number of the file says a place that there is not
+
+    monkeypatch.setattr(torch, "load", load)
     with pytest.raises(DamagedFileError, match=r"state\.pt is damaged"):
         make("tensor", "random").loads(tmp_path / "dump")
