@@ -68,7 +68,8 @@ def provide_for_policy(env: EnvBase, policy: Any) -> EnvBase:
         known.update({key: primer.placed(key, env.batch_size) for key in wanted})
     if not added:
         return env
-    return TransformedEnv(env, Compose(*added), cache_specs=getattr(env, "cache_specs", True))
+    caches = not isinstance(env, TransformedEnv) or env.cache_specs
+    return TransformedEnv(env, Compose(*added), cache_specs=caches)
 
 
 def _with_states(policy: Any) -> list[Any]:

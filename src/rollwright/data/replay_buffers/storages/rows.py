@@ -284,11 +284,11 @@ class RowStorage(Storage):
         try:
             self._memory.allocate(schema)
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"max_size: {self._requested_size} elements take {schema.layout.stop / 1e9:,.1f} GB, for which "
-                f"there is no room ({error.strerror}). Lower it, or give a LazyMemmapStorage a folder on a larger disk",
-            ) from error
+            why = (
+                f"max_size: {self._requested_size} elements take {schema.layout.stop:,} bytes, for which there is no "
+                f"room ({error.strerror}). Lower it, or give a LazyMemmapStorage a folder on a larger disk"
+            )
+            raise OSError(error.errno, why, *([] if error.filename is None else [error.filename])) from error
 
     def _check(self, schema: Schema, part: _Parts, dim: int) -> int:
         """Test that a batch fits the rows; returns the number of rows."""
