@@ -8,7 +8,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys, unravel
-from rollwright.data.layout import complete_done, raise_done
+from rollwright.data.layout import complete_done
 from rollwright.data.layout.rewards import take_token_rewards
 from rollwright.data.specs import Composite, NonTensor, StackedComposite, TensorSpec
 from rollwright.envs._partial_reset import Masks, mask_like
@@ -235,34 +235,35 @@ def complete_step(env: EnvBase, given: TensorDictBase, outcome: object) -> Tenso
     of_tokens = take_token_rewards(td, env.reward_keys[0], 1) if env.has_token_rewards else []
     _match_trailing_one(env, td, "reward", "step")
     _match_trailing_one(env, td, "done", "step")
-    complete_done(td, env.done_groups)
-    check_announced(env, td, "step")
+    may_contradict, unknown = env.remember("own flags", lambda: (env.sets_own_flags, _unannounced_flags(env)))
+    complete_done(td, env.done_groups, may_contradict=may_contradict)
+    if unknown:
+        _refuse_unannounced(env, td, unknown)
     check_entries(env, td, "observation", "step")
     check_entries(env, td, "reward", "step")
     check_entries(env, td, "done", "step")
-    if env.remember("flags", lambda: env.sets_own_flags):
-        raise_done(td, env.done_groups)
     for row, reward in of_tokens:
         row.set(env.reward_keys[0], reward)
     return td
 
 
-def check_announced(env: EnvBase, td: TensorDictBase, call: str) -> None:
-    """Test that there is no ``truncated`` beside a ``done`` whose spec has none: it would end nothing.
+def _unannounced_flags(env: EnvBase) -> list[NestedKey]:
+    """Where a ``truncated`` would lie beside a ``done`` whose spec has none: it would end nothing."""
+    lone = [group for group in env.done_groups if group.truncated is None and as_tuple(group.done)[-1] == "done"]
+    keys = [unravel((*group.prefix, "truncated")) for group in lone]
+    return [key for key in keys if key not in {*env.observation_keys, *env.state_keys}]
+
+
+def _refuse_unannounced(env: EnvBase, td: TensorDictBase, keys: list[NestedKey]) -> None:
+    """Test that there are no such flags.
 
     Raises:
-        EnvError: there is.
+        EnvError: there is one.
     """
-
-    def unknown() -> list[NestedKey]:
-        lone = [group for group in env.done_groups if group.truncated is None and as_tuple(group.done)[-1] == "done"]
-        keys = [unravel((*group.prefix, "truncated")) for group in lone]
-        return [key for key in keys if key not in {*env.observation_keys, *env.state_keys}]
-
-    for key in env.remember("unannounced flags", unknown):
+    for key in keys:
         if td.get(key, None) is not None:
             raise EnvError(
-                f"{env}: {call} returned {key!r}, which done_spec does not announce: it would end no trajectory. Call "
+                f"{env}: step returned {key!r}, which done_spec does not announce: it would end no trajectory. Call "
                 "self.add_truncated_keys() at the end of __init__, or announce it in self.done_spec."
             )
 

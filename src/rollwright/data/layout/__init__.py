@@ -38,7 +38,6 @@ from rollwright.data.layout.boundaries import (
     done_groups,
     end_of_trajectory,
     mark_truncated,
-    raise_done,
 )
 from rollwright.data.layout.frames import blank_frame, is_dense, stack_frames
 from rollwright.data.layout.nested import NestedTrajectories
@@ -71,7 +70,6 @@ __all__ = [
     "last_steps",
     "mark_truncated",
     "pad_trajectories",
-    "raise_done",
     "split_trajectories",
     "stack_frames",
     "trajectories",

@@ -91,17 +91,24 @@ def _group(prefix: tuple[str, ...], names: list[str]) -> DoneGroup:
     )
 
 
-def complete_done(td: TensorDictBase, groups: Iterable[DoneGroup]) -> None:
+def complete_done(td: TensorDictBase, groups: Iterable[DoneGroup], *, may_contradict: bool = False) -> None:
     """Write in place the flags of each group that follow from those present.
 
     ``done = terminated | truncated``. A lone ``done`` counts as terminated, a lone ``truncated``
     as not terminated. A group of which nothing is present stays absent.
+
+    Args:
+        td: ``[*batch]``.
+        groups: of its flags.
+        may_contradict: where all of a group are present, ``terminated`` or ``truncated`` may be set without ``done``.
     """
     for group in groups:
         done = td.get(group.done, None)
         terminated = td.get(group.terminated, None)
         truncated = None if group.truncated is None else td.get(group.truncated, None)
         if done is not None and terminated is not None and (truncated is not None or group.truncated is None):
+            if may_contradict:
+                _follow_causes(td, group, done, terminated, truncated)
             continue
         known = next((flag for flag in (done, terminated, truncated) if flag is not None), None)
         if known is None:
@@ -119,16 +126,18 @@ def complete_done(td: TensorDictBase, groups: Iterable[DoneGroup]) -> None:
             td.set(group.done, terminated.clone() if truncated is None else terminated | truncated)
 
 
-def raise_done(td: TensorDictBase, groups: Iterable[DoneGroup]) -> None:
-    """Set ``done`` in place where ``terminated`` or ``truncated`` is, in each group that has all of its flags."""
-    for group in groups:
-        causes = [td.get(key, None) for key in (group.terminated, group.truncated) if key not in (None, group.done)]
-        done = td.get(group.done, None)
-        for cause in causes:
-            if done is not None and cause is not None:
-                done = done | cause
-        if done is not None:
-            td.set(group.done, done)
+def _follow_causes(
+    td: TensorDictBase, group: DoneGroup, done: torch.Tensor, terminated: torch.Tensor, truncated: torch.Tensor | None
+) -> None:
+    """Set ``done`` in place where one of its causes is."""
+    causes = [flag for flag in (terminated, truncated) if flag is not None]
+    if any(flag.shape != done.shape for flag in causes):  # which the check of entries reports
+        return
+    if done.numel() == 1 and (done.item() or not any(flag.item() for flag in causes)):  # cheaper than an operation
+        return
+    cause = terminated if truncated is None else terminated | truncated
+    if not torch.equal(cause, done):
+        td.set(group.done, done | cause)
 
 
 def end_of_trajectory(td: TensorDictBase, groups: list[DoneGroup], batch_ndim: int) -> torch.Tensor:
