@@ -66,7 +66,5 @@ def test_a_tensordict_without_entries_is_room(shape):
 @pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
 def test_more_elements_than_there_is_room_for(kind):
     buffer = ReplayBuffer(storage=kind(10**15))
-    with pytest.raises(
-        OSError, match=r"max_size: 1000000000000000 elements take 8,(\d{3},){4}\d{3} bytes.*Lower it"
-    ):
+    with pytest.raises(OSError, match=r"max_size: 1000000000000000 elements take 8,(\d{3},){4}\d{3} bytes.*Lower it"):
         buffer.extend(numbered(3))
