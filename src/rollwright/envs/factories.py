@@ -112,7 +112,7 @@ def check_apart(envs: Mapping[int, EnvBase]) -> None:
         ValueError: two of them are one, or are around one.
     """
     seen: dict[int, int] = {}
-    for place, env in envs.items():
+    for place, env in sorted(envs.items()):
         first = seen.setdefault(id(_innermost(env)), place)
         if first != place:
             raise ValueError(

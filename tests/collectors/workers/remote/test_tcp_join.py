@@ -122,8 +122,10 @@ def test_a_host_may_join_in_place_of_a_lost_one_before_the_program_looks(collect
     collector.next()
     heard.clear()
     first.kill()
+    first.wait(patient(20.0))  # until then its connection may be open
     second = join()
-    assert heard.wait(patient(10.0))
+    assert heard.wait(patient(20.0))
+    assert second.poll() is None
     with pytest.warns(RuntimeWarning, match="It is replaced"):
         assert collector.next().shape == (1, 20)
     assert second.poll() is None
