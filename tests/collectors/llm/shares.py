@@ -113,7 +113,10 @@ def kill_one(collector, draw: random.Random) -> int:
     pids = [worker["pid"] for worker in collector.stats()["workers"] if worker["alive"]]
     if not pids:
         return 0
-    os.kill(draw.choice(pids), signal.SIGKILL)
+    try:
+        os.kill(draw.choice(pids), signal.SIGKILL)
+    except ProcessLookupError:  # it was killed before, which the collector has not seen yet
+        return 0
     return 1
 
 
