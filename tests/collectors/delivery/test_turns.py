@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
+from tests.collectors.workers.processes import wait_until
 from torch import nn
 
 from rollwright import Collector, GymEnv
@@ -182,3 +184,28 @@ def test_a_step_that_does_not_end_is_an_error_for_who_waits(monkeypatch):
     assert torch.equal(net.weight, before)
     assert collector.policy_version == 0
     collector.shutdown()
+
+
+def test_an_interrupt_in_one_call_of_another_thread_loses_no_other():
+    collector, found = Collector(lambda: GymEnv("Pendulum-v1"), acting(), frames_per_batch=2), []
+    asked = collector._background.turns
+    calls = [lambda: found.append("first"), lambda: (_ for _ in ()).throw(KeyboardInterrupt), lambda: found.append(3)]
+    rollout = collector._rollout
+    with rollout.stepping:  # as in the middle of a batch
+        threads = [threading.Thread(target=suppressed, args=(asked.between_steps, call)) for call in calls]
+        for number, thread in enumerate(threads, 1):
+            thread.start()
+            assert wait_until(lambda number=number: len(asked._jobs) == number)
+        with pytest.raises(KeyboardInterrupt):
+            rollout.interrupted()
+        assert not rollout.interrupted()  # the next step
+    for thread in threads:
+        thread.join(20)
+    assert found == ["first", 3]
+    assert rollout.interrupted is None
+    collector.shutdown()
+
+
+def suppressed(function, *args):
+    with contextlib.suppress(KeyboardInterrupt):
+        function(*args)

@@ -131,9 +131,11 @@ class Turns:
         return interrupted is not None and interrupted()
 
     def _do_jobs(self) -> None:
-        with self._asking:
-            jobs, self._jobs = self._jobs, []
-            if jobs:
-                self._rollout.interrupted = self._interrupted
-        for job in jobs:
+        while True:  # one by one: Ctrl-C in one of them leaves the others waiting, and does not lose them
+            with self._asking:
+                if not self._jobs:
+                    return
+                job = self._jobs.pop(0)
+                if not self._jobs:
+                    self._rollout.interrupted = self._interrupted
             job.run()
