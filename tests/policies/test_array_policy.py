@@ -298,8 +298,47 @@ def test_one_step_of_the_usual_policy_takes_few_operations(lab):
             with Counter() as counter:
                 flat(x)
         counts[batch] = counter.operations
-    # In and out: 1 + 3. Net: 3 layers of 1 (2 for a batch), 2 tanh. Draw: 8. Log-prob: 2.
-    assert counts == {(): 19, (64,): 22}
+    # In: 1. Net: 3 layers, 2 tanh. Draw: 8. Log-prob: 2. Out: 3 of 4 each, which do nothing.
+    assert counts == {(): 28, (64,): 28}
+
+
+class Noted(nn.Module):
+    """Notes whether it was called in inference mode, and keeps what it made."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.modes = nn.Linear(4, 2), []
+
+    def forward(self, x):
+        self.modes.append(torch.is_inference_mode_enabled())
+        self.last = self.layer(x)
+        return self.last * 2
+
+
+def test_a_module_of_the_user_is_never_run_in_inference_mode(lab):
+    module = Noted()
+    flat = flat_of(lab, TensorDictModule(nn.Sequential(nn.Linear(4, 4), module), ["observation"], ["action"]))
+    for _ in range(2):
+        flat.start(2)
+        flat(np.ones(4, np.float32))
+        flat(np.ones(4, np.float32))
+    assert module.modes == [False] * 4
+    assert not module.last.is_inference()
+
+
+def test_known_layers_leave_no_mode_and_weights_that_can_be_trained(lab):
+    policy = lab.logits_policy(outputs=2, hidden=8)
+    flat = flat_of(lab, policy, (3,))
+    x = lab.root((3,))["observation"]
+    with torch.no_grad():
+        flat.start(2)
+        flat(x)
+        outputs = flat(x)
+    assert not torch.is_inference_mode_enabled()
+    assert all(parameter.requires_grad and not parameter.is_inference() for parameter in policy.parameters())
+    kept = torch.from_numpy(outputs[0])
+    assert not kept.is_inference()
+    policy(TensorDict(observation=torch.from_numpy(x), batch_size=[3]))["action_log_prob"].sum().backward()
 
 
 class Counter(TorchDispatchMode):

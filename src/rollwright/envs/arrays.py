@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.specs import Composite, NonTensor, TensorSpec
 from rollwright.data.specs.gymspaces import numpy_dtype
-from rollwright.errors import EnvError, NotNative, text_of
+from rollwright.errors import EnvError, NotNative, RollwrightError, text_of
 
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
@@ -37,7 +37,9 @@ __all__ = [
     "ArrayEnv",
     "ArrayTransform",
     "Entry",
+    "NameRow",
     "Rows",
+    "RowsStep",
     "Values",
     "array_form",
     "check_flags",
@@ -51,6 +53,8 @@ __all__ = [
 
 Rows = NDArray[np.bool_]
 Values = dict[NestedKey, Any]
+RowsStep = Callable[[Values], Values | None]
+NameRow = Callable[[int, RollwrightError], RollwrightError]
 
 FLAGS = ("done", "terminated", "truncated")
 
@@ -179,34 +183,19 @@ class ArrayEnv(ABC):
         """
         raise NotNative("its steps cannot be repeated")
 
-    # One of several environments that are stepped in turn --------------------------------------------
-
-    @property
-    def takes_rows(self) -> bool:
-        """Whether :meth:`row_actions` and :meth:`step_row` may be called; its steps read no preset then."""
-        return False
-
-    def row_actions(self, root: Values, num_rows: int) -> Sequence[Any] | None:
-        """The actions of ``num_rows`` environments like this one, as each is to be given them.
+    def in_turn(self, parts: Sequence[ArrayEnv], name_error: NameRow) -> RowsStep | None:
+        """A function that steps environments like this one in turn, each as a row, faster than one by one.
 
         Args:
-            root: holds what :attr:`reads` names, ``[num_rows, ...]``.
-            num_rows: how many there are.
+            parts: the environments, this one first; their entries are equal.
+            name_error: called with a row and the error that occurred there; returns the error to raise.
 
         Returns:
-            None: one cannot be taken; :meth:`step` of its environment reports it.
+            It is called with a root, ``[len(parts), ...]``, and returns the content of ``"next"``, or None where an
+            action cannot be taken and nothing was stepped: :meth:`step` of that environment reports it. It reads no
+            preset. None: there is no such function.
         """
-        raise NotNative("it is stepped as a whole")
-
-    def step_row(self, action: Any, out: Values, i: int) -> None:
-        """Act, and write the content of ``"next"``, all but ``"done"``, into row ``i`` of the arrays in ``out``.
-
-        Args:
-            action: of :meth:`row_actions`.
-            out: arrays by key, ``[num_rows, ...]``.
-            i: the row.
-        """
-        raise NotNative("it is stepped as a whole")
+        return None
 
     # A step in two halves, where the environments work in between -----------------------------------
 

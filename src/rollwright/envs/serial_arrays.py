@@ -49,7 +49,7 @@ class TurnArrays(ArrayEnv):
         self.batch = (len(self._parts), *first.batch)
         self.entries, self.rewards = self._widened(first.entries), self._widened(first.rewards)
         self.reads = first.reads
-        self._by_rows = all(part.takes_rows and type(part) is type(first) for part in self._parts)
+        self._in_turn = first.in_turn(self._parts, self._named_error)
         self._last: Values = {}  # outcomes of the step before
         flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
         self._outcome = {**self.entries, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
@@ -65,12 +65,13 @@ class TurnArrays(ArrayEnv):
 
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
-        out = _blank(self._outcome)
         reads, marks, last = self.reads, root.get(STEPPED), self._last
-        if self._by_rows and marks is None:
-            actions = self._parts[0].row_actions(root, len(self._parts))
-            if actions is not None:
-                return self._step_rows(actions, out)
+        if self._in_turn is not None and marks is None:
+            stepped = self._in_turn(root)
+            if stepped is not None:
+                self._last = dict(stepped)
+                return stepped
+        out = _blank(self._outcome)
         for i, part in enumerate(self._parts):
             mine = {key: root[key][i, ...] for key in reads}  # with the dots, a single number is an array too
             if marks is not None and last:
@@ -86,16 +87,6 @@ class TurnArrays(ArrayEnv):
             for key, value in outcome.items():
                 if key in out:
                     out[key][i] = value
-        self._last = dict(out)
-        return out
-
-    def _step_rows(self, actions: Sequence[Any], out: Values) -> Values:
-        for i, part in enumerate(self._parts):
-            try:
-                part.step_row(actions[i], out, i)
-            except EnvError as error:
-                raise self._named_error(i, error) from error
-        np.logical_or(out["terminated"], out["truncated"], out=out["done"])
         self._last = dict(out)
         return out
 

@@ -81,6 +81,11 @@ class Called(Node):
         """See :class:`Node`."""
         return self.call.compiles
 
+    @property
+    def transient(self) -> bool:  # type: ignore[override]
+        """See :class:`Node`; specs, from which the others draw, may keep tensors."""
+        return self.call.compiles
+
     def step(self) -> Step:
         """Call it."""
         function, reads, writes = self.call.function, self.reads, self.writes

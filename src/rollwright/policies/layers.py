@@ -144,6 +144,12 @@ def _forward(module: Any) -> Layer:
     return Layer(module, module.forward, fresh=not getattr(module, "inplace", False))
 
 
+def _pool(module: Any) -> Layer:
+    """A pool; where it returns indices too, a call of the module, whose outputs show in the call."""
+    indices = getattr(module, "return_indices", False)
+    return Layer(module, module, outputs=None, fresh=False) if indices else _forward(module)
+
+
 def _relu(module: nn.ReLU) -> Layer:
     if module.inplace:
         return Layer(module, torch.relu_, fresh=False)
@@ -322,8 +328,16 @@ LAYERS: dict[type, KnownLayer] = {
     nn.Hardswish: KnownLayer(_forward),
     nn.Softsign: KnownLayer(_forward),
     nn.LogSigmoid: KnownLayer(_forward),
+    nn.PReLU: KnownLayer(_forward),
     NormalParamExtractor: KnownLayer(_extractor, _extractor_numpy),
     AddStateIndependentNormalScale: KnownLayer(_free_scale, _free_scale_numpy),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), KnownLayer(_forward, parameters=("weight", "bias"))),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm), KnownLayer(_forward)),
+    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), KnownLayer(_pool)),
+    **dict.fromkeys((nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), KnownLayer(_pool)),
+    **dict.fromkeys((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), KnownLayer(_forward)),
+    **dict.fromkeys((nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), KnownLayer(_forward)),
+    **dict.fromkeys((nn.Embedding, nn.ZeroPad2d, nn.Unflatten, nn.Upsample), KnownLayer(_forward)),
 }
 
 
@@ -355,4 +369,4 @@ def unroll(module: Any, watch: ModuleSnapshot) -> list[Layer]:
             for part in module.modules():
                 watch.add(part)
             return [replace(known.on_tensors(module), in_numpy=known.in_numpy)]
-    return [Layer(module, module, outputs=None, fresh=False)]
+    return [Layer(module, module, outputs=None, fresh=False, transient=False)]

@@ -35,6 +35,7 @@ class Node(abc.ABC):
         compiles: whether ``torch.compile`` may take it together with other steps.
         in_torch: whether a NumPy program runs it on tensors.
         draws: whether it draws random numbers when it is run there.
+        transient: whether no tensor that it makes outlives the step, so that it may run in torch's inference mode.
     """
 
     reads: tuple[int, ...]
@@ -44,6 +45,7 @@ class Node(abc.ABC):
     compiles: ClassVar[bool] = True
     in_torch: ClassVar[bool] = False
     draws: ClassVar[bool] = False
+    transient: ClassVar[bool] = False
 
     @abc.abstractmethod
     def step(self) -> Step:
@@ -84,6 +86,7 @@ class Layer:
         in_place: the same call in the memory of an input that nobody reads any more.
         in_numpy: appends the calls that do it in NumPy to an emitter, given the module and the input.
         check: raises where the call gives other values than the module.
+        transient: see :class:`Node`.
     """
 
     module: Any
@@ -93,6 +96,7 @@ class Layer:
     in_place: Callable[[Any], Any] | None = None
     in_numpy: Callable[[Emitter, Any, Array], Any] | None = None
     check: Callable[[Any], None] | None = None
+    transient: bool = True
 
     def emit(self, emitter: Emitter, x: Array) -> tuple[Array, ...]:
         """Append its calls on ``x``; its results.
@@ -171,6 +175,11 @@ class Chain(Node):
     def known(self) -> bool:  # type: ignore[override]
         """Whether every layer is."""
         return all(layer.outputs is not None for layer in self.layers)
+
+    @property
+    def transient(self) -> bool:  # type: ignore[override]
+        """Whether every layer is."""
+        return all(layer.transient for layer in self.layers)
 
 
 def _one(source: int, functions: Sequence[Callable[[Any], Any]], target: int) -> Step:
@@ -293,6 +302,8 @@ def as_tensor(value: Any, batch: tuple[int, ...], owner: str) -> Tensor:
 class Own(Node):
     """Memory of its own for a value that may share another's."""
 
+    transient: ClassVar[bool] = True
+
     def step(self) -> Step:
         """Copy the tensor."""
         (source,) = self.reads
@@ -322,6 +333,7 @@ class Draw(Node):
     """
 
     fresh: ClassVar[bool] = True
+    transient: ClassVar[bool] = True
     nan_shows: ClassVar[Literal["parameter", "value"] | None] = "value"
 
     def noise(self, reads: Sequence[Tensor]) -> Noise | None:

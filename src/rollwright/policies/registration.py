@@ -148,7 +148,7 @@ def _layer(function: Callable[[Any, Tensor], Tensor], module: nn.Module) -> Laye
                 "else than the module. Return the tensor that forward returns, bit for bit."
             )
 
-    return Layer(module, call, fresh=False, check=check)
+    return Layer(module, call, fresh=False, check=check, transient=False)
 
 
 def _emit(function: Callable[..., np.ndarray], emitter: Emitter, module: nn.Module, x: Array) -> Array:
@@ -186,6 +186,7 @@ class _RegisteredDraw(Draw):
 
     compiles = False
     fresh = False
+    transient = False
     nan_shows = None
 
     @property

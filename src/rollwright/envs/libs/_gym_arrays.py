@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rollwright._keys import NestedKey
 from rollwright.data.specs import Composite
 from rollwright.envs.arrays import (
     ArrayEnv,
     Entry,
+    NameRow,
     Rows,
+    RowsStep,
     Values,
     check_flags,
     check_open,
@@ -21,12 +24,14 @@ from rollwright.envs.arrays import (
     refuse_overrides,
 )
 from rollwright.envs.base import EnvBase
-from rollwright.errors import NotNative, RollwrightError
+from rollwright.errors import EnvError, NotNative, RollwrightError, SpecError
 
 if TYPE_CHECKING:
     from rollwright.envs.libs.gym import GymWrapper
 
-__all__ = ["GymArrays"]
+__all__ = ["FLAG_TYPES", "GymArrays"]
+
+FLAG_TYPES = (bool, np.bool_)  # what flags of a single environment are, as a rule
 
 
 def _specs_of(env: EnvBase) -> tuple[Composite, ...]:
@@ -82,25 +87,82 @@ class GymArrays(ArrayEnv):
         except Exception as error:
             raise named_error(self._env, "reset", error) from error
 
-    # One of several environments in this process ------------------------------------------------------
+    def in_turn(self, parts: Sequence[ArrayEnv], name_error: NameRow) -> RowsStep | None:
+        """See :meth:`ArrayEnv.in_turn`: where all are single environments, without objects."""
+        if self.batch or objects_of(self.entries) or any(type(part) is not GymArrays for part in parts):
+            return None
+        return GymRows([part._env for part in parts if isinstance(part, GymArrays)], self.entries, name_error)
 
-    @property
-    def takes_rows(self) -> bool:
-        """See :attr:`ArrayEnv.takes_rows`: it is a single environment, without objects."""
-        return not self.batch and not objects_of(self.entries)
 
-    def row_actions(self, root: Values, num_rows: int) -> Sequence[Any] | None:
-        """See :meth:`ArrayEnv.row_actions`."""
-        return self._env.row_actions(root, num_rows)
+class GymRows:
+    """Steps single environments whose spaces are equal.
 
-    def step_row(self, action: Any, out: Values, i: int) -> None:
-        """See :meth:`ArrayEnv.step_row`."""
-        env = self._env
-        if env.is_closed:
-            check_open(env, "step")
+    What gymnasium returns as a rule is written at once: a tuple of five, an array that is the one observation,
+    a number, two flags. All else goes through :meth:`GymWrapper.read_step`, which converts it or reports it.
+
+    Args:
+        envs: the environments.
+        entries: what each returns, but for the reward and flags.
+        name_error: see :meth:`ArrayEnv.in_turn`.
+    """
+
+    def __init__(self, envs: Sequence[GymWrapper], entries: dict[NestedKey, Entry], name_error: NameRow) -> None:
+        first, number = envs[0], len(envs)
+        self._envs, self._name_error, self._number = list(envs), name_error, number
+        self._actions = first.row_writer(number)
+        self._memory = [
+            (key, (number, *(shape[:-1] if column else shape)), dtype)
+            for key, (shape, dtype, column) in entries.items()
+        ]
+        self._key, self._dtype, self._shape = first.plain_array
+        self._reward_dtype = first.reward_dtype
+
+    def __call__(self, root: Values) -> Values | None:
+        """Step all of them.
+
+        Args:
+            root: holds the actions, ``[number, ...]``.
+
+        Returns:
+            The content of ``"next"``; None: an action cannot be taken, and nothing was stepped.
+        """
         try:
-            env.step_row(action, out, i)
-        except RollwrightError:
-            raise
-        except Exception as error:
-            raise named_error(env, "step", error) from error
+            actions = self._actions.rows(root)
+        except SpecError:
+            return None
+        number, dtype, shape = self._number, self._dtype, self._shape
+        out: Values = {key: np.empty(size, kind) for key, size, kind in self._memory}
+        observed: Any = out.get(self._key)
+        out["reward"] = rewards = np.empty(number, self._reward_dtype)
+        out["terminated"] = terminated = np.zeros(number, np.bool_)
+        out["truncated"] = truncated = np.zeros(number, np.bool_)
+        for i, env in enumerate(self._envs):
+            try:
+                if env.is_closed:
+                    check_open(env, "step")
+                values = env.gym_env.step(actions[i])
+                if type(values) is tuple and len(values) == 5:
+                    observation, reward, ended, cut, _ = values
+                    if isinstance(reward, (float, int)) and type(ended) in FLAG_TYPES and type(cut) in FLAG_TYPES:
+                        plain = type(observation) is np.ndarray and observation.dtype == dtype
+                        if plain and observation.shape == shape:
+                            observed[i] = observation
+                        else:
+                            env.write_observation(observation, out, i)
+                        rewards[i] = reward
+                        if ended:
+                            terminated[i] = True
+                        if cut:
+                            truncated[i] = True
+                        continue
+                for key, value in env.read_step(values).items():
+                    if key != "done":
+                        out[key][i] = value
+            except EnvError as error:
+                raise self._name_error(i, error) from error
+            except RollwrightError:
+                raise
+            except Exception as error:
+                raise self._name_error(i, named_error(env, "step", error)) from error
+        out["done"] = terminated | truncated
+        return out

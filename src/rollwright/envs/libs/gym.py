@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, Unpack
 
 import gymnasium
@@ -16,7 +16,7 @@ from rollwright._keys import NestedKey, key_str, leaf_keys, place, unravel
 from rollwright.data.specs import Categorical, Unbounded
 from rollwright.data.specs.gymspaces import torch_dtype
 from rollwright.envs.arrays import ArrayEnv, Rows, Values
-from rollwright.envs.libs._gym_arrays import GymArrays
+from rollwright.envs.libs._gym_arrays import FLAG_TYPES, GymArrays
 from rollwright.envs.libs._info import BaseInfoDictReader, InfoReadingEnv, default_info_dict_reader
 from rollwright.envs.libs._make import decorate, make, name_of_observation
 from rollwright.envs.libs._registered import Available
@@ -155,9 +155,7 @@ class GymWrapper(InfoReadingEnv):
         self._observe = ObservationReader(observations, batch)
         self._observe_one = ObservationReader(observations, ()) if vector else self._observe
         self._act, self._actions = ActionWriter(done, actions, batch), actions
-        self._plain_array = self._observe.plain_array
-        self._plain_dtype = self._observe.plain_dtype
-        self._act_rows: tuple[int, ActionWriter] | None = None
+        self.plain_array, self._plain_dtype = self._observe.plain_array, self._observe.plain_dtype
         self.observation_spec = spec_of(observations, batch)
         self.action_spec = spec_of(actions, batch)
         reward_dtype = torch_dtype(self.reward_dtype)
@@ -178,47 +176,20 @@ class GymWrapper(InfoReadingEnv):
         values = self._env.step(self._raw_action(given))
         if type(values) is tuple and len(values) == 5 and not self.info_dict_reader:  # as a rule
             observation, reward, terminated, truncated, _ = values
-            key, dtype, shape = self._plain_array
+            key, dtype, shape = self.plain_array
             plain = type(observation) is np.ndarray and observation.dtype == dtype and observation.shape == shape
-            if plain and type(terminated) is bool and type(truncated) is bool and isinstance(reward, (float, int)):
+            flags = type(terminated) in FLAG_TYPES and type(truncated) in FLAG_TYPES
+            if plain and flags and isinstance(reward, (float, int)):
                 done = terminated or truncated
                 out: Values = {key: observation.astype(self._plain_dtype, "C")}  # a copy
                 out["reward"], out["terminated"], out["truncated"] = np.float32(reward), terminated, truncated
                 out["done"] = done
                 return out
-        return self._read_step(values)
+        return self.read_step(values)
 
-    def row_actions(self, given: Values, num_rows: int) -> Sequence[Any] | None:
-        """The actions of several environments like this one, ``[num_rows, ...]`` each, as raw values for each row.
-
-        None: one of them cannot be taken, or they are no single array; :meth:`step_values` reports what is wrong.
-        """
-        writer = self._act_rows
-        if writer is None or writer[0] != num_rows:
-            writer = self._act_rows = num_rows, ActionWriter(self._act.space, self._actions, (num_rows,))
-        try:
-            return writer[1].rows(given)
-        except SpecError:
-            return None
-
-    def step_row(self, action: Any, out: Values, i: int) -> None:
-        """Act as one of several environments, with a raw value; row ``i`` of ``out`` gets the content of ``"next"``.
-
-        All but ``"done"``, which follows.
-        """
-        values = self._env.step(action)
-        if type(values) is tuple and len(values) == 5:
-            observation, reward, terminated, truncated, _ = values
-            if type(terminated) is bool and type(truncated) is bool and isinstance(reward, (float, int)):
-                key, dtype, shape = self._plain_array
-                if type(observation) is np.ndarray and observation.dtype == dtype and observation.shape == shape:
-                    out[key][i] = observation
-                else:
-                    self._write_converted(observation, out, i)
-                out["reward"][i], out["terminated"][i], out["truncated"][i] = reward, terminated, truncated
-                return
-        for key, value in self._read_step(values).items():
-            out[key][i] = value
+    def row_writer(self, num_rows: int) -> ActionWriter:
+        """What converts the actions of ``num_rows`` single environments like this one."""
+        return ActionWriter(self._act.space, self._actions, (num_rows,))
 
     def _raw_action(self, given: TensorDictBase | Values) -> Any:
         try:
@@ -286,9 +257,10 @@ class GymWrapper(InfoReadingEnv):
 
     @property
     def _readers(self) -> Readers:
-        return Readers(self._read_step, self._read_reset, self._read_final, self._read_info)
+        return Readers(self.read_step, self._read_reset, self._read_final, self._read_info)
 
-    def _read_step(self, values: Any) -> Values:
+    def read_step(self, values: Any) -> Values:
+        """What the environment's ``step`` returned, as arrays."""
         if not isinstance(values, (tuple, list)) or len(values) != 5:
             raise EnvError(
                 f"{self}: step must return (observation, reward, terminated, truncated, info), got "
@@ -336,7 +308,8 @@ class GymWrapper(InfoReadingEnv):
             place(nested, key, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
         return TensorDict(nested, batch_size=self.batch_size, device=self.device)
 
-    def _write_converted(self, observation: Any, out: Values, i: int) -> None:
+    def write_observation(self, observation: Any, out: Values, i: int) -> None:
+        """Write what a step returned into row ``i`` of arrays by key; there are no objects among the entries."""
         try:
             self._observe.write(observation, out, i)
         except (SpecError, KeyError):

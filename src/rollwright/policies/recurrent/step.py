@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -89,6 +89,8 @@ class RecurrentStep(Node):
     of: Recurrent
     batch: tuple[int, ...]
 
+    transient: ClassVar[bool] = True
+
     @property
     def label(self) -> str:
         """The module."""
@@ -121,18 +123,22 @@ class RecurrentStep(Node):
         width, size = rnn.input_size, rnn.hidden_size
         flat, layered = (*self.batch, size), (*self.batch, 1, size)
 
+        output, *successors = self.writes
+        one_dimension = len(self.batch) == 1  # which needs no reshape
+
         def gru(values: Values) -> None:
-            given = values[source].reshape(rows, width), values[states[0]].reshape(rows, size)
-            h = torch.gru_cell(*given, *[weights[name] for name in names])
-            output, successor = self.writes
-            values[output] = h.reshape(flat)
-            values[successor] = h.clone().reshape(layered)
+            x = values[source]
+            x = x if one_dimension and x.ndim == 2 else x.reshape(rows, width)
+            h = torch.gru_cell(x, values[states[0]].reshape(rows, size), *[weights[name] for name in names])
+            values[output] = h if one_dimension else h.reshape(flat)
+            values[successors[0]] = h.clone().reshape(layered)
 
         def lstm(values: Values) -> None:
+            x = values[source]
+            x = x if one_dimension and x.ndim == 2 else x.reshape(rows, width)
             given = tuple(values[slot].reshape(rows, size) for slot in states)
-            h, c = torch.lstm_cell(values[source].reshape(rows, width), given, *[weights[name] for name in names])
-            output, *successors = self.writes
-            values[output] = h.reshape(flat)
+            h, c = torch.lstm_cell(x, given, *[weights[name] for name in names])
+            values[output] = h if one_dimension else h.reshape(flat)
             values[successors[0]], values[successors[1]] = h.clone().reshape(layered), c.reshape(layered)
 
         return gru if type(rnn) is nn.GRU else lstm
