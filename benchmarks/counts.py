@@ -49,6 +49,7 @@ MOVES = {
     "zeros",
     "zeros_like",
 }
+NOTHING = {"to", "resolve_conj", "resolve_neg"}  # asked by a conversion to NumPy in inference mode
 
 
 class Counts(NamedTuple):
@@ -75,8 +76,9 @@ class OperationCounter(TorchDispatchMode):
         self.operations = self.bytes_moved = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += 1
         result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ not in NOTHING or result is not args[0]:
+            self.operations += 1
         if func.overloadpacket.__name__ in MOVES:
             self.bytes_moved += sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result

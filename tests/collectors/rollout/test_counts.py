@@ -32,7 +32,21 @@ from rollwright.errors import NotNative
 
 FOREVER = 10**9  # steps
 SHORT, LONG = 20, 40  # steps of the two batches
-VIEWS = {"view", "t", "unsqueeze", "squeeze", "detach", "lift_fresh", "split", "select", "slice", "permute", "expand"}
+VIEWS = {
+    "view",
+    "t",
+    "unsqueeze",
+    "squeeze",
+    "detach",
+    "lift_fresh",
+    "split",
+    "chunk",
+    "select",
+    "slice",
+    "permute",
+    "expand",
+}
+NOTHING = {"to", "resolve_conj", "resolve_neg"}  # what a conversion to NumPy asks in inference mode: it does nothing
 PACKAGES = {"ours": Path(rollwright.__file__).parent, "tensordict": Path(tensordict.__file__).parent}
 MOVES = {"copy_", "clone", "_to_copy", "cat", "stack", "index", "index_put_", "zeros_like", "full"}
 
@@ -126,8 +140,9 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        self.counts[name] += 1
         result = func(*args, **(kwargs or {}))
+        if name not in NOTHING or result is not args[0]:
+            self.counts[name] += 1
         if name == "copy_":
             self.copied[result.data_ptr()] += result.nbytes
         return result
