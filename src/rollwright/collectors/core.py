@@ -250,10 +250,8 @@ class Path(ABC):
 
     # What only some paths know --------------------------------------------------------------------
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the environment has nothing more to give: its data is over."""
-        return False
+    #: Whether the environment has nothing more to give: its data is over.
+    is_over: bool = False
 
     def forget(self) -> None:
         """Drop the current TensorDict for good: what it came from has changed."""

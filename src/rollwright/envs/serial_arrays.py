@@ -130,7 +130,8 @@ class SerialArrays(TurnArrays):
 
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
-        check_open(self._env, "step")
+        if self._env.is_closed:
+            check_open(self._env, "step")
         return super().step(root, preset)
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:

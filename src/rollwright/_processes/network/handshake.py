@@ -13,7 +13,7 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-__all__ = ["HandshakeRefused", "IncomingHandshake", "connect_to", "software_versions"]
+__all__ = ["HandshakeRefused", "IncomingHandshake", "RefusedForNow", "connect_to", "software_versions"]
 
 _MARK = b"rollwright 1\n"
 _NONCE, _PROOF, _SIZE = 32, 32, 4
@@ -23,6 +23,10 @@ _TIMEOUT_S = 20.0
 
 class HandshakeRefused(ConnectionError):
     """The other side does not know the secret, or must not take part; the message says why."""
+
+
+class RefusedForNow(HandshakeRefused):
+    """There is no place, which may change."""
 
 
 def software_versions() -> dict[str, str]:
@@ -97,13 +101,17 @@ class IncomingHandshake:
         self._answer({"accepted": True})
         return self.end
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, why: str, *, for_now: bool = False) -> None:
         """Send the other side away.
+
+        Args:
+            why: the reason.
+            for_now: whether it may be let in when it asks again.
 
         Raises:
             HandshakeRefused: always.
         """
-        self._answer({"refused": why})
+        self._answer({"refused": why, "for_now": for_now})
         raise HandshakeRefused(why)
 
     def _answer(self, verdict: dict[str, Any]) -> None:
@@ -136,7 +144,7 @@ def connect_to(
         The socket.
 
     Raises:
-        HandshakeRefused: the collector has refused, or what answers is none.
+        HandshakeRefused: the collector has refused, or what answers is none; RefusedForNow: it may be asked again.
         ConnectionError, TimeoutError: nothing answers there.
     """
     end = _connected(address, timeout_s if listens_within_s is None else listens_within_s, role)
@@ -158,7 +166,8 @@ def connect_to(
             )
         verdict = json.loads(text_back)
         if "refused" in verdict:
-            raise HandshakeRefused(f"the {role} at {_str(address)} has refused: {verdict['refused']}.")
+            kind = RefusedForNow if verdict.get("for_now") else HandshakeRefused
+            raise kind(f"the {role} at {_str(address)} has refused: {verdict['refused']}.")
         return end
     except BaseException:
         end.close()

@@ -50,7 +50,7 @@ class GymArrays(ArrayEnv):
         check_flags(env)
         if env.info_dict_reader:
             raise NotNative("it has readers of info")
-        self._env = env
+        self._env, self._gym = env, env.gym_env
         self.batch = tuple(env.batch_size)
         self.entries = entries_of(env.full_observation_spec, env.ndim, objects=not env.ndim)
         self.rewards = entries_of(env.full_reward_spec, env.ndim, env.reward_keys)
@@ -66,10 +66,13 @@ class GymArrays(ArrayEnv):
             raise NotNative("it has readers of info")
         if any(now is not then for now, then in zip(_specs_of(self._env), self._specs, strict=True)):
             raise NotNative("its specs have changed")
+        if self._env.gym_env is not self._gym:
+            raise NotNative("its gymnasium environment is another one")
 
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
-        check_open(self._env, "step")
+        if self._env.is_closed:
+            check_open(self._env, "step")
         try:
             return self._env.step_values(root)
         except RollwrightError:
@@ -108,7 +111,8 @@ class GymRows:
 
     def __init__(self, envs: Sequence[GymWrapper], entries: dict[NestedKey, Entry], name_error: NameRow) -> None:
         first, number = envs[0], len(envs)
-        self._envs, self._name_error, self._number = list(envs), name_error, number
+        self._envs = [(env, env.gym_env) for env in envs]
+        self._name_error, self._number = name_error, number
         self._actions = first.row_writer(number)
         self._memory = [
             (key, (number, *(shape[:-1] if column else shape)), dtype)
@@ -136,11 +140,11 @@ class GymRows:
         out["reward"] = rewards = np.empty(number, self._reward_dtype)
         out["terminated"] = terminated = np.zeros(number, np.bool_)
         out["truncated"] = truncated = np.zeros(number, np.bool_)
-        for i, env in enumerate(self._envs):
+        for i, (env, gym_env) in enumerate(self._envs):
             try:
                 if env.is_closed:
                     check_open(env, "step")
-                values = env.gym_env.step(actions[i])
+                values = gym_env.step(actions[i])
                 if type(values) is tuple and len(values) == 5:
                     observation, reward, ended, cut, _ = values
                     if isinstance(reward, (float, int)) and type(ended) in FLAG_TYPES and type(cut) in FLAG_TYPES:

@@ -127,7 +127,8 @@ class TransformedArrays(WrapperArrays):
 
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
-        check_open(self._env, "step")
+        if self._env.is_closed:
+            check_open(self._env, "step")
         root = self._given(root)
         return self._transformed(root, preset, self._base.step(root, preset))
 
@@ -185,7 +186,8 @@ class TransformedArrays(WrapperArrays):
 
     def send(self, root: Values, preset: Values) -> None:
         """See :meth:`ArrayEnv.send`."""
-        check_open(self._env, "step")
+        if self._env.is_closed:
+            check_open(self._env, "step")
         root = self._given(root)
         self._base.send(root, preset)
         self._sent = root, preset

@@ -147,10 +147,24 @@ def test_another_secret_is_refused_on_both_sides(collect, join):
 def test_one_too_many_is_sent_away(collect, join):
     join()
     collector = collect("sync", 1)
-    other = join()
+    other = join("--timeout", "1")
     assert "has refused: all of its groups have been joined" in said(other)
     assert other.returncode == 2
     assert collector.next().shape == (1, 20)
+
+
+def test_one_who_finds_no_place_asks_again_while_the_collector_sees_that_a_host_is_lost(collect, join, monkeypatch):
+    refused, drop = threading.Event(), RemoteTransport._drop
+    monkeypatch.setattr(RemoteTransport, "_drop", lambda *args: (drop(*args), refused.set()))
+    first = join()
+    collector = collect("sync", 1, on_worker_failure="restart", restart_delay=0.0)
+    collector.next()
+    second = join()
+    assert refused.wait(patient(20.0))
+    first.kill()
+    with pytest.warns(RuntimeWarning, match="It is replaced"):
+        assert collector.next().shape == (1, 20)
+    assert second.poll() is None
 
 
 WRONG = {

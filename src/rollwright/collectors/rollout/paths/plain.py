@@ -240,7 +240,7 @@ class PlainPath(Path):
     # Delivery -----------------------------------------------------------------------------------------
 
     @property
-    def is_over(self) -> bool:
+    def is_over(self) -> bool:  # type: ignore[override]
         """See :attr:`Path.is_over`."""
         return self._rows is not None and self._rows.is_over
 

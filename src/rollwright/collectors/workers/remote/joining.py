@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from typing import Any
 
-from rollwright._processes.network.handshake import connect_to
+from rollwright._processes.network.handshake import RefusedForNow, connect_to
 from rollwright._processes.network.line import Line
 from rollwright.collectors.workers.remote.group import serve_collector
 
 __all__ = ["join"]
+
+_PLACE_S = 5.0  # for a place to become free: the collector may be about to see that a host is lost
+_NAP_S = 0.2
 
 
 def join(
@@ -34,8 +39,19 @@ def join(
         ConnectionError, TimeoutError: nothing answers there.
     """
     about = {"group": group, "name": name or socket.gethostname(), "cores": len(os.sched_getaffinity(0))}
-    line = Line(connect_to(address, secret, about, timeout_s))
+    line = Line(_let_in(address, secret, about, timeout_s))
     try:
         serve_collector(line)
     finally:
         line.close()
+
+
+def _let_in(address: tuple[str, int], secret: bytes, about: dict[str, Any], timeout_s: float) -> socket.socket:
+    until = time.monotonic() + min(_PLACE_S, timeout_s)
+    while True:
+        try:
+            return connect_to(address, secret, about, timeout_s)
+        except RefusedForNow:
+            if time.monotonic() + _NAP_S > until:
+                raise
+            time.sleep(_NAP_S)

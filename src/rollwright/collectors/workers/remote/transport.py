@@ -229,7 +229,7 @@ class RemoteTransport:
                 return
             why = "all of its groups have been joined" if wanted is None else "that group was joined"
             try:
-                greeting.refuse(why)
+                greeting.refuse(why, for_now=True)  # the end of a host may be about to be seen
             except HandshakeRefused as error:
                 self._drop(fd, f"{_peer(greeting.end)}: {error}")
             return

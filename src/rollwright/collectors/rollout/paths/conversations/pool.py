@@ -196,7 +196,7 @@ class ConversationPoolPath(PoolPath):
         return found
 
     @property
-    def is_over(self) -> bool:
+    def is_over(self) -> bool:  # type: ignore[override]
         """See :attr:`Path.is_over`."""
         return len(self._over) == len(self._every) and not self._row
 

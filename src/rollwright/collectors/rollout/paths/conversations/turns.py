@@ -188,7 +188,7 @@ class TurnPath(Path):
             self._dialogs.open(slot)
 
     @property
-    def is_over(self) -> bool:
+    def is_over(self) -> bool:  # type: ignore[override]
         """See :attr:`Path.is_over`."""
         return self._dialogs.are_over
 
