@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -162,11 +162,18 @@ class GymRows:
                 for key, value in env.read_step(values).items():
                     if key != "done":
                         out[key][i] = value
-            except EnvError as error:
-                raise self._name_error(i, error) from error
-            except RollwrightError:
-                raise
             except Exception as error:
-                raise self._name_error(i, named_error(env, "step", error)) from error
+                self._fail(i, env, error)
         out["done"] = terminated | truncated
         return out
+
+    def _fail(self, i: int, env: GymWrapper, error: Exception) -> NoReturn:
+        """Raise what an environment's step ended with, as :meth:`GymArrays.step` and who calls it do."""
+        if isinstance(error, RollwrightError) and not isinstance(error, EnvError):
+            raise error
+        try:
+            if isinstance(error, EnvError):
+                raise error
+            raise named_error(env, "step", error) from error
+        except EnvError as named:
+            raise self._name_error(i, named) from named
