@@ -23,7 +23,8 @@ class Program:
         distribution: ``"tanh_normal"``, ``"independent"`` or ``"categorical"``.
         sizes: of the first entry that the network reads, and of its output.
         steps: of each environment in a batch.
-        stack: ``"cast"`` (float64 to float32), ``"mujoco"``, ``"atari"``, ``"dictionary"`` or ``"none"``.
+        stack: ``"cast"`` (float64 to float32), ``"own"`` (and a transform of the user's), ``"mujoco"``, ``"atari"``,
+            ``"dictionary"`` or ``"none"``.
         samples: batches drawn from a buffer for each batch collected.
         num_envs: environments; more than one are stepped in turn.
     """
@@ -53,6 +54,7 @@ _SINGLE = (
     Program("HalfCheetah, TanhNormal", _CHEETAH, "mlp", "tanh_normal", (17, 12), 500, "cast"),
     Program("HalfCheetah, Independent(Normal)", _CHEETAH, "mlp", "independent", (17, 12), 500, "cast"),
     Program("HalfCheetah, MuJoCo transforms", _CHEETAH, "mlp", "tanh_normal", (17, 12), 500, "mujoco"),
+    Program("HalfCheetah, a user's transform", _CHEETAH, "mlp", "tanh_normal", (17, 12), 500, "own"),
     Program("Pong, eight transforms", "ALE/Pong-v5", "cnn", "categorical", (4, 6), 100, "atari"),
     Program("MiniGrid", "MiniGrid-Empty-8x8-v0", "dictionary", "categorical", (148, 7), 200, "dictionary"),
     Program("CartPole, GRU", "CartPole-v1", "gru", "categorical", (4, 2), 500),

@@ -66,12 +66,13 @@ class Plain:
     """Observations as they are, with the dtype that the policy reads; also the entries of a dictionary."""
 
     def __init__(self, program: Program) -> None:
-        self.dictionary = program.stack == "dictionary"
+        self.dictionary, self.clips = program.stack == "dictionary", program.stack == "own"
 
     def __call__(self, raw: list[Any], ended: NDArray[np.bool_] | None) -> Arrays:
         if self.dictionary:
             return {name: np.array([each[name] for each in raw]) for name in ("image", "direction")}
-        return {"observation": np.array(raw, np.float32)}
+        seen = np.array(raw, np.float32)
+        return {"observation": np.clip(seen, -5, 5) if self.clips else seen}
 
 
 class Normalized:

@@ -95,6 +95,8 @@ def _transforms(library: Library, program: Program) -> list[Any]:
     make = library.transform
     if program.stack == "cast":
         return [make("DoubleToFloat", in_keys=["observation"])]
+    if program.stack == "own":
+        return [make("DoubleToFloat", in_keys=["observation"]), _clipping(library)]
     if program.stack == "mujoco":
         return [
             make("VecNorm", in_keys=["observation"], decay=0.99999, eps=1e-2),
@@ -114,6 +116,20 @@ def _transforms(library: Library, program: Program) -> list[Any]:
     if program.network == "gru":
         return [make("InitTracker")]
     return []
+
+
+def _clipping(library: Library) -> Any:
+    """A transform that the library does not know."""
+    base: Any = library.find("envs", "Transform")
+
+    class Clipping(base):  # type: ignore[misc]
+        def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
+            return obs.clamp(-5, 5)
+
+        def _reset(self, tensordict: Any, tensordict_reset: Any) -> Any:
+            return self._call(tensordict_reset)
+
+    return Clipping(in_keys=["observation"])
 
 
 def make_policy(library: Library, program: Program) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, place
 from rollwright._memory import in_numpy
@@ -20,9 +20,11 @@ from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.arrays import Entry, Values
 from rollwright.envs.base import EnvBase
 from rollwright.errors import NotNative
+from rollwright.modules.signature import Call
 from rollwright.policies import ArrayPolicy, compile_policy
+from rollwright.policies.base import TensorPolicy
 
-__all__ = ["CastActor", "FlatActor", "TensorDictActor", "UndecidedActor", "as_array"]
+__all__ = ["CastActor", "FlatActor", "OnEntries", "TensorDictActor", "UndecidedActor", "as_array"]
 
 
 class FlatActor(Actor):
@@ -240,3 +242,38 @@ def full(value: Any, entry: Entry) -> NDArray[Any]:
 def as_array(value: Any) -> Any:
     """The array over a tensor's memory; what NumPy does not know, and a list of ragged rows, stay as they are."""
     return value.detach().numpy() if type(value) is torch.Tensor and in_numpy(value.dtype) else value
+
+
+class OnEntries:
+    """A policy on tensors, called on TensorDicts: it reads and writes entries, and no module is called.
+
+    Where that does not give what the modules give, they are called, from that step on.
+
+    Args:
+        flat: the policy.
+        plain: the same on TensorDicts.
+    """
+
+    def __init__(self, flat: TensorPolicy, plain: Call) -> None:
+        self._flat, self._plain, self._fits, self._is_proven = flat, plain, True, False
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase | None:
+        """Write the outputs; they have memory of their own."""
+        flat = self._flat
+        if not self._fits or type(td) is not TensorDict:
+            return self._plain(td)
+        inputs = [td.get(key, None) for key in flat.in_keys]
+        if not all(type(value) is torch.Tensor for value in inputs):
+            return self._plain(td)
+        numbers = None if self._is_proven else torch.get_rng_state()
+        try:
+            outputs = flat.tensors(*inputs)
+        except NotNative:
+            self._fits = False
+            if numbers is not None:
+                torch.set_rng_state(numbers)
+            return self._plain(td)
+        self._is_proven = True
+        for key, value in zip(flat.out_keys, outputs, strict=True):
+            td.set(key, value)
+        return td

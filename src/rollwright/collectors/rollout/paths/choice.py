@@ -25,6 +25,7 @@ from rollwright.collectors.rollout.paths.plain import PlainPath
 from rollwright.collectors.rollout.paths.pool import PoolPath
 from rollwright.collectors.rollout.policy import accelerate
 from rollwright.data.llm.records import RecordLayout
+from rollwright.data.specs import NonTensor
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form, objects_of
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
@@ -38,6 +39,7 @@ from rollwright.modules import RandomPolicy
 from rollwright.modules.functions import FunctionPolicy
 from rollwright.modules.llm.engine import Engine
 from rollwright.policies import ArrayPolicy, array_policy
+from rollwright.policies.base import TensorPolicy
 from rollwright.policies.program import RandomActions
 
 __all__ = ["arrays_of", "choose_path", "dialogue_parts", "goes_by_itself", "plain_path"]
@@ -252,12 +254,42 @@ def plain_path(parts: PathParts, against: dict[str, str], *, strict: bool = Fals
     """
     _note_one_group(parts, against, strict)
     _check_layout(parts)
-    how = {
-        part: f"plain: {against[part]}" if part in against else f"plain, because the {other} is"
-        for part, other in (("env", "policy"), ("policy", "environment"))
-    }
+    flat = None if "policy" in against else _tried(against, "policy", lambda: _on_tensors(parts))
+    how = {part: f"plain: {reason}" for part, reason in against.items()}
+    how.setdefault("env", "plain, because the policy is")
+    if flat is not None:
+        how["policy"] = f"native: {flat.how}"
+        return PlainPath(parts, parts.acting.call, fresh_outputs=True, flat=flat, how=how)
     call, fresh = accelerate(parts.acting.call, parts.options)
     return PlainPath(parts, call, fresh_outputs=fresh, how=how)
+
+
+def _on_tensors(parts: PathParts) -> TensorPolicy:
+    """The policy as calls on the tensors of the current TensorDict.
+
+    Raises:
+        NotNative: it is to be called on TensorDicts.
+    """
+    options, env = parts.options, parts.env
+    if options.use_buffers is False:
+        raise NotNative("use_buffers=False")
+    if options.compile_policy or options.cudagraph_policy:
+        raise NotNative("torch compiles it as a whole, because the environment is plain")
+    if parts.conversations is not None or any(
+        device is not None and device.type != "cpu" for device in (parts.devices.policy, env.device)
+    ):
+        raise NotNative("the environment is plain")
+    specs = [env.full_observation_spec, env.full_state_spec, env.full_done_spec]
+    available = {
+        unravel(key)
+        for spec in specs
+        for key in spec.leaves()
+        if not isinstance(spec[key], NonTensor) and -1 not in spec[key].shape
+    }
+    flat = _flat_of(parts, parts.acting.call, available, tuple(env.batch_size), available)
+    if not isinstance(flat, TensorPolicy) or flat.kept:
+        raise NotNative("the environment is plain")
+    return flat
 
 
 def _check_layout(parts: PathParts) -> None:
@@ -350,20 +382,20 @@ def arrays_of(parts: PathParts) -> ArrayEnv:
 def _flat(parts: PathParts, arrays: ArrayEnv, policy: Any) -> ArrayPolicy:
     if parts.options.cudagraph_policy:
         raise NotNative("cudagraph_policy")
-    env = parts.env
-    objects = objects_of(arrays.entries)
-    available = {*arrays.entries, *FLAGS}
-    flat = array_policy(
-        policy,
-        exploration_type=parts.options.exploration_type,
-        batch_shape=arrays.batch,
-        available=available.difference(objects),
-    )
+    there = {*arrays.entries, *FLAGS}
+    return _flat_of(parts, policy, there.difference(objects_of(arrays.entries)), arrays.batch, there)
+
+
+def _flat_of(
+    parts: PathParts, policy: Any, available: set[NestedKey], batch: tuple[int, ...], there: set[NestedKey]
+) -> ArrayPolicy:
+    """The policy on arrays, where it writes the actions, and nothing that is ``there`` before."""
+    flat = array_policy(policy, exploration_type=parts.options.exploration_type, batch_shape=batch, available=available)
     written = {unravel(key) for key in flat.out_keys}
-    missing = [key for key in env.action_keys if key not in written]
+    missing = [key for key in parts.env.action_keys if key not in written]
     if missing:
         raise NotNative(f"it writes no {key_str(missing)}")
-    clash = [key for key in written if key in available or not _lands(key, available)]
+    clash = [key for key in written if key in there or not _lands(key, there)]
     if clash:
         raise NotNative(f"it writes {key_str(clash)}, beside what the environment has")
     return flat

@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple, leaf_keys, unravel
+from rollwright._keys import NestedKey, as_tuple, is_private, leaf_keys, unravel
 from rollwright.collectors.core import Path
 from rollwright.collectors.rollout.paths import stages
+from rollwright.collectors.rollout.paths.actors import OnEntries
 from rollwright.collectors.rollout.paths.conversations.rows import ConversationRows, acted_on_others, blanked
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.recording import Recorder
@@ -21,6 +22,7 @@ from rollwright.collectors.rollout.trajectory_ids import replace_ended
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory
 from rollwright.modules.signature import Call
+from rollwright.policies.base import TensorPolicy
 
 __all__ = ["PlainPath"]
 
@@ -33,10 +35,20 @@ class PlainPath(Path):
         call: calls the policy.
         fresh_outputs: whether its outputs are new tensors at each call.
         how: why this path was taken.
+        flat: the policy as calls on tensors, to be used where the entries that it reads are tensors.
     """
 
-    def __init__(self, parts: PathParts, call: Call, *, fresh_outputs: bool, how: Mapping[str, str]) -> None:
-        self.how = dict(how)
+    def __init__(
+        self,
+        parts: PathParts,
+        call: Call,
+        *,
+        fresh_outputs: bool,
+        how: Mapping[str, str],
+        flat: TensorPolicy | None = None,
+    ) -> None:
+        self.how, self._flat, self._steps = dict(how), flat, parts.steps
+        call = call if flat is None else OnEntries(flat, call)
         env, options, devices = parts.env, parts.options, parts.devices
         self._env, self._ids, self._device = env, parts.ids, devices.storing
         self._has_no_device = devices.current_has_no_device
@@ -167,6 +179,9 @@ class PlainPath(Path):
 
     def begin(self, *, random: bool) -> None:
         """See :meth:`Path.begin`."""
+        if self._flat is not None:
+            self._flat.start(self._steps)
+            self.finite_keys = [] if random else [key for key in self._flat.finite_keys if not is_private(key)]
         self._acting = self._random if random else self._policy
         self._blanks = self._outputs if random else None
         self._without = {}
