@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollwright.collectors import Collector
-from rollwright.envs import GymWrapper, SerialEnv
+from rollwright.envs import GymEnv, GymWrapper, SerialEnv
 from rollwright.errors import EnvError
 
 
@@ -95,3 +95,54 @@ def test_the_environment_of_a_row_that_is_wrong_is_named(make, policy, message):
     )
     with pytest.raises(EnvError, match=message):
         Collector(env, policy, frames_per_batch=20, total_frames=20).next()
+
+
+# Steps on TensorDicts, taken on arrays ------------------------------------------------------------------
+
+
+def cartpoles(count=3, **options):
+    return [GymEnv("CartPole-v1", **options) for _ in range(count)]
+
+
+def test_a_step_is_that_of_each_environment_by_itself():
+    together, apart = SerialEnv(3, lambda: GymEnv("CartPole-v1")), cartpoles()
+    together.set_seed(5)
+    for i, env in enumerate(apart):
+        env.set_seed(5 + i)
+    td, rows = together.reset(), [env.reset() for env in apart]
+    for _ in range(60):
+        td = together.rand_action(td)
+        rows = [row.set("action", td["action"][i]) for i, row in enumerate(rows)]
+        td, following = together.step_and_maybe_reset(td)
+        pairs = [env.step_and_maybe_reset(row) for env, row in zip(apart, rows, strict=True)]
+        expected = torch.stack([stepped for stepped, _ in pairs])
+        assert set(td.keys(True, True)) == set(expected.keys(True, True))
+        for key in expected.keys(True, True):
+            assert torch.equal(td[key], expected[key])
+            assert td[key].dtype == expected[key].dtype
+        td, rows = following, [row for _, row in pairs]
+
+
+def test_what_a_step_returned_is_never_written_again():
+    env = SerialEnv(2, lambda: GymEnv("CartPole-v1"))
+    td = env.rand_action(env.reset())
+    first = env.step(td)["next"].clone(False)
+    kept = first.clone()
+    env.step(env.rand_action(td.clone()))
+    assert all(torch.equal(first[key], kept[key]) for key in kept.keys(True, True))
+
+
+def test_a_reader_of_info_that_comes_later_is_heard():
+    env = SerialEnv(2, lambda: GymEnv("CartPole-v1"))
+    env.step(env.rand_action(env.reset()))
+    for i in range(2):
+        worker = getattr(env, f"worker{i}")
+        worker.set_info_dict_reader(lambda info, td: td.set("noted", torch.ones(1)))
+    assert "noted" in env.step(env.rand_action(env.reset()))["next"].keys()  # noqa: SIM118
+
+
+def test_wrong_actions_are_named_with_the_place():
+    env = SerialEnv(2, lambda: GymEnv("CartPole-v1", categorical_action_encoding=True))
+    td = env.reset().set("action", torch.tensor([0, 7]))
+    with pytest.raises(EnvError, match=r"SerialEnv\[1\]: .*must lie in 0"):
+        env.step(td)

@@ -20,7 +20,7 @@ from rollwright.envs.each import own_kwargs
 from rollwright.envs.factories import Factories, Factory, FactoryKwargs, call_each, check_apart, factories, made, placed
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationWarning, check_failure
-from rollwright.envs.serial_arrays import SerialArrays
+from rollwright.envs.serial_arrays import SerialArrays, SerialSteps
 from rollwright.errors import RollwrightError
 
 __all__ = ["SerialEnv"]
@@ -121,7 +121,8 @@ class SerialEnv(BatchedEnv):
     def _take(self, envs: list[EnvBase]) -> None:
         for i, env in enumerate(envs):
             self.add_module(f"worker{i}", env)
-        self._last: list[TensorDictBase] = []  # outcomes of the step before
+        self._last: Sequence[TensorDictBase] | TensorDictBase | None = None  # outcomes of the step before
+        self._steps_on_arrays: SerialSteps | None = None  # not known yet
         self._envs = envs  # from here on, attributes are looked up in them, which may have a "worker0" too
 
     def _known_parts(self) -> list[EnvBase]:
@@ -140,14 +141,23 @@ class SerialEnv(BatchedEnv):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         marks, last, outcomes = tensordict.get(STEPPED, None), self._last, []
+        if marks is None and (stepped := self._stepped_on_arrays(tensordict)) is not None:
+            self._last = stepped.copy()  # transforms write into the other
+            return stepped
         for i, (env, row) in enumerate(zip(self._envs, tensordict.unbind(0), strict=True)):
-            if marks is not None and not marks[i].any() and last:
+            if marks is not None and not marks[i].any() and last is not None:
                 outcomes.append(last[i])
                 continue
             with self._naming(i):
                 outcomes.append(env.step_outcome(placed(row, env.device)))
         self._last = outcomes
         return self._stack(outcomes)
+
+    def _stepped_on_arrays(self, tensordict: TensorDictBase) -> TensorDictBase | None:
+        """The step where all environments have an array form: without a TensorDict for each of them."""
+        if self._steps_on_arrays is None:
+            self._steps_on_arrays = SerialSteps(self, None if self._recreates else self._array_form)
+        return self._steps_on_arrays(tensordict)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self.seed_for_reset(kwargs)

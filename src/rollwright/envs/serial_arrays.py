@@ -1,13 +1,17 @@
-"""The array form of SerialEnv: environments on arrays, stepped in turn."""
+"""The array form of SerialEnv: environments on arrays, stepped in turn; and its steps on TensorDicts, taken there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
-from rollwright._keys import NestedKey
+from rollwright._keys import NestedKey, place
+from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.arrays import (
     FLAGS,
     STEPPED,
@@ -18,6 +22,7 @@ from rollwright.envs.arrays import (
     array_form,
     check_flags,
     check_open,
+    objects_of,
     refuse_overrides,
 )
 from rollwright.envs.each import own_kwargs, renamed
@@ -26,7 +31,7 @@ from rollwright.errors import EnvError, NotNative, RollwrightError
 if TYPE_CHECKING:
     from rollwright.envs.serial import SerialEnv
 
-__all__ = ["SerialArrays", "TurnArrays"]
+__all__ = ["SerialArrays", "SerialSteps", "TurnArrays"]
 
 
 class TurnArrays(ArrayEnv):
@@ -139,6 +144,64 @@ class SerialArrays(TurnArrays):
         check_open(self._env, "reset")
         self._env.seed_for_reset(kwargs)
         return super().reset(rows, **kwargs)
+
+
+class SerialSteps:
+    """Steps of a :class:`SerialEnv` on TensorDicts, taken on arrays.
+
+    Args:
+        env: the environment.
+        make: its array form; None: there is none.
+    """
+
+    def __init__(self, env: SerialEnv, make: Callable[[], ArrayEnv] | None) -> None:
+        self._env, self._make = env, make
+        self._arrays: ArrayEnv | None = None
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase | None:
+        """Step all environments; None: it cannot be done so, and nothing was stepped."""
+        env = self._env
+        if self._make is None or type(tensordict) is not TensorDict or tensordict.get("next", None) is not None:
+            return None
+        arrays = self._form()
+        if arrays is None:
+            return None
+        root: Values = {}
+        for key in arrays.reads:
+            value = tensordict.get(key, None)
+            if type(value) is not Tensor or value.dtype is torch.bfloat16 or value.device.type != "cpu":
+                return None
+            entry, array = arrays.entries.get(key), value.detach().numpy()
+            root[key] = array[..., 0] if entry is not None and entry.column else array
+        nested: dict[str, Any] = {}
+        out = arrays.step(root, {})
+        for key, (shape, dtype, _) in self._outcome.items():
+            place(nested, key, torch.from_numpy(np.asarray(out[key], dtype).reshape(shape)))
+        return unchecked_td(nested, env.batch_size, device=env.device)
+
+    def _form(self) -> ArrayEnv | None:
+        """The array form as it is now."""
+        if self._arrays is not None:
+            try:
+                self._arrays.check()
+                return self._arrays
+            except NotNative:
+                self._arrays = None
+        try:
+            if self._make is None or (self._env.device is not None and self._env.device.type != "cpu"):
+                raise NotNative("its data is not on the CPU")
+            if self._env.ndim != 1:
+                raise NotNative("a batch in it has a memory of its own of what was stepped")
+            self._arrays = arrays = self._make()
+            if objects_of(arrays.entries):
+                raise NotNative("entries hold objects")
+        except NotNative:  # and the same at each step, until its environments are others
+            self._make = self._arrays = None
+            return None
+        flag = Entry((*arrays.batch, 1), np.dtype(np.bool_), True)
+        flags = dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)
+        self._outcome = {**arrays.entries, **arrays.rewards, **flags}
+        return arrays
 
 
 def _marked(rows: Rows) -> list[int]:
