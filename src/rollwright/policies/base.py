@@ -99,6 +99,10 @@ class WatchedPolicy(TensorPolicy):
         self._watch = watch
         self._shapes_seen = False
 
+    def watch(self, thing: Any) -> None:
+        """Notice that something else has changed, too."""
+        self._watch.add(thing)
+
     def start(self, steps: int) -> None:
         """See :class:`~rollwright.policies.ArrayPolicy`."""
         self._watch.check()
