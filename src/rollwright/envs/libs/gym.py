@@ -24,7 +24,7 @@ from rollwright.envs.libs._vector import Readers, VectorEpisodes
 from rollwright.envs.libs.backend import gym_backend, set_gym_backend
 from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, leaves_of, spec_of
 from rollwright.envs.libs.keywords import GymKeywords
-from rollwright.errors import EnvError, EnvKeyError, SpecError
+from rollwright.errors import EnvError, EnvKeyError, NotNative, SpecError
 
 __all__ = [
     "BaseInfoDictReader",
@@ -168,6 +168,20 @@ class GymWrapper(InfoReadingEnv):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self._as_tensordict(self.step_values(tensordict))
+
+    def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """See :class:`EnvBase`: what is read by the spaces is complete, and is not tested again."""
+        tested = self.info_dict_reader or self.run_type_checks
+        if tested or not self.remember("read by its spaces", self._is_read_by_its_spaces):
+            return super().step_outcome(tensordict)
+        with self._named_errors("step", tensordict):
+            return self._step(tensordict)
+
+    def _is_read_by_its_spaces(self) -> bool:
+        try:
+            return self._array_form() is not None
+        except NotNative:
+            return False
 
     def step_values(self, given: TensorDictBase | Values) -> Values:
         """Act, by the actions among ``given``; the content of ``"next"`` as arrays."""
