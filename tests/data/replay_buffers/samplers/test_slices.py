@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
 from rollwright.data.replay_buffers.storages.lists import ListStorage
 from rollwright.data.replay_buffers.storages.tensors import LazyMemmapStorage, LazyTensorStorage
@@ -223,6 +224,30 @@ def test_changes_in_place_are_seen():
     changed[IDS] = torch.tensor([0, 0, 1, 1, 2, 2])
     storage.overwrite(np.arange(6), changed)
     assert len(draw(sampler, storage, 6)[1]) == 2
+
+
+def test_a_pass_leaves_out_trajectories_that_were_cut_in_place():
+    storage = stored(6, 6, 6)
+    sampler = SliceSamplerWithoutReplacement(slice_len=6, shuffle=False)
+    assert draw(sampler, storage, 6)[1]["name"].unique().tolist() == [0]
+    storage.overwrite(np.array([8, 9]), trajectory(7, 2))
+    drawn, batch = draw(sampler, storage, 6)
+    assert batch["name"].tolist() == [2] * 6
+    assert check_slices(drawn, batch, 6) == [6]
+    assert sampler.ran_out
+
+
+def test_a_pass_of_another_storage_gives_nothing_that_is_not_stored():
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(20), sampler=SliceSamplerWithoutReplacement(slice_len=2), batch_size=2
+    )
+    for name in range(4):
+        buffer.extend(trajectory(name, 5))
+    buffer.sample()
+    buffer.set_storage(LazyTensorStorage(20))
+    buffer.extend(trajectory(9, 5))
+    for _ in range(8):
+        assert buffer.sample()["name"].tolist() == [9, 9]
 
 
 # How often -----------------------------------------------------------------------------------------

@@ -360,6 +360,12 @@ class Epoch:
         taken, self._ready = self._ready[:, :count], self._ready[:, count:]
         return taken
 
+    def keep(self, chosen: Callable[[Index], NDArray[np.bool_]]) -> None:
+        """Leave out those of the items ``[m, k]`` that are left and not chosen: bool ``[k]``."""
+        left = self.left
+        self._ahead, self._next = left[:, chosen(left)], 0
+        self._ready = self._ahead[:, :0]
+
     @property
     def left(self) -> Index:
         """All items that are left, some of which may be dead."""

@@ -73,9 +73,11 @@ class Boundaries:
         self._ends = None if ends is None else ends.numpy(force=True)
         self._free = traj_key is None and not end_keys and trajectories is None and ends is None
         self.grid: Grid | None = None
+        self.num_begun = 0
         self._forget()
 
     def _forget(self) -> None:
+        self.num_begun += 1
         self.grid = None
         self._index = RunIndex(1)
         self._seen = 0  # positions

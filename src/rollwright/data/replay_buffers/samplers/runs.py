@@ -236,16 +236,28 @@ class RunIndex:
 
         Of a frame that is in no run, its own tick.
         """
+        inside, start, stop = self._runs_of(lane, tick)
+        return np.where(inside, np.maximum(start, self.low), tick), np.where(inside, stop - 1, tick)
+
+    def covers(self, runs: Index) -> NDArray[np.bool_]:
+        """Whether what is left of stretches ``[3, m]`` (lane, start, stop) lies in one run each, bool ``[m]``."""
+        lane, start, stop = runs
+        inside, _, end = self._runs_of(lane, np.maximum(start, self.low))
+        covered: NDArray[np.bool_] = inside & (stop <= end)
+        return covered
+
+    def _runs_of(self, lane: Index, tick: Index) -> tuple[NDArray[np.bool_], Index, Index]:
+        """Whether frames lie in runs, and the starts and stops of these, each ``[n]``."""
         lanes, starts, stops = self.runs()
         if not len(lanes):
-            return tick, tick
+            return np.zeros(len(tick), np.bool_), tick, tick
         if self.lanes > 1:
             order = np.lexsort((starts, lanes))
             lanes, starts, stops = lanes[order], starts[order], stops[order]
-        width = self.high + 2
+        width = max(self.high, int(tick.max(initial=0))) + 2
         run = (lanes * width + starts).searchsorted(lane * width + tick, "right") - 1
         inside = (run >= 0) & (lanes[run] == lane) & (tick < stops[run])
-        return np.where(inside, np.maximum(starts[run], self.low), tick), np.where(inside, stops[run] - 1, tick)
+        return inside, starts[run], stops[run]
 
     def open_runs(self, length: int = 1) -> Index:
         """Open runs of which at least ``length`` frames are left, int64 ``[3, m]``, as in :meth:`runs`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -284,7 +284,7 @@ class SliceSamplerWithoutReplacement(InPasses, SliceSampler):
     """A slice of every trajectory once, then of every trajectory again.
 
     A pass goes over the trajectories that are stored, and long enough, when it begins; those that are overwritten in
-    the meantime are left out. Its last batch may have fewer slices.
+    the meantime, or cut by what replaces elements of them, are left out. Its last batch may have fewer slices.
 
     Args:
         drop_last: leave out the last batch of a pass where it has fewer slices.
@@ -303,12 +303,20 @@ class SliceSamplerWithoutReplacement(InPasses, SliceSampler):
         (tensor([2, 2]), True)
     """
 
+    _item_size = 3  # lane, start and stop of a run
+
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **options: Unpack[SliceKeywords]) -> None:
         if options.get("replacement"):
             raise ValueError(f"replacement: expected False for {type(self).__name__}, got True. Use a SliceSampler.")
         options["replacement"] = False
         super().__init__(**options)
         self._passes = Passes(bool(drop_last), bool(shuffle))
+        self._num_begun = 0  # of the boundaries, when the runs of the pass were those of the storage
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`InPasses.load_state_dict`."""
+        super().load_state_dict(state_dict)
+        self._num_begun = 0  # the state of the storage may be another one
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
         """See :meth:`SliceSampler.draw`."""
@@ -317,6 +325,10 @@ class SliceSamplerWithoutReplacement(InPasses, SliceSampler):
         least = length if self.strict_length else 1
         if not index.runs(least).shape[1]:
             raise self._too_long(index, length)
+        if self._num_begun != self._boundaries.num_begun:  # elements were replaced, or all is another storage's
+            if self._passes.epoch is not None:
+                self._passes.epoch.keep(index.covers)
+            self._num_begun = self._boundaries.num_begun
 
         def alive(runs: Index) -> NDArray[np.bool_]:
             lives: NDArray[np.bool_] = runs[2] - np.maximum(runs[1], index.low) >= least
