@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from tests.processes.forked import resting_fork
 
 from rollwright.data import (
+    ConsumingSampler,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -26,6 +27,7 @@ from rollwright.data import (
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    StalenessAwareSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
@@ -373,6 +375,26 @@ def test_a_state_that_does_not_fit_is_an_error_and_changes_nothing():
         other.load_state_dict(state)
     assert len(small) == len(other) == 4
     assert other.sample()["other"].max() < 4
+
+
+@pytest.mark.parametrize("saved", ["random", "without", "slices_without", "prioritized"])
+@pytest.mark.parametrize("sampler", ["without", "slices_without", "prioritized", "consuming", "staleness"])
+def test_a_state_of_another_sampler_is_an_error_and_changes_nothing(saved, sampler):
+    if saved == sampler:
+        return
+    made = {**SAMPLERS, "consuming": ConsumingSampler, "staleness": StalenessAwareSampler}[sampler]()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(SIZE), sampler=made, batch_size=4)
+    buffer.extend(frames(4, 500))
+    with pytest.raises((KeyError, ValueError), match=rf"the state of a {type(made).__name__}, got .* set_sampler\(\)"):
+        buffer.load_state_dict(used("tensor", saved).state_dict())
+    assert buffer[:]["serial"].tolist() == [500, 501, 502, 503]
+
+
+@pytest.mark.parametrize("state", [None, 3, "left"])
+def test_a_state_of_a_sampler_that_is_no_dictionary_is_an_error(state):
+    buffer = used("tensor", "random")
+    with pytest.raises(TypeError, match="state_dict: expected the state of a RandomSampler, a dictionary"):
+        buffer.load_state_dict({**buffer.state_dict(), "sampler": state})
 
 
 @pytest.mark.parametrize("dim", [0, 1])

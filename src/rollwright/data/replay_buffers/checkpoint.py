@@ -51,6 +51,7 @@ def restore(buffer: ReplayBuffer, state: Mapping[str, Any]) -> None:
         raise KeyError(f"state_dict: expected that of a replay buffer, got {sorted(state)}: {missing} missing.")
     stored = state.get("storage")
     _check_dim(buffer, stored)
+    buffer.sampler.check_state(state["sampler"])
     with buffer.drawing:
         if stored is not None:
             buffer.storage.load_state_dict(stored)

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
+from rollwright._keys import key_str
 from rollwright._options import with_options
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
@@ -20,6 +21,7 @@ __all__ = ["Draw", "InPasses", "RandomSampler", "Sampler", "SamplerWithoutReplac
 
 Index = NDArray[np.int64]
 GENERATION = "index_generation"
+_OTHER_SAMPLER = "Load it into a buffer with the sampler that it was saved with, then call set_sampler()."
 _TRIES = 3  # to read elements while others write, before these are held off
 
 
@@ -68,8 +70,10 @@ class Sampler:
             ``storage.ledger.reading()``.
         consumes: whether elements that were drawn may not be drawn again; :meth:`num_left` are left.
         ran_out: whether the last draw completed a pass over what was stored, which ends an iteration over the buffer.
+        state_entries: names without which a state is none of such a sampler.
     """
 
+    state_entries: tuple[str, ...] = ()
     repeatable: bool = False
     consumes: bool = False
     ran_out: bool = False
@@ -188,6 +192,25 @@ class Sampler:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict`."""
+
+    def check_state(self, state_dict: Any) -> None:
+        """Test that a state is one of such a sampler, before anything is changed.
+
+        Raises:
+            TypeError: it is no state.
+            KeyError, ValueError: it is that of another sampler.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"state_dict: expected the state of a {type(self).__name__}, a dictionary, got "
+                f"{type(state_dict).__name__}. Pass what state_dict() gave."
+            )
+        missing = [name for name in self.state_entries if name not in state_dict]
+        if missing:
+            raise KeyError(f"{self._other_state()}: {key_str(missing)} missing. {_OTHER_SAMPLER}")
+
+    def _other_state(self) -> str:
+        return f"state_dict: expected the state of a {type(self).__name__}, got that of another sampler"
 
     def dumps(self, path: str | Path) -> None:
         """Write the state to a folder."""
@@ -434,8 +457,10 @@ class InPasses(Sampler):
     """A sampler that draws everything once before it draws anything again."""
 
     repeatable = False
+    state_entries = ("left", "ran_out")
 
     _passes: Passes
+    _item_size = 1  # numbers that name an item
 
     @property
     def drop_last(self) -> bool:
@@ -460,8 +485,16 @@ class InPasses(Sampler):
         """What is left of the pass."""
         return self._passes.state_dict()
 
+    def check_state(self, state_dict: Any) -> None:
+        """See :meth:`Sampler.check_state`."""
+        super().check_state(state_dict)
+        left = state_dict["left"]
+        if left is not None and len(left) != self._item_size:
+            raise ValueError(f"{self._other_state()}, which draws something else without replacement. {_OTHER_SAMPLER}")
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with the pass of a state of :meth:`state_dict`."""
+        self.check_state(state_dict)
         self._passes.load_state_dict(state_dict)
 
 

@@ -39,6 +39,7 @@ class ConsumingSampler(Sampler):
 
     repeatable = False
     consumes = True
+    state_entries = ("names", "drawn", "high")
 
     def __init__(self, max_sample_count: int = 1) -> None:
         self.max_sample_count = positive("max_sample_count", max_sample_count)
@@ -99,6 +100,7 @@ class ConsumingSampler(Sampler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict`."""
+        self.check_state(state_dict)
         self._names = state_dict["names"].numpy(force=True).astype(np.int64)
         self._drawn = state_dict["drawn"].numpy(force=True).astype(np.int64)
         self._high = int(state_dict["high"])

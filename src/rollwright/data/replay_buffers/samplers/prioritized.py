@@ -68,6 +68,7 @@ class PrioritizedSampler(Sampler):
     """
 
     repeatable = True
+    state_entries = ("priorities", "low", "high", "largest", "alpha", "beta")
 
     def __init__(
         self,
@@ -349,6 +350,7 @@ class PrioritizedSampler(Sampler):
         Raises:
             ValueError: its priorities are not those of its positions, or there are more than ``max_capacity``.
         """
+        self.check_state(state_dict)
         priorities = state_dict["priorities"].numpy(force=True).astype(np.float64)
         low, high = int(state_dict["low"]), int(state_dict["high"])
         if high < low or (len(priorities) % (high - low) if high > low else len(priorities)):

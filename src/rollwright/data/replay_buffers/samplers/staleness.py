@@ -51,6 +51,7 @@ class StalenessAwareSampler(Sampler):
     """
 
     repeatable = False
+    state_entries = ("consumer_version",)
 
     def __init__(
         self,
@@ -170,6 +171,7 @@ class StalenessAwareSampler(Sampler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict`."""
+        self.check_state(state_dict)
         self.consumer_version = int(state_dict["consumer_version"])
         self._forget()
 
