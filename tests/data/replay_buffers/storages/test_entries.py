@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -119,3 +121,21 @@ def test_elements_are_read_and_written_by_place():
     assert buffer[:]["a"].tolist() == [10, 11, 2, 3, 4, 5]
     buffer.write_all(data)
     assert buffer[:]["a"].tolist() == list(range(10, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("shape", [(), (2,), (0, 3)])
+def test_unsigned_integers_are_changed_in_place(dtype, shape):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5))
+    rows = torch.arange(5 * math.prod(shape)).to(dtype).reshape(5, *shape)
+    buffer.extend(TensorDict({"entry": rows}, [5]))
+    buffer[1:3] = TensorDict({"entry": rows[3:]}, [2])
+    buffer.set_at_("entry", rows[4:], torch.tensor([0]))
+    assert buffer[:]["entry"].tolist() == [rows.tolist()[n] for n in (4, 3, 4, 3, 4)]
+
+
+def test_an_entry_without_numbers_is_changed():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5))
+    buffer.extend(TensorDict({"entry": torch.zeros(5, 0)}, [5]))
+    buffer.set_at_("entry", torch.zeros(2, 0), torch.tensor([0, 1])).set_("entry", torch.zeros(5, 0))
+    assert buffer[:]["entry"].shape == (5, 0)

@@ -1,4 +1,4 @@
-"""Column: the values of one entry, read at random positions."""
+"""Column: the values of one entry, read and written at random positions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from rollwright._memory import in_numpy
 __all__ = ["Column"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_READ_ONLY = (torch.uint16, torch.uint32, torch.uint64)  # torch reads them at indices, and cannot write them
 
 
 class Column:
-    """Takes rows of a tensor at indices.
+    """Takes and puts rows of a tensor at indices.
 
-    On the CPU through NumPy, which costs a call less and takes fresh memory in huge pages where it is large.
+    Takes on the CPU through NumPy, which costs a call less and takes fresh memory in huge pages where it is large.
 
     Args:
         rows: ``[n, ...]``.
@@ -40,3 +41,16 @@ class Column:
             return self.rows.index_select(0, torch.from_numpy(index).to(self.rows.device))
         taken = torch.from_numpy(self._array.take(index, axis=0))
         return taken if self._plain else taken.view(self.rows.dtype)
+
+    def put(self, index: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace the rows at ``index``, int64 ``[n]``; where one is named twice, by either of its values.
+
+        Args:
+            index: on the device of the rows, as ``values`` are.
+            values: ``[n, ...]``, of the dtype of the rows.
+        """
+        rows = self.rows
+        if rows.dtype in _READ_ONLY:
+            bits = _BITS[rows.dtype.itemsize]
+            rows, values = rows.view(bits), values.view(bits)
+        rows[index] = values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ def _fitting(storage: RowStorage, key: NestedKey, value: Any, shape: tuple[int, 
     try:
         if tensor.dtype != dtype:
             raise RuntimeError
-        return tensor.broadcast_to((*shape, *feature)).reshape(-1, *feature)
+        return tensor.broadcast_to((*shape, *feature)).reshape(math.prod(shape), *feature)
     except RuntimeError:
         raise ValueError(
             f"data: expected {key!r} of shape {[*shape, *feature]} and {dtype}, got {list(tensor.shape)} and "

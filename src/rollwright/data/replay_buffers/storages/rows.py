@@ -343,7 +343,7 @@ class RowStorage(Storage):
                 )
         with self.ledger.changing_in_place():
             for key, column in self._columns.items():
-                column.rows[where] = values[key]
+                column.put(where, values[key])
 
     # Single entries ---------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ class RowStorage(Storage):
         """Replace entries of the elements at flat indices. For use inside ``self.ledger.changing_in_place()``."""
         where = torch.from_numpy(index).to(self._device)
         for key, value in entries.items():
-            self._columns[key].rows[where] = value.detach().to(self._device)
+            self._columns[key].put(where, value.detach().to(self._device))
 
     # Writing in place: the collector's batch lies in the rows ------------------------------------------------
 
