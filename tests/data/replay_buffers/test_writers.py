@@ -180,6 +180,16 @@ def test_the_largest_stay_over_changes_in_place_and_a_new_beginning():
     assert sorted(round(value, 3) for value in buffer[:]["value"].tolist()) == [0.15, 0.2, 0.3]
 
 
+def test_the_largest_of_another_storage_stay():
+    storage = LazyTensorStorage(2)
+    ReplayBuffer(storage=storage).extend(ranked([9.0, 5.0]))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter("value"))
+    buffer.extend(ranked([1.0, 2.0]))
+    buffer.set_storage(storage)
+    assert buffer.extend(ranked([6.0, 3.0])).tolist() == [1, -1]
+    assert buffer[:]["value"].tolist() == [9.0, 6.0]
+
+
 def test_a_restored_buffer_goes_on_with_the_largest():
     buffer, other = (
         ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("value")) for _ in range(2)

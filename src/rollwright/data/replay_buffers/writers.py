@@ -208,6 +208,7 @@ class TensorDictMaxValueWriter(Writer):
         self.reduction = reduction
         self._heap: list[tuple[float, int]] = []  # the smallest value first, and its row
         self._seen = (0, 0, 0)  # what was live in the storage, and its revision, when the heap was right
+        self._seen_in: Storage | None = None  # which storage that was
 
     def extend(self, storage: Storage, data: Any, dim: int) -> NDArray[np.int64]:
         """See :meth:`Writer.extend`; one element after the other, as if each were added alone."""
@@ -236,7 +237,7 @@ class TensorDictMaxValueWriter(Writer):
             storage.overwrite(np.fromiter(chosen, np.int64), batch[torch.tensor(list(chosen.values()))])
         if room < len(values):
             storage.ledger.skip(len(values) - room)
-        self._seen = (*storage.ledger.live(), storage.ledger.revision)
+        self._seen, self._seen_in = (*storage.ledger.live(), storage.ledger.revision), storage
         return index
 
     def add(self, storage: Storage, data: Any, dim: int | None = None) -> NDArray[np.int64]:
@@ -246,7 +247,7 @@ class TensorDictMaxValueWriter(Writer):
     def _catch_up(self, storage: Storage) -> None:
         """Read the values of elements that others have put there."""
         low, high = storage.ledger.live()
-        if (low, high, storage.ledger.revision) == self._seen:
+        if storage is self._seen_in and (low, high, storage.ledger.revision) == self._seen:
             return
         heap: list[tuple[float, int]] = []
         gaps = storage.ledger.gaps().tolist()
