@@ -262,6 +262,20 @@ def test_another_ensemble_goes_on(how, tmp_path):
         filled(2).load_state_dict(ensemble.state_dict())
 
 
+def test_a_dump_of_other_members_is_refused_and_changes_nothing(tmp_path):
+    filled(3).dumps(tmp_path)
+    (tmp_path / "members.pt").unlink()  # as older versions wrote it
+    for count in (2, 4):
+        other = filled(count, batch_size=12)
+        with pytest.raises(ValueError, match=f"path: expected a dump of {count} members, got one of 3"):
+            other.loads(tmp_path)
+        assert [len(buffer) for buffer in other.members] == [4, 5, 6, 7][:count]
+    filled(2).dumps(tmp_path)  # over that of three
+    with pytest.raises(ValueError, match="expected a dump of 3 members, got one of 2"):
+        filled(3).loads(tmp_path)
+    filled(2).loads(tmp_path)
+
+
 def test_emptied():
     ensemble = filled()
     ensemble.empty()

@@ -20,7 +20,7 @@ from rollwright.data.replay_buffers.storages.batches import positive
 
 __all__ = ["ReplayBufferEnsemble"]
 
-_LIMITER_FILE = "limiter.pt"
+_LIMITER_FILE, _MEMBERS_FILE = "limiter.pt", "members.pt"
 
 
 class ReplayBufferEnsemble:
@@ -368,11 +368,22 @@ class ReplayBufferEnsemble:
         """Write each member to a folder of its own inside ``path``."""
         for n, member in enumerate(self.members):
             member.dumps(Path(path) / str(n))
+        save({"members": len(self.members)}, Path(path) / _MEMBERS_FILE)  # an older dump may have had others
         if self.limiter is not None:
             save(self.limiter.state_dict(), Path(path) / _LIMITER_FILE)
 
     def loads(self, path: str | Path, *, allow_pickle: bool = False) -> None:
-        """Read what :meth:`dumps` wrote; see :meth:`ReplayBuffer.loads`."""
+        """Read what :meth:`dumps` wrote; see :meth:`ReplayBuffer.loads`.
+
+        Raises:
+            ValueError: it was an ensemble of more or fewer members.
+        """
+        saved = _num_saved(Path(path).expanduser())
+        if saved not in (0, len(self.members)):
+            raise ValueError(
+                f"path: expected a dump of {len(self.members)} members, got one of {saved} in {str(path)!r}. Make the "
+                "ensemble with as many."
+            )
         for n, member in enumerate(self.members):
             member.loads(Path(path) / str(n), allow_pickle=allow_pickle)
         if self.limiter is not None:
@@ -387,6 +398,17 @@ class ReplayBufferEnsemble:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.members)} members, batch_size={self.batch_size})"
+
+
+def _num_saved(folder: Path) -> int:
+    """Members of the ensemble whose dump is in a folder; 0: there is none."""
+    file = folder / _MEMBERS_FILE
+    if file.is_file():
+        return int(load_saved(file)["members"])
+    n = 0
+    while (folder / str(n)).is_dir():
+        n += 1
+    return n
 
 
 def _is_one(index: Any) -> bool:
