@@ -100,8 +100,8 @@ def run(make: Any, buffer: Any, kind: str, total: int, **size: int) -> tuple[See
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_torn(make, buffer, kind):
-    seen, published = run(make, buffer, kind, 20_480, num_weights=8, size=16_384)
-    assert seen.frames >= 20_480
+    seen, published = run(make, buffer, kind, 40_960, num_weights=8, size=16_384)
+    assert seen.frames >= 40_960
     assert (seen.torn, seen.mistagged) == (0, 0)
     assert len(seen.versions) > 20
     assert max(seen.versions) <= published
