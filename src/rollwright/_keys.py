@@ -120,8 +120,12 @@ def leaf_keys(td: TensorDictBase) -> list[NestedKey]:
     return [unravel(key) for key in td.keys(True, True, is_leaf=is_leaf_nontensor)]
 
 
-def leaves(td: TensorDictBase) -> dict[NestedKey, Any]:
+def leaves(td: TensorDictBase, lazy: list[LazyStackedTensorDict] | None = None) -> dict[NestedKey, Any]:
     """All leaves by key, objects that are no tensors included; in one walk, for hot paths.
+
+    Args:
+        td: of a lazy stack, those that all of its elements have.
+        lazy: lazy stacks that were met are added.
 
     >>> from tensordict import TensorDict
     >>> leaves(TensorDict({"a": {"b": 0}, "c": 1}))
@@ -130,14 +134,18 @@ def leaves(td: TensorDictBase) -> dict[NestedKey, Any]:
     ['word']
     """
     found: dict[NestedKey, Any] = {}
-    _walk(td, (), found)
+    _walk(td, (), found, lazy)
     return found
 
 
-def _walk(td: TensorDictBase, above: tuple[str, ...], found: dict[NestedKey, Any]) -> None:
+def _walk(
+    td: TensorDictBase, above: tuple[str, ...], found: dict[NestedKey, Any], lazy: list[LazyStackedTensorDict] | None
+) -> None:
+    if lazy is not None and isinstance(td, LazyStackedTensorDict):
+        lazy.append(td)
     for name, value in td.items():
         if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack):
-            _walk(value, (*above, name), found)
+            _walk(value, (*above, name), found, lazy)
         else:
             found[(*above, name) if above else name] = value
 

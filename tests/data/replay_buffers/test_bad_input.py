@@ -15,6 +15,7 @@ from rollwright.data import (
     PrioritizedReplayBuffer,
     PrioritizedSampler,
     PrioritizedSliceSampler,
+    RaggedStorage,
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
@@ -115,6 +116,26 @@ def test_entries_whose_shape_varies_need_a_list():
     buffer = ReplayBuffer(storage=ListStorage(10))
     buffer.extend(ragged)
     assert len(buffer) == 2
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("stored", [0, 2])
+def test_entries_that_some_elements_have_are_not_dropped(nested, stored):
+    one, other = TensorDict({"obs": torch.zeros(2)}), TensorDict({"obs": torch.zeros(2), "more": torch.zeros(1)})
+    if nested:
+        one, other = TensorDict({"next": one}), TensorDict({"next": other})
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    if stored:
+        buffer.extend(TensorDict.lazy_stack([one] * stored))
+    for parts in ([one, other], [other, one]):
+        with pytest.raises(KeyError, match="the same entries in all elements, got 'more' in some of them only"):
+            buffer.extend(TensorDict.lazy_stack(parts))
+        with pytest.raises(KeyError, match="more"):
+            buffer.extend_pieces([TensorDict.lazy_stack([one, one]), TensorDict.lazy_stack(parts)])
+    assert len(buffer) == stored
+    kept = ReplayBuffer(storage=RaggedStorage(10))
+    kept.extend(TensorDict.lazy_stack([one, other]))
+    assert [len(each.keys(True, True)) for each in kept[:].unbind(0)] == [1, 2]
 
 
 def test_dimensions_that_do_not_fit():

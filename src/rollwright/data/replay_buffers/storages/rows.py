@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, key_str, leaves, place
 from rollwright.data.compact import is_table, without_table
@@ -247,10 +247,13 @@ class RowStorage(Storage):
                 f"dimensions to {call}, got batch size {list(data.shape)}. Pass one element to add(), other objects to "
                 "a ListStorage."
             )
+        lazy: list[LazyStackedTensorDict] = []
         try:
-            entries = leaves(data)
+            entries = leaves(data, lazy)
         except RuntimeError as error:
             raise _ragged(error) from error
+        for stack in lazy:
+            _check_same_entries(stack)
         objects = [key for key, value in entries.items() if not isinstance(value, torch.Tensor)]
         if any(is_table(key) for key in objects):
             entries = without_table(entries)
@@ -545,6 +548,17 @@ def _ragged(error: RuntimeError) -> ValueError:
         f"data: entries whose shape varies do not fit rows of tensors: {str(error).rstrip('.')}. Use a RaggedStorage "
         "or a ListStorage."
     )
+
+
+def _check_same_entries(stack: LazyStackedTensorDict) -> None:
+    """Test that the elements of a lazy stack have the same entries; as a whole it has those of all of them."""
+    each = [set(one.keys()) for one in stack.tensordicts]
+    some = set.union(*each) - set.intersection(*each)
+    if some:
+        raise KeyError(
+            f"data: expected the same entries in all elements, got {key_str(some)} in some of them only. Select "
+            "entries, or use a RaggedStorage or a ListStorage for elements that differ."
+        )
 
 
 def _packed(data: Any, ndim: int) -> tuple[Any, Form]:
