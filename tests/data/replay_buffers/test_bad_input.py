@@ -113,6 +113,10 @@ def test_entries_whose_shape_varies_need_a_list():
     ragged = TensorDict.lazy_stack(parts)
     with pytest.raises(ValueError, match="ListStorage"):
         ReplayBuffer(storage=LazyTensorStorage(10)).extend(ragged)
+    jagged = torch.nested.nested_tensor([torch.zeros(n) for n in (2, 3)], layout=torch.jagged)
+    for data, where in ((jagged, "a nested tensor"), (TensorDict({"obs": jagged}, [2]), "'obs'")):
+        with pytest.raises(ValueError, match=f"shape varies.*{where}.*RaggedStorage or a ListStorage"):
+            ReplayBuffer(storage=LazyTensorStorage(10)).extend(data)
     buffer = ReplayBuffer(storage=ListStorage(10))
     buffer.extend(ragged)
     assert len(buffer) == 2

@@ -239,6 +239,8 @@ class RowStorage(Storage):
         if not isinstance(data, TensorDictBase):
             if not isinstance(data, torch.Tensor):
                 data, form = _packed(data, ndim)
+            if isinstance(data, torch.Tensor) and data.is_nested:
+                raise _ragged("they are a nested tensor")
             if isinstance(data, torch.Tensor) and data.ndim >= ndim:
                 return _Parts({_WHOLE: data}, data.shape[:ndim], None)
         if data.ndim < ndim:
@@ -252,6 +254,9 @@ class RowStorage(Storage):
             entries = leaves(data, lazy)
         except RuntimeError as error:
             raise _ragged(error) from error
+        nested = [key for key, value in entries.items() if isinstance(value, torch.Tensor) and value.is_nested]
+        if nested:
+            raise _ragged(f"there are nested tensors in {key_str(nested)}")
         for stack in lazy:
             _check_same_entries(stack)
         objects = [key for key, value in entries.items() if not isinstance(value, torch.Tensor)]
@@ -543,7 +548,7 @@ def _as_row(leaf: Any, dim: int) -> Any:
     return leaf.unsqueeze(dim) if isinstance(leaf, torch.Tensor) or is_tensor_collection(leaf) else leaf
 
 
-def _ragged(error: RuntimeError) -> ValueError:
+def _ragged(error: RuntimeError | str) -> ValueError:
     return ValueError(
         f"data: entries whose shape varies do not fit rows of tensors: {str(error).rstrip('.')}. Use a RaggedStorage "
         "or a ListStorage."
