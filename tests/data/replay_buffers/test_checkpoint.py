@@ -373,6 +373,12 @@ def test_a_state_that_does_not_fit_is_an_error_and_changes_nothing():
     other.extend(TensorDict({"other": torch.arange(4)}, [4]))
     with pytest.raises(KeyError, match="Missing"):
         other.load_state_dict(state)
+    flat = ReplayBuffer(storage=LazyTensorStorage(SIZE))
+    grid = ReplayBuffer(storage=LazyTensorStorage(SIZE, ndim=2))
+    grid.extend(torch.zeros(2, 3))
+    for one, saved in ((flat, grid.state_dict()), (grid, state)):
+        with pytest.raises(ValueError, match=rf"ndim={one.storage.ndim} .*, got ndim={3 - one.storage.ndim}"):
+            one.load_state_dict(saved)
     assert len(small) == len(other) == 4
     assert other.sample()["other"].max() < 4
 

@@ -67,6 +67,8 @@ def restore(buffer: ReplayBuffer, state: Mapping[str, Any]) -> None:
 
 def _check_dim(buffer: ReplayBuffer, stored: Mapping[str, Any] | None) -> None:
     """Test that rows lie along the dimension that the buffer takes them from; ``stored``: None: what is there."""
+    if stored is not None and stored.get("ndim", buffer.storage.ndim) != buffer.storage.ndim:
+        return  # which the storage says
     if stored is None:
         dim = buffer.storage.dim_extend if len(buffer.storage) else buffer.dim_extend
     else:
