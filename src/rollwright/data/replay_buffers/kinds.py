@@ -101,8 +101,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
         dim = self.dim_extend if index.size > self.storage.columns else 0  # one row has one order
         flat = torch.cat([p.movedim(dim, 0).reshape(-1) if dim else p.reshape(-1) for p in given])
         stored = index >= 0
-        if flat.numel() == stored.size:
-            self.update_priority(self.storage.public(index[stored]), flat[torch.from_numpy(stored)])
+        if stored.size and flat.numel() and not flat.numel() % stored.size:  # of several, the sampler makes one
+            each = flat.reshape(stored.size, -1)
+            self.update_priority(self.storage.public(index[stored]), each[torch.from_numpy(stored)])
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set priorities from a batch of :meth:`sample`, to which ``priority_key`` was written.

@@ -287,6 +287,18 @@ def test_a_row_brings_its_priorities(dim_extend):
     assert buffer.sample()["x"].unique().tolist() == [2]
 
 
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_several_first_priorities_of_an_element_are_reduced(one_by_one):
+    buffer = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(3), batch_size=50)
+    data = TensorDict({"td_error": torch.tensor([[0.0, 0.0], [0.0, 2.0], [1.0, 0.0]])}, [3])
+    if one_by_one:
+        for element in data.unbind(0):
+            buffer.add(element)
+    else:
+        buffer.extend(data)
+    assert buffer.sampler.state_dict()["priorities"].tolist() == [0.0, 2.0, 1.0]
+
+
 def test_elements_that_were_not_stored_have_no_priority():
     buffer = TensorDictPrioritizedReplayBuffer(
         alpha=1.0, beta=0.5, storage=LazyTensorStorage(12, ndim=2), batch_size=50
