@@ -147,6 +147,17 @@ def test_failures_in_the_background_are_raised_at_the_next_call(make, buffer, tr
     assert 1 in found.instances
 
 
+def test_a_failure_in_the_background_is_logged_for_who_only_watches_the_buffer(make, buffer, caplog):
+    envs = one_bad(troubles={"trouble": Trouble("raise", 200)})
+    collector = make("async", envs, gain(), frames_per_batch=20, replay_buffer=buffer())
+    collector.start()
+    ended = "collection in the background ended. The next call of the collector raises WorkerError"
+    assert wait_until(lambda: ended in caplog.text, SECONDS)
+    assert "boom" in caplog.text
+    with pytest.raises(WorkerError, match="boom"):
+        collector.async_shutdown()
+
+
 def test_siblings_go_on_and_what_they_wrote_stays(make, buffer):
     rb = buffer()
     collector = make("async", makers(), gain(), frames_per_batch=20, replay_buffer=rb)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.schedules.schedule import Schedule
 
 __all__ = ["WorkersBackground"]
+
+_log = logging.getLogger("rollwright")
 
 
 class _Thread(DaemonThread):
@@ -23,6 +26,11 @@ class _Thread(DaemonThread):
     def _work(self) -> None:
         while not self.stopping and self._deliver(lambda: self.stopping):
             pass
+
+    def _finish(self) -> None:
+        error = self.error_text()
+        if error is not None and not self.stopping:  # who only watches a buffer calls the collector no more
+            _log.error("collection in the background ended. The next call of the collector raises %s", error)
 
 
 class WorkersBackground:
