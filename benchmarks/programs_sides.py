@@ -129,7 +129,7 @@ def _clipping(library: Library) -> Any:
         def _reset(self, tensordict: Any, tensordict_reset: Any) -> Any:
             return self._call(tensordict_reset)
 
-    return Clipping(in_keys=["observation"])
+    return Clipping(in_keys=["observation"], out_keys=["observation"])
 
 
 def make_policy(library: Library, program: Program) -> Any:

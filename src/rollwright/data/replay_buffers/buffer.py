@@ -221,6 +221,7 @@ class ReplayBuffer:
 
     def _store(self, data: Any, prioritise: bool = True) -> torch.Tensor:
         self.sampler.check(self.storage, data)
+        self._check_new(data, _num_elements(data, self.storage.ndim), prioritise)
         index = self.writer.extend(self.storage, data, self.dim_extend)
         self.written()
         where = self._indices(data, index, prioritise)
@@ -238,6 +239,7 @@ class ReplayBuffer:
         given, data = data, self._inverted(data)
         if data is None and given is not None:
             return self._nothing()
+        self._check_new(data, self.storage.columns if len(self.storage) else _num_elements(data, self.storage.ndim - 1))
         index = self.writer.add(self.storage, data, self.dim_extend)
         self._notify_limiter()
         where = self._indices(data, index)
@@ -252,6 +254,9 @@ class ReplayBuffer:
         """Whether the sampler, of a class of the user's, wants to learn where elements are written."""
         kind = type(self.sampler)
         return kind.extend is not Sampler.extend or kind.add is not Sampler.add
+
+    def _check_new(self, data: Any, each: int, prioritise: bool = True) -> None:
+        """Test what ``each`` elements bring along, before any is stored."""
 
     def _nothing(self) -> torch.Tensor:
         """The index of no elements: a transform has left nothing to be stored."""
@@ -787,3 +792,11 @@ class ReplayBuffer:
 
 def _without_info(batch: Any, info: Mapping[str, Any]) -> Any:
     return batch.exclude(*info) if isinstance(batch, TensorDictBase) else batch
+
+
+def _num_elements(data: Any, ndim: int) -> int:
+    """Elements of a batch, or of a list of batches, of a storage of ``ndim`` dimensions; 0: of anything else."""
+    batches = data if isinstance(data, list) else [data]
+    if not all(isinstance(batch, TensorDictBase) for batch in batches):
+        return 0
+    return sum(batch.batch_size[:ndim].numel() for batch in batches)

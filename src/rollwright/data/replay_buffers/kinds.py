@@ -94,15 +94,27 @@ class TensorDictReplayBuffer(ReplayBuffer):
             self._prioritise(data, index)
         return super()._indices(data, index)
 
-    def _prioritise(self, data: Any, index: np.ndarray[Any, Any]) -> None:
+    def _check_new(self, data: Any, each: int, prioritise: bool = True) -> None:
+        sampler = self.sampler
+        if not prioritise or not each or not isinstance(sampler, PrioritizedSampler):
+            return
+        first = self._first_priorities(data, 0)
+        if first is not None and first.numel() and not first.numel() % each:
+            sampler.check_priorities(first.reshape(each, -1), each)
+
+    def _first_priorities(self, data: Any, dim: int) -> torch.Tensor | None:
+        """The priorities that data bring along, flat, in the order of elements that lie along ``dim``."""
         given = [piece.get(self.priority_key, None) for piece in (data if isinstance(data, list) else [data])]
         if any(priority is None for priority in given):
-            return
+            return None
+        return torch.cat([p.movedim(dim, 0).reshape(-1) if dim else p.reshape(-1) for p in given])
+
+    def _prioritise(self, data: Any, index: np.ndarray[Any, Any]) -> None:
         dim = self.dim_extend if index.size > self.storage.columns else 0  # one row has one order
-        flat = torch.cat([p.movedim(dim, 0).reshape(-1) if dim else p.reshape(-1) for p in given])
+        flat = self._first_priorities(data, dim)
         stored = index >= 0
-        if stored.size and flat.numel() and not flat.numel() % stored.size:  # of several, the sampler makes one
-            each = flat.reshape(stored.size, -1)
+        if flat is not None and stored.size and flat.numel() and not flat.numel() % stored.size:
+            each = flat.reshape(stored.size, -1)  # of several, the sampler makes one
             self.update_priority(self.storage.public(index[stored]), each[torch.from_numpy(stored)])
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:

@@ -319,3 +319,15 @@ def test_a_priority_that_overflows_is_drawn():
     index = buffer.extend(TensorDict({"x": torch.arange(10)}, [10]))
     buffer.update_priority(index[3], 1e200)
     assert buffer.sample()["index"].unique().tolist() == [3]
+
+
+@pytest.mark.parametrize("call", ["extend", "add"])
+def test_a_first_priority_that_is_wrong_is_refused_before_anything_is_stored(call):
+    buffer = TensorDictPrioritizedReplayBuffer(storage=LazyTensorStorage(20), alpha=1.0, beta=1.0, batch_size=4)
+    data = TensorDict({"x": torch.arange(2), "td_error": torch.tensor([1.0, float("nan")])}, [2])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="priority"):
+            buffer.extend(data) if call == "extend" else buffer.add(data[1])
+    assert (len(buffer), buffer.write_count) == (0, 0)
+    buffer.extend(data, update_priority=False)
+    assert len(buffer) == 2

@@ -298,6 +298,14 @@ class PrioritizedSampler(Sampler):
         """What elements with these priorities weigh in a draw."""
         return self._mass(priority)
 
+    def check_priorities(self, priority: Any, number: int) -> None:
+        """Test priorities of so many elements, which :meth:`update_priority` would take.
+
+        Raises:
+            ValueError: they are of another number, below 0, or not finite.
+        """
+        self._one_each(priority, number)
+
     def _one_each(self, priority: Any, n: int) -> Floats:
         """Priorities as float64 ``[n]``."""
         value = np.asarray(priority.numpy(force=True) if isinstance(priority, torch.Tensor) else priority, np.float64)
