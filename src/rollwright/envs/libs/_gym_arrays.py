@@ -94,7 +94,12 @@ class GymArrays(ArrayEnv):
         """See :meth:`ArrayEnv.in_turn`: where all are single environments, without objects."""
         if self.batch or objects_of(self.entries) or any(type(part) is not GymArrays for part in parts):
             return None
-        return GymRows([part._env for part in parts if isinstance(part, GymArrays)], self.entries, name_error)
+        return GymRows([part.wrapper for part in parts if isinstance(part, GymArrays)], self.entries, name_error)
+
+    @property
+    def wrapper(self) -> GymWrapper:
+        """The environment that this is the form of."""
+        return self._env
 
 
 class GymRows:
