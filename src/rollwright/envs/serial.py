@@ -155,8 +155,10 @@ class SerialEnv(BatchedEnv):
 
     def _stepped_on_arrays(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """The step where all environments have an array form: without a TensorDict for each of them."""
+        if self._recreates:
+            return None
         if self._steps_on_arrays is None:
-            self._steps_on_arrays = SerialSteps(self, None if self._recreates else self._array_form)
+            self._steps_on_arrays = SerialSteps(self)
         return self._steps_on_arrays(tensordict)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -22,7 +22,6 @@ from rollwright.envs.arrays import (
     array_form,
     check_flags,
     check_open,
-    objects_of,
     refuse_overrides,
 )
 from rollwright.envs.each import own_kwargs, renamed
@@ -41,6 +40,9 @@ class TurnArrays(ArrayEnv):
         parts: the environments.
         name: of the batch, for errors.
 
+    Attributes:
+        outcome: what a step returns, flags included.
+
     Raises:
         NotNative: they differ.
     """
@@ -57,7 +59,7 @@ class TurnArrays(ArrayEnv):
         self._in_turn = first.in_turn(self._parts, self._named_error)
         self._last: Values = {}  # outcomes of the step before
         flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
-        self._outcome = {**self.entries, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
+        self.outcome = {**self.entries, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
 
     def _widened(self, entries: dict[NestedKey, Entry]) -> dict[NestedKey, Entry]:
         workers = self.batch[0]
@@ -76,7 +78,7 @@ class TurnArrays(ArrayEnv):
             if stepped is not None:
                 self._last = dict(stepped)
                 return stepped
-        out = _blank(self._outcome)
+        out = _blank(self.outcome)
         for i, part in enumerate(self._parts):
             mine = {key: root[key][i, ...] for key in reads}  # with the dots, a single number is an array too
             if marks is not None and last:
@@ -151,17 +153,17 @@ class SerialSteps:
 
     Args:
         env: the environment.
-        make: its array form; None: there is none.
     """
 
-    def __init__(self, env: SerialEnv, make: Callable[[], ArrayEnv] | None) -> None:
-        self._env, self._make = env, make
-        self._arrays: ArrayEnv | None = None
+    def __init__(self, env: SerialEnv) -> None:
+        self._env = env
+        self._arrays: TurnArrays | None = None
+        self._may_be_native = True
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Step all environments; None: it cannot be done so, and nothing was stepped."""
         env = self._env
-        if self._make is None or type(tensordict) is not TensorDict or tensordict.get("next", None) is not None:
+        if not self._may_be_native or type(tensordict) is not TensorDict or tensordict.get("next", None) is not None:
             return None
         arrays = self._form()
         if arrays is None:
@@ -175,33 +177,33 @@ class SerialSteps:
             root[key] = array[..., 0] if entry is not None and entry.column else array
         nested: dict[str, Any] = {}
         out = arrays.step(root, {})
-        for key, (shape, dtype, _) in self._outcome.items():
+        for key, (shape, dtype, _) in arrays.outcome.items():
             place(nested, key, torch.from_numpy(np.asarray(out[key], dtype).reshape(shape)))
         return unchecked_td(nested, env.batch_size, device=env.device)
 
-    def _form(self) -> ArrayEnv | None:
+    def _form(self) -> TurnArrays | None:
         """The array form as it is now."""
-        if self._arrays is not None:
-            try:
+        try:
+            if self._arrays is not None:
                 self._arrays.check()
                 return self._arrays
-            except NotNative:
-                self._arrays = None
+        except NotNative:
+            self._arrays = None
         try:
-            if self._make is None or (self._env.device is not None and self._env.device.type != "cpu"):
-                raise NotNative("its data is not on the CPU")
-            if self._env.ndim != 1:
-                raise NotNative("a batch in it has a memory of its own of what was stepped")
-            self._arrays = arrays = self._make()
-            if objects_of(arrays.entries):
-                raise NotNative("entries hold objects")
+            self._arrays = self._made()
         except NotNative:  # and the same at each step, until its environments are others
-            self._make = self._arrays = None
-            return None
-        flag = Entry((*arrays.batch, 1), np.dtype(np.bool_), True)
-        flags = dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)
-        self._outcome = {**arrays.entries, **arrays.rewards, **flags}
-        return arrays
+            self._may_be_native = False
+        return self._arrays
+
+    def _made(self) -> TurnArrays:
+        if self._env.device is not None and self._env.device.type != "cpu":
+            raise NotNative("its data is not on the CPU")
+        if self._env.ndim != 1:
+            raise NotNative("a batch in it has a memory of its own of what was stepped")
+        made = array_form(self._env)
+        if not isinstance(made, TurnArrays):
+            raise NotNative("its array form is another one")
+        return made
 
 
 def _marked(rows: Rows) -> list[int]:
