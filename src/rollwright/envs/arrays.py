@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.specs import Composite, NonTensor, TensorSpec
@@ -40,6 +41,7 @@ __all__ = [
     "NameRow",
     "Rows",
     "RowsStep",
+    "UnfitOutcome",
     "Values",
     "array_form",
     "check_flags",
@@ -49,6 +51,7 @@ __all__ = [
     "named_error",
     "objects_of",
     "refuse_overrides",
+    "works_on_tensordicts",
 ]
 
 Rows = NDArray[np.bool_]
@@ -123,6 +126,20 @@ class ArrayTransform(NamedTuple):
 ARRAY_FORMS: dict[type, Callable[[Any, ArrayEnv], ArrayTransform]] = {}
 
 
+class UnfitOutcome(NotNative):
+    """A step or a reset was taken, and what came of it has other entries than the array form; the message says why.
+
+    Whoever steps the environment goes on from it on TensorDicts: nothing is to be stepped or reset again.
+
+    Attributes:
+        outcome: what :meth:`EnvBase.step_outcome` or :meth:`EnvBase.reset_outcome` would have returned.
+    """
+
+    def __init__(self, reason: str, outcome: TensorDictBase) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+
+
 class ArrayEnv(ABC):
     """An environment, or a batch of them, on arrays.
 
@@ -134,10 +151,13 @@ class ArrayEnv(ABC):
         resets_ahead: whoever sets it promises to reset, right after each step and without arguments, at least those
             that ended. Environments elsewhere may then be reset before that is asked for.
         keeps_resets: whether rows that a reset does not mark hold what their own last reset returned.
+        on_tensordicts: names of transforms that are called on TensorDicts. They see all of the root, trajectory ids
+            included, and a step or a reset may raise :class:`UnfitOutcome`.
     """
 
     resets_ahead: bool = False
     keeps_resets: bool = False
+    on_tensordicts: Sequence[str] = ()
     batch: tuple[int, ...]
     entries: dict[NestedKey, Entry]
     rewards: dict[NestedKey, Entry]
@@ -170,6 +190,10 @@ class ArrayEnv(ABC):
         Returns:
             :attr:`entries`; what they hold in rows that are not marked means nothing, but for :attr:`keeps_resets`.
         """
+
+    def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
+        """The same for transforms that read what goes on: ``root``, from which the next step would be taken."""
+        return self.reset(rows, **kwargs)
 
     def stepper(self) -> Callable[[Values], Values]:
         """A function that steps once more from a root, for a transform in :meth:`Transform.on_arrays`.
@@ -218,18 +242,21 @@ class ArrayEnv(ABC):
         raise NotNative("its environments are stepped in this process")
 
 
-def array_form(env: EnvBase, *, objects: bool = False) -> ArrayEnv:
+def array_form(env: EnvBase, *, objects: bool = False, tensordicts: bool = False) -> ArrayEnv:
     """The array form of an environment, which shares its state.
 
     Args:
         env: the environment.
         objects: whether entries may hold objects (text, graphs); their values are ``NonTensorData``.
+        tensordicts: whether some of its transforms may be called on TensorDicts, see :attr:`ArrayEnv.on_tensordicts`.
 
     Raises:
         NotNative: it has none.
     """
     form = env._array_form()
     _check_specs(env, form)
+    if form.on_tensordicts and not tensordicts:
+        raise NotNative(works_on_tensordicts(form.on_tensordicts))
     if not objects and (held := objects_of(form.entries)):
         raise NotNative(f"entry {held[0]!r} holds objects")
     return form
@@ -252,6 +279,12 @@ def _check_specs(env: EnvBase, form: ArrayEnv) -> None:
                     f"its array form has {key!r} as {entry.dtype} {list(entry.shape)}, its spec as {dtype} "
                     f"{list(shape)}"
                 )
+
+
+def works_on_tensordicts(names: Sequence[str]) -> str:
+    """Why transforms of these names hold a run back, and what would mend it."""
+    does = "works" if len(names) == 1 else "work"
+    return f"{', '.join(names)} {does} on TensorDicts. Define on_arrays in it, or call register_array_form"
 
 
 def objects_of(entries: Mapping[NestedKey, Entry]) -> list[NestedKey]:

@@ -185,8 +185,11 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             return put_back(self, tensordict, without(tensordict, *self.reset_keys))
         self.note_use()
         fresh = self.reset_outcome(tensordict, **kwargs)
-        if tensordict is None:
-            return fresh
+        return fresh if tensordict is None else self.with_reset(tensordict, fresh)
+
+    def with_reset(self, tensordict: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        """What :meth:`reset` returns for ``tensordict``, where ``fresh`` is what :meth:`reset_outcome` has returned."""
+        masks = reset_masks(self, tensordict)
         merged = merge_reset(self, tensordict, fresh, masks)
         check_alive(self, merged, masks)
         return put_back(self, tensordict, merged)

@@ -99,7 +99,7 @@ class TurnArrays(ArrayEnv):
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
-        out = _blank(self.entries)
+        out, blank = _blank(self.entries), rows is not None
         for i in range(len(self._parts)) if rows is None else _marked(rows):
             part = self._parts[i]
             try:
@@ -108,7 +108,8 @@ class TurnArrays(ArrayEnv):
             except EnvError as error:
                 raise self._named_error(i, error) from error
             for key, memory in out.items():
-                memory[i] = fresh[key]
+                memory[slice(None) if blank else i] = fresh[key]  # the others are not read, and hold nothing by chance
+            blank = False
         return out
 
     def _named_error(self, i: int, error: RollwrightError) -> RollwrightError:

@@ -110,7 +110,7 @@ def roots():
 @pytest.mark.parametrize("name", ENVS)
 def test_a_change_of_entries_needs_no_function(name, both_paths):
     assert how(ENVS[name](roots())) == (
-        "plain: Roots works on TensorDicts. Define on_arrays in it, or call register_array_form"
+        "native: NumPy arrays; Roots works on TensorDicts. Define on_arrays in it, or call register_array_form"
     )
     register_array_form(Roots)
     both_paths(lambda: ENVS[name](roots()), frames=90)

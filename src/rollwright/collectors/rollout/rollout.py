@@ -27,7 +27,8 @@ from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.choice import choose_path, dialogue_parts, goes_by_itself, plain_path
 from rollwright.collectors.rollout.paths.conversations.rows import rows_of
 from rollwright.collectors.rollout.paths.conversations.turns import TurnPath
-from rollwright.collectors.rollout.paths.parts import PathParts
+from rollwright.collectors.rollout.paths.parts import PathParts, Taken
+from rollwright.collectors.rollout.paths.plain import PlainPath
 from rollwright.collectors.rollout.policy import ActingPolicy
 from rollwright.collectors.rollout.policy_errors import check_inputs, entries_of, explained
 from rollwright.collectors.rollout.policy_trial import Trial
@@ -36,6 +37,7 @@ from rollwright.collectors.rollout.stats import EpisodeStats, StageTimer
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory, mark_truncated
 from rollwright.data.layout.rewards import summed_reward
+from rollwright.envs.arrays import UnfitOutcome
 from rollwright.envs.base import EnvBase
 from rollwright.envs.priming import provide_for_policy
 from rollwright.envs.recreation.policy import num_recreations
@@ -521,12 +523,25 @@ class Rollout:
             self._parts.conversations.take_over(*held)
 
     def _hand_over(
-        self, frames: list[TensorDictBase], current: TensorDictBase, keeper: BoundaryKeeper | None, reason: str
+        self,
+        frames: list[TensorDictBase],
+        current: TensorDictBase,
+        keeper: BoundaryKeeper | None,
+        against: Mapping[str, str],
+        taken: Taken | None,
     ) -> None:
         """Take the plain path in the middle of a batch."""
-        path = plain_path(self._parts, {"policy": reason})
-        path.take_over(frames, current, keeper)
+        path = plain_path(self._parts, dict(against))
+        path.take_over(frames, current, keeper, taken)
         self._use(path)
+
+    def _go_plain_at_reset(self, found: UnfitOutcome) -> PlainPath:
+        """Take the plain path after a reset that has returned what arrays do not hold."""
+        current = self._path.current
+        path = plain_path(self._parts, {"env": str(found)})
+        self._use(path)
+        path.current = current
+        return path
 
     def _check_path(self) -> None:
         try:
@@ -542,7 +557,10 @@ class Rollout:
             self.env.reopen()
         self._check_path()
         with torch.no_grad():
-            self._path.reset(**kwargs)
+            try:
+                self._path.reset(**kwargs)
+            except UnfitOutcome as found:
+                self._go_plain_at_reset(found).take_reset(None, found.outcome)
         self._env_uses = None
         self._reset_envs[:] = True
         if self._unused_ids is None:  # ids of trajectories that never took a step are used again
@@ -574,7 +592,10 @@ class Rollout:
             ) from error
         self._check_path()
         with torch.no_grad():
-            self._path.reset_some(marked, **kwargs)
+            try:
+                self._path.reset_some(marked, **kwargs)
+            except UnfitOutcome as found:
+                self._go_plain_at_reset(found).take_reset(marked, found.outcome)
         self._env_uses = None
         if self.num_rows == marked.numel():  # else frames come in the order in which they end
             self._reset_envs |= marked.flatten().numpy()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
+import torch
+from tensordict import TensorDictBase
+
 from rollwright._keys import NestedKey, unravel
+from rollwright.envs._checks import complete_reset, complete_step
 from rollwright.envs.arrays import (
     ARRAY_FORMS,
     ArrayEnv,
     ArrayTransform,
     Rows,
+    UnfitOutcome,
     Values,
     array_form,
     check_flags,
@@ -22,7 +28,10 @@ from rollwright.envs.arrays import (
 )
 from rollwright.envs.transforms.base import EntryTransform, Transform
 from rollwright.envs.transforms.compose import Compose
+from rollwright.envs.transforms.foreign import ForeignTransform
 from rollwright.envs.transforms.frames import CatFrames
+from rollwright.envs.transforms.on_arrays.chain import ArrayChain, ChainDeviation
+from rollwright.envs.transforms.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
 from rollwright.envs.wrapper import WrapperArrays
 from rollwright.errors import NotNative, RollwrightError
 
@@ -69,10 +78,10 @@ def _chain(transform: Transform) -> list[Transform]:
 
 
 class TransformedArrays(WrapperArrays):
-    """The array form of a :class:`TransformedEnv`.
+    """The array form of a :class:`TransformedEnv`; transforms without a form of their own are called on TensorDicts.
 
     Raises:
-        NotNative: a transform works on TensorDicts, or the environment has no array form.
+        NotNative: the environment has no array form, or a transform does more than change what steps and resets return.
     """
 
     def __init__(self, env: TransformedEnv, known: type[TransformedEnv], base: ArrayEnv | None = None) -> None:
@@ -81,42 +90,30 @@ class TransformedArrays(WrapperArrays):
         if not env.cache_specs:
             raise NotNative("cache_specs=False")
         self._env, self._known = env, known
-        base = array_form(env.base_env, objects=True) if base is None else base
-        held = objects_of(base.entries)
+        base = array_form(env.base_env, objects=True, tensordicts=True) if base is None else base
         super().__init__(base)
-        self.entries, self.rewards, self.reads = dict(base.entries), dict(base.rewards), list(base.reads)
-        self._parts: list[ArrayTransform] = []
-        self._steps: list[Callable[[Values, Values], None]] = []
-        self._inverses: list[Callable[[Values], None]] = []
+        roots = RootTensorDicts(env.batch_size, env.device, {*env.reward_keys, *env.ends_with_step})
+        self._chain = ArrayChain(base, roots, may_contradict=env.sets_own_flags)
+        self.entries, self.rewards, self.reads = self._chain.entries, self._chain.rewards, self._chain.reads
         self._preset: Values = {}
         self._transforms = _chain(env.transform)
+        held = objects_of(base.entries)
         for transform in self._transforms:
-            part = self._part(transform, held)  # with the entries of those before
-            self._parts.append(part)
-            self._steps.append(part.step)
-            for key in part.drops:
-                self.entries.pop(key, None)
-                self.rewards.pop(key, None)
-            self.entries.update(part.entries)
-            self.rewards.update(part.rewards)
-            self.reads = [key for key in self.reads if key not in part.made]
-            self.reads += [key for key in part.reads if key not in self.reads]
-        self._inverses = [part.inverse for part in reversed(self._parts) if part.inverse is not None]
+            self._chain.add(self._part(transform, held))  # with the entries of those before
+        self._inverses = self._chain.inverses
+        self.on_tensordicts = [*base.on_tensordicts, *self._chain.on_tensordicts]
         announced = [{unravel(key) for key in keys} for keys in (env.observation_keys, env.reward_keys)]
         if [self.entries.keys(), self.rewards.keys()] != announced:
             raise NotNative("its specs are not those of its transforms")
 
-    def _part(self, transform: Transform, objects: list[NestedKey]) -> ArrayTransform:
+    def _part(self, transform: Transform, objects: list[NestedKey]) -> ArrayTransform | OnTensorDicts:
         kind = type(transform)
-        make = kind.on_arrays if "on_arrays" in vars(kind) else ARRAY_FORMS.get(kind)
-        if make is None:
-            raise NotNative(
-                f"{kind.__name__} works on TensorDicts. Define on_arrays in it, or call register_array_form"
-            )
-        if changed := sorted(OVERRIDABLE & vars(transform).keys()):
-            raise NotNative(f"{kind.__name__} works on TensorDicts: this one has a {changed[0]} of its own")
         if objects and not _leaves(transform, objects):
             raise NotNative(f"entry {objects[0]!r} holds objects, and {kind.__name__} may change it")
+        make = kind.on_arrays if "on_arrays" in vars(kind) else ARRAY_FORMS.get(kind)
+        is_unknown = isinstance(transform, ForeignTransform) and not transform.is_known
+        if make is None or is_unknown or OVERRIDABLE & vars(transform).keys():
+            return transform.on_tensordicts(self, self._chain.roots)
         return make(transform, self)
 
     def check(self) -> None:
@@ -130,7 +127,14 @@ class TransformedArrays(WrapperArrays):
         if self._env.is_closed:
             check_open(self._env, "step")
         root = self._given(root)
-        return self._transformed(root, preset, self._base.step(root, preset))
+        try:
+            out = self._base.step(root, preset)
+        except UnfitOutcome as found:
+            for key, value in preset.items():
+                if found.outcome.get(key, None) is None:
+                    found.outcome.set(key, torch.from_numpy(value))
+            raise self._finished(root, 0, found.outcome, str(found)) from found
+        return self._transformed(root, preset, out)
 
     def _given(self, root: Values) -> Values:
         """What the base environment is given, and transforms see as the root."""
@@ -146,9 +150,20 @@ class TransformedArrays(WrapperArrays):
             raise named_error(self._env, "step", error) from error
         return given
 
+    @contextmanager
+    def _named_errors(self, call: str) -> Iterator[None]:
+        try:
+            yield
+        except RollwrightError:
+            raise
+        except Exception as error:
+            raise named_error(self._env, call, error) from error
+
     def stepper(self) -> Callable[[Values], Values]:
         """See :meth:`ArrayEnv.stepper`."""
-        before, base = list(self._steps), self._base
+        if self._chain.on_tensordicts or self._base.on_tensordicts:
+            raise NotNative(f"{self._chain.on_tensordicts[0]} works on TensorDicts before it")
+        before, base = self._chain.steps, self._base
 
         def step(root: Values) -> Values:
             out = base.step(root, self._preset)
@@ -167,18 +182,29 @@ class TransformedArrays(WrapperArrays):
 
     @resets_ahead.setter
     def resets_ahead(self, value: bool) -> None:
-        self._base.resets_ahead = value and not any(part.reads_env for part in self._parts)
+        self._base.resets_ahead = value and not self._chain.reads_env
 
     def _transformed(self, root: Values, preset: Values, out: Values) -> Values:
         self._preset = preset
         for key, value in preset.items():
             out.setdefault(key, value)
         try:
-            for step in self._steps:
-                step(root, out)
-        except KeyError as error:
+            self._chain.step(root, out)
+        except ChainDeviation as found:
+            raise self._finished(root, found.place, found.deviation.changed, str(found)) from None
+        except RollwrightError:
+            raise
+        except Exception as error:
             raise named_error(self._env, "step", error) from error
         return out
+
+    def _finished(self, root: Values, place: int, outcome: TensorDictBase, reason: str) -> UnfitOutcome:
+        """A step that was taken on arrays as far as the transform at ``place``, finished on TensorDicts."""
+        given = self._chain.roots.of_step(root)
+        with self._named_errors("step"):
+            for transform in self._transforms[place:]:
+                outcome = transform.transform_step(given, outcome)
+        return UnfitOutcome(reason, complete_step(self._env, given, outcome))
 
     def groups(self, number: int) -> list[ArrayEnv]:
         """See :meth:`ArrayEnv.groups`."""
@@ -198,19 +224,36 @@ class TransformedArrays(WrapperArrays):
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
+        return self._reset(rows, None, kwargs)
+
+    def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
+        """See :meth:`ArrayEnv.reset_from`."""
+        return self._reset(rows, root, kwargs)
+
+    def _reset(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> Values:
         check_open(self._env, "reset")
-        fresh = self._base.reset(rows, **kwargs)
+        base = self._base
         try:
-            for part in self._parts:
-                if part.restart is None:
-                    part.reset(fresh)
-                else:
-                    part.restart(fresh, rows)
-        except RollwrightError:
-            raise
-        except Exception as error:
-            raise named_error(self._env, "reset", error) from error
+            fresh = base.reset(rows, **kwargs) if root is None else base.reset_from(root, rows, **kwargs)
+        except UnfitOutcome as found:
+            raise self._finished_reset(rows, root, 0, found.outcome, str(found)) from found
+        with self._named_errors("reset"):
+            try:
+                self._chain.reset(fresh, rows, root)
+            except ChainDeviation as found:
+                raise self._finished_reset(rows, root, found.place, found.deviation.changed, str(found)) from None
         return fresh
+
+    def _finished_reset(
+        self, rows: Rows | None, root: Values | None, place: int, fresh: TensorDictBase, reason: str
+    ) -> UnfitOutcome:
+        """A reset that was made on arrays as far as the transform at ``place``, finished on TensorDicts."""
+        marked = None if root is None else self._chain.roots.of_reset(root, rows)
+        given = fresh.empty() if marked is None else marked
+        with self._named_errors("reset"):
+            for transform in self._transforms[place:]:
+                fresh = transform.transform_reset(given, fresh)
+        return UnfitOutcome(reason, complete_reset(self._env, marked, fresh))
 
 
 # Array forms of the user's own --------------------------------------------------------------------

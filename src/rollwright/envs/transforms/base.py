@@ -17,7 +17,8 @@ from rollwright.data.layout import DoneGroup, deciding_groups, done_groups
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs._partial_reset import mask_like
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Values
-from rollwright.envs.transforms._on_arrays import by_entries, on_array
+from rollwright.envs.transforms.on_arrays.entry_by_entry import by_entries, on_array
+from rollwright.envs.transforms.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
 from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
@@ -170,6 +171,31 @@ class Transform(nn.Module):
         """
         raise NotNative(f"{type(self).__name__} works on TensorDicts")
 
+    def on_tensordicts(self, env: ArrayEnv, roots: RootTensorDicts) -> OnTensorDicts:
+        """The transform as it is, called on TensorDicts where an environment is stepped on arrays.
+
+        Args:
+            env: the environment that it follows, with the transforms before it.
+            roots: makes what it reads of the root.
+
+        Raises:
+            NotNative: it changes what a reset is given, or what a step is given beside actions.
+        """
+        name, parent = type(self).__name__, self.parent
+        own = vars(self).keys()
+        if parent is None:
+            raise NotNative(f"{name} is on no environment")
+        of_resets = ("_reset_env_preprocess", "transform_reset_input")
+        if own & set(of_resets) or any(_overrides(self, method) for method in of_resets):
+            raise NotNative(f"{name} changes what a reset is given")
+        if own & {"_inv_call", "_inv_apply_transform", "inv"}:
+            raise NotNative(f"{name} changes what a step is given, by a method of this object alone")
+        spec = self.transform_output_spec(parent.output_spec.clone())
+        of_steps = ("_step", "transform_step")
+        reads_root = bool(own & set(of_steps)) or any(_overrides(self, method) for method in of_steps)
+        inverse = self.with_inverse(env, _UNCHANGED) if self.inverts else None
+        return OnTensorDicts(self, name, env, spec, roots, reads_root=reads_root, inverse=inverse)
+
     def entries_on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """The array form of a transform that changes each of ``in_keys`` by ``_apply_transform``, and nothing else.
 
@@ -187,7 +213,7 @@ class Transform(nn.Module):
             self.transform_reward_spec(parent.full_reward_spec.clone()),
         )
         form = by_entries(type(self).__name__, env, self._pairs(), self._apply_transform, specs)
-        return self._with_inverse(env, form)
+        return self.with_inverse(env, form)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """The spec of all observations after this transform."""
@@ -307,7 +333,7 @@ class Transform(nn.Module):
         if parent is None or tuple(parent.batch_size) != env.batch:
             raise NotNative(f"{type(self).__name__} keeps the rows of all environments together")
 
-    def _with_inverse(self, env: ArrayEnv, form: ArrayTransform) -> ArrayTransform:
+    def with_inverse(self, env: ArrayEnv, form: ArrayTransform) -> ArrayTransform:
         """``form``, for ``on_arrays``, with what :meth:`_inv_apply_transform` does to actions.
 
         Raises:
@@ -481,7 +507,7 @@ class EntryTransform(Transform):
             for key, out_key, function in of_observations:
                 fresh[out_key] = function(fresh[key])
 
-        return self._with_inverse(env, ArrayTransform(entries, [], step, reset, rewards))
+        return self.with_inverse(env, ArrayTransform(entries, [], step, reset, rewards))
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Observations after the change."""
@@ -498,6 +524,13 @@ class EntryTransform(Transform):
     def transform_state_spec(self, state_spec: Composite) -> Composite:
         """States as the policy sees them."""
         return map_spec(state_spec, self._pairs_inv(), self._change_spec_inv, move=True)
+
+
+def _nothing(*_: Any) -> None:
+    """No change."""
+
+
+_UNCHANGED = ArrayTransform({}, [], _nothing, _nothing)
 
 
 def _overrides(transform: Transform, method: str) -> bool:

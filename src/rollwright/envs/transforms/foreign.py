@@ -13,10 +13,11 @@ from rollwright._foreign import class_path, is_torchrl_transform, kind_in, overr
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.data.specs.torchrl import from_torchrl, to_torchrl
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform
-from rollwright.envs.libs.torchrl_arrays.transforms import array_transform
+from rollwright.envs.libs.torchrl_arrays.transforms import array_transform, check_outputs_only, is_known, reads_root
 from rollwright.envs.libs.torchrl_envs import holder_of
 from rollwright.envs.transforms.base import Transform
-from rollwright.errors import EnvError
+from rollwright.envs.transforms.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
+from rollwright.errors import EnvError, NotNative
 
 __all__ = ["ForeignTransform", "parts_of"]
 
@@ -122,6 +123,11 @@ class ForeignTransform(Transform):
         """Close TorchRL's transform."""
         self._inner.close()
 
+    @property
+    def is_known(self) -> bool:
+        """Whether TorchRL's transform has an array form."""
+        return is_known(self._inner)
+
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """The array form that TorchRL's transform has in TorchRL's environments, where it has one.
 
@@ -129,6 +135,19 @@ class ForeignTransform(Transform):
             NotNative: it has none.
         """
         return array_transform(self._placed(), env)
+
+    def on_tensordicts(self, env: ArrayEnv, roots: RootTensorDicts) -> OnTensorDicts:
+        """See :meth:`Transform.on_tensordicts`; for a transform of TorchRL without an array form.
+
+        Raises:
+            NotNative: it changes what a reset or a step is given.
+        """
+        inner, parent = self._placed(), self.parent
+        name = check_outputs_only(inner)
+        if parent is None:
+            raise NotNative(f"{name} is on no environment")
+        spec = self.transform_output_spec(parent.output_spec.clone())
+        return OnTensorDicts(self, name, env, spec, roots, reads_root=reads_root(inner))
 
     # Specs ------------------------------------------------------------------------------------
 

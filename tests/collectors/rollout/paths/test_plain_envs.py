@@ -12,13 +12,16 @@ from rollwright.modules import GRUModule
 
 
 class Halved(Transform):
-    """A transform that has no array form."""
+    """A transform that leaves the environment on TensorDicts: it may change what a reset is given."""
 
     def _apply_transform(self, obs):
         return obs / 2
 
     def _reset(self, tensordict, tensordict_reset):
         return self._call(tensordict_reset)
+
+    def _reset_env_preprocess(self, tensordict):
+        return tensordict
 
 
 def env_of(num_envs=1, name="CartPole-v1"):
@@ -71,7 +74,7 @@ def test_the_policy_runs_on_tensors_with_the_bits_of_the_plain_path(kind, num_en
     name, policy = POLICIES[kind]()
     ours, path = batches(name, policy, num_envs)
     plain, of_plain = batches(name, policy, num_envs, use_buffers=False)
-    assert path["env"].startswith("plain: Halved works on TensorDicts")
+    assert path["env"].startswith("plain: Halved changes what a reset is given")
     assert path["policy"].startswith("native: ")
     assert of_plain["policy"].startswith("plain")
     for one, other in zip(ours, plain, strict=True):

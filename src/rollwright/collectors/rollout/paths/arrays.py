@@ -16,12 +16,13 @@ from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import CastActor, as_array
 from rollwright.collectors.rollout.paths.layout import BatchLayout, Form, below_next, difference, lay_out, unfit
 from rollwright.collectors.rollout.paths.outputs import entries_or_rows, write_outputs
-from rollwright.collectors.rollout.paths.parts import PathParts
+from rollwright.collectors.rollout.paths.parts import PathParts, Taken
 from rollwright.collectors.rollout.paths.recording import BatchMemory
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.collectors.rollout.policy_trial import action_forms
 from rollwright.data.compact import BoundaryKeeper
-from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values, objects_of
+from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, UnfitOutcome, Values, objects_of
+from rollwright.envs.transforms.on_arrays.tensordicts import as_tensordict
 from rollwright.errors import EnvError, NotNative, PolicyError
 
 __all__ = ["ArrayPath", "reset_rows"]
@@ -80,6 +81,7 @@ class ArrayPath(Path):
         off: Any = np.zeros(self._batch, np.bool_) if self._batch else False
         self._no_flags: Values = dict.fromkeys(FLAGS, off)
         self._root: Values | None = None
+        self._acted = -1  # the version that has acted last; -1: none has
         self._ids: NDArray[Any] = np.full(self._batch, -1)
         self._block: BatchMemory | None = None
         self._layouts: dict[Actor, BatchLayout] = {}
@@ -141,7 +143,18 @@ class ArrayPath(Path):
         """See :meth:`Path.reset_some`."""
         if bool(marked.any()):
             root = cast(Values, self._root)
-            self._root = reset_rows(self._arrays, root, self._no_flags, marked.numpy(), **kwargs)
+            self._root = reset_rows(self._arrays, root, self._no_flags, marked.numpy(), self._seen(root), **kwargs)
+
+    def _seen(self, root: Values) -> Values:
+        """The root for transforms that see all of it."""
+        if not self._arrays.on_tensordicts:
+            return root
+        seen = dict(root)
+        if self._tracks_ids:
+            seen[IDS] = self._ids.copy()
+        if self._tracks_version and self._acted >= 0:
+            seen[VERSION] = np.full(self._batch, self._acted)
+        return seen
 
     def set_ids(self, ids: torch.Tensor) -> None:
         """See :meth:`Path.set_ids`."""
@@ -219,13 +232,14 @@ class ArrayPath(Path):
             outputs, self._ahead = self._ahead, None
         if t == 0:
             if self._acting.varies and (against := unfit(outputs, self._roots)):
-                self._hand_over(0, outputs, against)
+                self._hand_over(0, outputs, {"policy": against})
                 return
             self._open(outputs)
         elif self._acting.varies and (other := difference(outputs, self._acts)):
-            self._hand_over(t, outputs, other)
+            self._hand_over(t, outputs, {"policy": other})
             return
         root.update(outputs)
+        self._last_outputs = outputs
 
     def _called(self, actor: Actor, root: Values, ids: NDArray[Any]) -> Values:
         try:
@@ -240,16 +254,27 @@ class ArrayPath(Path):
         """See :meth:`Path.step`."""
         root = cast(Values, self._root)
         preset = {key: root[full] for full, key in self._presets} if self._presets else _NOTHING
-        self._out = out = self._arrays.step(root, preset)
+        try:
+            self._out = out = self._arrays.step(self._seen(root), preset)
+        except UnfitOutcome as found:
+            self._hand_over(t, self._last_outputs, {"env": str(found)}, Taken(found.outcome))
+            return
         for key, value in preset.items():
             out.setdefault(key, value)
         self._following = self._continued = continued = {**root, **out}
         ended = out["done"]
-        if self._batch:
-            if np.count_nonzero(ended):  # far cheaper than any()
-                self._following = reset_rows(self._arrays, continued, self._no_flags, ended)
-        elif ended:
-            self._following = {**continued, **self._arrays.reset(None), **self._no_flags}
+        try:
+            if self._batch:
+                if np.count_nonzero(ended):  # far cheaper than any()
+                    self._following = reset_rows(self._arrays, continued, self._no_flags, ended, self._seen(continued))
+            elif ended:
+                fresh = self._arrays.reset_from(self._seen(continued), None)
+                self._following = {**continued, **fresh, **self._no_flags}
+        except UnfitOutcome as found:
+            forms = {**self._roots, **self._arrays.rewards}
+            outcome = as_tensordict(out, forms, torch.Size(self._batch), self._current_device)
+            marked = torch.from_numpy(np.array(ended))
+            self._hand_over(t, self._last_outputs, {"env": str(found)}, Taken(outcome, marked, found.outcome))
 
     def record(self, t: int) -> None:
         """See :meth:`Path.record`."""
@@ -288,8 +313,15 @@ class ArrayPath(Path):
             rows[key] = torch.from_numpy(value[where])
         keeper.keep_rows(t, torch.from_numpy(where + first), rows)
 
-    def _hand_over(self, t: int, outputs: Values, reason: str) -> None:
-        """Leave the batch at step ``t``, for which the policy has acted, to the plain path."""
+    def _hand_over(self, t: int, outputs: Values, against: Mapping[str, str], taken: Taken | None = None) -> None:
+        """Leave the batch at step ``t``, for which the policy has acted, to the plain path.
+
+        Args:
+            t: the step.
+            outputs: of the policy.
+            against: why the environment or the policy cannot run on arrays.
+            taken: the step, where the environment has taken it.
+        """
         self._check_action(self._written(outputs))
         frames = []
         if t:
@@ -300,7 +332,7 @@ class ArrayPath(Path):
         current = write_outputs(current, self._written(outputs), {}, fresh=True)
         if self._tracks_version:
             current.set(VERSION, torch.full(self._batch, self._acted))
-        self._leave(frames, current, self._keeper, reason)
+        self._leave(frames, current, self._keeper, against, taken)
 
     def _written(self, outputs: Values) -> TensorDictBase:
         written: TensorDictBase = TensorDict({}, batch_size=self._batch)
@@ -432,9 +464,11 @@ def _without(entries: Mapping[NestedKey, Entry], keys: list[NestedKey]) -> dict[
     return {key: entry for key, entry in entries.items() if key not in keys}
 
 
-def reset_rows(arrays: ArrayEnv, root: Values, no_flags: Values, rows: Rows, **kwargs: Any) -> Values:
-    """``root`` with the first values of new trajectories where ``rows`` marks."""
-    fresh = arrays.reset(rows, **kwargs)
+def reset_rows(
+    arrays: ArrayEnv, root: Values, no_flags: Values, rows: Rows, seen: Values | None = None, **kwargs: Any
+) -> Values:
+    """``root`` with the first values of new trajectories where ``rows`` marks; ``seen`` of :meth:`ArrayPath._seen`."""
+    fresh = arrays.reset_from(root if seen is None else seen, rows, **kwargs)
     if np.count_nonzero(rows) == rows.size:
         return {**root, **fresh, **no_flags}
     merged = {**root, **no_flags}

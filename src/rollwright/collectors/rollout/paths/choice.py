@@ -26,7 +26,7 @@ from rollwright.collectors.rollout.paths.pool import PoolPath
 from rollwright.collectors.rollout.policy import accelerate
 from rollwright.data.llm.records import RecordLayout
 from rollwright.data.specs import NonTensor
-from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form, objects_of
+from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form, objects_of, works_on_tensordicts
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.libs.torchrl import TorchRLWrapper
@@ -85,6 +85,8 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
         return plain_path(parts, against, strict=strict)
     random_actor = FlatActor(random, entries)
     how = {"env": "native: NumPy arrays", "policy": actor.how}
+    if arrays.on_tensordicts:
+        how["env"] += f"; {works_on_tensordicts(arrays.on_tensordicts)}"
     number = parts.options.env_groups
     if number > 1 and flat is not None:
         groups = _tried(against, "env", lambda: _groups(arrays, number))
@@ -368,7 +370,7 @@ def arrays_of(parts: PathParts) -> ArrayEnv:
         raise NotNative("reset_when_done=False")
     if options.use_buffers is False:
         raise NotNative("use_buffers=False")
-    arrays = array_form(parts.env, objects=True)
+    arrays = array_form(parts.env, objects=True, tensordicts=True)
     if held := objects_of(arrays.entries):
         # Rows have no objects: they are in lists beside them, in batches that this process delivers itself.
         rows_only = ("use_buffers", "compact_obs", "return_same_td")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -18,9 +19,26 @@ from rollwright.collectors.rollout.stats import StageTimer
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.envs.base import EnvBase
 
-__all__ = ["HandOver", "PathParts"]
+__all__ = ["HandOver", "PathParts", "Taken"]
 
-HandOver = Callable[[list[TensorDictBase], TensorDictBase, BoundaryKeeper | None, str], None]
+
+class Taken(NamedTuple):
+    """A step that another path has taken, or a part of one.
+
+    Attributes:
+        outcome: what the environment returned, as :meth:`EnvBase.step_outcome` does.
+        marked: what was reset after it, bool ``[*env]``; None: nothing was, and what ended is to be reset.
+        fresh: what that returned, as :meth:`EnvBase.reset_outcome` does.
+    """
+
+    outcome: TensorDictBase
+    marked: torch.Tensor | None = None
+    fresh: TensorDictBase | None = None
+
+
+HandOver = Callable[
+    [list[TensorDictBase], TensorDictBase, BoundaryKeeper | None, Mapping[str, str], Taken | None], None
+]
 
 
 @dataclass(frozen=True)
@@ -39,7 +57,7 @@ class PathParts:
         timer: where the stages of a step are noted.
         conversations: the rows of an environment of conversations; None: it is another one.
         hand_over: leaves the current batch to the plain path: called with the frames so far, the current TensorDict
-            after the policy has acted, the keeper of boundaries, and the reason.
+            after the policy has acted, the keeper of boundaries, the reasons, and the current step, if it was taken.
     """
 
     env: EnvBase

@@ -14,7 +14,7 @@ from rollwright.collectors.core import Path
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import OnEntries
 from rollwright.collectors.rollout.paths.conversations.rows import ConversationRows, acted_on_others, blanked
-from rollwright.collectors.rollout.paths.parts import PathParts
+from rollwright.collectors.rollout.paths.parts import PathParts, Taken
 from rollwright.collectors.rollout.paths.recording import Recorder
 from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.policy_trial import action_forms
@@ -74,7 +74,8 @@ class PlainPath(Path):
             reset_when_done=options.reset_when_done,
             current_has_no_device=self._has_no_device,
         )
-        if options.track_policy_version:
+        self._tags = options.track_policy_version
+        if self._tags:
             act, random = (stages.tag_act(stage, parts.stamp) for stage in (act, random))
             step = stages.tag_step(step)
         self._policy, self._random, self._step = act, random, step
@@ -94,16 +95,39 @@ class PlainPath(Path):
             ragged=stages.ragged_keys(env),
         )
 
-    def take_over(self, frames: list[TensorDictBase], current: TensorDictBase, keeper: BoundaryKeeper | None) -> None:
+    def take_over(
+        self,
+        frames: list[TensorDictBase],
+        current: TensorDictBase,
+        keeper: BoundaryKeeper | None,
+        taken: Taken | None = None,
+    ) -> None:
         """Go on with a batch that another path began.
 
         Args:
             frames: of the batch so far.
             current: with the actions of the current step.
             keeper: of the batch so far.
+            taken: the current step, where it was taken already, and is to be recorded next.
         """
         self._recorder.take_over(frames, current)
         self._current, self._keeper = current, keeper
+        if taken is not None:
+            self._frame, self._current = self._follow(current, taken)
+
+    def _follow(self, current: TensorDictBase, taken: Taken) -> tuple[TensorDictBase, TensorDictBase]:
+        """Frame and current TensorDict after a step that was taken."""
+
+        def step(current: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+            frame = current.set("next", taken.outcome)
+            following = self._env.step_mdp(frame)
+            if taken.marked is None or taken.fresh is None:
+                following = self._env.maybe_reset(following)
+            else:
+                following = self._with_reset(following, taken.marked, taken.fresh)
+            return frame, self._prepared(following)
+
+        return stages.tag_step(step)(current) if self._tags else step(current)
 
     # The current TensorDict ----------------------------------------------------------------------
 
@@ -142,12 +166,30 @@ class PlainPath(Path):
 
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
         """See :meth:`Path.reset_some`."""
-        current = cast(TensorDictBase, self._current)
+        current = self._marked(cast(TensorDictBase, self._current), marked)
+        self._current = self._prepared(self._env.reset(current, **kwargs))
+
+    def take_reset(self, marked: torch.Tensor | None, fresh: TensorDictBase) -> None:
+        """Take in a reset that another path has made.
+
+        Args:
+            marked: what was reset, bool ``[*env]``; None: all.
+            fresh: what that returned, as :meth:`EnvBase.reset_outcome` does.
+        """
+        if marked is not None:
+            fresh = self._with_reset(cast(TensorDictBase, self._current), marked, fresh)
+        self._current = self._prepared(fresh)
+
+    def _with_reset(self, current: TensorDictBase, marked: torch.Tensor, fresh: TensorDictBase) -> TensorDictBase:
+        return self._env.with_reset(self._marked(current, marked), fresh)
+
+    def _marked(self, current: TensorDictBase, marked: torch.Tensor) -> TensorDictBase:
+        """``current`` with marks for a reset."""
         for group in self._env.done_groups:
             flags = current.get(group.done)
             mask = marked.reshape(marked.shape + (1,) * (flags.ndim - marked.ndim)).expand(flags.shape)
             current.set(group.reset, mask.to(flags.device).clone())
-        self._current = self._prepared(self._env.reset(current, **kwargs))
+        return current
 
     def _prepared(self, current: TensorDictBase) -> TensorDictBase:
         return current.clear_device_() if self._has_no_device else current

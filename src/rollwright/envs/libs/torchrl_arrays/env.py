@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import gymnasium
 import torch
+from tensordict import TensorDictBase
 
-from rollwright._foreign import class_path, kind_in
+from rollwright._foreign import class_path, kind_in, overrides
 from rollwright._keys import unravel
+from rollwright.data.specs import Composite
+from rollwright.data.specs.torchrl import from_torchrl
+from rollwright.envs._checks import complete_reset, complete_step
 from rollwright.envs.arrays import (
     ArrayEnv,
     ArrayTransform,
     Entry,
     Rows,
+    UnfitOutcome,
     Values,
     array_form,
     check_flags,
@@ -22,8 +27,10 @@ from rollwright.envs.arrays import (
     refuse_overrides,
 )
 from rollwright.envs.libs.gym import GymWrapper
-from rollwright.envs.libs.torchrl_arrays.transforms import array_transform
+from rollwright.envs.libs.torchrl_arrays.transforms import array_transform, check_outputs_only, is_known, reads_root
 from rollwright.envs.serial_arrays import TurnArrays
+from rollwright.envs.transforms.on_arrays.chain import ArrayChain, ChainDeviation
+from rollwright.envs.transforms.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
 from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
@@ -57,22 +64,27 @@ class TorchRLArrays(ArrayEnv):
         self._inner = _environments(base)
         self._base = array_form(_gym_wrapper(base)) if self._inner is None else _SerialArrays(base, self._inner, known)
         self.keeps_resets = self._base.keeps_resets
-        self.entries, self.rewards = dict(self._base.entries), dict(self._base.rewards)
-        self.reads = list(self._base.reads)
-        self._parts: list[ArrayTransform] = []
+        roots = RootTensorDicts(env.batch_size, env.device, set(env.reward_keys))
+        self._chain = ArrayChain(self._base, roots, may_contradict=env.sets_own_flags)
+        self.entries, self.rewards, self.reads = self._chain.entries, self._chain.rewards, self._chain.reads
         for transform in self._transforms:
-            part = array_transform(transform, self)
+            part = self._part(transform)
             if part.inverse is not None:
                 raise NotNative(f"{class_path(transform)} changes what the environment is given")
-            for key in part.drops:
-                self.entries.pop(key, None)
-                self.rewards.pop(key, None)
-            self.entries.update(part.entries)
-            self.rewards.update(part.rewards)
-            self.reads += [key for key in part.reads if key not in self.reads]
-            self._parts.append(part)
-        self._steps = [part.step for part in self._parts]
+            self._chain.add(part)
+        self.on_tensordicts = self._chain.on_tensordicts
         self._compare()
+
+    def _part(self, transform: Any) -> ArrayTransform | OnTensorDicts:
+        if is_known(transform):
+            return array_transform(transform, self)
+        name = check_outputs_only(transform)
+        if overrides(transform, "_post_step_mdp_hooks"):
+            raise NotNative(f"{name} changes frames after the data of the next step were taken from them")
+        spec = cast(Composite, from_torchrl(transform.transform_output_spec(transform.parent.output_spec.clone())))
+        return OnTensorDicts(
+            _Called(transform, self._env), name, self, spec, self._chain.roots, reads_root=reads_root(transform)
+        )
 
     def _compare(self) -> None:
         """Test that this form has the entries that TorchRL's environment has, and takes the same actions.
@@ -104,20 +116,65 @@ class TorchRLArrays(ArrayEnv):
         """See :meth:`ArrayEnv.step`."""
         check_open(self._env, "step")
         out = self._base.step(root, preset)
-        for step in self._steps:
-            step(root, out)
+        if self.on_tensordicts:  # they see what the policy has written
+            for key, value in preset.items():
+                out.setdefault(key, value)
+        try:
+            self._chain.step(root, out)
+        except ChainDeviation as found:
+            given, outcome = self._chain.roots.of_step(root), found.deviation.changed
+            for transform in self._transforms[found.place :]:
+                outcome = _Called(transform, self._env).transform_step(given, outcome)
+            raise UnfitOutcome(str(found), complete_step(self._env, given, outcome)) from None
         return out
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
+        return self._reset(rows, None, kwargs)
+
+    def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
+        """See :meth:`ArrayEnv.reset_from`."""
+        return self._reset(rows, root, kwargs)
+
+    def _reset(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> Values:
         check_open(self._env, "reset")
-        fresh = self._base.reset(rows, **kwargs)
-        for part in self._parts:
-            if part.restart is None:
-                part.reset(fresh)
-            else:
-                part.restart(fresh, rows)
-        return fresh
+        values = self._base.reset(rows, **kwargs)
+        try:
+            self._chain.reset(values, rows, root)
+        except ChainDeviation as found:
+            marked = None if root is None else self._chain.roots.of_reset(root, rows)
+            fresh = found.deviation.changed
+            given = fresh.empty() if marked is None else marked
+            for transform in self._transforms[found.place :]:
+                fresh = _Called(transform, self._env).transform_reset(given, fresh)
+            raise UnfitOutcome(str(found), complete_reset(self._env, marked, fresh)) from None
+        return values
+
+
+class _Called(NamedTuple):
+    """A transform of TorchRL in an environment there, called as that environment does.
+
+    Attributes:
+        transform: it.
+        env: around TorchRL's environment.
+    """
+
+    transform: Any
+    env: TorchRLWrapper
+
+    def transform_step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """What a step returned, changed."""
+        return self._result("_step", tensordict, next_tensordict)
+
+    def transform_reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        """What a reset returned, changed."""
+        given = tensordict.select(*self.env.reset_keys, *self.env.state_keys, strict=False)
+        return self._result("_reset", given, tensordict_reset)
+
+    def _result(self, name: str, *args: Any) -> TensorDictBase:
+        """The result of a method that is for those who write transforms."""
+        changed: TensorDictBase = getattr(self.transform, name)(*args)
+        return changed
 
 
 class _SerialArrays(TurnArrays):

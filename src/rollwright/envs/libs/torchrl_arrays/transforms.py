@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from rollwright._foreign import class_path
+from rollwright._foreign import class_path, overrides
 from rollwright._keys import NestedKey, unravel
 from rollwright.envs.arrays import ARRAY_FORMS, ArrayEnv, ArrayTransform, Entry, Values, constant
 from rollwright.envs.transforms.primer import as_primer
 from rollwright.errors import NotNative
 
-__all__ = ["array_transform"]
+__all__ = ["array_transform", "check_outputs_only", "is_known", "reads_root"]
 
 _METHODS = ("_call", "_apply_transform", "_reset", "_step", "_inv_call", "_inv_apply_transform", "forward")
 _NO_LOCK = nullcontext()
@@ -35,10 +35,7 @@ def array_transform(transform: Any, env: ArrayEnv) -> ArrayTransform:
     Raises:
         NotNative: the transform is not known, or is set to do something that is not.
     """
-    kind = type(transform)
-    make = ARRAY_FORMS.get(kind)
-    if make is None and kind.__module__.startswith("torchrl.envs.transforms."):
-        make = _KINDS.get(kind.__name__)
+    make = _maker(transform)
     if make is None:
         raise NotNative(
             f"{class_path(transform)} works on TensorDicts. TorchRL's {', '.join(sorted(_KINDS))} run on arrays, and "
@@ -47,6 +44,39 @@ def array_transform(transform: Any, env: ArrayEnv) -> ArrayTransform:
     if any(name in vars(transform) for name in _METHODS):
         raise NotNative(f"{class_path(transform)} has methods of its own")
     return make(transform, env)
+
+
+def is_known(transform: Any) -> bool:
+    """Whether transforms of the class of this one have an array form."""
+    return _maker(transform) is not None and not any(name in vars(transform) for name in _METHODS)
+
+
+def _maker(transform: Any) -> Callable[[Any, ArrayEnv], ArrayTransform] | None:
+    kind = type(transform)
+    make = ARRAY_FORMS.get(kind)
+    if make is None and kind.__module__.startswith("torchrl.envs.transforms."):
+        make = _KINDS.get(kind.__name__)
+    return make
+
+
+def check_outputs_only(transform: Any) -> str:
+    """Test that a transform of TorchRL changes no more than what steps and resets return; returns its name.
+
+    Raises:
+        NotNative: it changes what they are given, too.
+    """
+    name, own = class_path(transform), vars(transform).keys()
+    given = ("_reset_env_preprocess", "_inv_call", "inv", "_inv_apply_transform")
+    if overrides(transform, *given) or own & set(given) or list(getattr(transform, "in_keys_inv", None) or []):
+        raise NotNative(f"{name} changes what a step or a reset is given, on TensorDicts")
+    if getattr(transform, "enable_inv_on_reset", False):
+        raise NotNative(f"{name} changes what a reset is given")
+    return name
+
+
+def reads_root(transform: Any) -> bool:
+    """Whether a transform of TorchRL may read what a step began from."""
+    return overrides(transform, "_step") or "_step" in vars(transform)
 
 
 def _pairs(transform: Any, env: ArrayEnv) -> Pairs:

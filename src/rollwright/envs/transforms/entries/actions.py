@@ -185,7 +185,7 @@ class ActionScaling(Transform):
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
-        return self._with_inverse(env, ArrayTransform({}, [], _nothing, lambda fresh: None))
+        return self.with_inverse(env, ArrayTransform({}, [], _nothing, lambda fresh: None))
 
     def transform_action_spec(self, action_spec: Composite) -> Composite:
         """Actions as the policy sees them."""

@@ -135,7 +135,7 @@ class RenameTransform(Transform):
             {out_key: env.rewards[in_key] for in_key, out_key in of_rewards},
             drops,
         )
-        return self._with_inverse(env, form)
+        return self.with_inverse(env, form)
 
     def __repr__(self) -> str:
         return f"RenameTransform({self._pairs()}, {self._pairs_inv()})"

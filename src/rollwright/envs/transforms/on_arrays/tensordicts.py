@@ -1,0 +1,279 @@
+"""A transform that works on TensorDicts, called in the middle of an environment on arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+
+from rollwright._keys import NestedKey, as_tuple, leaves, place
+from rollwright.data.specs import Composite
+from rollwright.data.unchecked import unchecked_td
+from rollwright.envs.arrays import FLAGS, ArrayEnv, ArrayTransform, Entry, Rows, Values, entries_of, objects_of
+from rollwright.errors import NotNative, RollwrightError
+
+__all__ = ["Changes", "Deviation", "OnTensorDicts", "RootTensorDicts", "as_tensordict"]
+
+_FLAG = np.dtype(np.bool_)
+_NOTHING = unchecked_td({})
+
+
+class Changes(Protocol):
+    """A transform, as :class:`OnTensorDicts` calls it."""
+
+    def transform_step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """What a step returned, changed."""
+
+    def transform_reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        """What a reset returned, changed."""
+
+
+class Deviation(RollwrightError):
+    """A transform returned something else than its specs announce; the message says what.
+
+    Attributes:
+        changed: what it returned.
+    """
+
+    def __init__(self, text: str, changed: TensorDictBase) -> None:
+        super().__init__(text)
+        self.changed = changed
+
+
+class RootTensorDicts:
+    """What a step or a reset begins from, as TensorDicts, for transforms that read it.
+
+    Args:
+        batch_size: of the environment.
+        device: of the environment's TensorDicts.
+        left_out: rewards, which no root holds.
+
+    Attributes:
+        forms: of the environment's entries, after all transforms.
+    """
+
+    def __init__(self, batch_size: torch.Size, device: torch.device | None, left_out: set[NestedKey]) -> None:
+        self.batch_size, self.device = batch_size, device
+        self.forms: dict[NestedKey, Entry] = {}
+        self._left_out = left_out
+        self._last: tuple[Values | None, TensorDict] = None, _NOTHING
+
+    def of_step(self, root: Values) -> TensorDict:
+        """The current TensorDict, with what the policy wrote; one for all transforms of a step."""
+        if self._last[0] is not root:
+            values = {key: value for key, value in root.items() if key not in self._left_out}
+            self._last = root, as_tensordict(values, self.forms, self.batch_size, self.device)
+        return self._last[1]
+
+    def of_reset(self, root: Values, rows: Rows | None) -> TensorDict:
+        """What a reset is given: all that goes on where ``rows`` does not mark, and the marks."""
+        values = {key: value for key, value in root.items() if key not in self._left_out and as_tuple(key)[0] != "next"}
+        td = as_tensordict(values, self.forms, self.batch_size, self.device)
+        shape = (*self.batch_size, 1)
+        marks = np.ones(shape, _FLAG) if rows is None else np.array(rows, _FLAG).reshape(shape)
+        td.set("_reset", torch.from_numpy(marks))
+        return td
+
+
+class _Forms(NamedTuple):
+    """Entries at one place in a chain of transforms: what a reset returns and what a step returns, with flags."""
+
+    reset: dict[NestedKey, Entry]
+    step: dict[NestedKey, Entry]
+
+
+class OnTensorDicts:
+    """Steps and resets of a transform between array forms: what it is given becomes a TensorDict, and arrays again.
+
+    The transform may write into tensors below ``"next"``: they have memory of their own.
+
+    Args:
+        transform: it.
+        name: of its class, for reasons.
+        env: the environment that it follows, with the transforms before it.
+        output_spec: after the transform.
+        roots: makes what it reads of the root.
+        reads_root: whether the transform reads what a step began from.
+        inverse: an array form of what it changes on the way in, see :attr:`ArrayTransform.inverse`; None: nothing.
+
+    Attributes:
+        entries: observations after it.
+        rewards: rewards after it.
+        drops: keys that it takes away.
+        reads: as of ``inverse``; what the transform itself reads is not known.
+        made: as of ``inverse``.
+
+    Raises:
+        NotNative: entries hold objects or vary in shape, or ``env`` is a part of a batch.
+    """
+
+    reads_env = True  # it may, by its parent
+
+    def __init__(
+        self,
+        transform: Changes,
+        name: str,
+        env: ArrayEnv,
+        output_spec: Composite,
+        roots: RootTensorDicts,
+        *,
+        reads_root: bool,
+        inverse: ArrayTransform | None = None,
+    ) -> None:
+        if tuple(roots.batch_size) != env.batch:
+            raise NotNative(f"{name} is given the rows of all environments together")
+        if held := objects_of(env.entries):
+            raise NotNative(f"entry {held[0]!r} holds objects, and {name} works on TensorDicts")
+        self.transform, self.name = transform, name
+        self._roots, self._reads_root = roots, reads_root
+        self._batch_size, self._device = roots.batch_size, roots.device
+        ndim = len(env.batch)
+        columns = [key for key, entry in env.entries.items() if entry.column]
+        self.entries = entries_of(output_spec["full_observation_spec"], ndim, columns)
+        rewards = output_spec["full_reward_spec"]
+        self.rewards = entries_of(rewards, ndim, rewards.leaves())
+        self.drops = frozenset({*env.entries, *env.rewards} - {*self.entries, *self.rewards})
+        self.inverse = None if inverse is None else inverse.inverse
+        self.reads: list[NestedKey] = [] if inverse is None else inverse.reads
+        self.made: frozenset[NestedKey] = frozenset() if inverse is None else inverse.made
+        self._flags = dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), Entry((*env.batch, 1), _FLAG, True))
+        self._before = _Forms({**env.entries, **self._flags}, {**env.entries, **env.rewards, **self._flags})
+        self._after = _Forms({**self.entries, **self._flags}, {**self.entries, **self.rewards, **self._flags})
+
+    def step(self, root: Values, out: Values) -> None:
+        """Change the outcome of a step in place.
+
+        Args:
+            root: the current TensorDict.
+            out: the outcome.
+
+        Raises:
+            Deviation: the transform did something else than its specs announce.
+        """
+        before, expected = self._before.step, self._after.step
+        arrays = {key: _tensor_form(value, before.get(key)) for key, value in out.items()}
+        if len(arrays) != len(before):  # the policy has written below "next"
+            expected = {**{key: _form(array) for key, array in arrays.items() if key not in before}, **expected}
+        given = self._roots.of_step(root) if self._reads_root else _NOTHING
+        tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        changed = self.transform.transform_step(given, _nested(tensors, self._batch_size, self._device))
+        read = self._read(changed, expected, arrays, tensors)
+        out.clear()
+        out.update(read)
+
+    def reset(self, fresh: Values, rows: Rows | None, root: Values | None) -> None:
+        """Change what a reset returned in place.
+
+        Args:
+            fresh: what it returned.
+            rows: that were reset; None: all.
+            root: what goes on where nothing was reset; None: nothing was given to the reset.
+
+        Raises:
+            Deviation: the transform did something else than its specs announce.
+        """
+        before = self._before.reset
+        arrays = {key: _tensor_form(value, before.get(key)) for key, value in fresh.items()}
+        arrays.update({key: np.zeros(entry.shape, _FLAG) for key, entry in self._flags.items()})
+        tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        td = _nested(tensors, self._batch_size, self._device)
+        given = td.empty() if root is None else self._roots.of_reset(root, rows)
+        changed = self.transform.transform_reset(given, td)
+        read = self._read(changed, self._after.reset, arrays, tensors)
+        if any(np.count_nonzero(read.pop(flag)) for flag in FLAGS):
+            raise Deviation(f"{self.name} ends trajectories at a reset", changed)
+        fresh.clear()
+        fresh.update(read)
+
+    def _read(
+        self,
+        changed: TensorDictBase,
+        expected: Mapping[NestedKey, Entry],
+        arrays: Mapping[NestedKey, NDArray[Any]],
+        tensors: Mapping[NestedKey, torch.Tensor],
+    ) -> Values:
+        """Values in row form.
+
+        Args:
+            changed: what the transform returned.
+            expected: what it announces.
+            arrays: what it was given, as arrays.
+            tensors: the same, as tensors over their memory.
+
+        Raises:
+            Deviation: they are not the ones expected.
+        """
+        if type(changed) is not TensorDict or changed.batch_size != self._batch_size:
+            raise Deviation(f"{self.name} returns no TensorDict of the environment's batch size", changed)
+        read: Values = {}
+        for key, value in leaves(changed).items():
+            entry = expected.get(key)
+            if entry is None:
+                raise Deviation(f"{self.name} writes {key!r}, which its specs do not announce", changed)
+            if value is tensors.get(key):
+                array = arrays[key]
+            elif type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
+                array = value.detach().numpy()
+            else:
+                raise Deviation(f"{self.name} writes {key!r}, which is no array", changed)
+            if array.shape != entry.shape or array.dtype != entry.dtype:
+                raise Deviation(
+                    f"{self.name} writes {key!r} as {array.dtype} {list(array.shape)}, and its specs announce "
+                    f"{entry.dtype} {list(entry.shape)}",
+                    changed,
+                )
+            read[key] = array[..., 0][()] if entry.column else array
+        if len(read) != len(expected):
+            missing = next(key for key in expected if key not in read)
+            raise Deviation(f"{self.name} returns no {missing!r}", changed)
+        return read
+
+
+def _tensor_form(value: Any, entry: Entry | None) -> NDArray[Any]:
+    """A copy of a value, of the tensor's shape."""
+    return np.array(value) if entry is None else np.array(value, entry.dtype).reshape(entry.shape)
+
+
+def _form(array: NDArray[Any]) -> Entry:
+    return Entry(array.shape, array.dtype, False)
+
+
+def as_tensordict(
+    values: Values, forms: Mapping[NestedKey, Entry], batch_size: torch.Size, device: torch.device | None
+) -> TensorDict:
+    """Values in row form as a TensorDict, over the memory of those that are arrays.
+
+    Args:
+        values: of an environment; and what a policy wrote, which has no form, as it is.
+        forms: of the environment's.
+        batch_size: of the TensorDict.
+        device: of the TensorDict.
+    """
+    tensors: dict[NestedKey, torch.Tensor] = {}
+    for key, value in values.items():
+        entry = forms.get(key)
+        if entry is not None and entry.column:
+            tensors[key] = torch.from_numpy(np.array(value, entry.dtype).reshape(entry.shape))
+        elif isinstance(value, np.ndarray):
+            tensors[key] = torch.from_numpy(value if value.flags.writeable else value.copy())
+        else:
+            tensors[key] = torch.as_tensor(value)
+    return _nested(tensors, batch_size, device)
+
+
+def _nested(
+    tensors: Mapping[NestedKey, torch.Tensor], batch_size: torch.Size, device: torch.device | None
+) -> TensorDict:
+    nested: dict[str, Any] = {}
+    is_flat = True
+    for key, tensor in tensors.items():
+        if type(key) is str:
+            nested[key] = tensor
+        else:
+            place(nested, key, tensor)
+            is_flat = False
+    return unchecked_td(nested, batch_size, device=device, nested=not is_flat)
