@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._processes.channel import ByValue
+from rollwright.envs._checks import complete_reset, complete_step
 from rollwright.envs.arrays import STEPPED, ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.base import BatchedEnv
@@ -170,6 +171,23 @@ class SerialEnv(BatchedEnv):
                 given = None if row is None else placed(row, env.device)
                 fresh.append(env.reset_outcome(given, **own_kwargs(kwargs, i)) if self._is_marked(row) else None)
         return self._stack(self._filled(fresh, self._envs))
+
+    def joined_step(self, rows: Sequence[TensorDictBase]) -> TensorDictBase:
+        """What :meth:`step_outcome` returns, where ``rows`` are what each environment's has returned."""
+        with self._named_errors("step"):
+            outcome = self._stack(rows)
+        return complete_step(self, outcome.empty(), outcome)
+
+    def joined_reset(self, rows: Sequence[TensorDictBase], *, whole: bool) -> TensorDictBase:
+        """What :meth:`reset_outcome` returns, where ``rows`` are what each environment's has returned.
+
+        Args:
+            rows: of all environments; those that were not reset hold anything.
+            whole: whether nothing was given to the reset.
+        """
+        with self._named_errors("reset"):
+            fresh = self._stack(rows)
+        return complete_reset(self, None if whole else fresh.empty(), fresh)
 
     @contextmanager
     def _naming(self, worker: int) -> Iterator[None]:

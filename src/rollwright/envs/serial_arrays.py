@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 
 from rollwright._keys import NestedKey, place
@@ -18,6 +18,7 @@ from rollwright.envs.arrays import (
     ArrayEnv,
     Entry,
     Rows,
+    UnfitOutcome,
     Values,
     array_form,
     check_flags,
@@ -25,6 +26,7 @@ from rollwright.envs.arrays import (
     refuse_overrides,
 )
 from rollwright.envs.each import own_kwargs, renamed
+from rollwright.envs.on_arrays.tensordicts import as_tensordict
 from rollwright.errors import EnvError, NotNative, RollwrightError
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class TurnArrays(ArrayEnv):
         self.reads = first.reads
         self._in_turn = first.in_turn(self._parts, self._named_error)
         self._last: Values = {}  # outcomes of the step before
+        self.on_tensordicts = first.on_tensordicts
         flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
         self.outcome = {**self.entries, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
 
@@ -72,15 +75,18 @@ class TurnArrays(ArrayEnv):
 
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
-        reads, marks, last = self.reads, root.get(STEPPED), self._last
+        marks, last = root.get(STEPPED), self._last
         if self._in_turn is not None and marks is None:
             stepped = self._in_turn(root)
             if stepped is not None:
                 self._last = dict(stepped)
                 return stepped
-        out = _blank(self.outcome)
+        out: Values = _blank(self.outcome)
+        unfit: dict[int, UnfitOutcome] = {}
+        if self.on_tensordicts:  # which may change what the policy has written
+            out.update({key: value.copy() for key, value in preset.items() if key not in out})
         for i, part in enumerate(self._parts):
-            mine = {key: root[key][i, ...] for key in reads}  # with the dots, a single number is an array too
+            mine = {key: root[key][i, ...] for key in self._seen(root)}  # with the dots, a number is an array too
             if marks is not None and last:
                 if not np.any(marks[i]):
                     for key, value in last.items():
@@ -89,27 +95,71 @@ class TurnArrays(ArrayEnv):
                 mine[STEPPED] = marks[i]
             try:
                 outcome = part.step(mine, {key: value[i, ...] for key, value in preset.items()} if preset else preset)
+            except UnfitOutcome as found:
+                unfit[i] = found
+                continue
             except EnvError as error:
                 raise self._named_error(i, error) from error
             for key, value in outcome.items():
                 if key in out:
                     out[key][i] = value
+        if unfit:
+            raise self._unfit(out, range(len(self._parts)), unfit)
         self._last = dict(out)
         return out
 
+    def _seen(self, root: Values) -> Iterable[NestedKey]:
+        """Keys of what an environment is given of the root."""
+        return root if self.on_tensordicts else self.reads
+
+    def _unfit(self, values: Values, places: Sequence[int], unfit: Mapping[int, UnfitOutcome]) -> UnfitOutcome:
+        """An outcome of which some rows do not fit arrays, as a lazy stack.
+
+        Args:
+            values: of the rows that fit.
+            places: that hold something; the others have a copy of the first of them.
+            unfit: what the rows at some places are.
+        """
+        part = self._parts[0]
+        flags: dict[NestedKey, Entry] = dict.fromkeys(FLAGS, Entry((*part.batch, 1), np.dtype(np.bool_), True))
+        forms = {**part.entries, **part.rewards, **flags}
+        rows: dict[int, TensorDictBase] = {i: found.outcome for i, found in unfit.items()}
+        for i in set(places) - rows.keys():
+            mine = {key: np.array(value[i, ...]) for key, value in values.items()}
+            rows[i] = as_tensordict(mine, forms, torch.Size(part.batch), None)
+        whole = [rows[i] if i in rows else rows[places[0]].clone() for i in range(len(self._parts))]
+        return UnfitOutcome(str(next(iter(unfit.values()))), LazyStackedTensorDict.lazy_stack(whole, 0))
+
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
+        return self._reset(rows, None, kwargs)
+
+    def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
+        """See :meth:`ArrayEnv.reset_from`."""
+        return self._reset(rows, root, kwargs)
+
+    def _reset(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> Values:
         out, blank = _blank(self.entries), rows is not None
-        for i in range(len(self._parts)) if rows is None else _marked(rows):
-            part = self._parts[i]
+        unfit: dict[int, UnfitOutcome] = {}
+        places = range(len(self._parts)) if rows is None else _marked(rows)
+        for i in places:
+            part, mask = self._parts[i], None if rows is None else np.asarray(rows[i])
             try:
                 own = own_kwargs(kwargs, i) if kwargs else kwargs
-                fresh = part.reset(None if rows is None else np.asarray(rows[i]), **own)
+                if root is None or not self.on_tensordicts:
+                    fresh = part.reset(mask, **own)
+                else:
+                    fresh = part.reset_from({key: value[i, ...] for key, value in root.items()}, mask, **own)
+            except UnfitOutcome as found:
+                unfit[i] = found
+                continue
             except EnvError as error:
                 raise self._named_error(i, error) from error
             for key, memory in out.items():
                 memory[slice(None) if blank else i] = fresh[key]  # the others are not read, and hold nothing by chance
             blank = False
+        if unfit:
+            raise self._unfit({**out, **_no_flags(self.batch)}, places, unfit)
         return out
 
     def _named_error(self, i: int, error: RollwrightError) -> RollwrightError:
@@ -127,7 +177,7 @@ class SerialArrays(TurnArrays):
         refuse_overrides(env, known)
         check_flags(env)
         self._env, self._openings = env, env.openings
-        parts = [array_form(getattr(env, f"worker{i}")) for i in range(env.num_workers)]
+        parts = [array_form(getattr(env, f"worker{i}"), tensordicts=True) for i in range(env.num_workers)]
         super().__init__(parts, type(env).__name__)
 
     def check(self) -> None:
@@ -140,13 +190,19 @@ class SerialArrays(TurnArrays):
         """See :meth:`ArrayEnv.step`."""
         if self._env.is_closed:
             check_open(self._env, "step")
-        return super().step(root, preset)
+        try:
+            return super().step(root, preset)
+        except UnfitOutcome as found:
+            raise UnfitOutcome(str(found), self._env.joined_step(found.outcome.unbind(0))) from None
 
-    def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
-        """See :meth:`ArrayEnv.reset`."""
+    def _reset(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> Values:
         check_open(self._env, "reset")
         self._env.seed_for_reset(kwargs)
-        return super().reset(rows, **kwargs)
+        try:
+            return super()._reset(rows, root, kwargs)
+        except UnfitOutcome as found:
+            joined = self._env.joined_reset(found.outcome.unbind(0), whole=root is None)
+            raise UnfitOutcome(str(found), joined) from None
 
 
 class SerialSteps:
@@ -205,6 +261,10 @@ class SerialSteps:
         if not isinstance(made, TurnArrays):
             raise NotNative("its array form is another one")
         return made
+
+
+def _no_flags(batch: tuple[int, ...]) -> Values:
+    return {flag: np.zeros(batch, np.bool_) for flag in FLAGS}
 
 
 def _marked(rows: Rows) -> list[int]:

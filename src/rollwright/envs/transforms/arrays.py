@@ -26,12 +26,12 @@ from rollwright.envs.arrays import (
     objects_of,
     refuse_overrides,
 )
+from rollwright.envs.on_arrays.chain import ArrayChain, ChainDeviation
+from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
 from rollwright.envs.transforms.base import EntryTransform, Transform
 from rollwright.envs.transforms.compose import Compose
 from rollwright.envs.transforms.foreign import ForeignTransform
 from rollwright.envs.transforms.frames import CatFrames
-from rollwright.envs.transforms.on_arrays.chain import ArrayChain, ChainDeviation
-from rollwright.envs.transforms.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
 from rollwright.envs.wrapper import WrapperArrays
 from rollwright.errors import NotNative, RollwrightError
 

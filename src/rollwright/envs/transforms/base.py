@@ -17,8 +17,8 @@ from rollwright.data.layout import DoneGroup, deciding_groups, done_groups
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs._partial_reset import mask_like
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Values
-from rollwright.envs.transforms.on_arrays.entry_by_entry import by_entries, on_array
-from rollwright.envs.transforms.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
+from rollwright.envs.on_arrays.entry_by_entry import by_entries, on_array
+from rollwright.envs.on_arrays.tensordicts import ByEntry, OnTensorDicts, RootTensorDicts
 from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
@@ -194,7 +194,10 @@ class Transform(nn.Module):
         of_steps = ("_step", "transform_step")
         reads_root = bool(own & set(of_steps)) or any(_overrides(self, method) for method in of_steps)
         inverse = self.with_inverse(env, _UNCHANGED) if self.inverts else None
-        return OnTensorDicts(self, name, env, spec, roots, reads_root=reads_root, inverse=inverse)
+        whole = ("_call", "_apply_to", "_read", *of_steps)
+        is_simple = not own & set(whole) and not any(_overrides(self, method) for method in whole)
+        by_entry = ByEntry(self._pairs(), self._apply_transform) if is_simple else None
+        return OnTensorDicts(self, name, env, spec, roots, reads_root=reads_root, by_entry=by_entry, inverse=inverse)
 
     def entries_on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """The array form of a transform that changes each of ``in_keys`` by ``_apply_transform``, and nothing else.

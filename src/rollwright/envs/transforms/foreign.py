@@ -15,8 +15,8 @@ from rollwright.data.specs.torchrl import from_torchrl, to_torchrl
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform
 from rollwright.envs.libs.torchrl_arrays.transforms import array_transform, check_outputs_only, is_known, reads_root
 from rollwright.envs.libs.torchrl_envs import holder_of
+from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
 from rollwright.envs.transforms.base import Transform
-from rollwright.envs.transforms.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
 from rollwright.errors import EnvError, NotNative
 
 __all__ = ["ForeignTransform", "parts_of"]

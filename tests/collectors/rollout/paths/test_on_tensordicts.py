@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 from rollwright import Collector
 from rollwright.data import Composite, Unbounded
-from rollwright.envs import SerialEnv, TransformedEnv
+from rollwright.envs import ParallelEnv, SerialEnv, TransformedEnv
 from rollwright.envs.arrays import array_form
 from rollwright.envs.transforms import (
     Compose,
@@ -103,6 +104,20 @@ class Cut(Transform):
         return next_tensordict.set(self.flag, next_tensordict[self.flag] | ends)
 
 
+class TwoEntries(Transform):
+    """Makes two entries of one, which it changes as well; and one of the reward."""
+
+    def __init__(self):
+        super().__init__(["observation", "observation", "reward"], ["a", "b", "reward"])
+
+    def _apply_transform(self, obs):
+        return obs.mul_(0.5) + 1
+
+    def transform_observation_spec(self, observation_spec):
+        spec = observation_spec.clone()
+        return spec.set("a", spec["observation"].clone()).set("b", spec["observation"].clone())
+
+
 class Shaped(Transform):
     """Adds to the reward what the observation has gained, and keeps the mean of all observations."""
 
@@ -148,6 +163,7 @@ def loud():
 CHAINS = {
     "clipped": lambda: Clipped(KEY),
     "in place": InPlace,
+    "two of one": TwoEntries,
     "sees root": SeesRoot,
     "episodes": Episodes,
     "truncated alone": lambda: Compose(StepCounter(), Cut("truncated")),
@@ -166,11 +182,24 @@ def chained(make, chain):
     return lambda: TransformedEnv(make(), CHAINS[chain]())
 
 
+def inside(make, chain):
+    """A batch of environments that each have a chain of their own."""
+    return lambda: SerialEnv(3, chained(make, chain))
+
+
 @pytest.mark.parametrize(("chain", "base"), in_turn(CHAINS, BASES))
 def test_frames_are_those_of_the_plain_path(both, lab, base, chain):
     first, _ = both(chained(lab.envs[base], chain), "one-hot", batches=4)
     assert "on TensorDicts" in first.then["env"]
     assert first.then["env"].startswith("native")
+
+
+@pytest.mark.parametrize(("chain", "base"), in_turn(CHAINS, ["reused buffer", "init", "sync disabled"]))
+def test_frames_of_members_are_those_of_the_plain_path(both, lab, base, chain):
+    if base == "init" and chain == "several":
+        chain = "between"  # an environment has one InitTracker
+    first, _ = both(inside(lab.envs[base], chain), "one-hot", batches=4)
+    assert "on TensorDicts" in first.then["env"]
 
 
 OPTIONS = {
@@ -194,6 +223,7 @@ def test_options(both, lab, option, base, chain):
 @pytest.mark.parametrize("base", ["h", "primed serial"])
 def test_recurrent_states_are_seen(both, lab, base):
     both(lambda: TransformedEnv(lab.envs[base](), SeesRoot()), "recurrent", batches=4)
+    both(lambda: SerialEnv(2, lambda: TransformedEnv(lab.envs[base](), SeesRoot())), "recurrent", batches=4)
 
 
 @pytest.mark.parametrize("index", [None, 0, [0, 2]])
@@ -248,6 +278,18 @@ class ExtraAtSecondReset(Extra):
         )
 
 
+class Wide(Transform):
+    """Gives the observation a dtype that its specs do not announce, by one function."""
+
+    def __init__(self, first=0):
+        super().__init__(KEY)
+        self.first, self.count = first, 0
+
+    def _apply_transform(self, obs):
+        self.count += 1
+        return obs.double() if self.count > self.first else obs
+
+
 class Mended(Transform):
     """Gives the observation its dtype again."""
 
@@ -266,6 +308,7 @@ UNANNOUNCED = {
     "from the thirteenth step": lambda: Compose(StepCounter(4), Extra(13), Episodes()),
     "from the second reset": lambda: Compose(StepCounter(4), ExtraAtSecondReset(), Episodes()),
     "mended": lambda: Compose(Late(at_reset=True), Mended(), RewardSum()),
+    "by entry, mended late": lambda: Compose(Wide(12), Mended(), StepCounter(3)),
     "mended late": lambda: Compose(Late(12), Mended(), StepCounter(3)),
 }
 
@@ -276,6 +319,15 @@ def test_what_specs_do_not_announce_is_kept(both, lab, base, chain):
         return TransformedEnv(lab.envs[base](), UNANNOUNCED[chain]())
 
     first, _ = both(make, "one-hot", batches=4, options=lambda: {"track_policy_version": True})
+    assert first.then["env"].startswith("plain"), first.then
+
+
+@pytest.mark.parametrize("chain", UNANNOUNCED)
+def test_what_specs_of_members_do_not_announce_is_kept(both, lab, chain):
+    def make():
+        return SerialEnv(3, lambda: TransformedEnv(lab.envs["reused buffer"](), UNANNOUNCED[chain]()))
+
+    first, _ = both(make, "one-hot", batches=4)
     assert first.then["env"].startswith("plain"), first.then
 
 
@@ -379,9 +431,13 @@ def test_transforms_of_what_the_environment_is_given_take_the_plain_path(both, l
         both(lambda kind=kind: TransformedEnv(lab.envs["reused buffer"](), kind()), "one-hot", expect=reason)
 
 
-def test_members_of_batches_have_no_such_transforms(lab):
-    with pytest.raises(NotNative, match="Clipped works on TensorDicts"):
-        array_form(SerialEnv(2, lambda: TransformedEnv(lab.envs["reused buffer"](), Clipped(KEY))))
+def test_members_of_a_parallel_env_have_no_such_transforms(lab):
+    make = lab.envs["reused buffer"]
+    with (
+        closing(ParallelEnv(2, lambda: TransformedEnv(make(), Clipped(KEY)))) as env,
+        pytest.raises(NotNative, match="Clipped"),
+    ):
+        array_form(env)
 
 
 # Saved states, and what stays of them --------------------------------------------------------------------------------

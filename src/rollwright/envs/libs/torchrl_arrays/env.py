@@ -28,9 +28,9 @@ from rollwright.envs.arrays import (
 )
 from rollwright.envs.libs.gym import GymWrapper
 from rollwright.envs.libs.torchrl_arrays.transforms import array_transform, check_outputs_only, is_known, reads_root
+from rollwright.envs.on_arrays.chain import ArrayChain, ChainDeviation
+from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
 from rollwright.envs.serial_arrays import TurnArrays
-from rollwright.envs.transforms.on_arrays.chain import ArrayChain, ChainDeviation
-from rollwright.envs.transforms.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
 from rollwright.errors import NotNative
 
 if TYPE_CHECKING:

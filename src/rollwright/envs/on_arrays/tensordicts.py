@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -16,7 +16,7 @@ from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.arrays import FLAGS, ArrayEnv, ArrayTransform, Entry, Rows, Values, entries_of, objects_of
 from rollwright.errors import NotNative, RollwrightError
 
-__all__ = ["Changes", "Deviation", "OnTensorDicts", "RootTensorDicts", "as_tensordict"]
+__all__ = ["ByEntry", "Changes", "Deviation", "OnTensorDicts", "RootTensorDicts", "as_tensordict"]
 
 _FLAG = np.dtype(np.bool_)
 _NOTHING = unchecked_td({})
@@ -79,6 +79,30 @@ class RootTensorDicts:
         return td
 
 
+Pairs = list[tuple[NestedKey, NestedKey]]
+
+
+class ByEntry(NamedTuple):
+    """A change of some entries by one function.
+
+    Attributes:
+        pairs: keys read and written, in order.
+        function: is given tensors of their own.
+    """
+
+    pairs: Pairs
+    function: Callable[[torch.Tensor], Any]
+
+    def fits(self, before: Mapping[NestedKey, Entry], after: Mapping[NestedKey, Entry]) -> bool:
+        """Whether what is read is there, and what is written is announced; no entry is read after it was written."""
+        written: set[NestedKey] = set()
+        for key, out_key in self.pairs:
+            if key not in before or out_key not in after or key in written:
+                return False
+            written.add(out_key)
+        return True
+
+
 class _Forms(NamedTuple):
     """Entries at one place in a chain of transforms: what a reset returns and what a step returns, with flags."""
 
@@ -98,6 +122,8 @@ class OnTensorDicts:
         output_spec: after the transform.
         roots: makes what it reads of the root.
         reads_root: whether the transform reads what a step began from.
+        by_entry: where a step does nothing but change some entries by one function: keys read and written, in order,
+            and the function. It is called on tensors then, and no TensorDict is made in a step.
         inverse: an array form of what it changes on the way in, see :attr:`ArrayTransform.inverse`; None: nothing.
 
     Attributes:
@@ -122,6 +148,7 @@ class OnTensorDicts:
         roots: RootTensorDicts,
         *,
         reads_root: bool,
+        by_entry: ByEntry | None = None,
         inverse: ArrayTransform | None = None,
     ) -> None:
         if tuple(roots.batch_size) != env.batch:
@@ -143,6 +170,8 @@ class OnTensorDicts:
         self._flags = dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), Entry((*env.batch, 1), _FLAG, True))
         self._before = _Forms({**env.entries, **self._flags}, {**env.entries, **env.rewards, **self._flags})
         self._after = _Forms({**self.entries, **self._flags}, {**self.entries, **self.rewards, **self._flags})
+        fits = by_entry is not None and not self.drops and by_entry.fits(self._before.step, self._after.step)
+        self._by_entry = by_entry if fits else None
 
     def step(self, root: Values, out: Values) -> None:
         """Change the outcome of a step in place.
@@ -155,6 +184,9 @@ class OnTensorDicts:
             Deviation: the transform did something else than its specs announce.
         """
         before, expected = self._before.step, self._after.step
+        if self._by_entry is not None:
+            self._step_by_entry(out, *self._by_entry)
+            return
         arrays = {key: _tensor_form(value, before.get(key)) for key, value in out.items()}
         if len(arrays) != len(before):  # the policy has written below "next"
             expected = {**{key: _form(array) for key, array in arrays.items() if key not in before}, **expected}
@@ -164,6 +196,30 @@ class OnTensorDicts:
         read = self._read(changed, expected, arrays, tensors)
         out.clear()
         out.update(read)
+
+    def _step_by_entry(self, out: Values, pairs: Pairs, function: Callable[[torch.Tensor], Any]) -> None:
+        before, after = self._before.step, self._after.step
+        arrays = {key: _tensor_form(out[key], before[key]) for key, _ in pairs}
+        tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        results = [function(tensors[key]) for key, _ in pairs]
+        # The function may have written into what it was given.
+        values: Values = {key: _row_form(array) if before[key].column else array for key, array in arrays.items()}
+        out.update(values)
+        for (_, key), result in zip(pairs, results, strict=True):
+            entry = after[key]
+            if type(result) is not torch.Tensor or result.shape != entry.shape or result.requires_grad:
+                break
+            array = result.numpy()
+            if array.dtype != entry.dtype:
+                break
+            values[key] = _row_form(array) if entry.column else array
+        else:
+            out.update(values)
+            return
+        td = as_tensordict(out, before, self._batch_size, self._device)
+        for (_, key), result in zip(pairs, results, strict=True):
+            td.set(key, result)
+        raise Deviation(f"{self.name} writes {key!r} in another form than its specs announce", td)
 
     def reset(self, fresh: Values, rows: Rows | None, root: Values | None) -> None:
         """Change what a reset returned in place.
@@ -214,23 +270,41 @@ class OnTensorDicts:
             entry = expected.get(key)
             if entry is None:
                 raise Deviation(f"{self.name} writes {key!r}, which its specs do not announce", changed)
-            if value is tensors.get(key):
+            given = tensors.get(key)
+            if given is not None and value is given and given.shape == entry.shape:
                 array = arrays[key]
-            elif type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
-                array = value.detach().numpy()
             else:
-                raise Deviation(f"{self.name} writes {key!r}, which is no array", changed)
-            if array.shape != entry.shape or array.dtype != entry.dtype:
+                array = self._array(value, key, changed)
+            if array.shape != entry.shape or (array.dtype is not entry.dtype and array.dtype != entry.dtype):
                 raise Deviation(
                     f"{self.name} writes {key!r} as {array.dtype} {list(array.shape)}, and its specs announce "
                     f"{entry.dtype} {list(entry.shape)}",
                     changed,
                 )
-            read[key] = array[..., 0][()] if entry.column else array
+            read[key] = _row_form(array) if entry.column else array
         if len(read) != len(expected):
             missing = next(key for key in expected if key not in read)
             raise Deviation(f"{self.name} returns no {missing!r}", changed)
         return read
+
+    def _array(self, value: Any, key: NestedKey, changed: TensorDictBase) -> NDArray[Any]:
+        """The array over the memory of a new value.
+
+        Raises:
+            Deviation: there is none.
+        """
+        try:
+            if type(value) is torch.Tensor:
+                array: NDArray[Any] = value.numpy()
+                return array
+        except (RuntimeError, TypeError):  # of another device or layout, or with a gradient
+            pass
+        raise Deviation(f"{self.name} writes {key!r}, which is no array", changed)
+
+
+def _row_form(array: NDArray[Any]) -> Any:
+    """A column without its last dimension; a number of a single environment."""
+    return array[0] if array.ndim == 1 else array[..., 0]
 
 
 def _tensor_form(value: Any, entry: Entry | None) -> NDArray[Any]:

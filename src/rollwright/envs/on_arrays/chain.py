@@ -9,7 +9,7 @@ import numpy as np
 
 from rollwright._keys import NestedKey
 from rollwright.envs.arrays import FLAGS, ArrayEnv, ArrayTransform, Entry, Rows, Values
-from rollwright.envs.transforms.on_arrays.tensordicts import Deviation, OnTensorDicts, RootTensorDicts, as_tensordict
+from rollwright.envs.on_arrays.tensordicts import Deviation, OnTensorDicts, RootTensorDicts, as_tensordict
 from rollwright.errors import RollwrightError
 
 __all__ = ["ArrayChain", "ChainDeviation"]
@@ -110,7 +110,7 @@ class ArrayChain:
     def _settle(self, out: Values) -> None:
         """Let ``done`` follow from the other flags, where transforms on TensorDicts may have set these alone."""
         causes, done = out["terminated"] | out["truncated"], out["done"]
-        if not np.count_nonzero(done != causes):
+        if (done == causes) if not self._batch else not np.count_nonzero(done != causes):
             return
         if self._may_contradict and not np.count_nonzero(done & ~causes):
             out["done"] = causes
