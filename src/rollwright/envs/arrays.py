@@ -131,6 +131,8 @@ class ArrayEnv(ABC):
         entries: what a reset returns and a step returns below ``"next"``, but for rewards and flags.
         rewards: what a step returns beside them and the flags ``done``, ``terminated`` and ``truncated``.
         reads: entries of the root that :meth:`step` reads.
+        flags: those below the root, such as ``done`` of agents, which a reset returns, too. Those of the root decide.
+        nests: names of nested TensorDicts with a longer batch size than the root, and what it has behind :attr:`batch`.
         resets_ahead: whoever sets it promises to reset, right after each step and without arguments, at least those
             that ended. Environments elsewhere may then be reset before that is asked for.
         keeps_resets: whether rows that a reset does not mark hold what their own last reset returned.
@@ -142,6 +144,13 @@ class ArrayEnv(ABC):
     entries: dict[NestedKey, Entry]
     rewards: dict[NestedKey, Entry]
     reads: list[NestedKey]
+    flags: Mapping[NestedKey, Entry] = MappingProxyType({})
+    nests: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+
+    @property
+    def carried(self) -> dict[NestedKey, Entry]:
+        """What a reset returns, and the root of the next step holds: :attr:`entries` and :attr:`flags`."""
+        return {**self.entries, **self.flags}
 
     @abstractmethod
     def check(self) -> None:
@@ -168,7 +177,7 @@ class ArrayEnv(ABC):
         """Begin new trajectories in the environments that ``rows``, bool ``[*batch]``, marks; None: in all.
 
         Returns:
-            :attr:`entries`; what they hold in rows that are not marked means nothing, but for :attr:`keeps_resets`.
+            :attr:`carried`; what they hold in rows that are not marked means nothing, but for :attr:`keeps_resets`.
         """
 
     def stepper(self) -> Callable[[Values], Values]:
@@ -332,14 +341,18 @@ def refuse_overrides(env: EnvBase, known: type[EnvBase]) -> None:
         raise NotNative(f"{type(env).__name__} has hooks")
 
 
-def check_flags(env: EnvBase) -> None:
+def check_flags(env: EnvBase, below: Iterable[NestedKey] = ()) -> None:
     """Test that the flags are those of gymnasium: ``done``, ``terminated`` and ``truncated`` at the root.
+
+    Args:
+        env: the environment.
+        below: the flags that its array form has below the root.
 
     Raises:
         NotNative: they are not.
     """
     keys = set(env.done_keys)
-    if keys != set(FLAGS):
+    if keys != {*FLAGS, *below}:
         raise NotNative(f"its flags are {sorted(keys, key=as_tuple)}")
     if env.run_type_checks:
         raise NotNative("run_type_checks=True")

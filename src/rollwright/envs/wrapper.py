@@ -120,6 +120,7 @@ class WrapperArrays(ArrayEnv):
     def __init__(self, base: ArrayEnv) -> None:
         self._base = base
         self.batch, self.entries, self.rewards, self.reads = base.batch, base.entries, base.rewards, base.reads
+        self.flags, self.nests = base.flags, base.nests
 
     @property
     def resets_ahead(self) -> bool:

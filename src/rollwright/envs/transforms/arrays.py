@@ -77,11 +77,11 @@ class TransformedArrays(WrapperArrays):
 
     def __init__(self, env: TransformedEnv, known: type[TransformedEnv], base: ArrayEnv | None = None) -> None:
         refuse_overrides(env, known)
-        check_flags(env)
         if not env.cache_specs:
             raise NotNative("cache_specs=False")
         self._env, self._known = env, known
         base = array_form(env.base_env, objects=True) if base is None else base
+        check_flags(env, base.flags)
         held = objects_of(base.entries)
         super().__init__(base)
         self.entries, self.rewards, self.reads = dict(base.entries), dict(base.rewards), list(base.reads)

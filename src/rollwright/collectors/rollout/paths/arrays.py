@@ -64,7 +64,7 @@ class ArrayPath(Path):
         self._check_action = stages.action_check(env)
         flag = Entry((*self._batch, 1), _FLAG, True)
         flags: dict[NestedKey, Entry] = dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)
-        self._roots = {**arrays.entries, **flags}
+        self._roots = {**arrays.carried, **flags}
         self._objects = objects_of(arrays.entries)  # are in lists, beside the rows
         self._object_rows: dict[NestedKey, list[Any]] = {}
         self._policy, self._random = policy, CastActor(random)
@@ -74,7 +74,7 @@ class ArrayPath(Path):
         self._tracks_ids, self._tracks_version = options.track_traj_ids, options.track_policy_version
         self._reuses = options.return_same_td
         repeated = set(stages.next_keys(env)) if options.compact_obs else set()
-        self._outcomes = {**arrays.entries, **arrays.rewards, **flags}
+        self._outcomes = {**arrays.carried, **arrays.rewards, **flags}
         self._dropped = {below_next(key) for key in repeated}
         self._keeper = BoundaryKeeper(repeated, env.batch_size, device) if options.compact_obs else None
         off: Any = np.zeros(self._batch, np.bool_) if self._batch else False
@@ -108,6 +108,8 @@ class ArrayPath(Path):
                 continue
             array = np.array(value) if entry is None else np.array(value, entry.dtype).reshape(entry.shape)
             current.set(key, torch.from_numpy(array))
+        for name, size in self._arrays.nests.items():
+            current.get(name).batch_size = torch.Size([*self._batch, *size])
         if self._tracks_ids:
             current.set(IDS, torch.from_numpy(self._ids.copy()))
         return current
@@ -128,7 +130,7 @@ class ArrayPath(Path):
             elif key not in FLAGS:
                 entry = self._roots.get(key)
                 root[key] = value.reshape(self._batch)[()] if entry is not None and entry.column else value
-        missing = [key for key in self._arrays.entries if key not in root]
+        missing = [key for key in self._arrays.carried if key not in root]
         if missing:
             raise NotNative(f"the current TensorDict has no {key_str(missing)}")
         self._root = root
@@ -355,6 +357,7 @@ class ArrayPath(Path):
             to_move = self._device is not None and self._device.type != "cpu"
             device = None if to_move else self._device
             block = BatchMemory(fields, self._batch, self._steps, device, self._memory, pinned=to_move)
+            block.nest(self._arrays.nests)
         self._block = block
         self._root_rows = [(key, _row(block, at, column)) for key, at, column in layout.roots]
         self._out_rows = [(key, _row(block, at, column)) for key, at, column in layout.outcomes]
