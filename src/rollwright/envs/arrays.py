@@ -15,13 +15,14 @@ nothing (rewards, flags, counts) is a *column*, ``[*batch]``; for a single envir
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.specs import Composite, NonTensor, TensorSpec
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ARRAY_FORMS",
     "STEPPED",
+    "UnfitOutcome",
     "ArrayEnv",
     "ArrayTransform",
     "Entry",
@@ -123,6 +125,10 @@ class ArrayTransform(NamedTuple):
 ARRAY_FORMS: dict[type, Callable[[Any, ArrayEnv], ArrayTransform]] = {}
 
 
+class UnfitOutcome(NotNative):
+    """An environment has returned what arrays cannot hold; it holds that for whoever steps or resets it next."""
+
+
 class ArrayEnv(ABC):
     """An environment, or a batch of them, on arrays.
 
@@ -132,6 +138,11 @@ class ArrayEnv(ABC):
         rewards: what a step returns beside them and the flags ``done``, ``terminated`` and ``truncated``.
         reads: entries of the root that :meth:`step` reads.
         flags: those below the root, such as ``done`` of agents, which a reset returns, too. Those of the root decide.
+        root_flags: those of the root that the environment has.
+        done_follows: whether ``done`` is ``terminated | truncated`` in every step.
+        may_be_unfit: whether steps and resets may raise :class:`UnfitOutcome`.
+        root_for_reset: gives what the plain path would pass to a reset of marked rows, but for the marks; whoever steps
+            the form may set it.
         nests: names of nested TensorDicts with a longer batch size than the root, and what it has behind :attr:`batch`.
         resets_ahead: whoever sets it promises to reset, right after each step and without arguments, at least those
             that ended. Environments elsewhere may then be reset before that is asked for.
@@ -145,6 +156,10 @@ class ArrayEnv(ABC):
     rewards: dict[NestedKey, Entry]
     reads: list[NestedKey]
     flags: Mapping[NestedKey, Entry] = MappingProxyType({})
+    root_flags: tuple[str, ...] = FLAGS
+    done_follows: bool = True
+    may_be_unfit: bool = False
+    root_for_reset: Callable[[], TensorDictBase] | None = None
     nests: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     @property
@@ -179,6 +194,9 @@ class ArrayEnv(ABC):
         Returns:
             :attr:`carried`; what they hold in rows that are not marked means nothing, but for :attr:`keeps_resets`.
         """
+
+    def hold_step(self) -> None:  # noqa: B027 - most forms are never unfit
+        """Let the environment itself return what the last step returned, at its next step: a reset was unfit."""
 
     def stepper(self) -> Callable[[Values], Values]:
         """A function that steps once more from a root, for a transform in :meth:`Transform.on_arrays`.
@@ -227,18 +245,21 @@ class ArrayEnv(ABC):
         raise NotNative("its environments are stepped in this process")
 
 
-def array_form(env: EnvBase, *, objects: bool = False) -> ArrayEnv:
+def array_form(env: EnvBase, *, objects: bool = False, unfit: bool = False) -> ArrayEnv:
     """The array form of an environment, which shares its state.
 
     Args:
         env: the environment.
         objects: whether entries may hold objects (text, graphs); their values are ``NonTensorData``.
+        unfit: whether steps and resets may raise :class:`UnfitOutcome`.
 
     Raises:
         NotNative: it has none.
     """
     form = env._array_form()
     _check_specs(env, form)
+    if form.may_be_unfit and not unfit:
+        raise NotNative(f"{type(env).__name__} speaks TensorDict")
     if not objects and (held := objects_of(form.entries)):
         raise NotNative(f"entry {held[0]!r} holds objects")
     return form
@@ -328,31 +349,32 @@ STEPPING = (
 )
 
 
-def refuse_overrides(env: EnvBase, known: type[EnvBase]) -> None:
-    """Test that a subclass steps and resets as ``known``, whose array form is to be taken.
+def refuse_overrides(env: EnvBase, known: type[EnvBase], *, but: Collection[str] = ()) -> None:
+    """Test that a subclass steps and resets as ``known``, whose array form is to be taken, ``but`` for some methods.
 
     Raises:
         NotNative: it does not.
     """
     for name in (*STEPPING, "_step", "_reset"):
-        if getattr(type(env), name) is not getattr(known, name) or name in vars(env):
+        if name not in but and (getattr(type(env), name) is not getattr(known, name) or name in vars(env)):
             raise NotNative(f"{type(env).__name__} overrides {name}")
     if env._forward_hooks or env._forward_pre_hooks:
         raise NotNative(f"{type(env).__name__} has hooks")
 
 
-def check_flags(env: EnvBase, below: Iterable[NestedKey] = ()) -> None:
+def check_flags(env: EnvBase, below: Iterable[NestedKey] = (), *, lacks_truncated: bool = False) -> None:
     """Test that the flags are those of gymnasium: ``done``, ``terminated`` and ``truncated`` at the root.
 
     Args:
         env: the environment.
         below: the flags that its array form has below the root.
+        lacks_truncated: whether ``truncated`` may be missing.
 
     Raises:
         NotNative: they are not.
     """
     keys = set(env.done_keys)
-    if keys != {*FLAGS, *below}:
+    if keys != {*FLAGS, *below} and not (lacks_truncated and keys == {*FLAGS[:2], *below}):
         raise NotNative(f"its flags are {sorted(keys, key=as_tuple)}")
     if env.run_type_checks:
         raise NotNative("run_type_checks=True")

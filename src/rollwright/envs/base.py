@@ -21,8 +21,9 @@ from rollwright.envs._partial_reset import merge_reset, put_back, replace_entrie
 from rollwright.envs._rollout import rollout
 from rollwright.envs._specs import EnvSpecs
 from rollwright.envs.closing import closed_on_error
+from rollwright.envs.own_arrays import OwnArrays
 from rollwright.envs.utils import check_env_specs
-from rollwright.errors import EnvError, EnvKeyError, NotNative, RollwrightError, text_of
+from rollwright.errors import EnvError, EnvKeyError, RollwrightError, text_of
 
 if TYPE_CHECKING:
     from rollwright.envs.arrays import ArrayEnv
@@ -125,6 +126,8 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     read_at_reset: tuple[str, ...] = ()
     has_token_rewards: bool = False
     made_its_parts: bool = False
+    unfit_for_arrays: str | None = None  # why what it returned could not be held in arrays
+    _held: Mapping[str, Any] | None = None  # see hold_outcome
     returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
 
     def __init__(
@@ -316,7 +319,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def _array_form(self) -> ArrayEnv:
         """The environment on NumPy arrays, see :mod:`rollwright.envs.arrays`; the same state, stepped on arrays."""
-        raise NotNative(f"{type(self).__name__} speaks TensorDict")
+        return OwnArrays(self, EnvBase)
 
     # The exchange with _reset and _step, checked ---------------------------------------------------
 
@@ -338,14 +341,36 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
         """What :meth:`step` puts below ``"next"``: the result of ``_step``, completed and checked."""
         with self._named_errors("step", tensordict):
-            outcome = self._step(tensordict)
+            outcome = self._step(tensordict) if self._held is None else self._taken_back("step", tensordict)
         return complete_step(self, tensordict, outcome)
 
     def reset_outcome(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
         """The result of ``_reset``, completed and checked; :meth:`reset` merges it with what goes on."""
         with self._named_errors("reset"):
-            fresh = self._reset(tensordict, **kwargs)
+            fresh = (
+                self._reset(tensordict, **kwargs)
+                if self._held is None
+                else self._taken_back("reset", tensordict, **kwargs)
+            )
         return complete_reset(self, tensordict, fresh)
+
+    def hold_outcome(self, call: str, outcome: Any, why: str | None = None) -> None:
+        """Let the next step or reset return ``outcome`` in place of another call of ``_step`` or ``_reset``.
+
+        Args:
+            call: ``"step"`` or ``"reset"``.
+            outcome: what the method has returned, on arrays.
+            why: why arrays cannot hold what the environment returns, from now on.
+        """
+        self.__dict__["_held"] = {**(self._held or {}), call: outcome}
+        if why is not None:
+            self.__dict__["unfit_for_arrays"] = why
+
+    def _taken_back(self, call: str, tensordict: TensorDictBase | None, **kwargs: Any) -> Any:
+        held = dict(self._held or {})
+        found = held.pop(call, None)
+        self.__dict__["_held"] = held or None
+        return found if found is not None else getattr(self, f"_{call}")(tensordict, **kwargs)
 
     @contextmanager
     def _named_errors(self, call: str, acting_on: TensorDictBase | None = None) -> Iterator[None]:

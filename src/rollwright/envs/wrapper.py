@@ -121,6 +121,11 @@ class WrapperArrays(ArrayEnv):
         self._base = base
         self.batch, self.entries, self.rewards, self.reads = base.batch, base.entries, base.rewards, base.reads
         self.flags, self.nests = base.flags, base.nests
+        self.root_flags, self.done_follows, self.may_be_unfit = base.root_flags, base.done_follows, base.may_be_unfit
+
+    def hold_step(self) -> None:
+        """See :meth:`ArrayEnv.hold_step`."""
+        self._base.hold_step()
 
     @property
     def resets_ahead(self) -> bool:

@@ -36,6 +36,7 @@ from rollwright.collectors.rollout.stats import EpisodeStats, StageTimer
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory, mark_truncated
 from rollwright.data.layout.rewards import summed_reward
+from rollwright.envs.arrays import UnfitOutcome
 from rollwright.envs.base import EnvBase
 from rollwright.envs.priming import provide_for_policy
 from rollwright.envs.recreation.policy import num_recreations
@@ -521,12 +522,20 @@ class Rollout:
             self._parts.conversations.take_over(*held)
 
     def _hand_over(
-        self, frames: list[TensorDictBase], current: TensorDictBase, keeper: BoundaryKeeper | None, reason: str
-    ) -> None:
+        self,
+        frames: list[TensorDictBase],
+        current: TensorDictBase,
+        keeper: BoundaryKeeper | None,
+        reasons: dict[str, str],
+        random: bool,
+    ) -> Path:
         """Take the plain path in the middle of a batch."""
-        path = plain_path(self._parts, {"policy": reason})
-        path.take_over(frames, current, keeper)
+        path = plain_path(self._parts, reasons)
+        if random:
+            path.conform(self._outputs_of_policy())
+        path.take_over(frames, current, keeper, random=random)
         self._use(path)
+        return path
 
     def _check_path(self) -> None:
         try:
@@ -542,7 +551,11 @@ class Rollout:
             self.env.reopen()
         self._check_path()
         with torch.no_grad():
-            self._path.reset(**kwargs)
+            try:
+                self._path.reset(**kwargs)
+            except UnfitOutcome:
+                self.choose_path_again()
+                self._path.reset(**kwargs)
         self._env_uses = None
         self._reset_envs[:] = True
         if self._unused_ids is None:  # ids of trajectories that never took a step are used again
@@ -574,7 +587,11 @@ class Rollout:
             ) from error
         self._check_path()
         with torch.no_grad():
-            self._path.reset_some(marked, **kwargs)
+            try:
+                self._path.reset_some(marked, **kwargs)
+            except UnfitOutcome:
+                self.choose_path_again()
+                self._path.reset_some(marked, **kwargs)
         self._env_uses = None
         if self.num_rows == marked.numel():  # else frames come in the order in which they end
             self._reset_envs |= marked.flatten().numpy()

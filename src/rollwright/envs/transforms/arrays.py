@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rollwright._keys import NestedKey, unravel
 from rollwright.envs.arrays import (
     ARRAY_FORMS,
+    FLAGS,
     ArrayEnv,
     ArrayTransform,
     Rows,
@@ -80,10 +81,11 @@ class TransformedArrays(WrapperArrays):
         if not env.cache_specs:
             raise NotNative("cache_specs=False")
         self._env, self._known = env, known
-        base = array_form(env.base_env, objects=True) if base is None else base
-        check_flags(env, base.flags)
+        base = array_form(env.base_env, objects=True, unfit=True) if base is None else base
+        check_flags(env, base.flags, lacks_truncated=len(base.root_flags) < len(FLAGS))
         held = objects_of(base.entries)
         super().__init__(base)
+        self.root_flags = tuple(flag for flag in FLAGS if flag in env.done_keys)
         self.entries, self.rewards, self.reads = dict(base.entries), dict(base.rewards), list(base.reads)
         self._parts: list[ArrayTransform] = []
         self._steps: list[Callable[[Values, Values], None]] = []

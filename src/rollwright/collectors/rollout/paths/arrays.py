@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from rollwright.collectors.rollout.paths.recording import BatchMemory
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.collectors.rollout.policy_trial import action_forms
 from rollwright.data.compact import BoundaryKeeper
-from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, Values, objects_of
+from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, UnfitOutcome, Values, objects_of
 from rollwright.errors import EnvError, NotNative, PolicyError
 
 __all__ = ["ArrayPath", "reset_rows"]
@@ -32,6 +33,7 @@ VERSIONS = [VERSION, NEXT_VERSION]
 
 
 _NOTHING: Values = {}
+_WHOLE: Rows = np.ones((), np.bool_)  # the mark of a single environment
 
 
 class ArrayPath(Path):
@@ -55,6 +57,8 @@ class ArrayPath(Path):
         env, options, device = parts.env, parts.options, parts.devices.storing
         self._env, self._arrays, self._steps, self._device = env, arrays, parts.steps, device
         arrays.resets_ahead = True  # what ends is reset with the same step
+        root_for_reset = WeakMethod(self._root_for_reset)  # or the two would keep each other alive
+        arrays.root_for_reset = lambda: cast(Callable[[], TensorDictBase], root_for_reset())()
         # Without a device for batches, what a policy on a GPU writes is delivered there.
         acts = parts.devices.policy
         self._acts_device = acts if device is None and acts is not None and acts.type == "cuda" else None
@@ -63,7 +67,7 @@ class ArrayPath(Path):
         self._batch = arrays.batch
         self._check_action = stages.action_check(env)
         flag = Entry((*self._batch, 1), _FLAG, True)
-        flags: dict[NestedKey, Entry] = dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)
+        flags: dict[NestedKey, Entry] = dict.fromkeys(cast("tuple[NestedKey, ...]", arrays.root_flags), flag)
         self._roots = {**arrays.carried, **flags}
         self._objects = objects_of(arrays.entries)  # are in lists, beside the rows
         self._object_rows: dict[NestedKey, list[Any]] = {}
@@ -78,8 +82,11 @@ class ArrayPath(Path):
         self._dropped = {below_next(key) for key in repeated}
         self._keeper = BoundaryKeeper(repeated, env.batch_size, device) if options.compact_obs else None
         off: Any = np.zeros(self._batch, np.bool_) if self._batch else False
-        self._no_flags: Values = dict.fromkeys(FLAGS, off)
+        self._no_flags: Values = dict.fromkeys(arrays.root_flags, off)
+        self._lacks_truncated = "truncated" not in arrays.root_flags
         self._root: Values | None = None
+        self._resets_from: Values = {}
+        self._acted: int = 0
         self._ids: NDArray[Any] = np.full(self._batch, -1)
         self._block: BatchMemory | None = None
         self._layouts: dict[Actor, BatchLayout] = {}
@@ -95,24 +102,7 @@ class ArrayPath(Path):
     @property
     def current(self) -> TensorDictBase | None:
         """See :attr:`Path.current`."""
-        root = self._root
-        if root is None:
-            return None
-        current = TensorDict({}, batch_size=self._batch, device=self._current_device)
-        for key, value in root.items():
-            if key == VERSION or as_tuple(key)[0] == "next" or key in self._arrays.rewards:
-                continue  # of the last step, not of the next one
-            entry = self._roots.get(key)
-            if key in self._objects:
-                current.set(key, value.copy())
-                continue
-            array = np.array(value) if entry is None else np.array(value, entry.dtype).reshape(entry.shape)
-            current.set(key, torch.from_numpy(array))
-        for name, size in self._arrays.nests.items():
-            current.get(name).batch_size = torch.Size([*self._batch, *size])
-        if self._tracks_ids:
-            current.set(IDS, torch.from_numpy(self._ids.copy()))
-        return current
+        return None if self._root is None else self._as_tensordict(self._root)
 
     @current.setter
     def current(self, current: TensorDictBase | None) -> None:
@@ -135,6 +125,29 @@ class ArrayPath(Path):
             raise NotNative(f"the current TensorDict has no {key_str(missing)}")
         self._root = root
 
+    def _as_tensordict(self, root: Values) -> TensorDictBase:
+        current = TensorDict({}, batch_size=self._batch, device=self._current_device)
+        for key, value in root.items():
+            if key == VERSION or as_tuple(key)[0] == "next" or key in self._arrays.rewards:
+                continue  # of the last step, not of the next one
+            entry = self._roots.get(key)
+            if key in self._objects:
+                current.set(key, value.copy())
+                continue
+            array = np.array(value) if entry is None else np.array(value, entry.dtype).reshape(entry.shape)
+            current.set(key, torch.from_numpy(array))
+        for name, size in self._arrays.nests.items():
+            current.get(name).batch_size = torch.Size([*self._batch, *size])
+        if self._tracks_ids:
+            current.set(IDS, torch.from_numpy(self._ids.copy()))
+        return current
+
+    def _root_for_reset(self) -> TensorDictBase:
+        td = self._as_tensordict(self._resets_from)
+        if self._tracks_version:
+            td.set(VERSION, torch.full(self._batch, self._acted))
+        return td
+
     def reset(self, **kwargs: Any) -> None:
         """See :meth:`Path.reset`."""
         self._root = {**self._arrays.reset(None, **kwargs), **self._no_flags}
@@ -142,7 +155,7 @@ class ArrayPath(Path):
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
         """See :meth:`Path.reset_some`."""
         if bool(marked.any()):
-            root = cast(Values, self._root)
+            self._resets_from = root = cast(Values, self._root)
             self._root = reset_rows(self._arrays, root, self._no_flags, marked.numpy(), **kwargs)
 
     def set_ids(self, ids: torch.Tensor) -> None:
@@ -242,16 +255,26 @@ class ArrayPath(Path):
         """See :meth:`Path.step`."""
         root = cast(Values, self._root)
         preset = {key: root[full] for full, key in self._presets} if self._presets else _NOTHING
-        self._out = out = self._arrays.step(root, preset)
-        for key, value in preset.items():
-            out.setdefault(key, value)
-        self._following = self._continued = continued = {**root, **out}
-        ended = out["done"]
-        if self._batch:
-            if np.count_nonzero(ended):  # far cheaper than any()
-                self._following = reset_rows(self._arrays, continued, self._no_flags, ended)
-        elif ended:
-            self._following = {**continued, **self._arrays.reset(None), **self._no_flags}
+        stepped = False
+        try:
+            self._out = out = self._arrays.step(root, preset)
+            stepped = True
+            if self._lacks_truncated:
+                del out["truncated"]
+            for key, value in preset.items():
+                out.setdefault(key, value)
+            self._following = self._continued = self._resets_from = continued = {**root, **out}
+            ended = out["done"]
+            if self._batch:
+                if np.count_nonzero(ended):  # far cheaper than any()
+                    self._following = reset_rows(self._arrays, continued, self._no_flags, ended)
+            elif ended:
+                self._following = {**continued, **self._arrays.reset(_WHOLE), **self._no_flags}
+        except UnfitOutcome as reason:
+            if stepped:
+                self._arrays.hold_step()
+            acted = {key: root[key] for key in self._acts}
+            self._hand_over(t, acted, str(reason), part="env").step(t)
 
     def record(self, t: int) -> None:
         """See :meth:`Path.record`."""
@@ -290,8 +313,8 @@ class ArrayPath(Path):
             rows[key] = torch.from_numpy(value[where])
         keeper.keep_rows(t, torch.from_numpy(where + first), rows)
 
-    def _hand_over(self, t: int, outputs: Values, reason: str) -> None:
-        """Leave the batch at step ``t``, for which the policy has acted, to the plain path."""
+    def _hand_over(self, t: int, outputs: Values, reason: str, part: str = "policy") -> Path:
+        """Leave the batch at step ``t``, for which the policy has acted, to the plain path, which it returns."""
         self._check_action(self._written(outputs))
         frames = []
         if t:
@@ -302,7 +325,7 @@ class ArrayPath(Path):
         current = write_outputs(current, self._written(outputs), {}, fresh=True)
         if self._tracks_version:
             current.set(VERSION, torch.full(self._batch, self._acted))
-        self._leave(frames, current, self._keeper, reason)
+        return self._leave(frames, current, self._keeper, {part: reason}, self._acting is self._random)
 
     def _written(self, outputs: Values) -> TensorDictBase:
         written: TensorDictBase = TensorDict({}, batch_size=self._batch)
@@ -348,6 +371,7 @@ class ArrayPath(Path):
                 dropped=self._dropped,
                 own=[*([IDS] if self._tracks_ids else []), *(VERSIONS if self._tracks_version else [])],
                 blank=self._blanks if self._acting is self._random else {},
+                done_follows=self._arrays.done_follows,
             )
         self._acts, self._presets = layout.acts, layout.presets
         old, fields = self._block, layout.fields
@@ -423,9 +447,10 @@ class ArrayPath(Path):
 
     def _fill(self, block: BatchMemory, times: slice) -> None:
         """Write what follows from the rows of the batch: ``done``, the roots' flags, versions."""
-        done, terminated, truncated = (block.rows(("next", flag))[times] for flag in FLAGS)
-        np.logical_or(terminated, truncated, out=done)
-        for flag in FLAGS:
+        if self._arrays.done_follows:
+            done, terminated, truncated = (block.rows(("next", flag))[times] for flag in FLAGS)
+            np.logical_or(terminated, truncated, out=done)
+        for flag in self._arrays.root_flags:
             block.rows(flag)[times] = False  # what ended was reset before the next step
         if self._tracks_version:
             block.rows(NEXT_VERSION)[times] = block.rows(VERSION)[times]

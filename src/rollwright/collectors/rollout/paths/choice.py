@@ -26,7 +26,7 @@ from rollwright.collectors.rollout.paths.pool import PoolPath
 from rollwright.collectors.rollout.policy import accelerate
 from rollwright.data.llm.records import RecordLayout
 from rollwright.data.specs import NonTensor
-from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form, objects_of
+from rollwright.envs.arrays import ArrayEnv, Entry, array_form, objects_of
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.libs.torchrl import TorchRLWrapper
@@ -199,7 +199,7 @@ def _layout(env: EnvBase, policy: Any) -> RecordLayout:
 def _roots(arrays: ArrayEnv) -> dict[NestedKey, Entry]:
     """What a current TensorDict holds before the policy has acted."""
     flag = Entry((*arrays.batch, 1), np.dtype(np.bool_), True)
-    return {**arrays.carried, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
+    return {**arrays.carried, **dict.fromkeys(cast("tuple[NestedKey, ...]", arrays.root_flags), flag)}
 
 
 def _groups(arrays: ArrayEnv, number: int) -> list[ArrayEnv]:
@@ -371,7 +371,7 @@ def arrays_of(parts: PathParts) -> ArrayEnv:
         raise NotNative("reset_when_done=False")
     if options.use_buffers is False:
         raise NotNative("use_buffers=False")
-    arrays = array_form(parts.env, objects=True)
+    arrays = array_form(parts.env, objects=True, unfit=True)
     if held := objects_of(arrays.entries):
         # Rows have no objects: they are in lists beside them, in batches that this process delivers itself.
         rows_only = ("use_buffers", "compact_obs", "return_same_td")
@@ -385,7 +385,7 @@ def arrays_of(parts: PathParts) -> ArrayEnv:
 def _flat(parts: PathParts, arrays: ArrayEnv, policy: Any) -> ArrayPolicy:
     if parts.options.cudagraph_policy:
         raise NotNative("cudagraph_policy")
-    there = {*arrays.carried, *FLAGS}
+    there = {*arrays.carried, *arrays.root_flags}
     return _flat_of(parts, policy, there.difference(objects_of(arrays.entries)), arrays.batch, there)
 
 

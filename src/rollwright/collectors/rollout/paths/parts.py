@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._memory import MemoryPool
-from rollwright.collectors.core import TrajectoryIds
+from rollwright.collectors.core import Path, TrajectoryIds
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.devices import Devices, Syncs
 from rollwright.collectors.rollout.paths.conversations.rows import ConversationRows
@@ -20,7 +20,7 @@ from rollwright.envs.base import EnvBase
 
 __all__ = ["HandOver", "PathParts"]
 
-HandOver = Callable[[list[TensorDictBase], TensorDictBase, BoundaryKeeper | None, str], None]
+HandOver = Callable[[list[TensorDictBase], TensorDictBase, BoundaryKeeper | None, dict[str, str], bool], Path]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PathParts:
         timer: where the stages of a step are noted.
         conversations: the rows of an environment of conversations; None: it is another one.
         hand_over: leaves the current batch to the plain path: called with the frames so far, the current TensorDict
-            after the policy has acted, the keeper of boundaries, and the reason.
+            after the policy has acted, the keeper of boundaries, reasons by part, and whether actions are random.
     """
 
     env: EnvBase

@@ -94,16 +94,26 @@ class PlainPath(Path):
             ragged=stages.ragged_keys(env),
         )
 
-    def take_over(self, frames: list[TensorDictBase], current: TensorDictBase, keeper: BoundaryKeeper | None) -> None:
+    def take_over(
+        self,
+        frames: list[TensorDictBase],
+        current: TensorDictBase,
+        keeper: BoundaryKeeper | None,
+        *,
+        random: bool = False,
+    ) -> None:
         """Go on with a batch that another path began.
 
         Args:
             frames: of the batch so far.
             current: with the actions of the current step.
             keeper: of the batch so far.
+            random: whether it is one of random actions.
         """
         self._recorder.take_over(frames, current)
         self._current, self._keeper = current, keeper
+        self._start(random)
+        self._blanks = None if self._blanks is None else _without(self._blanks, current)
 
     # The current TensorDict ----------------------------------------------------------------------
 
@@ -179,16 +189,19 @@ class PlainPath(Path):
 
     def begin(self, *, random: bool) -> None:
         """See :meth:`Path.begin`."""
-        if self._flat is not None:
-            self._flat.start(self._steps)
-            self.finite_keys = [] if random else [key for key in self._flat.finite_keys if not is_private(key)]
-        self._acting = self._random if random else self._policy
-        self._blanks = self._outputs if random else None
+        self._start(random)
         self._without = {}
         if self._rows is not None:
             self._rows.begin(cast(TensorDictBase, self._current))
         if self._keeper is not None:
             self._keeper.begin()
+
+    def _start(self, random: bool) -> None:
+        if self._flat is not None:
+            self._flat.start(self._steps)
+            self.finite_keys = [] if random else [key for key in self._flat.finite_keys if not is_private(key)]
+        self._acting = self._random if random else self._policy
+        self._blanks = self._outputs if random else None
 
     def act(self, t: int) -> None:
         """See :meth:`Path.act`."""
