@@ -24,7 +24,7 @@ from rollwright.envs import (
     StepCounter,
     TransformedEnv,
 )
-from rollwright.envs.arrays import array_form
+from rollwright.envs.arrays import UnfitOutcome, array_form
 from rollwright.errors import EnvError, NotNative
 from rollwright.modules import IndependentNormal
 
@@ -96,6 +96,11 @@ ENVS = {
     "transforms that cut": lambda: stacked(Drift(truncates=False)),
     "transforms without truncation": lambda: TransformedEnv(Drift((3,), truncates=False), RewardSum()),
     "on a device": lambda: Drift((3,), device="cpu"),
+    "serial": lambda: SerialEnv(3, Drift),
+    "serial of batches": lambda: SerialEnv(2, lambda: Drift((2,))),
+    "serial without truncation": lambda: SerialEnv(3, lambda: Drift(truncates=False)),
+    "serial of transforms": lambda: SerialEnv(3, lambda: stacked(Drift())),
+    "transforms of serial": lambda: stacked(SerialEnv(3, Drift)),
 }
 
 
@@ -116,7 +121,7 @@ POLICIES = {
 
 
 def batches(env, policy, num=3, **options):
-    collector = Collector(env, policy, frames_per_batch=24, total_frames=24 * num, **options)
+    collector = Collector(env, policy, frames_per_batch=36, total_frames=36 * num, **options)
     try:
         collector.set_seed(1)
         return [batch.clone() for batch in collector], collector.stats()["paths"]["env"]
@@ -148,7 +153,7 @@ def test_frames_are_those_of_the_plain_path(name, kind):
         {"compact_obs": True},
         {"set_truncated": True},
         {"return_same_td": True},
-        {"init_random_frames": 48},
+        {"init_random_frames": 72},
         {"reset_at_each_iter": True},
         {"track_traj_ids": False},
         {"max_frames_per_traj": 3},
@@ -213,8 +218,7 @@ class More(Drift):
 
 
 def more(first, at_reset, batch, wrap):
-    env = type("Some", (More,), {"first": first, "at_reset": at_reset})(batch)
-    return wrap(env)
+    return wrap(type("Some", (More,), {"first": first, "at_reset": at_reset})(batch))
 
 
 @pytest.mark.parametrize("wrap", [lambda env: env, stacked], ids=["bare", "transforms"])
@@ -230,12 +234,40 @@ def test_entries_that_no_spec_announces_are_collected_on_tensordicts(first, at_r
 
 @pytest.mark.parametrize("first", [1, 4, 9, 11])
 def test_random_batches_are_handed_over_too(first):
-    _, path = assert_paths_agree(lambda: more(first, False, (3,), lambda env: env), acting(), init_random_frames=24)
+    _, path = assert_paths_agree(lambda: more(first, False, (3,), lambda env: env), acting(), init_random_frames=36)
     assert path.startswith("plain: its step returns 'info'")
 
 
 def test_the_first_step_may_lack_what_others_have():
     assert_paths_agree(lambda: more(2, True, (3,), lambda env: env), acting(), compact_obs=True)
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_environments_in_turn_go_on_with_tensordicts_together(first):
+    kind = type("Some", (More,), {"first": first})
+    ours, path = assert_paths_agree(lambda: SerialEnv(3, kind), acting())
+    assert path.startswith("plain: its step returns 'info'")
+    assert ours[-1]["next", "info"].shape == (3, 12, 1)
+
+
+@pytest.mark.parametrize("call", ["step", "reset"])
+def test_what_others_returned_before_is_not_taken_again(call):
+    kinds = [type("Some", (More,), {"at_reset": call == "reset", "first": first}) for first in (9, 2, 1)]
+    env = SerialEnv(3, [Drift, *kinds[:2]])
+    arrays = array_form(env, unfit=True)
+    torch.manual_seed(0)
+    root = {**arrays.reset(None), "action": torch.zeros(3, 2).numpy()}
+    take = partial(arrays.step, root, {}) if call == "step" else partial(arrays.reset, None)
+    if call == "step":
+        take()
+    with pytest.raises(UnfitOutcome, match="returns 'info'"):
+        take()
+    before = [part.x.clone() for part in env._envs]
+    outcomes = [getattr(part, f"{call}_outcome")(None) for part in env._envs[:2]]
+    for part, x, outcome in zip(env._envs, before, outcomes, strict=False):
+        assert torch.equal(outcome["observation"], x)
+        assert torch.equal(part.x, x)
+    assert array_form(env._envs[0], unfit=True)
 
 
 class Broken(Drift):
@@ -323,10 +355,13 @@ def test_what_has_no_array_form_says_why(why):
         array_form(REFUSED[why](), unfit=True)
 
 
-def test_batches_of_them_are_stepped_on_tensordicts():
-    with pytest.raises(NotNative, match="Drift speaks TensorDict"):
-        array_form(SerialEnv(2, Drift))
-    assert array_form(TransformedEnv(Drift(), DoubleToFloat()), unfit=True).may_be_unfit
+def test_only_who_can_go_on_with_tensordicts_takes_the_array_form():
+    for make in (Drift, partial(SerialEnv, 2, Drift), lambda: TransformedEnv(Drift(), DoubleToFloat())):
+        with pytest.raises(NotNative, match="speaks TensorDict"):
+            array_form(make())
+        assert array_form(make(), unfit=True).may_be_unfit
+    with pytest.raises(NotNative, match="speaks TensorDict"):
+        array_form(SerialEnv(2, Drift, on_env_failure="recreate"), unfit=True)
 
 
 # State ------------------------------------------------------------------------------------------------

@@ -195,8 +195,12 @@ class ArrayEnv(ABC):
             :attr:`carried`; what they hold in rows that are not marked means nothing, but for :attr:`keeps_resets`.
         """
 
-    def hold_step(self) -> None:  # noqa: B027 - most forms are never unfit
-        """Let the environment itself return what the last step returned, at its next step: a reset was unfit."""
+    def hold(self, call: str) -> None:  # noqa: B027 - most forms are never unfit
+        """Let the environment itself return, at its next step or reset, what the last one returned here.
+
+        Args:
+            call: ``"step"`` or ``"reset"``.
+        """
 
     def stepper(self) -> Callable[[Values], Values]:
         """A function that steps once more from a root, for a transform in :meth:`Transform.on_arrays`.

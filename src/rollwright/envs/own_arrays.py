@@ -82,7 +82,7 @@ class OwnArrays(ArrayEnv):
         self._number = self._batch.numel()
         self._off: Any = np.zeros(self.batch, np.bool_)[()]
         self._copies = not env.returns_copies
-        self._last: Values = {}  # outcome of the step before
+        self._last: dict[str, Values] = {}  # outcomes of the last step and the last reset
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
@@ -115,13 +115,13 @@ class OwnArrays(ArrayEnv):
             out = self._read(completed)
             if out is None:
                 raise self._unfit("step", outcome, completed)
-        self._last = dict(out)  # transforms write into the other
+        self._last["step"] = dict(out)  # transforms write into the other
         return out
 
-    def hold_step(self) -> None:
-        """See :meth:`ArrayEnv.hold_step`."""
-        out = self._last
-        self._env.hold_outcome("step", self._td({key: out[key] for key in (*self.entries, *self.rewards)}, out))
+    def hold(self, call: str) -> None:
+        """See :meth:`ArrayEnv.hold`."""
+        out = self._last[call]
+        self._env.hold_outcome(call, self._td({key: out[key] for key in out if key not in FLAGS}, out))
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`.
@@ -146,6 +146,7 @@ class OwnArrays(ArrayEnv):
             out = self._read_reset(completed)
             if out is None:
                 raise self._unfit("reset", fresh, completed)
+        self._last["reset"] = dict(out)
         return out
 
     def _unfit(self, call: str, outcome: Any, completed: TensorDictBase) -> UnfitOutcome:

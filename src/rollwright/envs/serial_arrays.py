@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from rollwright.envs.arrays import (
     ArrayEnv,
     Entry,
     Rows,
+    UnfitOutcome,
     Values,
     array_form,
     check_flags,
@@ -51,17 +53,18 @@ class TurnArrays(ArrayEnv):
         self._parts, self._name = list(parts), name
         first = self._parts[0]
         for part in self._parts:
-            if (part.entries, part.rewards, part.reads) != (first.entries, first.rewards, first.reads):
+            if _facts(part) != _facts(first):
                 raise NotNative("its environments differ in their entries")
         self.batch = (len(self._parts), *first.batch)
         self.entries, self.rewards = self._widened(first.entries), self._widened(first.rewards)
-        self.reads = first.reads
+        self.reads, self.nests, self.flags = first.reads, first.nests, self._widened(first.flags)
+        self.root_flags, self.done_follows, self.may_be_unfit = first.root_flags, first.done_follows, first.may_be_unfit
         self._in_turn = first.in_turn(self._parts, self._named_error)
         self._last: Values = {}  # outcomes of the step before
         flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
-        self.outcome = {**self.entries, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
+        self.outcome = {**self.carried, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
 
-    def _widened(self, entries: dict[NestedKey, Entry]) -> dict[NestedKey, Entry]:
+    def _widened(self, entries: Mapping[NestedKey, Entry]) -> dict[NestedKey, Entry]:
         workers = self.batch[0]
         return {key: Entry((workers, *shape), dtype, column) for key, (shape, dtype, column) in entries.items()}
 
@@ -91,6 +94,9 @@ class TurnArrays(ArrayEnv):
                 outcome = part.step(mine, {key: value[i, ...] for key, value in preset.items()} if preset else preset)
             except EnvError as error:
                 raise self._named_error(i, error) from error
+            except UnfitOutcome:
+                self._hold("step", range(i) if marks is None else [j for j in range(i) if np.any(marks[j])])
+                raise
             for key, value in outcome.items():
                 if key in out:
                     out[key][i] = value
@@ -99,17 +105,31 @@ class TurnArrays(ArrayEnv):
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
-        out = _blank(self.entries)
-        for i in range(len(self._parts)) if rows is None else _marked(rows):
+        out = _blank(self.carried)
+        marked = range(len(self._parts)) if rows is None else _marked(rows)
+        root = None if rows is None or self.root_for_reset is None else self.root_for_reset().unbind(0)
+        for i in marked:
             part = self._parts[i]
+            part.root_for_reset = None if root is None else partial(_same, root[i])
             try:
                 own = own_kwargs(kwargs, i) if kwargs else kwargs
                 fresh = part.reset(None if rows is None else np.asarray(rows[i]), **own)
             except EnvError as error:
                 raise self._named_error(i, error) from error
+            except UnfitOutcome:
+                self._hold("reset", [j for j in marked if j < i])
+                raise
             for key, memory in out.items():
                 memory[i] = fresh[key]
         return out
+
+    def hold(self, call: str) -> None:
+        """See :meth:`ArrayEnv.hold`."""
+        self._hold(call, range(len(self._parts)))
+
+    def _hold(self, call: str, parts: Iterable[int]) -> None:
+        for i in parts:
+            self._parts[i].hold(call)
 
     def _named_error(self, i: int, error: RollwrightError) -> RollwrightError:
         return renamed(f"{self._name}[{i}]", error)
@@ -124,10 +144,10 @@ class SerialArrays(TurnArrays):
 
     def __init__(self, env: SerialEnv, known: type[SerialEnv]) -> None:
         refuse_overrides(env, known)
-        check_flags(env)
         self._env, self._openings = env, env.openings
-        parts = [array_form(getattr(env, f"worker{i}")) for i in range(env.num_workers)]
+        parts = [array_form(getattr(env, f"worker{i}"), unfit=True) for i in range(env.num_workers)]
         super().__init__(parts, type(env).__name__)
+        check_flags(env, self.flags, lacks_truncated=len(self.root_flags) < len(FLAGS))
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
@@ -179,6 +199,8 @@ class SerialSteps:
         out = arrays.step(root, {})
         for key, (shape, dtype, _) in arrays.outcome.items():
             place(nested, key, torch.from_numpy(np.asarray(out[key], dtype).reshape(shape)))
+        for name, size in arrays.nests.items():
+            nested[name] = unchecked_td(nested[name], torch.Size([*arrays.batch, *size]), device=env.device)
         return unchecked_td(nested, env.batch_size, device=env.device)
 
     def _form(self) -> TurnArrays | None:
@@ -204,6 +226,16 @@ class SerialSteps:
         if not isinstance(made, TurnArrays):
             raise NotNative("its array form is another one")
         return made
+
+
+def _facts(form: ArrayEnv) -> tuple[Any, ...]:
+    """What the environments of a batch have in common."""
+    entries = form.entries, form.rewards, form.reads, dict(form.flags), dict(form.nests)
+    return *entries, form.root_flags, form.done_follows, form.may_be_unfit
+
+
+def _same(td: TensorDictBase) -> TensorDictBase:
+    return td
 
 
 def _marked(rows: Rows) -> list[int]:

@@ -123,9 +123,9 @@ class WrapperArrays(ArrayEnv):
         self.flags, self.nests = base.flags, base.nests
         self.root_flags, self.done_follows, self.may_be_unfit = base.root_flags, base.done_follows, base.may_be_unfit
 
-    def hold_step(self) -> None:
-        """See :meth:`ArrayEnv.hold_step`."""
-        self._base.hold_step()
+    def hold(self, call: str) -> None:
+        """See :meth:`ArrayEnv.hold`."""
+        self._base.hold(call)
 
     @property
     def resets_ahead(self) -> bool:

@@ -14,7 +14,7 @@ from torch import distributions as D
 from torch import nn
 
 from rollwright.collectors import Collector
-from rollwright.envs import DoubleToFloat, PettingZooWrapper, RewardSum, StepCounter, TransformedEnv
+from rollwright.envs import DoubleToFloat, PettingZooWrapper, RewardSum, SerialEnv, StepCounter, TransformedEnv
 from rollwright.envs.arrays import array_form
 from rollwright.errors import EnvError, NotNative
 from rollwright.modules import MaskedCategorical
@@ -35,6 +35,8 @@ CASES = {
     "one-hot": lambda: leaving(categorical_actions=False, done_on_any=False),
     "its state": lambda: PettingZooWrapper(made("simple_spread").pettingzoo_env, return_state=True),
     "on a device": lambda: leaving(device="cpu"),
+    "in turn": lambda: SerialEnv(2, lambda: leaving(done_on_any=False)),
+    "turns of several": lambda: SerialEnv(2, lambda: made("tictactoe")),
 }
 
 

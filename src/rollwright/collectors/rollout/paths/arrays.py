@@ -272,7 +272,7 @@ class ArrayPath(Path):
                 self._following = {**continued, **self._arrays.reset(_WHOLE), **self._no_flags}
         except UnfitOutcome as reason:
             if stepped:
-                self._arrays.hold_step()
+                self._arrays.hold("step")
             acted = {key: root[key] for key in self._acts}
             self._hand_over(t, acted, str(reason), part="env").step(t)
 
