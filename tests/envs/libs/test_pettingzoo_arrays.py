@@ -89,6 +89,14 @@ def test_frames_of_other_environments_are_those_of_the_plain_path(name):
     assert_paths_agree(lambda: made(name), num=2)
 
 
+@pytest.mark.parametrize("wrap", [lambda env: env, counted], ids=["bare", "transforms"])
+def test_random_actions_keep_to_the_mask(wrap):
+    for frames in (*assert_paths_agree(lambda: wrap(made("tictactoe"))), wrap(made("tictactoe")).rollout(9)):
+        for player in ("player_1", "player_2"):
+            allowed = frames[player, "action_mask"].gather(-1, frames[player, "action"].unsqueeze(-1))
+            assert allowed.all()
+
+
 def acting(env):
     """A policy for each group of tictactoe, which keeps to what is allowed."""
 

@@ -110,6 +110,8 @@ class PettingZooWrapper(EnvBase):
         for group in self._groups:
             n = len(group.agents)
             seen[group.name], acts[group.name] = group.observation_spec, group.action_spec
+            if group.masked:
+                acts[group.name, "action"].mask = torch.ones(n, group.choices, dtype=torch.bool)
             rewards[group.name] = Composite({"reward": Unbounded((n, 1))}, shape=(n,))
             flags = {name: Categorical(2, shape=(n, 1), dtype=torch.bool) for name in FLAGS}
             done[group.name] = Composite(flags, shape=(n,))
