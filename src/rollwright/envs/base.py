@@ -21,7 +21,7 @@ from rollwright.envs._partial_reset import merge_reset, put_back, replace_entrie
 from rollwright.envs._rollout import rollout
 from rollwright.envs._specs import EnvSpecs
 from rollwright.envs.closing import closed_on_error
-from rollwright.envs.own_arrays import OwnArrays
+from rollwright.envs.own.arrays import OwnArrays
 from rollwright.envs.utils import check_env_specs
 from rollwright.errors import EnvError, EnvKeyError, RollwrightError, text_of
 
