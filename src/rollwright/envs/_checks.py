@@ -17,7 +17,7 @@ from rollwright.errors import EnvError, EnvKeyError
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = ["check_alive", "check_entries", "complete_reset", "complete_step", "missing_actions"]
+__all__ = ["check_alive", "check_entries", "complete_reset", "complete_step", "done_after_reset", "missing_actions"]
 
 
 class SpecEntry(NamedTuple):
@@ -298,6 +298,9 @@ def check_alive(env: EnvBase, td: TensorDictBase, masks: Masks | None) -> None:
         if masks is not None:
             done = done & mask_like(masks, group.prefix, done, td.ndim)
         if bool(done.any()):
-            raise EnvError(
-                f"{env}: {group.done!r} is True right after reset. If that is meant, pass allow_done_after_reset=True."
-            )
+            raise done_after_reset(env, group.done)
+
+
+def done_after_reset(env: EnvBase, key: NestedKey) -> EnvError:
+    """The error of a flag that is set right after a reset."""
+    return EnvError(f"{env}: {key!r} is True right after reset. If that is meant, pass allow_done_after_reset=True.")

@@ -15,7 +15,7 @@ nothing (rewards, flags, counts) is a *column*, ``[*batch]``; for a single envir
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 __all__ = [
     "ARRAY_FORMS",
     "STEPPED",
+    "UnfitOutcome",
     "ArrayEnv",
     "ArrayTransform",
     "Entry",
     "NameRow",
     "Rows",
     "RowsStep",
-    "UnfitOutcome",
     "Values",
     "array_form",
     "check_flags",
@@ -148,11 +148,16 @@ class ArrayEnv(ABC):
         entries: what a reset returns and a step returns below ``"next"``, but for rewards and flags.
         rewards: what a step returns beside them and the flags ``done``, ``terminated`` and ``truncated``.
         reads: entries of the root that :meth:`step` reads.
+        flags: those below the root, such as ``done`` of agents, which a reset returns, too. Those of the root decide.
+        root_flags: those of the root that the environment has.
+        done_follows: whether ``done`` is ``terminated | truncated`` in every step.
+        may_be_unfit: whether steps and resets may raise :class:`UnfitOutcome`. Such a form is to be given all of the
+            root, trajectory ids included, and to be told its forms (:meth:`see_roots`): it makes TensorDicts of it.
+        nests: names of nested TensorDicts with a longer batch size than the root, and what it has behind :attr:`batch`.
         resets_ahead: whoever sets it promises to reset, right after each step and without arguments, at least those
             that ended. Environments elsewhere may then be reset before that is asked for.
         keeps_resets: whether rows that a reset does not mark hold what their own last reset returned.
-        on_tensordicts: names of transforms that are called on TensorDicts. They see all of the root, trajectory ids
-            included, and a step or a reset may raise :class:`UnfitOutcome`.
+        on_tensordicts: names of transforms that are called on TensorDicts.
     """
 
     resets_ahead: bool = False
@@ -162,6 +167,16 @@ class ArrayEnv(ABC):
     entries: dict[NestedKey, Entry]
     rewards: dict[NestedKey, Entry]
     reads: list[NestedKey]
+    flags: Mapping[NestedKey, Entry] = MappingProxyType({})
+    root_flags: tuple[str, ...] = FLAGS
+    done_follows: bool = True
+    may_be_unfit: bool = False
+    nests: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+
+    @property
+    def carried(self) -> dict[NestedKey, Entry]:
+        """What a reset returns, and the root of the next step holds: :attr:`entries` and :attr:`flags`."""
+        return {**self.entries, **self.flags}
 
     @abstractmethod
     def check(self) -> None:
@@ -188,12 +203,15 @@ class ArrayEnv(ABC):
         """Begin new trajectories in the environments that ``rows``, bool ``[*batch]``, marks; None: in all.
 
         Returns:
-            :attr:`entries`; what they hold in rows that are not marked means nothing, but for :attr:`keeps_resets`.
+            :attr:`carried`; what they hold in rows that are not marked means nothing, but for :attr:`keeps_resets`.
         """
 
     def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
-        """The same for transforms that read what goes on: ``root``, from which the next step would be taken."""
+        """The same where what goes on may be read: ``root``, from which the next step would be taken."""
         return self.reset(rows, **kwargs)
+
+    def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:  # noqa: B027 - most forms make no TensorDicts
+        """Note the forms of all that roots hold, but for what a policy writes; see :attr:`may_be_unfit`."""
 
     def stepper(self) -> Callable[[Values], Values]:
         """A function that steps once more from a root, for a transform in :meth:`Transform.on_arrays`.
@@ -242,21 +260,22 @@ class ArrayEnv(ABC):
         raise NotNative("its environments are stepped in this process")
 
 
-def array_form(env: EnvBase, *, objects: bool = False, tensordicts: bool = False) -> ArrayEnv:
+def array_form(env: EnvBase, *, objects: bool = False, unfit: bool = False) -> ArrayEnv:
     """The array form of an environment, which shares its state.
 
     Args:
         env: the environment.
         objects: whether entries may hold objects (text, graphs); their values are ``NonTensorData``.
-        tensordicts: whether some of its transforms may be called on TensorDicts, see :attr:`ArrayEnv.on_tensordicts`.
+        unfit: whether steps and resets may raise :class:`UnfitOutcome`.
 
     Raises:
         NotNative: it has none.
     """
     form = env._array_form()
     _check_specs(env, form)
-    if form.on_tensordicts and not tensordicts:
-        raise NotNative(works_on_tensordicts(form.on_tensordicts))
+    if form.may_be_unfit and not unfit:
+        names = form.on_tensordicts
+        raise NotNative(works_on_tensordicts(names) if names else f"{type(env).__name__} speaks TensorDict")
     if not objects and (held := objects_of(form.entries)):
         raise NotNative(f"entry {held[0]!r} holds objects")
     return form
@@ -352,27 +371,32 @@ STEPPING = (
 )
 
 
-def refuse_overrides(env: EnvBase, known: type[EnvBase]) -> None:
-    """Test that a subclass steps and resets as ``known``, whose array form is to be taken.
+def refuse_overrides(env: EnvBase, known: type[EnvBase], *, but: Collection[str] = ()) -> None:
+    """Test that a subclass steps and resets as ``known``, whose array form is to be taken, ``but`` for some methods.
 
     Raises:
         NotNative: it does not.
     """
     for name in (*STEPPING, "_step", "_reset"):
-        if getattr(type(env), name) is not getattr(known, name) or name in vars(env):
+        if name not in but and (getattr(type(env), name) is not getattr(known, name) or name in vars(env)):
             raise NotNative(f"{type(env).__name__} overrides {name}")
     if env._forward_hooks or env._forward_pre_hooks:
         raise NotNative(f"{type(env).__name__} has hooks")
 
 
-def check_flags(env: EnvBase) -> None:
+def check_flags(env: EnvBase, below: Iterable[NestedKey] = (), *, lacks_truncated: bool = False) -> None:
     """Test that the flags are those of gymnasium: ``done``, ``terminated`` and ``truncated`` at the root.
+
+    Args:
+        env: the environment.
+        below: the flags that its array form has below the root.
+        lacks_truncated: whether ``truncated`` may be missing.
 
     Raises:
         NotNative: they are not.
     """
     keys = set(env.done_keys)
-    if keys != set(FLAGS):
+    if keys != {*FLAGS, *below} and not (lacks_truncated and keys == {*FLAGS[:2], *below}):
         raise NotNative(f"its flags are {sorted(keys, key=as_tuple)}")
     if env.run_type_checks:
         raise NotNative("run_type_checks=True")

@@ -21,8 +21,9 @@ from rollwright.envs._partial_reset import merge_reset, put_back, replace_entrie
 from rollwright.envs._rollout import rollout
 from rollwright.envs._specs import EnvSpecs
 from rollwright.envs.closing import closed_on_error
+from rollwright.envs.own.arrays import OwnArrays
 from rollwright.envs.utils import check_env_specs
-from rollwright.errors import EnvError, EnvKeyError, NotNative, RollwrightError, text_of
+from rollwright.errors import EnvError, EnvKeyError, RollwrightError, text_of
 
 if TYPE_CHECKING:
     from rollwright.envs.arrays import ArrayEnv
@@ -319,7 +320,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def _array_form(self) -> ArrayEnv:
         """The environment on NumPy arrays, see :mod:`rollwright.envs.arrays`; the same state, stepped on arrays."""
-        raise NotNative(f"{type(self).__name__} speaks TensorDict")
+        return OwnArrays(self, EnvBase)
 
     # The exchange with _reset and _step, checked ---------------------------------------------------
 

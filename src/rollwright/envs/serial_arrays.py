@@ -53,18 +53,19 @@ class TurnArrays(ArrayEnv):
         self._parts, self._name = list(parts), name
         first = self._parts[0]
         for part in self._parts:
-            if (part.entries, part.rewards, part.reads) != (first.entries, first.rewards, first.reads):
+            if _facts(part) != _facts(first):
                 raise NotNative("its environments differ in their entries")
         self.batch = (len(self._parts), *first.batch)
         self.entries, self.rewards = self._widened(first.entries), self._widened(first.rewards)
-        self.reads = first.reads
+        self.reads, self.nests, self.flags = first.reads, first.nests, self._widened(first.flags)
+        self.root_flags, self.done_follows, self.may_be_unfit = first.root_flags, first.done_follows, first.may_be_unfit
         self._in_turn = first.in_turn(self._parts, self._named_error)
         self._last: Values = {}  # outcomes of the step before
         self.on_tensordicts = first.on_tensordicts
         flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
-        self.outcome = {**self.entries, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
+        self.outcome = {**self.carried, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
 
-    def _widened(self, entries: dict[NestedKey, Entry]) -> dict[NestedKey, Entry]:
+    def _widened(self, entries: Mapping[NestedKey, Entry]) -> dict[NestedKey, Entry]:
         workers = self.batch[0]
         return {key: Entry((workers, *shape), dtype, column) for key, (shape, dtype, column) in entries.items()}
 
@@ -83,7 +84,7 @@ class TurnArrays(ArrayEnv):
                 return stepped
         out: Values = _blank(self.outcome)
         unfit: dict[int, UnfitOutcome] = {}
-        if self.on_tensordicts:  # which may change what the policy has written
+        if self.may_be_unfit:  # which may change what the policy has written
             out.update({key: value.copy() for key, value in preset.items() if key not in out})
         for i, part in enumerate(self._parts):
             mine = {key: root[key][i, ...] for key in self._seen(root)}  # with the dots, a number is an array too
@@ -110,7 +111,13 @@ class TurnArrays(ArrayEnv):
 
     def _seen(self, root: Values) -> Iterable[NestedKey]:
         """Keys of what an environment is given of the root."""
-        return root if self.on_tensordicts else self.reads
+        return root if self.may_be_unfit else self.reads
+
+    def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
+        """See :meth:`ArrayEnv.see_roots`."""
+        of_one = {key: Entry(shape[1:], dtype, column) for key, (shape, dtype, column) in forms.items()}
+        for part in self._parts:
+            part.see_roots(of_one)
 
     def _unfit(self, values: Values, places: Sequence[int], unfit: Mapping[int, UnfitOutcome]) -> UnfitOutcome:
         """An outcome of which some rows do not fit arrays, as a lazy stack.
@@ -121,8 +128,11 @@ class TurnArrays(ArrayEnv):
             unfit: what the rows at some places are.
         """
         part = self._parts[0]
-        flags: dict[NestedKey, Entry] = dict.fromkeys(FLAGS, Entry((*part.batch, 1), np.dtype(np.bool_), True))
-        forms = {**part.entries, **part.rewards, **flags}
+        flags: dict[NestedKey, Entry] = dict.fromkeys(
+            part.root_flags, Entry((*part.batch, 1), np.dtype(np.bool_), True)
+        )
+        values = {key: value for key, value in values.items() if key not in FLAGS or key in flags}
+        forms = {**part.carried, **part.rewards, **flags}
         rows: dict[int, TensorDictBase] = {i: found.outcome for i, found in unfit.items()}
         for i in set(places) - rows.keys():
             mine = {key: np.array(value[i, ...]) for key, value in values.items()}
@@ -139,14 +149,14 @@ class TurnArrays(ArrayEnv):
         return self._reset(rows, root, kwargs)
 
     def _reset(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> Values:
-        out, blank = _blank(self.entries), rows is not None
+        out, blank = _blank(self.carried), rows is not None
         unfit: dict[int, UnfitOutcome] = {}
         places = range(len(self._parts)) if rows is None else _marked(rows)
         for i in places:
             part, mask = self._parts[i], None if rows is None else np.asarray(rows[i])
             try:
                 own = own_kwargs(kwargs, i) if kwargs else kwargs
-                if root is None or not self.on_tensordicts:
+                if root is None or not self.may_be_unfit:
                     fresh = part.reset(mask, **own)
                 else:
                     fresh = part.reset_from({key: value[i, ...] for key, value in root.items()}, mask, **own)
@@ -175,10 +185,10 @@ class SerialArrays(TurnArrays):
 
     def __init__(self, env: SerialEnv, known: type[SerialEnv]) -> None:
         refuse_overrides(env, known)
-        check_flags(env)
         self._env, self._openings = env, env.openings
-        parts = [array_form(getattr(env, f"worker{i}"), tensordicts=True) for i in range(env.num_workers)]
+        parts = [array_form(getattr(env, f"worker{i}"), unfit=True) for i in range(env.num_workers)]
         super().__init__(parts, type(env).__name__)
+        check_flags(env, self.flags, lacks_truncated=len(self.root_flags) < len(FLAGS))
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
@@ -236,6 +246,8 @@ class SerialSteps:
         out = arrays.step(root, {})
         for key, (shape, dtype, _) in arrays.outcome.items():
             place(nested, key, torch.from_numpy(np.asarray(out[key], dtype).reshape(shape)))
+        for name, size in arrays.nests.items():
+            nested[name] = unchecked_td(nested[name], torch.Size([*arrays.batch, *size]), device=env.device)
         return unchecked_td(nested, env.batch_size, device=env.device)
 
     def _form(self) -> TurnArrays | None:
@@ -265,6 +277,12 @@ class SerialSteps:
 
 def _no_flags(batch: tuple[int, ...]) -> Values:
     return {flag: np.zeros(batch, np.bool_) for flag in FLAGS}
+
+
+def _facts(form: ArrayEnv) -> tuple[Any, ...]:
+    """What the environments of a batch have in common."""
+    entries = form.entries, form.rewards, form.reads, dict(form.flags), dict(form.nests)
+    return *entries, form.root_flags, form.done_follows, form.may_be_unfit
 
 
 def _marked(rows: Rows) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from rollwright._keys import NestedKey
-from rollwright.envs.arrays import ArrayEnv
+from rollwright.envs.arrays import ArrayEnv, Entry
 from rollwright.envs.base import EnvBase
 
 __all__ = ["WrapperArrays", "WrapperEnv"]
@@ -120,6 +120,12 @@ class WrapperArrays(ArrayEnv):
     def __init__(self, base: ArrayEnv) -> None:
         self._base = base
         self.batch, self.entries, self.rewards, self.reads = base.batch, base.entries, base.rewards, base.reads
+        self.flags, self.nests = base.flags, base.nests
+        self.root_flags, self.done_follows, self.may_be_unfit = base.root_flags, base.done_follows, base.may_be_unfit
+
+    def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
+        """See :meth:`ArrayEnv.see_roots`."""
+        self._base.see_roots(forms)
 
     @property
     def resets_ahead(self) -> bool:

@@ -141,10 +141,11 @@ def _check_one_action(policy: Any, env: EnvBase) -> None:
 
 def _one_observation(env: EnvBase) -> NestedKey | None:
     """The one observation of an environment; entries that transforms have added to it do not count, if it is left."""
-    keys = list(env.observation_keys)
-    while len(keys) > 1 and (inside := getattr(env, "base_env", None)) is not None:
-        env = inside
-        keys = [key for key in keys if key in env.observation_keys]
+    keys, inner = list(env.observation_keys), cast(Any, env)
+    # That of a SerialEnv is a function, which calls those of its environments.
+    while len(keys) > 1 and hasattr(getattr(inner, "base_env", None), "observation_keys"):
+        inner = inner.base_env
+        keys = [key for key in keys if key in inner.observation_keys]
     return keys[0] if len(keys) == 1 else None
 
 

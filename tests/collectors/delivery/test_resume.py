@@ -249,7 +249,7 @@ NAMES = (
     "split",
     "compiled",
 )
-PLAIN = ("global streams", "nested", "strings")  # for all that these have no array form
+PLAIN = ("nested", "strings")  # for all that these have no array form
 PATHS = ("arrays", "plain", "arrays, then plain", "plain, then arrays")
 QUICK = {name: {"arrays", PATHS[1 + number % 3]} for number, name in enumerate(NAMES)}  # of the paths; the rest is slow
 CASES = [

@@ -528,11 +528,14 @@ class Rollout:
         current: TensorDictBase,
         keeper: BoundaryKeeper | None,
         against: Mapping[str, str],
+        random: bool,
         taken: Taken | None,
     ) -> None:
         """Take the plain path in the middle of a batch."""
         path = plain_path(self._parts, dict(against))
-        path.take_over(frames, current, keeper, taken)
+        if random:
+            path.conform(self._outputs_of_policy())
+        path.take_over(frames, current, keeper, taken, random=random)
         self._use(path)
 
     def _go_plain_at_reset(self, found: UnfitOutcome) -> PlainPath:

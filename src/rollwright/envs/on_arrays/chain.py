@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import numpy as np
 
-from rollwright._keys import NestedKey
-from rollwright.envs.arrays import FLAGS, ArrayEnv, ArrayTransform, Entry, Rows, Values
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Rows, Values
 from rollwright.envs.on_arrays.tensordicts import Deviation, OnTensorDicts, RootTensorDicts, as_tensordict
 from rollwright.errors import RollwrightError
 
@@ -51,12 +49,8 @@ class ArrayChain:
         self.entries, self.rewards, self.reads = dict(base.entries), dict(base.rewards), list(base.reads)
         self.parts: list[ArrayTransform | OnTensorDicts] = []
         self.on_tensordicts: list[str] = []
-        self.roots, self._may_contradict = roots, may_contradict
+        self.roots, self._may_contradict, self._follows = roots, may_contradict, base.done_follows
         self._batch = base.batch
-        self._flags = dict.fromkeys(
-            cast("tuple[NestedKey, ...]", FLAGS), Entry((*base.batch, 1), np.dtype(np.bool_), True)
-        )
-        roots.forms = {**self.entries, **self._flags}
         self._steps: list[Step] = []
         self._resets: list[Reset] = []
 
@@ -76,7 +70,6 @@ class ArrayChain:
         self.rewards.update(part.rewards)
         self.reads[:] = [key for key in self.reads if key not in part.made]
         self.reads += [key for key in part.reads if key not in self.reads]
-        self.roots.forms = {**self.entries, **self._flags}
 
     @property
     def steps(self) -> list[Step]:
@@ -110,6 +103,9 @@ class ArrayChain:
     def _settle(self, out: Values) -> None:
         """Let ``done`` follow from the other flags, where transforms on TensorDicts may have set these alone."""
         causes, done = out["terminated"] | out["truncated"], out["done"]
+        if not self._follows:
+            out["done"] = done | causes if self._may_contradict else done
+            return
         if (done == causes) if not self._batch else not np.count_nonzero(done != causes):
             return
         if self._may_contradict and not np.count_nonzero(done & ~causes):

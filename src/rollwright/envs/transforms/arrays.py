@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,10 @@ from rollwright._keys import NestedKey, unravel
 from rollwright.envs._checks import complete_reset, complete_step
 from rollwright.envs.arrays import (
     ARRAY_FORMS,
+    FLAGS,
     ArrayEnv,
     ArrayTransform,
+    Entry,
     Rows,
     UnfitOutcome,
     Values,
@@ -86,12 +88,13 @@ class TransformedArrays(WrapperArrays):
 
     def __init__(self, env: TransformedEnv, known: type[TransformedEnv], base: ArrayEnv | None = None) -> None:
         refuse_overrides(env, known)
-        check_flags(env)
         if not env.cache_specs:
             raise NotNative("cache_specs=False")
         self._env, self._known = env, known
-        base = array_form(env.base_env, objects=True, tensordicts=True) if base is None else base
+        base = array_form(env.base_env, objects=True, unfit=True) if base is None else base
+        check_flags(env, base.flags, lacks_truncated=len(base.root_flags) < len(FLAGS))
         super().__init__(base)
+        self.root_flags = tuple(flag for flag in FLAGS if flag in env.done_keys)
         roots = RootTensorDicts(env.batch_size, env.device, {*env.reward_keys, *env.ends_with_step})
         self._chain = ArrayChain(base, roots, may_contradict=env.sets_own_flags)
         self.entries, self.rewards, self.reads = self._chain.entries, self._chain.rewards, self._chain.reads
@@ -102,9 +105,15 @@ class TransformedArrays(WrapperArrays):
             self._chain.add(self._part(transform, held))  # with the entries of those before
         self._inverses = self._chain.inverses
         self.on_tensordicts = [*base.on_tensordicts, *self._chain.on_tensordicts]
+        self.may_be_unfit = base.may_be_unfit or bool(self._chain.on_tensordicts)
         announced = [{unravel(key) for key in keys} for keys in (env.observation_keys, env.reward_keys)]
         if [self.entries.keys(), self.rewards.keys()] != announced:
             raise NotNative("its specs are not those of its transforms")
+
+    def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
+        """See :meth:`ArrayEnv.see_roots`."""
+        self._chain.roots.forms = dict(forms)
+        super().see_roots(forms)
 
     def _part(self, transform: Transform, objects: list[NestedKey]) -> ArrayTransform | OnTensorDicts:
         kind = type(transform)
@@ -113,6 +122,8 @@ class TransformedArrays(WrapperArrays):
         make = kind.on_arrays if "on_arrays" in vars(kind) else ARRAY_FORMS.get(kind)
         is_unknown = isinstance(transform, ForeignTransform) and not transform.is_known
         if make is None or is_unknown or OVERRIDABLE & vars(transform).keys():
+            if self._base.root_flags != FLAGS or self._base.flags or self._base.nests:
+                raise NotNative(f"{kind.__name__} works on TensorDicts, and the environment has other flags")
             return transform.on_tensordicts(self, self._chain.roots)
         return make(transform, self)
 
@@ -234,7 +245,12 @@ class TransformedArrays(WrapperArrays):
         check_open(self._env, "reset")
         base = self._base
         try:
-            fresh = base.reset(rows, **kwargs) if root is None else base.reset_from(root, rows, **kwargs)
+            if root is None:
+                fresh = base.reset(rows, **kwargs)
+            else:
+                inner = self._env.base_env  # is given no more than this and the marks
+                passed = {*inner.state_keys, *inner.read_at_reset}
+                fresh = base.reset_from({key: root[key] for key in root if key in passed}, rows, **kwargs)
         except UnfitOutcome as found:
             raise self._finished_reset(rows, root, 0, found.outcome, str(found)) from found
         with self._named_errors("reset"):

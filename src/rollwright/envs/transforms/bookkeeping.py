@@ -262,8 +262,11 @@ class StepCounter(Cutting):
         return f"StepCounter(max_steps={self.max_steps})"
 
 
-def _as_deep(flag: torch.Tensor, deep: torch.Tensor) -> torch.Tensor:
+def _as_deep(flag: Any, deep: Any) -> Any:
     """An environment's flag ``[*batch, 1]``, repeated over the agents of ``deep`` ``[*batch, agents, 1]``."""
+    if isinstance(deep, np.ndarray):  # and the flag is a column
+        flag = np.asarray(flag)
+        return np.broadcast_to(flag.reshape(*flag.shape, *(1,) * (deep.ndim - flag.ndim)), deep.shape)
     return flag.reshape(*flag.shape[:-1], *(1,) * (deep.ndim - flag.ndim), 1).expand_as(deep)
 
 

@@ -213,6 +213,8 @@ class TransformedEnv(WrapperEnv):
             # Left alone, it would make Python look for the spec in the base environment.
             raise EnvError(f"{self}: transform_{kind} raised AttributeError: {error}") from error
         self._full_specs.update({name: changed[f"full_{name}_spec"] for name in names})
+        if names is not OUTPUTS:
+            _share_masked(self.base_env.full_action_spec, self._full_specs["action"])
 
     def set_full_spec(self, name: str, spec: TensorSpec) -> None:
         """An error: specs follow from the base environment and the transform."""
@@ -269,3 +271,11 @@ class TransformedEnv(WrapperEnv):
 
 
 register_extension("append_transform", TransformedEnv)
+
+
+def _share_masked(of_base: Composite, spec: Composite) -> None:
+    """Let actions that are the base environment's have its specs: it sets their masks with each step."""
+    for key in of_base.leaves():
+        leaf = of_base[key]
+        if getattr(leaf, "mask", None) is not None and spec.get(key, None) == leaf:
+            spec.set(key, leaf)

@@ -132,6 +132,7 @@ class TensorDictActor(Actor):
         rewards: what a step leaves beside them, which no policy sees.
         stale: what the policy wrote in the step before and does not see: it must not repeat it in silence.
         batch: the environment's batch size.
+        nests: see :class:`~rollwright.envs.arrays.ArrayEnv`.
         device: of the current TensorDict.
         reads_ids: whether there are trajectory ids.
         why: why the policy does not run on arrays.
@@ -145,12 +146,14 @@ class TensorDictActor(Actor):
         rewards: Collection[NestedKey],
         stale: Collection[NestedKey],
         batch: tuple[int, ...],
+        nests: Mapping[str, tuple[int, ...]],
         device: torch.device | None,
         reads_ids: bool,
         why: str,
     ) -> None:
         self._act, self._entries, self._batch = act, entries, torch.Size(batch)
         self._device, self._reads_ids = device, reads_ids
+        self._nests = [(name, torch.Size([*batch, *size])) for name, size in nests.items()]
         self.how, self.finite_keys = f"plain, called on a TensorDict of the arrays: {why}", []
         self._why = why
         self._left_out = {*rewards, *stale}
@@ -176,6 +179,8 @@ class TensorDictActor(Actor):
                 place(nested, key, tensor)
         if self._reads_ids:
             place(nested, IDS, torch.from_numpy(np.array(ids)))
+        for name, size in self._nests:
+            nested[name] = unchecked_td(nested[name], size, device=self._device)
         # All that is in it has been in a TensorDict of this batch size, or comes from the environment.
         current = self._act(unchecked_td(nested, self._batch, device=self._device))
         return {

@@ -64,8 +64,9 @@ class ArrayPath(Path):
         self._batch = arrays.batch
         self._check_action = stages.action_check(env)
         flag = Entry((*self._batch, 1), _FLAG, True)
-        flags: dict[NestedKey, Entry] = dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)
-        self._roots = {**arrays.entries, **flags}
+        flags: dict[NestedKey, Entry] = dict.fromkeys(cast("tuple[NestedKey, ...]", arrays.root_flags), flag)
+        self._roots = {**arrays.carried, **flags}
+        arrays.see_roots(self._roots)
         self._objects = objects_of(arrays.entries)  # are in lists, beside the rows
         self._object_rows: dict[NestedKey, list[Any]] = {}
         self._policy, self._random = policy, CastActor(random)
@@ -75,11 +76,12 @@ class ArrayPath(Path):
         self._tracks_ids, self._tracks_version = options.track_traj_ids, options.track_policy_version
         self._reuses = options.return_same_td
         repeated = set(stages.next_keys(env)) if options.compact_obs else set()
-        self._outcomes = {**arrays.entries, **arrays.rewards, **flags}
+        self._outcomes = {**arrays.carried, **arrays.rewards, **flags}
         self._dropped = {below_next(key) for key in repeated}
         self._keeper = BoundaryKeeper(repeated, env.batch_size, device) if options.compact_obs else None
         off: Any = np.zeros(self._batch, np.bool_) if self._batch else False
-        self._no_flags: Values = dict.fromkeys(FLAGS, off)
+        self._no_flags: Values = dict.fromkeys(arrays.root_flags, off)
+        self._lacks_truncated = "truncated" not in arrays.root_flags
         self._root: Values | None = None
         self._acted = -1  # the version that has acted last; -1: none has
         self._ids: NDArray[Any] = np.full(self._batch, -1)
@@ -97,22 +99,7 @@ class ArrayPath(Path):
     @property
     def current(self) -> TensorDictBase | None:
         """See :attr:`Path.current`."""
-        root = self._root
-        if root is None:
-            return None
-        current = TensorDict({}, batch_size=self._batch, device=self._current_device)
-        for key, value in root.items():
-            if key == VERSION or as_tuple(key)[0] == "next" or key in self._arrays.rewards:
-                continue  # of the last step, not of the next one
-            entry = self._roots.get(key)
-            if key in self._objects:
-                current.set(key, value.copy())
-                continue
-            array = np.array(value) if entry is None else np.array(value, entry.dtype).reshape(entry.shape)
-            current.set(key, torch.from_numpy(array))
-        if self._tracks_ids:
-            current.set(IDS, torch.from_numpy(self._ids.copy()))
-        return current
+        return None if self._root is None else self._as_tensordict(self._root)
 
     @current.setter
     def current(self, current: TensorDictBase | None) -> None:
@@ -130,10 +117,27 @@ class ArrayPath(Path):
             elif key not in FLAGS:
                 entry = self._roots.get(key)
                 root[key] = value.reshape(self._batch)[()] if entry is not None and entry.column else value
-        missing = [key for key in self._arrays.entries if key not in root]
+        missing = [key for key in self._arrays.carried if key not in root]
         if missing:
             raise NotNative(f"the current TensorDict has no {key_str(missing)}")
         self._root = root
+
+    def _as_tensordict(self, root: Values) -> TensorDictBase:
+        current = TensorDict({}, batch_size=self._batch, device=self._current_device)
+        for key, value in root.items():
+            if key == VERSION or as_tuple(key)[0] == "next" or key in self._arrays.rewards:
+                continue  # of the last step, not of the next one
+            entry = self._roots.get(key)
+            if key in self._objects:
+                current.set(key, value.copy())
+                continue
+            array = np.array(value) if entry is None else np.array(value, entry.dtype).reshape(entry.shape)
+            current.set(key, torch.from_numpy(array))
+        for name, size in self._arrays.nests.items():
+            current.get(name).batch_size = torch.Size([*self._batch, *size])
+        if self._tracks_ids:
+            current.set(IDS, torch.from_numpy(self._ids.copy()))
+        return current
 
     def reset(self, **kwargs: Any) -> None:
         """See :meth:`Path.reset`."""
@@ -147,7 +151,7 @@ class ArrayPath(Path):
 
     def _seen(self, root: Values) -> Values:
         """The root for transforms that see all of it."""
-        if not self._arrays.on_tensordicts:
+        if not self._arrays.may_be_unfit:
             return root
         seen = dict(root)
         if self._tracks_ids:
@@ -239,7 +243,6 @@ class ArrayPath(Path):
             self._hand_over(t, outputs, {"policy": other})
             return
         root.update(outputs)
-        self._last_outputs = outputs
 
     def _called(self, actor: Actor, root: Values, ids: NDArray[Any]) -> Values:
         try:
@@ -257,8 +260,10 @@ class ArrayPath(Path):
         try:
             self._out = out = self._arrays.step(self._seen(root), preset)
         except UnfitOutcome as found:
-            self._hand_over(t, self._last_outputs, {"env": str(found)}, Taken(found.outcome))
+            self._hand_over(t, self._written_now(), {"env": str(found)}, Taken(found.outcome))
             return
+        if self._lacks_truncated:
+            del out["truncated"]
         for key, value in preset.items():
             out.setdefault(key, value)
         self._following = self._continued = continued = {**root, **out}
@@ -271,10 +276,9 @@ class ArrayPath(Path):
                 fresh = self._arrays.reset_from(self._seen(continued), None)
                 self._following = {**continued, **fresh, **self._no_flags}
         except UnfitOutcome as found:
-            forms = {**self._roots, **self._arrays.rewards}
-            outcome = as_tensordict(out, forms, torch.Size(self._batch), self._current_device)
+            outcome = as_tensordict(out, self._outcomes, torch.Size(self._batch), self._current_device)
             marked = torch.from_numpy(np.array(ended))
-            self._hand_over(t, self._last_outputs, {"env": str(found)}, Taken(outcome, marked, found.outcome))
+            self._hand_over(t, self._written_now(), {"env": str(found)}, Taken(outcome, marked, found.outcome))
 
     def record(self, t: int) -> None:
         """See :meth:`Path.record`."""
@@ -313,6 +317,11 @@ class ArrayPath(Path):
             rows[key] = torch.from_numpy(value[where])
         keeper.keep_rows(t, torch.from_numpy(where + first), rows)
 
+    def _written_now(self) -> Values:
+        """What the policy has written for the current step."""
+        root = cast(Values, self._root)
+        return {key: root[key] for key in self._acts}
+
     def _hand_over(self, t: int, outputs: Values, against: Mapping[str, str], taken: Taken | None = None) -> None:
         """Leave the batch at step ``t``, for which the policy has acted, to the plain path.
 
@@ -332,7 +341,7 @@ class ArrayPath(Path):
         current = write_outputs(current, self._written(outputs), {}, fresh=True)
         if self._tracks_version:
             current.set(VERSION, torch.full(self._batch, self._acted))
-        self._leave(frames, current, self._keeper, against, taken)
+        self._leave(frames, current, self._keeper, against, self._acting is self._random, taken)
 
     def _written(self, outputs: Values) -> TensorDictBase:
         written: TensorDictBase = TensorDict({}, batch_size=self._batch)
@@ -378,6 +387,7 @@ class ArrayPath(Path):
                 dropped=self._dropped,
                 own=[*([IDS] if self._tracks_ids else []), *(VERSIONS if self._tracks_version else [])],
                 blank=self._blanks if self._acting is self._random else {},
+                done_follows=self._arrays.done_follows,
             )
         self._acts, self._presets = layout.acts, layout.presets
         old, fields = self._block, layout.fields
@@ -387,6 +397,7 @@ class ArrayPath(Path):
             to_move = self._device is not None and self._device.type != "cpu"
             device = None if to_move else self._device
             block = BatchMemory(fields, self._batch, self._steps, device, self._memory, pinned=to_move)
+            block.nest(self._arrays.nests)
         self._block = block
         self._root_rows = [(key, _row(block, at, column)) for key, at, column in layout.roots]
         self._out_rows = [(key, _row(block, at, column)) for key, at, column in layout.outcomes]
@@ -452,9 +463,10 @@ class ArrayPath(Path):
 
     def _fill(self, block: BatchMemory, times: slice) -> None:
         """Write what follows from the rows of the batch: ``done``, the roots' flags, versions."""
-        done, terminated, truncated = (block.rows(("next", flag))[times] for flag in FLAGS)
-        np.logical_or(terminated, truncated, out=done)
-        for flag in FLAGS:
+        if self._arrays.done_follows:
+            done, terminated, truncated = (block.rows(("next", flag))[times] for flag in FLAGS)
+            np.logical_or(terminated, truncated, out=done)
+        for flag in self._arrays.root_flags:
             block.rows(flag)[times] = False  # what ended was reset before the next step
         if self._tracks_version:
             block.rows(NEXT_VERSION)[times] = block.rows(VERSION)[times]

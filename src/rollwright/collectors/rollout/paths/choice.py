@@ -26,7 +26,7 @@ from rollwright.collectors.rollout.paths.pool import PoolPath
 from rollwright.collectors.rollout.policy import accelerate
 from rollwright.data.llm.records import RecordLayout
 from rollwright.data.specs import NonTensor
-from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, array_form, objects_of, works_on_tensordicts
+from rollwright.envs.arrays import ArrayEnv, Entry, array_form, objects_of, works_on_tensordicts
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.libs.torchrl import TorchRLWrapper
@@ -201,7 +201,7 @@ def _layout(env: EnvBase, policy: Any) -> RecordLayout:
 def _roots(arrays: ArrayEnv) -> dict[NestedKey, Entry]:
     """What a current TensorDict holds before the policy has acted."""
     flag = Entry((*arrays.batch, 1), np.dtype(np.bool_), True)
-    return {**arrays.entries, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
+    return {**arrays.carried, **dict.fromkeys(cast("tuple[NestedKey, ...]", arrays.root_flags), flag)}
 
 
 def _groups(arrays: ArrayEnv, number: int) -> list[ArrayEnv]:
@@ -313,7 +313,7 @@ def _check_layout(parts: PathParts) -> None:
 
 def _not_flat(parts: PathParts, arrays: ArrayEnv, entries: dict[NestedKey, Entry], why: str) -> Actor:
     """The policy on TensorDicts; a function whose first call shows that it does not need them, on arrays from there."""
-    actor, call = _on_tensordicts(parts, entries, why), parts.acting.call
+    actor, call = _on_tensordicts(parts, entries, arrays.nests, why), parts.acting.call
     if type(call) is not FunctionPolicy or call.takes is not None:
         return actor
 
@@ -326,7 +326,9 @@ def _not_flat(parts: PathParts, arrays: ArrayEnv, entries: dict[NestedKey, Entry
     return UndecidedActor(actor, decided)
 
 
-def _on_tensordicts(parts: PathParts, entries: dict[NestedKey, Entry], why: str) -> Actor:
+def _on_tensordicts(
+    parts: PathParts, entries: dict[NestedKey, Entry], nests: Mapping[str, tuple[int, ...]], why: str
+) -> Actor:
     """The policy as it is, on TensorDicts made of arrays."""
     options, env = parts.options, parts.env
     if options.cudagraph_policy or (options.compile_policy and options.compile_policy is not True):
@@ -345,6 +347,7 @@ def _on_tensordicts(parts: PathParts, entries: dict[NestedKey, Entry], why: str)
         rewards=env.reward_keys,
         stale=stale,
         batch=tuple(env.batch_size),
+        nests=nests,
         device=parts.current_device,
         reads_ids=options.track_traj_ids,
         why=why,
@@ -370,7 +373,7 @@ def arrays_of(parts: PathParts) -> ArrayEnv:
         raise NotNative("reset_when_done=False")
     if options.use_buffers is False:
         raise NotNative("use_buffers=False")
-    arrays = array_form(parts.env, objects=True, tensordicts=True)
+    arrays = array_form(parts.env, objects=True, unfit=True)
     if held := objects_of(arrays.entries):
         # Rows have no objects: they are in lists beside them, in batches that this process delivers itself.
         rows_only = ("use_buffers", "compact_obs", "return_same_td")
@@ -384,7 +387,7 @@ def arrays_of(parts: PathParts) -> ArrayEnv:
 def _flat(parts: PathParts, arrays: ArrayEnv, policy: Any) -> ArrayPolicy:
     if parts.options.cudagraph_policy:
         raise NotNative("cudagraph_policy")
-    there = {*arrays.entries, *FLAGS}
+    there = {*arrays.carried, *arrays.root_flags}
     return _flat_of(parts, policy, there.difference(objects_of(arrays.entries)), arrays.batch, there)
 
 

@@ -46,6 +46,7 @@ def lay_out(
     dropped: Collection[NestedKey],
     own: Sequence[NestedKey],
     blank: Mapping[NestedKey, Form],
+    done_follows: bool,
 ) -> BatchLayout:
     """Decide what goes where.
 
@@ -57,6 +58,7 @@ def lay_out(
         dropped: places in the frame that the batch leaves out.
         own: what the collector writes itself, int64 ``[*batch]``.
         blank: shape and dtype of what is zero in the whole batch.
+        done_follows: whether ``done`` follows from the other flags, and is not written at each step.
     """
     fields: dict[NestedKey, FrameField] = {}
     layout = BatchLayout(acts, [], fields, [], [], [])
@@ -66,7 +68,7 @@ def lay_out(
             layout.roots.append((key, key, entry.column))
     for key, entry in outcomes.items():
         fields[below_next(key)] = _field(entry.shape, entry.dtype)
-        if key != "done":
+        if key != "done" or not done_follows:
             layout.outcomes.append((key, below_next(key), entry.column))
     for key, (shape, dtype) in acts.items():
         if as_tuple(key)[0] == "next":

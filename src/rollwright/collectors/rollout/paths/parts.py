@@ -37,7 +37,7 @@ class Taken(NamedTuple):
 
 
 HandOver = Callable[
-    [list[TensorDictBase], TensorDictBase, BoundaryKeeper | None, Mapping[str, str], Taken | None], None
+    [list[TensorDictBase], TensorDictBase, BoundaryKeeper | None, Mapping[str, str], bool, Taken | None], None
 ]
 
 
@@ -57,7 +57,8 @@ class PathParts:
         timer: where the stages of a step are noted.
         conversations: the rows of an environment of conversations; None: it is another one.
         hand_over: leaves the current batch to the plain path: called with the frames so far, the current TensorDict
-            after the policy has acted, the keeper of boundaries, the reasons, and the current step, if it was taken.
+            after the policy has acted, the keeper of boundaries, reasons by part, whether actions are random, and the
+            current step, if it was taken.
     """
 
     env: EnvBase

@@ -101,6 +101,8 @@ class PlainPath(Path):
         current: TensorDictBase,
         keeper: BoundaryKeeper | None,
         taken: Taken | None = None,
+        *,
+        random: bool = False,
     ) -> None:
         """Go on with a batch that another path began.
 
@@ -109,9 +111,12 @@ class PlainPath(Path):
             current: with the actions of the current step.
             keeper: of the batch so far.
             taken: the current step, where it was taken already, and is to be recorded next.
+            random: whether the batch is one of random actions.
         """
         self._recorder.take_over(frames, current)
         self._current, self._keeper = current, keeper
+        self._start(random)
+        self._blanks = None if self._blanks is None else _without(self._blanks, current)
         if taken is not None:
             self._frame, self._current = self._follow(current, taken)
 
@@ -221,16 +226,19 @@ class PlainPath(Path):
 
     def begin(self, *, random: bool) -> None:
         """See :meth:`Path.begin`."""
-        if self._flat is not None:
-            self._flat.start(self._steps)
-            self.finite_keys = [] if random else [key for key in self._flat.finite_keys if not is_private(key)]
-        self._acting = self._random if random else self._policy
-        self._blanks = self._outputs if random else None
+        self._start(random)
         self._without = {}
         if self._rows is not None:
             self._rows.begin(cast(TensorDictBase, self._current))
         if self._keeper is not None:
             self._keeper.begin()
+
+    def _start(self, random: bool) -> None:
+        if self._flat is not None:
+            self._flat.start(self._steps)
+            self.finite_keys = [] if random else [key for key in self._flat.finite_keys if not is_private(key)]
+        self._acting = self._random if random else self._policy
+        self._blanks = self._outputs if random else None
 
     def act(self, t: int) -> None:
         """See :meth:`Path.act`."""

@@ -91,6 +91,14 @@ class BatchMemory:
                 mine.batch_size = torch.Size([*frame.batch_size, self.steps, *nested.batch_size[frame.ndim :]])
         return self
 
+    def nest(self, sizes: Mapping[str, tuple[int, ...]]) -> None:
+        """Give nested entries a longer batch size than the root's, by name: of what follows the root's."""
+        for name, size in sizes.items():
+            for key in (name, ("next", name)):
+                mine = self.batch.get(key, None)
+                if mine is not None:
+                    mine.batch_size = torch.Size([*self._batch_size, *size])
+
     def rows(self, key: NestedKey) -> NDArray[Any]:
         """The memory of an entry as an array ``[T, *env, ...]``, to be written in place."""
         array = self._arrays[key]

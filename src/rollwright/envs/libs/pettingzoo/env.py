@@ -3,74 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
-from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import Space, spaces
+from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._foreign import class_path, is_pettingzoo_env, kind_in
-from rollwright._keys import as_tuple, place
+from rollwright._keys import NestedKey, place
 from rollwright.data.specs import Categorical, Composite, Unbounded
-from rollwright.data.specs.gymspaces import numpy_dtype
+from rollwright.data.unchecked import unchecked_td
+from rollwright.envs.arrays import FLAGS, ArrayEnv, Values
 from rollwright.envs.base import EnvBase
-from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, leaves_of, spec_of
+from rollwright.envs.libs.pettingzoo.agents import AgentGroup, Outcome
+from rollwright.envs.libs.pettingzoo.arrays import PettingZooArrays
 from rollwright.envs.libs.pettingzoo.groups import groups_of
-from rollwright.errors import EnvError, require
+from rollwright.errors import EnvError, NotNative, require
 
 __all__ = ["PettingZooEnv", "PettingZooWrapper"]
 
-_FLAGS = ("done", "terminated", "truncated")
 _FAMILIES = ("pettingzoo.butterfly", "pettingzoo.classic", "pettingzoo.sisl", "pettingzoo.atari", "mpe2")
-
-
-class _Outcome(NamedTuple):
-    """What a step or a reset gave, by agent; a flag that is missing is False."""
-
-    observations: Mapping[str, Any]
-    rewards: Mapping[str, Any]
-    terminated: Mapping[str, Any]
-    truncated: Mapping[str, Any]
-    infos: Mapping[str, Any]
-
-
-class _Group:
-    """Agents whose data are stacked; all have the same spaces."""
-
-    def __init__(self, name: str, agents: list[str], env: Any, categorical: bool, infos: Mapping[str, Any]) -> None:
-        seen, acts = env.observation_space(agents[0]), env.action_space(agents[0])
-        for agent in agents[1:]:
-            if env.observation_space(agent) != seen or env.action_space(agent) != acts:
-                raise EnvError(
-                    f"group_map: agents {agents[0]!r} and {agent!r} of group {name!r} have different spaces and cannot "
-                    "be stacked. Put them into groups of their own, or pad them with a wrapper of SuperSuit."
-                )
-        self.name, self.agents = name, agents
-        in_seen = isinstance(seen, spaces.Dict) and "action_mask" in seen.spaces
-        self.masked = in_seen or any("action_mask" in infos.get(agent, {}) for agent in agents)
-        if in_seen:
-            seen = spaces.Dict(OrderedDict((key, one) for key, one in seen.spaces.items() if key != "action_mask"))
-        leaves = leaves_of(_named(seen), "observation", categorical)
-        written = leaves_of(acts, "action", categorical)
-        number = len(agents)
-        self.read, self.write = ObservationReader(leaves, ()), ActionWriter(acts, written, ())
-        self.observation_spec = spec_of(leaves, (number,))
-        self.action_spec = spec_of(written, (number,))
-        self.zeros = {
-            leaf.key: np.zeros((number, *leaf.spec.shape), numpy_dtype(leaf.spec.dtype or torch.float32))
-            for leaf in leaves
-        }
-        if self.masked:
-            self.choices = int(acts.n)
-            self.observation_spec["action_mask"] = Categorical(2, shape=(number, self.choices), dtype=torch.bool)
-
-
-def _named(space: Space[Any]) -> Space[Any]:
-    return spaces.Dict({"observation": space})
 
 
 class PettingZooWrapper(EnvBase):
@@ -141,21 +95,25 @@ class PettingZooWrapper(EnvBase):
         self.group_map = groups_of(group_map, env.possible_agents, self.parallel)
         self._seed = seed
         infos = self._restart(seed).infos
-        groups = [_Group(name, agents, env, categorical_actions, infos) for name, agents in self.group_map.items()]
-        self._groups = groups
+        self._groups = [
+            AgentGroup(name, agents, env, categorical_actions, infos, use_mask)
+            for name, agents in self.group_map.items()
+        ]
+        self._place_of = {agent: (group, row) for group in self._groups for row, agent in enumerate(group.agents)}
+        self._agents = list(env.possible_agents)
         self._past: dict[str, tuple[bool, bool]] = {}
         self._set_specs()
 
     def _set_specs(self) -> None:
-        flags = {name: Categorical(2, shape=(1,), dtype=torch.bool) for name in _FLAGS}
+        flags = {name: Categorical(2, shape=(1,), dtype=torch.bool) for name in FLAGS}
         seen, acts, rewards, done = Composite(), Composite(), Composite(), Composite(flags)
         for group in self._groups:
             n = len(group.agents)
-            if self.use_mask:
-                group.observation_spec["mask"] = Categorical(2, shape=(n,), dtype=torch.bool)
             seen[group.name], acts[group.name] = group.observation_spec, group.action_spec
+            if group.masked:
+                acts[group.name, "action"].mask = torch.ones(n, group.choices, dtype=torch.bool)
             rewards[group.name] = Composite({"reward": Unbounded((n, 1))}, shape=(n,))
-            flags = {name: Categorical(2, shape=(n, 1), dtype=torch.bool) for name in _FLAGS}
+            flags = {name: Categorical(2, shape=(n, 1), dtype=torch.bool) for name in FLAGS}
             done[group.name] = Composite(flags, shape=(n,))
         if self.return_state:
             state = np.asarray(self.pettingzoo_env.state())
@@ -168,108 +126,120 @@ class PettingZooWrapper(EnvBase):
 
     # Stepping ---------------------------------------------------------------------------------
 
-    def _restart(self, seed: int | None, **kwargs: Any) -> _Outcome:
+    def _restart(self, seed: int | None, **kwargs: Any) -> Outcome:
         env = self.pettingzoo_env
         if self.parallel:
             observations, infos = env.reset(seed=seed, **kwargs)
-            return _Outcome(observations, {}, {}, {}, infos)
+            return Outcome(observations, {}, {}, {}, infos, env.agents)
         env.reset(seed=seed, **kwargs)
-        return _Outcome({agent: env.observe(agent) for agent in env.agents}, {}, {}, {}, dict(env.infos))
+        seen = {agent: env.observe(agent) for agent in env.agents}
+        return Outcome(seen, {}, {}, {}, dict(env.infos), [env.agent_selection] if seen else [])
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        return self._as_tensordict(self.reset_values(**kwargs))
+
+    def reset_values(self, **kwargs: Any) -> Values:
+        """Begin a new trajectory; what the first step is taken from, flags of agents included, as arrays."""
         seed = kwargs.pop("seed", self._seed)
         self._seed, self._past = None, {}
         return self._data(self._restart(seed, **kwargs), False)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self._data(self._act_all(tensordict) if self.parallel else self._act_one(tensordict), True)
+        return self._as_tensordict(self.step_values(tensordict))
 
-    def _action(self, tensordict: TensorDictBase, group: _Group, agent: str) -> Any:
-        row = tensordict.get(group.name)[group.agents.index(agent)]
-        return group.write(row)
+    def step_values(self, given: TensorDictBase | Values) -> Values:
+        """Act, by the actions among ``given``; the content of ``"next"`` as arrays."""
+        return self._data(self._act_all(given) if self.parallel else self._act_one(given), True)
 
-    def _act_all(self, tensordict: TensorDictBase) -> _Outcome:
-        alive = set(self.pettingzoo_env.agents)
-        actions = {
-            agent: self._action(tensordict, group, agent)
-            for group in self._groups
-            for agent in group.agents
-            if agent in alive
-        }
-        return _Outcome(*self.pettingzoo_env.step(actions))
+    def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """See :class:`EnvBase`: what is read by the spaces is complete, and is not tested again."""
+        if self.run_type_checks or not self.remember("read by its spaces", self._is_read_by_its_spaces):
+            return super().step_outcome(tensordict)
+        with self._named_errors("step", tensordict):
+            return self._step(tensordict)
 
-    def _act_one(self, tensordict: TensorDictBase) -> _Outcome:
+    def _is_read_by_its_spaces(self) -> bool:
+        try:
+            return self._array_form() is not None
+        except NotNative:
+            return False
+
+    def _act_all(self, given: TensorDictBase | Values) -> Outcome:
+        alive, actions = self.pettingzoo_env.agents, {}
+        for group in self._groups:
+            written = group.actions(given)
+            for row, agent in enumerate(group.agents):
+                if agent in alive:
+                    actions[agent] = group.action(written, row)
+        seen, rewards, terminated, truncated, infos = self.pettingzoo_env.step(actions)
+        return Outcome(seen, rewards, terminated, truncated, infos, self.pettingzoo_env.agents)
+
+    def _act_one(self, given: TensorDictBase | Values) -> Outcome:
         env = self.pettingzoo_env
-        agent = env.agent_selection
-        group = next(group for group in self._groups if agent in group.agents)
-        env.step(self._action(tensordict, group, agent))
-        out = _Outcome(
-            {name: env.observe(name) for name in env.agents},
-            dict(env.rewards),
-            dict(env.terminations),
-            dict(env.truncations),
-            dict(env.infos),
-        )
-        observations = dict(out.observations)
+        group, row = self._place_of[env.agent_selection]
+        env.step(group.action(group.actions(given), row))
+        # An attribute is looked up in wrapper after wrapper: each once.
+        observe, agents, next_to_act = env.observe, env.agents, env.agent_selection
+        terminated, truncated = env.terminations, env.truncations
+        seen = {name: observe(name) for name in agents}
+        out = Outcome(seen, dict(env.rewards), dict(terminated), dict(truncated), dict(env.infos), [next_to_act])
+        if not (terminated[next_to_act] or truncated[next_to_act]):
+            return out
         while env.agents and _is_over(env, env.agent_selection):
             env.step(None)  # an agent that is done leaves with its turn
-            observations.update({name: env.observe(name) for name in env.agents})
-        return out._replace(observations=observations)
+            seen.update({name: env.observe(name) for name in env.agents})
+        return out._replace(acting=[env.agent_selection] if env.agents else [])
 
     # Data -------------------------------------------------------------------------------------
 
-    def _data(self, out: _Outcome, stepped: bool) -> TensorDict:
-        env = self.pettingzoo_env
-        acting = set(env.agents) if self.parallel else ({env.agent_selection} if env.agents else set())
-        data: dict[str, Any] = {}
-        for group in self._groups:
-            data[group.name] = self._group_data(group, out, acting, stepped)
-        flags = np.array([self._past.get(agent, (False, False)) for agent in env.possible_agents])
-        over = flags.any(-1)
-        done = over.any() if self.done_on_any else over.all()
-        terminated = flags[:, 0].any() if self.done_on_any else flags[:, 0].all()
-        truncated = flags[:, 1].any() if self.done_on_any else done and not terminated
-        for name, flag in zip(_FLAGS, (done, terminated, truncated), strict=True):
-            data[name] = torch.tensor([bool(flag)])
-        if self.return_state:
-            data["state"] = torch.from_numpy(np.array(env.state()))
-        return TensorDict(data, batch_size=[], device=self.device)
+    @property
+    def space_keys(self) -> list[NestedKey]:
+        """Keys of the entries that a reset gives, beside flags."""
+        keys = [group.key(key) for group in self._groups for key in group.observation_spec.leaves()]
+        return [*keys, "state"] if self.return_state else keys
 
-    def _group_data(self, group: _Group, out: _Outcome, acting: set[str], stepped: bool) -> TensorDict:
-        n = len(group.agents)
-        arrays = {key: zeros.copy() for key, zeros in group.zeros.items()}
-        rewards, flags = np.zeros((n, 1), np.float32), np.zeros((n, 2), np.bool_)
-        allowed = np.ones((n, group.choices), np.bool_) if group.masked else None
-        for row, agent in enumerate(group.agents):
-            if agent in out.observations:
-                raw = out.observations[agent]
-                if allowed is not None and agent in acting:
-                    allowed[row] = _allowed(raw, out.infos.get(agent, {}), allowed[row])
-                for key, value in group.read({"observation": raw}).items():
-                    arrays[key][row] = value
-            elif not self.use_mask:
-                raise EnvError(f"{self}: agent {agent!r} has left. Pass use_mask=True, so that data can show it.")
-            rewards[row] = out.rewards.get(agent, 0.0)
-            before = self._past.get(agent, (not stepped and agent not in out.observations, False))
-            now = (bool(out.terminated.get(agent, before[0])), bool(out.truncated.get(agent, before[1])))
-            if stepped and now == (False, False) and agent not in out.observations:
-                now = (True, False)  # left without a word
-            self._past[agent] = now
-            flags[row] = now
-        nested: dict[str, Any] = {}
-        for key, array in arrays.items():
-            place(nested, as_tuple(key), torch.from_numpy(array))
-        if allowed is not None:
-            nested["action_mask"] = torch.from_numpy(allowed)
-            action = self.full_action_spec[group.name, "action"]
-            action.update_mask(nested["action_mask"].clone())
-        if self.use_mask:
-            nested["mask"] = torch.tensor([agent in acting for agent in group.agents])
-        if stepped:
-            nested["reward"] = torch.from_numpy(rewards)
-        nested["done"] = torch.from_numpy(flags.any(-1, keepdims=True))
-        nested["terminated"], nested["truncated"] = torch.from_numpy(flags[:, :1]), torch.from_numpy(flags[:, 1:])
-        return TensorDict(nested, batch_size=[n])
+    def _data(self, out: Outcome, stepped: bool) -> Values:
+        past = self._past
+        values: Values = {}
+        for group in self._groups:
+            left = group.read(out, past, values, stepped=stepped)
+            if left and not self.use_mask:
+                raise EnvError(f"{self}: agent {left[0]!r} has left. Pass use_mask=True, so that data can show it.")
+            if group.masked:
+                self._allow(group.name, values[group.name, "action_mask"])
+        flags = [past.get(agent, (False, False)) for agent in self._agents]
+        if self.done_on_any:
+            terminated, truncated = (any(flag) for flag in zip(*flags, strict=True))
+            done = terminated or truncated
+        else:
+            done, terminated = all(map(any, flags)), all(flag for flag, _ in flags)
+            truncated = done and not terminated
+        values["done"], values["terminated"], values["truncated"] = done, terminated, truncated
+        if self.return_state:
+            values["state"] = np.array(self.pettingzoo_env.state())
+        return values
+
+    def _allow(self, group: str, allowed: NDArray[np.bool_]) -> None:
+        """Let the spec of a group's action have the mask of now."""
+        spec: Any = self.remember(("action", group), lambda: self.full_action_spec[group, "action"])
+        mask = torch.from_numpy(allowed.copy())
+        if allowed.any(-1).all():
+            spec.mask = mask
+        else:
+            spec.update_mask(mask)  # which says what is wrong
+
+    def _as_tensordict(self, values: Values) -> TensorDict:
+        """The data that arrays by key stand for."""
+        nested: dict[str, Any] = {group.name: {} for group in self._groups}
+        for key, value in values.items():
+            place(nested, key, torch.from_numpy(value) if isinstance(value, np.ndarray) else torch.tensor([value]))
+        for group in self._groups:
+            nested[group.name] = unchecked_td(nested[group.name], torch.Size([len(group.agents)]))
+        data = unchecked_td(nested)
+        return data if self.device is None else data.to(self.device)
+
+    def _array_form(self) -> ArrayEnv:
+        return PettingZooArrays(self, PettingZooWrapper)
 
     # The object itself ------------------------------------------------------------------------
 
@@ -354,9 +324,3 @@ def _make(task: str, parallel: bool, kwargs: dict[str, Any]) -> Any:
 
 def _is_over(env: Any, agent: str) -> bool:
     return bool(env.terminations[agent] or env.truncations[agent])
-
-
-def _allowed(raw: Any, info: Mapping[str, Any], default: Any) -> Any:
-    if isinstance(raw, Mapping) and "action_mask" in raw:
-        return np.asarray(raw["action_mask"], np.bool_)
-    return np.asarray(info.get("action_mask", default), np.bool_)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import gymnasium
@@ -9,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._foreign import class_path, kind_in, overrides
-from rollwright._keys import unravel
+from rollwright._keys import NestedKey, unravel
 from rollwright.data.specs import Composite
 from rollwright.data.specs.torchrl import from_torchrl
 from rollwright.envs._checks import complete_reset, complete_step
@@ -72,8 +73,12 @@ class TorchRLArrays(ArrayEnv):
             if part.inverse is not None:
                 raise NotNative(f"{class_path(transform)} changes what the environment is given")
             self._chain.add(part)
-        self.on_tensordicts = self._chain.on_tensordicts
+        self.on_tensordicts, self.may_be_unfit = self._chain.on_tensordicts, bool(self._chain.on_tensordicts)
         self._compare()
+
+    def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
+        """See :meth:`ArrayEnv.see_roots`."""
+        self._chain.roots.forms = dict(forms)
 
     def _part(self, transform: Any) -> ArrayTransform | OnTensorDicts:
         if is_known(transform):

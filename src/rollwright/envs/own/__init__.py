@@ -1,0 +1,3 @@
+"""Environments that users write, on arrays (:mod:`.arrays`)."""
+
+__all__: list[str] = []

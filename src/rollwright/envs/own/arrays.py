@@ -1,0 +1,268 @@
+"""The array form of an environment that a user wrote: a TensorDict for its ``_step`` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from rollwright._keys import NestedKey, key_str, leaf_keys
+from rollwright.data.specs import Composite
+from rollwright.envs._checks import check_alive, complete_reset, complete_step
+from rollwright.envs.arrays import (
+    ArrayEnv,
+    Entry,
+    Rows,
+    UnfitOutcome,
+    Values,
+    check_flags,
+    check_open,
+    entries_of,
+    named_error,
+    refuse_overrides,
+)
+from rollwright.envs.on_arrays.tensordicts import RootTensorDicts
+from rollwright.errors import NotNative, RollwrightError
+
+if TYPE_CHECKING:
+    from rollwright.envs.base import EnvBase
+
+__all__ = ["OwnArrays"]
+
+_HERE = "rollwright."
+_SPECS = ("observation", "action", "reward", "done", "state")
+
+
+class OwnArrays(ArrayEnv):
+    """The array form of a user's subclass of :class:`~rollwright.envs.EnvBase`.
+
+    Its ``_step`` and ``_reset`` are called with the TensorDict that the plain path would give them. What they return is
+    read entry by entry, where it is what the specs say; where it is not, the tests of the plain path mend or refuse it.
+
+    Args:
+        env: the environment.
+        known: the class that steps such environments.
+
+    Raises:
+        NotNative: it does more than to step and to reset, or its data are not flat entries of fixed shapes.
+    """
+
+    may_be_unfit = True
+    done_follows = False
+
+    def __init__(self, env: EnvBase, known: type[EnvBase]) -> None:
+        _refuse_others(env, known)
+        check_flags(env, lacks_truncated=True)
+        self._env, self._base = env, known
+        self.batch = tuple(env.batch_size)
+        self._batch, self._device = env.batch_size, env.device
+        self.entries = entries_of(env.full_observation_spec, env.ndim)
+        self.rewards = entries_of(env.full_reward_spec, env.ndim, env.reward_keys)
+        self.reads = list(env.action_keys)
+        self._specs = _specs_of(env)
+        nested = [key for key in (*self.entries, *self.rewards, *self.reads) if not isinstance(key, str)]
+        if nested:
+            raise NotNative(f"it has nested entries: {key_str(nested)}")
+        self._observed = [
+            (key, torch.Size(entry.shape), env.full_observation_spec[key].dtype) for key, entry in self.entries.items()
+        ]
+        self._rewarded = [
+            (key, entry, env.full_reward_spec[key].dtype, torch.Size(entry.shape).numel())
+            for key, entry in self.rewards.items()
+        ]
+        self._cuts = "truncated" in env.done_keys
+        self._flag_names = ("done", "terminated", "truncated") if self._cuts else ("done", "terminated")
+        self.root_flags = self._flag_names
+        self._number = self._batch.numel()
+        self._off: Any = np.zeros(self.batch, np.bool_)[()]
+        self._copies = not env.returns_copies
+        self._roots = RootTensorDicts(self._batch, self._device, set(self.rewards))
+
+    def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
+        """See :meth:`ArrayEnv.see_roots`."""
+        self._roots.forms = dict(forms)
+
+    def check(self) -> None:
+        """See :meth:`ArrayEnv.check`."""
+        if any(now is not then for now, then in zip(_specs_of(self._env), self._specs, strict=True)):
+            raise NotNative("its specs have changed")
+        _refuse_others(self._env, self._base)
+        check_flags(self._env, lacks_truncated=True)
+
+    # Steps ------------------------------------------------------------------------------------
+
+    def step(self, root: Values, preset: Values) -> Values:
+        """See :meth:`ArrayEnv.step`.
+
+        Raises:
+            UnfitOutcome: it has entries that the specs do not announce.
+        """
+        env = self._env
+        if env.is_closed:
+            check_open(env, "step")
+        td = self._roots.of_step(root)
+        try:
+            outcome = env._step(td)
+        except RollwrightError:
+            raise
+        except Exception as error:
+            raise named_error(env, "step", error) from error
+        out = self._read(outcome) if outcome is not td else None
+        if out is None:
+            completed = complete_step(env, td, outcome)
+            out = self._read(completed)
+            if out is None:
+                raise self._unfit("step", completed)
+        return out
+
+    def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
+        """See :meth:`ArrayEnv.reset`.
+
+        Raises:
+            UnfitOutcome: see :meth:`step`.
+        """
+        return self._reset(None if rows is None else self._roots.of_reset({}, rows), kwargs)
+
+    def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
+        """See :meth:`ArrayEnv.reset_from`."""
+        return self._reset(self._roots.of_reset(root, rows), kwargs)
+
+    def _reset(self, td: TensorDictBase | None, kwargs: dict[str, Any]) -> Values:
+        env = self._env
+        check_open(env, "reset")
+        try:
+            fresh = env._reset(td, **kwargs)
+        except RollwrightError:
+            raise
+        except Exception as error:
+            raise named_error(env, "reset", error) from error
+        out = self._read_reset(fresh)
+        if out is None:
+            completed = complete_reset(env, td, fresh)
+            if td is not None:
+                check_alive(env, completed, {(): td.get("_reset")})
+            out = self._read_reset(completed)
+            if out is None:
+                raise self._unfit("reset", completed)
+        return out
+
+    def _unfit(self, call: str, completed: TensorDictBase) -> UnfitOutcome:
+        announced = {*self.entries, *(self.rewards if call == "step" else ()), *self._flag_names}
+        more = [key for key in leaf_keys(completed) if key not in announced]
+        what = f"{key_str(more)}, which no spec announces" if more else f"a {type(completed).__name__} of another form"
+        return UnfitOutcome(f"its {call} returns {what}", completed)
+
+    # From the environment ---------------------------------------------------------------------
+
+    def _read(self, outcome: Any) -> Values | None:
+        """What a step returned, where that is what the specs say, no more and no less; else None."""
+        items = self._items(outcome)
+        if items is None:
+            return None
+        out: Values = {}
+        number = self._observe(items, out)
+        if number is None:
+            return None
+        for key, entry, dtype, size in self._rewarded:
+            value = items.get(cast(str, key))
+            if type(value) is not Tensor or value.dtype is not dtype or value.numel() != size or not value.is_cpu:
+                return None
+            shape = entry.shape[:-1] if entry.column else entry.shape
+            out[key] = self._own(value).reshape(shape)[()]
+        found = self._flags(items)
+        if found is None or number + len(self._rewarded) + found != len(items):
+            return None
+        return self._complete(items, out)
+
+    def _read_reset(self, fresh: Any) -> Values | None:
+        """What a reset returned, where that is what the specs say, and no flag is set; else None."""
+        items = self._items(fresh)
+        if items is None:
+            return None
+        out: Values = {}
+        number, found = self._observe(items, out), self._flags(items)
+        if number is None or found is None or number + found != len(items):
+            return None
+        return None if any(bool(items[flag].any()) for flag in self._flag_names if flag in items) else out
+
+    def _items(self, outcome: Any) -> dict[str, Any] | None:
+        if type(outcome) is not TensorDict or outcome.batch_size != self._batch:
+            return None
+        return dict(outcome.items())
+
+    def _own(self, value: Tensor) -> Any:
+        array = value.detach().numpy()
+        return array.copy() if self._copies else array
+
+    def _observe(self, items: Mapping[str, Any], out: Values) -> int | None:
+        for key, shape, dtype in self._observed:
+            value = items.get(cast(str, key))
+            if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape or not value.is_cpu:
+                return None
+            out[key] = self._own(value)
+        return len(self._observed)
+
+    def _flags(self, items: Mapping[str, Any]) -> int | None:
+        """How many flags there are."""
+        found = 0
+        for flag in self._flag_names:
+            value = items.get(flag)
+            if value is None:
+                continue
+            if type(value) is not Tensor or value.dtype is not torch.bool or value.numel() != self._number:
+                return None
+            found += 1
+        return found
+
+    def _complete(self, items: Mapping[str, Any], out: Values) -> Values | None:
+        """Set the flags, those that are missing by the rules of :func:`~rollwright.data.layout.complete_done`."""
+        done, terminated, truncated = (
+            None if (value := items.get(flag)) is None else value.detach().numpy().reshape(self.batch).copy()[()]
+            for flag in ("done", "terminated", "truncated")
+        )
+        if done is not None and terminated is not None and (truncated is not None or not self._cuts):
+            done = done | terminated if truncated is None else done | terminated | truncated
+        elif done is None and terminated is None and truncated is None:
+            return None
+        else:
+            if terminated is None:
+                terminated = self._off if done is None else done if truncated is None else done & ~truncated
+            if truncated is None and self._cuts:
+                truncated = self._off if done is None else done & ~terminated
+            if done is None:
+                done = terminated if truncated is None else terminated | truncated
+        out["done"], out["terminated"] = done, terminated
+        out["truncated"] = self._off if truncated is None else truncated
+        return out
+
+
+def _specs_of(env: EnvBase) -> tuple[Composite, ...]:
+    return tuple(env.full_spec(name) for name in _SPECS)
+
+
+def _refuse_others(env: EnvBase, known: type[EnvBase]) -> None:
+    """Test that an environment is a user's own, and does no more than to step and to reset.
+
+    Raises:
+        NotNative: it is another one.
+    """
+    kinds = type(env).__mro__[: type(env).__mro__.index(known)]
+    if any(kind.__module__.startswith(_HERE) for kind in kinds):
+        raise NotNative(f"{type(env).__name__} speaks TensorDict")
+    refuse_overrides(env, known, but=("_step", "_reset"))
+    others = {
+        "batch_locked=False": not env.batch_locked,
+        "stand_ins": env.stand_ins,
+        "ends_with_step": env.ends_with_step,
+        "read_at_reset": env.read_at_reset,
+        "has_token_rewards": env.has_token_rewards,
+        "allow_done_after_reset=True": env.allow_done_after_reset,
+        "states": env.state_keys,
+    }
+    for name, is_there in others.items():
+        if is_there:
+            raise NotNative(f"{type(env).__name__} speaks TensorDict: it has {name}")
