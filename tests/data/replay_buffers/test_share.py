@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from rollwright.data import (
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
+    RaggedStorage,
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     SliceSampler,
+    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -249,6 +252,38 @@ def test_what_cannot_be_shared():
     with pytest.raises(TypeError, match=r"ListStorage holds objects of this process.*LazyTensorStorage"):
         ReplayBuffer(storage=ListStorage(5)).share()
     assert not ReplayBuffer(storage=LazyTensorStorage(5)).share(False).storage.shared
+
+
+def sent(value):
+    """What a process that multiprocessing starts would get."""
+    return pickle.loads(ForkingPickler.dumps(value))
+
+
+@pytest.mark.parametrize("length", [0, 7])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, RaggedStorage])
+def test_rows_are_shared_when_they_are_sent(storage, length):
+    buffer = TensorDictReplayBuffer(storage=storage(20))
+    if length:
+        buffer.extend(frames(0, length))
+    twin = sent(ReplayBufferEnsemble(buffer)).members[0]
+    twin.extend(frames(1, 5))
+    assert (len(buffer), buffer.storage.shared) == (length + 5, True)
+    assert buffer[length:]["step"].tolist() == list(range(5))
+    sent(buffer.storage)
+    buffer.extend(frames(2, 5))
+    assert twin[:][IDS].tolist() == [0] * length + [1] * 5 + [2] * 5
+
+
+def test_a_writer_of_this_process_alone_is_neither_shared_nor_sent():
+    with pytest.raises(ValueError, match="writer: TensorDictMaxValueWriter ranks what this process writes"):
+        ReplayBuffer(storage=LazyTensorStorage(9), writer=TensorDictMaxValueWriter("step"), shared=True)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(9), writer=TensorDictMaxValueWriter("step"))
+    for one in (buffer, ReplayBufferEnsemble(buffer)):
+        for way in (sent, type(one).share):
+            with pytest.raises(ValueError, match="make the buffer in the process that uses it"):
+                way(one)
+    buffer.extend(frames(0, 5))  # this process goes on
+    assert len(buffer) == 5
 
 
 def test_nothing_is_left_of_it():

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -69,7 +70,8 @@ class ReplayBuffer:
         batch_size: elements in a batch; ``sample`` may ask for another number.
         dim_extend: of the data, the dimension that grows; default: the last of the storage's.
         generator: where random numbers come from; default: torch's global one.
-        shared: let other processes write and sample. Pass the buffer to them when they are started.
+        shared: let other processes write and sample. Pass the buffer to them when they are started. Without it, that
+            happens when ``multiprocessing`` sends the buffer to a process.
         limiter: keeps sampling and collecting at one pace: whichever is ahead waits.
         service_backend: keep the buffer in a process of its own, which workers on any machine write to: ``"process"``
             on this machine, ``"ray"`` in an actor. What is made is a
@@ -109,6 +111,10 @@ class ReplayBuffer:
                 )
             service: Any = importlib.import_module(_SERVICE).ServiceReplayBuffer
             return service.__new__(service) if issubclass(service, cls) else service(kind=cls, **options)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ForkingPickler.register(cls, _send)
 
     def __init__(
         self,
@@ -160,6 +166,7 @@ class ReplayBuffer:
         )
         self._prefetch = prefetch and positive("prefetch", prefetch)
         if shared:
+            self.check_shareable()
             self.storage.share()
         self.limiter = self.insert_limiter = limiter
         if limiter is not None:
@@ -691,6 +698,14 @@ class ReplayBuffer:
         self._drop_prefetched()
         self.generator = generator
 
+    def check_shareable(self) -> None:
+        """Test that several processes may write.
+
+        Raises:
+            ValueError: the writer is not shareable.
+        """
+        self.writer.check_shareable()
+
     def share(self, shared: bool = True) -> ReplayBuffer:
         """Let other processes write and sample; returns the buffer.
 
@@ -702,10 +717,11 @@ class ReplayBuffer:
 
         Raises:
             TypeError: the storage holds objects of this process.
-            ValueError: the storage is on another device than the CPU.
+            ValueError: the storage is on another device than the CPU, or the writer is not shareable.
             TimeoutError: somebody who writes did not come to an end.
         """
         if shared:
+            self.check_shareable()
             self.storage.share()
         return self
 
@@ -788,6 +804,14 @@ class ReplayBuffer:
             f"{type(self).__name__}(\n    storage={self.storage},\n    sampler={self.sampler},\n"
             f"    writer={self.writer},\n    batch_size={self.batch_size},\n)"
         )
+
+
+def _send(buffer: ReplayBuffer) -> Any:
+    buffer.check_shareable()  # before the storage is shared
+    return buffer.__reduce_ex__(2)
+
+
+ForkingPickler.register(ReplayBuffer, _send)
 
 
 def _without_info(batch: Any, info: Mapping[str, Any]) -> Any:

@@ -339,6 +339,11 @@ class ReplayBufferEnsemble:
         for member in self.members:
             member.set_rng(generator)
 
+    def check_shareable(self) -> None:
+        """See :meth:`ReplayBuffer.check_shareable`; tests all members."""
+        for member in self.members:
+            member.check_shareable()
+
     def share(self, shared: bool = True) -> ReplayBufferEnsemble:
         """See :meth:`ReplayBuffer.share`; shares all members."""
         for member in self.members:

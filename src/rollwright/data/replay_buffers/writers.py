@@ -35,17 +35,31 @@ class Writer(ABC):
 
     Attributes:
         in_order: whether elements lie in the order in which they came, which writes in place rely on.
+        shareable: whether several processes may write, each with a copy of the writer.
         tracks_generations: whether batches say which element of its place each is, see :class:`RoundRobinWriter`.
         storage: of the buffer that writes with it; None: no buffer does yet.
         compilable: as given.
     """
 
     in_order: bool = False
+    shareable: bool = True
     tracks_generations: bool = False
     storage: Storage | None = None
 
     def __init__(self, compilable: bool = False) -> None:
         self.compilable = bool(compilable)
+
+    def check_shareable(self) -> None:
+        """Refuse what other processes are to write to.
+
+        Raises:
+            ValueError: the writer is not shareable.
+        """
+        if not self.shareable:
+            raise ValueError(
+                f"writer: {type(self).__name__} ranks what this process writes, and cannot see what others do. Use a "
+                "RoundRobinWriter, or make the buffer in the process that uses it."
+            )
 
     def register_storage(self, storage: Storage) -> None:
         """Learn which storage the indices of :meth:`generations_of` are of; a buffer does that with its own."""
@@ -198,6 +212,7 @@ class TensorDictMaxValueWriter(Writer):
         tensor([3., 5.])
     """
 
+    shareable = False
     _reductions = ("sum", "mean", "max", "min", "median")
 
     def __init__(self, rank_key: NestedKey | None = None, reduction: str = "sum", *, compilable: bool = False) -> None:

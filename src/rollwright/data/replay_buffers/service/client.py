@@ -282,6 +282,9 @@ class ReplayClient(ReplayBuffer):
         self._drop_prefetched()
         self._session.ask("set_rng", None if generator is None else generator.get_state())
 
+    def check_shareable(self) -> None:
+        """See :meth:`ReplayBuffer.check_shareable`: what is sent is a client."""
+
     def share(self, shared: bool = True) -> ReplayBuffer:
         """There is nothing to do: other processes can use it."""
         return self

@@ -29,7 +29,8 @@ SENT_REMEDY = (
 class Storage(ABC):
     """A ring of rows, and the ledger that records which of them are published.
 
-    A storage whose elements processes can share defines :meth:`share`; ``multiprocessing`` refuses to send others.
+    A storage whose elements processes can share defines :meth:`share`, which is called when ``multiprocessing`` sends
+    it to one; others it refuses to send.
 
     The n-th row ever written has position n and lies in row ``n % capacity``. A row holds ``columns`` elements (one,
     unless ``ndim`` exceeds 1); the *flat index* of an element is ``(position % capacity) * columns + column``.
@@ -54,8 +55,7 @@ class Storage(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.share is Storage.share:
-            ForkingPickler.register(cls, _refuse_to_send)
+        ForkingPickler.register(cls, _refuse_to_send if cls.share is Storage.share else _share_and_send)
 
     @property
     def requested_size(self) -> int:
@@ -428,6 +428,11 @@ class Storage(ABC):
         if isinstance(self.read(np.zeros(0, np.int64)), list):
             return isinstance(elements, list)
         return isinstance(elements, torch.Tensor) or is_tensor_collection(elements)
+
+
+def _share_and_send(storage: Storage) -> Any:
+    storage.share()  # else the process would write into a copy, which nobody else sees
+    return storage.__reduce_ex__(2)
 
 
 def _refuse_to_send(storage: Storage) -> Any:
