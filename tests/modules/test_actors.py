@@ -1,5 +1,7 @@
 """Actors, values of actions and exploration."""
 
+from functools import partial
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -7,7 +9,7 @@ from tensordict.nn import CompositeDistribution, NormalParamExtractor, TensorDic
 from torch import distributions as D
 from torch import nn
 
-from rollwright.data import Bounded, Categorical, Composite, OneHot
+from rollwright.data import Bounded, Categorical, Composite, MultiOneHot, OneHot
 from rollwright.modules import (
     Actor,
     AdditiveGaussianModule,
@@ -73,6 +75,14 @@ def test_best_actions(spec):
     assert td["chosen_action_value"].tolist() == [[2.0], [3.0]]
 
 
+@pytest.mark.parametrize("composite", [False, True])
+def test_best_actions_of_several_choices(composite):
+    spec = MultiOneHot([3, 2])
+    spec = Composite(action=spec) if composite else spec
+    action, _, chosen = QValueActor(nn.Identity(), spec=spec)(observation=torch.tensor([0.0, 2.0, 1.0, 4.0, 3.0]))
+    assert (action.tolist(), chosen.tolist()) == ([0, 1, 0, 1, 0], [6.0])
+
+
 def test_best_of_allowed_actions():
     module = QValueModule("categorical", action_mask_key="mask")
     action, _, chosen = module(action_value=torch.tensor([1.0, 5.0]), mask=torch.tensor([True, False]))
@@ -82,8 +92,9 @@ def test_best_of_allowed_actions():
 def test_bad_values_are_refused():
     with pytest.raises(ValueError, match="action_space: expected"):
         QValueModule()
-    with pytest.raises(ValueError, match="var_nums"):
-        QValueModule("mult_one_hot")
+    for module in (partial(QValueModule), partial(QValueActor, nn.Identity())):
+        with pytest.raises(ValueError, match=r"spec: 'mult_one_hot' needs .* env.action_spec"):
+            module(action_space="mult_one_hot")
     with pytest.raises(ValueError, match="action_space: expected that of the spec"):
         QValueActor(nn.Identity(), spec=OneHot(3), action_space="categorical")
     with pytest.raises(KeyError, match="action_value"):

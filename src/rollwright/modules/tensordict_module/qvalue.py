@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
 from rollwright._keys import NestedKey, as_tuple, unravel
-from rollwright.data.specs import Composite
+from rollwright.data.specs import Composite, MultiOneHot, TensorSpec
 from rollwright.modules.tensordict_module.safe import own_spec, project_outputs
 
 __all__ = ["QValueModule", "action_space_of", "best_action"]
@@ -40,14 +40,7 @@ def action_space_of(action_space: str | None, spec: Any) -> tuple[str, Any]:
         KeyError: a Composite without an action.
     """
     own = own_spec(spec)
-    leaf: Any = own
-    if isinstance(own, Composite):
-        keys = list(own.keys(True, True))
-        found = [key for key in keys if as_tuple(key)[-1] == "action"]
-        found.sort(key=lambda key: key != "action")
-        if not found:
-            raise KeyError(f"spec: expected a Composite with 'action', got {keys}. Pass env.action_spec.")
-        leaf = own[found[0]]
+    leaf = _action_of(own)
     by_spec = None if leaf is None else _SPACES.get(type(leaf).__name__)
     by_name = None if action_space is None else _NAMES.get(action_space)
     if by_name is None and by_spec is None:
@@ -58,6 +51,19 @@ def action_space_of(action_space: str | None, spec: Any) -> tuple[str, Any]:
     if by_name is not None and by_spec is not None and by_name != by_spec:
         raise ValueError(f"action_space: expected that of the spec, {by_spec!r}, got {by_name!r}. Leave one out.")
     return by_name or by_spec or "", own
+
+
+def _action_of(spec: TensorSpec | None) -> TensorSpec | None:
+    """The spec of the action alone, of a Composite or of itself."""
+    if not isinstance(spec, Composite):
+        return spec
+    keys = list(spec.keys(True, True))
+    found = [key for key in keys if as_tuple(key)[-1] == "action"]
+    found.sort(key=lambda key: key != "action")
+    if not found:
+        raise KeyError(f"spec: expected a Composite with 'action', got {keys}. Pass env.action_spec.")
+    leaf: TensorSpec = spec[found[0]]
+    return leaf
 
 
 def _one_hot(values: Tensor) -> Tensor:
@@ -93,13 +99,13 @@ class QValueModule(TensorDictModuleBase):
         action_value_key: values ``[*batch, n]``; default ``"action_value"``.
         action_mask_key: bool ``[*batch, n]``, actions that are allowed.
         out_keys: of the action, the values, and the value of the action ``[*batch, 1]``.
-        var_nums: numbers of outcomes of each action, for ``"mult_one_hot"``.
+        var_nums: numbers of outcomes of each action, for ``"mult_one_hot"``; default: those of ``spec``.
         spec: of the action, or a Composite.
         safe: project the action onto its spec.
         strict_shape: refuse actions of another shape than the spec's; ``"auto"``: reshape them; False: leave them.
 
     Raises:
-        ValueError: no action space is given, or ``"mult_one_hot"`` without ``var_nums``.
+        ValueError: no action space is given, or ``"mult_one_hot"`` without ``var_nums`` and ``spec``.
         RuntimeError: ``out_keys`` without ``action_value_key``, or ``safe`` without a spec.
 
     Example:
@@ -128,7 +134,13 @@ class QValueModule(TensorDictModuleBase):
         if self.action_space == "binary":
             raise ValueError("action_space: values of binary actions have no best. Use 'one_hot' or 'categorical'.")
         if self.action_space == "mult_one_hot" and var_nums is None:
-            raise ValueError("var_nums: 'mult_one_hot' needs the numbers of outcomes of each action. Pass var_nums=.")
+            leaf = _action_of(own)
+            if not isinstance(leaf, MultiOneHot):
+                raise ValueError(
+                    "spec: 'mult_one_hot' needs the numbers of outcomes of each action. Pass env.action_spec, or to a "
+                    "QValueModule var_nums=."
+                )
+            var_nums = list(leaf.nvec)
         self.var_nums: Any = var_nums
         self.strict_shape, self.safe = strict_shape, safe
         self.action_mask_key = action_mask_key
