@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import nn
 
 from rollwright.collectors import Collector
@@ -117,6 +117,28 @@ def test_several_recurrent_modules_are_all_provided_for():
     assert torch.equal(batch["begins"], batch["is_init"])
     with set_recurrent_mode("recurrent"):
         torch.testing.assert_close(policy(batch.copy())["y"], batch["y"], rtol=0, atol=1e-5)
+
+
+class NoPrimer(TensorDictModuleBase):
+    """Carries an entry that it knows too little of, as dropout with a mask of unknown shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_keys = self.out_keys = ["observation"]
+
+    def forward(self, tensordict):
+        return tensordict
+
+    def make_tensordict_primer(self):
+        raise RuntimeError("pass input_shape")
+
+
+def test_a_part_that_makes_no_primer_is_named_and_the_others_are_provided_for():
+    policy = TensorDictSequential(NoPrimer(), actor())
+    with pytest.warns(UserWarning, match=r"policy: NoPrimer makes no primer.*\(pass input_shape\)"):
+        env = provide_for_policy(CartPole(), policy)
+    assert transforms(env) == ["InitTracker", "TensorDictPrimer"]
+    assert {"action", "recurrent_state"} <= set(policy(env.reset()).keys())
 
 
 def test_marks_lie_beside_the_flags():

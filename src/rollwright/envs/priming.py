@@ -6,6 +6,7 @@ of first steps at their ``init_key`` (``"is_init"`` unless they have one).
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from rollwright.data.layout import IS_INIT, deciding_groups
 from rollwright.data.specs import TensorSpec
 from rollwright.envs.base import EnvBase, register_extension
 from rollwright.envs.transforms import Compose, InitTracker, Transform, TransformedEnv
-from rollwright.envs.transforms.primer import as_primer
+from rollwright.envs.transforms.primer import TensorDictPrimer, as_primer
 from rollwright.errors import EnvKeyError
 
 __all__ = ["provide_for_policy"]
@@ -51,7 +52,9 @@ def provide_for_policy(env: EnvBase, policy: Any) -> EnvBase:
     added: list[Transform] = [InitTracker(name) for name in _missing_marks(env, modules, known)]
     owners: dict[NestedKey, Any] = {}
     for module in modules:
-        primer = as_primer(module.make_tensordict_primer())
+        primer = _primer_of(module)
+        if primer is None:
+            continue
         wanted = {unravel(key): primer.primers[key] for key in primer.primers.keys(True, True)}
         _check_alone(policy, module, wanted, owners)
         present = {key: known[key] for key in wanted if key in known}
@@ -76,6 +79,20 @@ def _with_states(policy: Any) -> list[Any]:
     """The submodules that carry states; the policy itself may be one, and no module."""
     parts = policy.modules() if isinstance(policy, nn.Module) else [policy]
     return [part for part in parts if callable(getattr(part, "make_tensordict_primer", None))]
+
+
+def _primer_of(module: Any) -> TensorDictPrimer | None:
+    """What a part of the policy wants from the environment; None where it cannot say that."""
+    try:
+        primer = module.make_tensordict_primer()
+    except RuntimeError as error:
+        warnings.warn(
+            f"policy: {type(module).__name__} makes no primer, so the environment provides none of its entries "
+            f"({error}). Give the module what it asks for, or append a TensorDictPrimer to the environment.",
+            stacklevel=2,
+        )
+        return None
+    return as_primer(primer)
 
 
 def _entries(env: EnvBase) -> Specs:
