@@ -17,7 +17,7 @@ DIFFERENT = {
     "CatFrames": "`as_inverse=` and the offline form are not there",
     "ConsumingSampler": "rows that are used up are not filled first: the ring overwrites the oldest",
     "DMControlEnv": "`set_seed(n)` gives the episodes of dm_control's `random=n`",
-    "Evaluator": "takes one environment and gives a dictionary of numbers; `metrics_fn=` and videos are not there",
+    "Evaluator": "takes one environment and gives a dictionary of numbers; videos are not there",
     "FrameSkipTransform": "stops where a trajectory ends",
     "ListStorage": "keeps copies",
     "MultiStep": "shifts `done` with the rewards",

@@ -44,6 +44,7 @@ PATHS = {
     "modules.tensordict_module.probabilistic": ["SafeProbabilisticModule", "SafeProbabilisticTensorDictSequential"],
     "modules.tensordict_module.rnn": ["GRUModule", "LSTMModule", "set_recurrent_mode"],
     "modules.tensordict_module.sequence": ["SafeSequential"],
+    "modules.utils": ["get_env_transforms_from_module", "get_primers_from_module"],
     "weight_update": ["MultiProcessWeightSyncScheme", "SharedMemWeightSyncScheme"],
 }
 

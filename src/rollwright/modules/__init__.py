@@ -17,6 +17,7 @@ from rollwright.modules.distributions import (
     TanhNormal,
     TruncatedNormal,
 )
+from rollwright.modules.primers import get_env_transforms_from_module, get_primers_from_module
 from rollwright.modules.random_policy import RandomPolicy
 from rollwright.modules.recurrent import (
     GRU,
@@ -82,6 +83,8 @@ __all__ = [
     "TruncatedNormal",
     "ValueOperator",
     "exploration_type",
+    "get_env_transforms_from_module",
+    "get_primers_from_module",
     "recurrent_mode",
     "set_exploration_type",
     "set_recurrent_mode",
