@@ -9,7 +9,9 @@ from tensordict.nn import CompositeDistribution, NormalParamExtractor, TensorDic
 from torch import distributions as D
 from torch import nn
 
+from rollwright.collectors import Collector
 from rollwright.data import Bounded, Categorical, Composite, MultiOneHot, OneHot
+from rollwright.envs import SerialEnv
 from rollwright.modules import (
     Actor,
     AdditiveGaussianModule,
@@ -24,8 +26,10 @@ from rollwright.modules import (
     SafeSequential,
     TanhModule,
     TanhNormal,
+    set_exploration_modules_spec_from_env,
     set_exploration_type,
 )
+from rollwright.testing.mocking_classes import ContinuousActionVecMockEnv, CountingEnv
 
 
 def gaussian(**options):
@@ -124,6 +128,18 @@ def test_additive_noise_stays_in_bounds():
     assert float(action.std()) > 0.5
     with pytest.raises(RuntimeError, match="spec"):
         AdditiveGaussianModule()(TensorDict(action=torch.zeros(2)))
+
+
+@pytest.mark.parametrize("use_buffers", [None, False])
+def test_additive_noise_takes_the_spec_of_a_collectors_environment(use_buffers):
+    noise = AdditiveGaussianModule(sigma_init=9.0)
+    policy = TensorDictSequential(TensorDictModule(nn.Linear(7, 7), ["observation"], ["action"]), noise)
+    env = SerialEnv(2, ContinuousActionVecMockEnv)
+    for batch in Collector(env, policy, frames_per_batch=4, total_frames=4, use_buffers=use_buffers):
+        assert env.action_spec_unbatched.expand(2, 2, 7).is_in(batch["action"])
+    assert noise.spec["action"] == env.action_spec_unbatched
+    set_exploration_modules_spec_from_env(policy, CountingEnv())  # it has one
+    assert noise.spec["action"] == env.action_spec_unbatched
 
 
 def test_ornstein_uhlenbeck_noise_is_reset_by_environment():

@@ -44,6 +44,7 @@ from rollwright.modules.tensordict_module import (
     SafeSequential,
     TanhModule,
     ValueOperator,
+    set_exploration_modules_spec_from_env,
 )
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ __all__ = [
     "get_env_transforms_from_module",
     "get_primers_from_module",
     "recurrent_mode",
+    "set_exploration_modules_spec_from_env",
     "set_exploration_type",
     "set_recurrent_mode",
     "vLLMWrapper",

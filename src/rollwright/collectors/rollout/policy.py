@@ -18,7 +18,7 @@ from rollwright.collectors.rollout.devices import module_device
 from rollwright.collectors.rollout.policy_copies import copied_policy, never_copied_in
 from rollwright.data.specs.shapes import as_device
 from rollwright.envs.base import EnvBase
-from rollwright.modules import RandomPolicy
+from rollwright.modules import RandomPolicy, set_exploration_modules_spec_from_env
 from rollwright.modules.llm.engine import Engine
 from rollwright.modules.signature import Call, speak_tensordict
 from rollwright.weight_update.forms import Description, describe
@@ -53,6 +53,7 @@ def _made(policy: Any, options: CollectorOptions, env: EnvBase) -> Any:
     if isinstance(policy, RandomPolicy):
         policy.set_action_spec_from_env(env)
     check_policy(policy)
+    set_exploration_modules_spec_from_env(policy, env)
     return policy
 
 

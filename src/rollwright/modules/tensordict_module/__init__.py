@@ -12,6 +12,7 @@ from rollwright.modules.tensordict_module.exploration import (
     AdditiveGaussianModule,
     EGreedyModule,
     OrnsteinUhlenbeckProcessModule,
+    set_exploration_modules_spec_from_env,
 )
 from rollwright.modules.tensordict_module.qvalue import QValueModule
 from rollwright.modules.tensordict_module.safe import (
@@ -36,4 +37,5 @@ __all__ = [
     "SafeSequential",
     "TanhModule",
     "ValueOperator",
+    "set_exploration_modules_spec_from_env",
 ]

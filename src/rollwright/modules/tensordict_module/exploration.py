@@ -13,8 +13,9 @@ from tensordict.nn.probabilistic import interaction_type
 from tensordict.utils import expand_as_right, expand_right
 from torch import Tensor
 
+from rollwright._foreign import kind_in
 from rollwright._keys import NestedKey
-from rollwright.data.specs import Composite, TensorSpec
+from rollwright.data.specs import Composite, TensorSpec, to_torchrl
 from rollwright.modules.tensordict_module.safe import own_spec, project_outputs
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "explores",
     "flags_of",
     "random_actions",
+    "set_exploration_modules_spec_from_env",
 ]
 
 
@@ -173,7 +175,7 @@ class AdditiveGaussianModule(_Annealed):
     """Adds normal noise to the action, and projects it onto its spec.
 
     Args:
-        spec: of the action, or a Composite with it. None: set ``spec`` before the first call.
+        spec: of the action, or a Composite with it. None: a collector fills in that of its environment.
         sigma_init: factor of the noise at first.
         sigma_end: the factor at last.
         annealing_num_steps: number of frames of :meth:`step` in between.
@@ -377,3 +379,12 @@ def flags_of(is_init: Tensor, batch: torch.Size) -> Tensor:
     if is_init.ndim > len(batch):
         return is_init.sum(tuple(range(len(batch), is_init.ndim)), dtype=torch.bool)
     return expand_right(is_init, batch)
+
+
+def set_exploration_modules_spec_from_env(policy: Any, env: Any) -> None:
+    """Give the actions' spec of ``env`` to each ``AdditiveGaussianModule`` in a policy that has none yet."""
+    for part in policy.modules() if isinstance(policy, torch.nn.Module) else ():
+        if isinstance(part, AdditiveGaussianModule) and part.spec is None:
+            part.spec = env.full_action_spec_unbatched
+        elif "AdditiveGaussianModule" in kind_in("torchrl", part) and part.spec is None:
+            part.spec = to_torchrl(env.full_action_spec_unbatched)
