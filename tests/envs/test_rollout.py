@@ -130,6 +130,21 @@ def test_it_begins_where_it_is_told_to() -> None:
     assert rollout["observation"].flatten().tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("reset_where_done", [True, False])
+def test_one_goes_on_from_the_end_of_another(reset_where_done: bool) -> None:
+    env, policy = batched()
+    whole = env.rollout(8, policy, break_when_any_done=False)
+    td, parts = env.reset(), []
+    for _ in range(2):
+        part = env.rollout(4, policy, auto_reset=False, break_when_any_done=False, tensordict=td)
+        assert env.count.flatten().tolist() == seen(part)[0][-1:] + seen(part)[1][-1:]  # no reset follows the last step
+        td = env.step_mdp(part[..., -1])
+        if reset_where_done:
+            td = env.maybe_reset(td)
+        parts.append(part)
+    assert (torch.cat(parts, -1) == whole).all()
+
+
 def test_the_start_is_left_alone() -> None:
     env, policy = batched()
     start = env.reset()

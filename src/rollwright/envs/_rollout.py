@@ -47,10 +47,11 @@ def rollout(  # noqa: D417 - self
         policy: called on each TensorDict; random actions when None.
         callback: called as ``callback(env, tensordict)`` after each action was chosen.
         actions: one for each step, in place of a policy; the rollout is no longer than they are.
-        auto_reset: reset first. If False, ``tensordict`` holds the start.
+        auto_reset: reset first. If False, ``tensordict`` holds the start, of which only what is done is reset: what
+            :meth:`step_mdp` makes of the last frame of a rollout goes on from it.
         auto_cast_to_device: move data to the policy's device and back at each step.
         break_when_any_done: stop when any environment is done (the default). If False, what is
-            done is reset and stepping goes on.
+            done is reset and stepping goes on; the last step is followed by no reset.
         break_when_all_done: stop when every environment is done; those that are done before
             go on without a reset.
         return_contiguous: stack into dense tensors (the default unless specs are dynamic); if
@@ -91,7 +92,7 @@ def rollout(  # noqa: D417 - self
     if auto_cast_to_device and policy is not None:
         act = _on_device_of(policy, act, self)
     start = None if tensordict is None else tensordict.copy()
-    td = self.reset(start) if auto_reset else cast(TensorDictBase, start)
+    td = self.reset(start) if auto_reset else self.maybe_reset(cast(TensorDictBase, start))
     frames: list[TensorDictBase] = []
     device = None if storing_device is None else torch.device(storing_device)
 
@@ -106,7 +107,7 @@ def rollout(  # noqa: D417 - self
             td.update(_checked(chosen))
         if callback is not None:
             callback(self, td)
-        if stop_at_any or break_when_all_done:
+        if stop_at_any or break_when_all_done or t == max_steps - 1:  # what follows the last step is not reset
             td = self.step(td)
             frames.append(keep(td))  # policies may write into what they see, and into buffers of their own
             ends = end_of_trajectory(td.get("next"), self.done_groups, td.ndim)

@@ -86,6 +86,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         run_type_checks: also test with every step that values lie in their specs' domains (presence,
             shape and dtype are always tested).
         allow_done_after_reset: accept an environment that is done as soon as it is reset.
+        spec_locked: see :meth:`set_spec_lock_`.
         policy: an argument of every environment's constructor, which subclasses need not declare: a policy for which
             the environment is to provide the marks of first steps and the first states that its recurrent modules
             read. Where the environment lacks any, the result is a :class:`~rollwright.envs.TransformedEnv` of it with
@@ -135,8 +136,9 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         batch_size: Sequence[int] | None = None,
         run_type_checks: bool = False,
         allow_done_after_reset: bool = False,
+        spec_locked: bool = False,
     ) -> None:
-        super().__init__(device=device, batch_size=batch_size)
+        super().__init__(device=device, batch_size=batch_size, spec_locked=spec_locked)
         self.run_type_checks = run_type_checks
         self.allow_done_after_reset = allow_done_after_reset
         self.is_closed = False
@@ -242,7 +244,8 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reset what ``tensordict`` (of :meth:`step_mdp`) shows as done; returns it, as :meth:`reset` does."""
-        flags = [(group.reset, tensordict.get(group.done)) for group in deciding_groups(self.done_groups)]
+        flags = [(group.reset, tensordict.get(group.done, None)) for group in deciding_groups(self.done_groups)]
+        flags = [(key, flag) for key, flag in flags if flag is not None]
         if not any(bool(flag.any()) for _, flag in flags):
             return tensordict
         marked = without(tensordict)
@@ -388,9 +391,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         """
         return False
 
-    def check_env_specs(self, **kwargs: Any) -> None:
-        """Same as :func:`~rollwright.envs.check_env_specs` of this environment."""
-        check_env_specs(self, **kwargs)
+    check_env_specs = check_env_specs
 
     def append_transform(self, transform: Any) -> EnvBase:
         """A :class:`~rollwright.envs.TransformedEnv` of this environment with ``transform``."""
