@@ -208,6 +208,8 @@ def test_the_dimension_of_one_value_stays_whole(spec: TensorSpec) -> None:
         spec.reshape(-1, 1)
     with pytest.raises(ValueError, match="belong to one value"):
         spec.unbind(-1)
+    with pytest.raises(ValueError, match="belong to one value"):
+        torch.index_select(spec, -1, torch.tensor([0]))  # type: ignore[call-overload]
     assert spec.unsqueeze(0).shape == (1, *spec.shape)
     assert spec.unsqueeze(-2).shape == (1, *spec.shape)
     assert spec.expand(4, -1, *spec.shape).shape == (4, 1, *spec.shape) if spec.ndim > 1 else True
@@ -238,6 +240,7 @@ def test_reshaping_keeps_the_samples(spec: TensorSpec, lead: tuple[int, ...]) ->
     assert torch.unsqueeze(wide, 0).shape == (1, *wide.shape)
     assert torch.squeeze(wide.unsqueeze(0), 0) == torch.clone(wide)
     assert torch.flatten(wide, 0, 1).shape[0] == wide.shape[0] * wide.shape[1]
+    assert torch.index_select(wide, dim=0, index=torch.tensor([1, 0, 1])) == wide[[1, 0, 1]]  # type: ignore[call-overload]
     assert wide.ndim == wide.ndimension() == len(wide.shape)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -147,20 +148,59 @@ def test_specs_are_copied_when_set() -> None:
     assert list(spec.keys()) == ["observation"]
 
 
-@pytest.mark.parametrize("name", ["observation_spec", "state_spec"])
-def test_specs_without_a_default_key_must_name_their_entries(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"{name}: expected a Composite .* got Unbounded"):
-        setattr(Bare(), name, Unbounded((2,)))
+def test_specs_without_a_default_key_must_name_their_entries() -> None:
+    with pytest.raises(TypeError, match=r"state_spec: expected a Composite .* got Unbounded"):
+        Bare().state_spec = Unbounded((2,))  # type: ignore[assignment]
 
 
 def test_leaf_specs_get_their_usual_key() -> None:
     env = Bare()
+    env.observation_spec = Unbounded(())  # type: ignore[assignment]
+    assert env.observation_spec == Composite(observation=Unbounded(()))
     env.action_spec = Unbounded((4,))
     env.reward_spec = Unbounded(())
     env.done_spec = Unbounded((), dtype=torch.bool)
     assert (env.action_key, env.reward_key, env.done_keys) == ("action", "reward", ["done", "terminated"])
     assert env.reward_spec.shape == (1,)
     assert env.full_done_spec["terminated"].shape == (1,)
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, TransformedEnv], ids=["env", "TransformedEnv"])
+def test_locked_specs_are_set_as_a_whole_only(wrap: Any) -> None:
+    env = wrap(Bare(spec_locked=True))
+    if env.is_spec_locked:
+        env = wrap(pickle.loads(pickle.dumps(env)))
+    env.set_spec_lock_()
+    for spec in (env.full_observation_spec, env.output_spec, env.input_spec["full_action_spec"]):
+        with pytest.raises(RuntimeError, match="locked"):
+            spec["more"] = Unbounded((1,))
+    getattr(env, "base_env", env).observation_spec = Composite(other=Unbounded((1,)))
+    assert env.add_truncated_keys().done_keys == ["done", "terminated", "truncated"]
+    for spec in (env.full_observation_spec, env.full_done_spec):
+        with pytest.raises(RuntimeError, match="locked"):
+            spec["more"] = Unbounded((1,))
+    assert env.observation_keys  # remembered
+    assert env.set_spec_lock_(False) is env
+    assert not env.is_spec_locked
+    env.full_observation_spec["zero"] = Unbounded((1,))
+    assert env.set_spec_lock_().observation_keys[-1] == "zero"
+
+
+def test_specs_are_locked_when_the_constructor_has_run() -> None:
+    class Grows(Bare):
+        def __init__(self) -> None:
+            super().__init__(spec_locked=True)
+            self.full_action_spec["more"] = Unbounded((1,))
+
+    env = Grows()
+    assert env.is_spec_locked
+    with pytest.raises(RuntimeError, match="locked"):
+        del env.full_action_spec["more"]
+    assert not Bare().is_spec_locked
+
+
+def test_cardinality_is_that_of_the_actions() -> None:
+    assert GymEnv("CartPole-v1").cardinality() == 2
 
 
 def test_input_output_and_all_specs_hold_the_five() -> None:

@@ -22,11 +22,11 @@ S = TypeVar("S", bound=TensorSpec)
 T = TypeVar("T")
 
 NAMES = ("observation", "state", "action", "reward", "done")
-LEAVES = ("action", "reward", "done")  # may be set as a leaf, which goes under this key
+LEAVES = ("observation", "action", "reward", "done")  # may be set as a leaf, which goes under this key
 
 
 class FullSpec:
-    """Descriptor of ``full_<name>_spec``: a Composite; what is set may be a leaf, for actions, rewards and flags."""
+    """Descriptor of ``full_<name>_spec``: a Composite; what is set may be a leaf, but for states."""
 
     def __init__(self, name: str, doc: str) -> None:
         self.name, self.__doc__ = name, doc
@@ -99,22 +99,31 @@ class EnvSpecs(nn.Module):
     """The declarative half of :class:`~rollwright.envs.EnvBase`.
 
     There are five Composites, ``full_{observation,state,action,reward,done}_spec``. Each can also be read and
-    set by its short name; a leaf set as ``action_spec``, ``reward_spec`` or ``done_spec`` goes under its usual key.
+    set by its short name; a leaf set as ``observation_spec``, ``action_spec``, ``reward_spec`` or ``done_spec`` goes
+    under its usual key.
     """
 
     _device: torch.device | None
     _batch_size: torch.Size
     _full_specs: dict[str, Composite]
     _cache: dict[Any, Any]
+    _locks_specs: bool
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Let specs be set before ``EnvBase.__init__`` runs."""
         env = super().__new__(cls)
-        env.__dict__.update(_device=None, _batch_size=torch.Size(()), _full_specs={}, _cache={})
+        env.__dict__.update(_device=None, _batch_size=torch.Size(()), _full_specs={}, _cache={}, _is_spec_locked=False)
         return env
 
-    def __init__(self, *, device: torch.device | str | int | None, batch_size: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        *,
+        device: torch.device | str | int | None,
+        batch_size: Sequence[int] | None,
+        spec_locked: bool = False,
+    ) -> None:
         super().__init__()
+        self.__dict__["_locks_specs"] = spec_locked  # once the constructor has run
         self.__dict__["_device"] = as_device(device)
         self.__dict__["_batch_size"] = torch.Size(batch_size if batch_size is not None else ())
 
@@ -125,6 +134,8 @@ class EnvSpecs(nn.Module):
                 self.set_full_spec(name, self._full_specs[name])
             else:
                 self._default_spec(name)
+        if self._locks_specs:
+            self.set_spec_lock_()
 
     def _default_spec(self, name: str) -> None:
         """Set the spec that an environment has where its constructor sets none."""
@@ -160,7 +171,7 @@ class EnvSpecs(nn.Module):
         """Set ``full_<name>_spec``.
 
         Raises:
-            TypeError: observations or states are given as a leaf.
+            TypeError: states are given as a leaf.
             ValueError: its shape does not begin with the batch size.
         """
         if not isinstance(spec, Composite):
@@ -169,7 +180,7 @@ class EnvSpecs(nn.Module):
                     f"{name}_spec: expected a Composite that names each entry, got {type(spec).__name__}. "
                     f"Write Composite({name}=spec)."
                 )
-            if name != "action" and spec.shape == self.batch_size:
+            if name in ("reward", "done") and spec.shape == self.batch_size:
                 spec = spec.unsqueeze(-1)
             spec = Composite({name: spec}, shape=self.batch_size)
         if spec.shape[: len(self.batch_size)] != self.batch_size:
@@ -180,10 +191,28 @@ class EnvSpecs(nn.Module):
         self._full_specs[name] = spec.clone().to(self.device)
         if name == "done":
             self._complete_done_spec()
+        if self.is_spec_locked:
+            self._full_specs[name].lock_()
         self._cache.clear()
 
+    @property
+    def is_spec_locked(self) -> bool:
+        """Whether specs cannot be changed in place, see :meth:`set_spec_lock_`."""
+        return cast(bool, self.__dict__["_is_spec_locked"])
+
+    def set_spec_lock_(self, mode: bool = True) -> Self:
+        """Let specs not be changed in place, or let them; returns the environment.
+
+        They may be set as a whole at any time. Call it after a change in place: what follows from specs is remembered.
+        """
+        self.__dict__["_is_spec_locked"] = mode
+        for spec in self._full_specs.values():
+            spec.lock_() if mode else spec.unlock_()
+        self._cache.clear()
+        return self
+
     def _complete_done_spec(self, *, truncated: bool = False) -> None:
-        spec = self.full_spec("done")
+        spec = self.full_spec("done").unlock_()
         for group in done_groups(spec.leaves()):
             known = next(spec[key] for key in group.keys if key in spec)
             wanted: list[NestedKey] = [group.done, group.terminated]
@@ -192,6 +221,8 @@ class EnvSpecs(nn.Module):
             for key in wanted:
                 if key not in spec:
                     spec.set(key, known.clone())
+        if self.is_spec_locked:
+            spec.lock_()
         self._cache.clear()
 
     def add_truncated_keys(self) -> Self:
@@ -224,22 +255,20 @@ class EnvSpecs(nn.Module):
     done_spec_unbatched = _unbatched("done_spec")
     full_done_spec_unbatched = _unbatched("full_done_spec")
 
+    def _joined_specs(self, *names: str) -> Composite:
+        full = {f"full_{name}_spec": getattr(self, f"full_{name}_spec") for name in names}
+        spec = Composite(full, shape=self.batch_size)
+        return spec.lock_() if self.is_spec_locked else spec
+
     @property
     def input_spec(self) -> Composite:
         """``full_action_spec`` and ``full_state_spec`` in one Composite."""
-        return Composite(
-            full_action_spec=self.full_action_spec, full_state_spec=self.full_state_spec, shape=self.batch_size
-        )
+        return self._joined_specs("action", "state")
 
     @property
     def output_spec(self) -> Composite:
         """``full_observation_spec``, ``full_reward_spec`` and ``full_done_spec`` in one Composite."""
-        return Composite(
-            full_observation_spec=self.full_observation_spec,
-            full_reward_spec=self.full_reward_spec,
-            full_done_spec=self.full_done_spec,
-            shape=self.batch_size,
-        )
+        return self._joined_specs("observation", "reward", "done")
 
     input_spec_unbatched = _unbatched("input_spec")
     output_spec_unbatched = _unbatched("output_spec")
@@ -264,6 +293,14 @@ class EnvSpecs(nn.Module):
     def reward_key(self) -> NestedKey:
         """The key of the reward; an error where there are several."""
         return self._only("reward")
+
+    def cardinality(self, tensordict: TensorDictBase | None = None) -> int | float:
+        """Number of possible actions, infinity where they cannot be enumerated.
+
+        Args:
+            tensordict: for environments that override this: where the environment is.
+        """
+        return self.full_action_spec.cardinality()
 
     def _only(self, name: str) -> NestedKey:
         keys: list[NestedKey] = getattr(self, f"{name}_keys")

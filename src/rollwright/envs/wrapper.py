@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -94,6 +94,11 @@ class WrapperEnv(EnvBase):
     def batch_locked(self) -> bool:  # type: ignore[override]
         """As for the base environment."""
         return self.base_env.batch_locked
+
+    def set_spec_lock_(self, mode: bool = True) -> Self:
+        """See :class:`EnvBase`; the base environment's specs too."""
+        self.base_env.set_spec_lock_(mode)
+        return super().set_spec_lock_(mode)
 
     def fit_policy(self, policy: Any) -> bool:
         """See :meth:`EnvBase.fit_policy`."""

@@ -259,6 +259,15 @@ class TensorSpec(abc.ABC):
         dim = self._batch_dim(dim)
         return tuple(self[(slice(None),) * dim + (i,)] for i in range(self.shape[dim]))
 
+    def index_select(self, dim: int, index: Any) -> Self:
+        """The spec of a sample of which some indices along a dimension were taken, as ``torch.index_select`` does.
+
+        Raises:
+            IndexError: ``index`` does not fit the dimension.
+            ValueError: the dimension lies inside one value.
+        """
+        return self[(slice(None),) * self._batch_dim(dim) + (index,)]  # type: ignore[no-any-return]
+
     def expand(self, *shape: Any) -> Self:
         """The spec with new leading dimensions, and with dimensions of size one made larger.
 
@@ -375,5 +384,5 @@ def _calls(name: str) -> Callable[..., Any]:
 
 
 _torch_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
-for _name in ("clone", "flatten", "reshape", "squeeze", "unbind", "unflatten", "unsqueeze"):
+for _name in ("clone", "flatten", "index_select", "reshape", "squeeze", "unbind", "unflatten", "unsqueeze"):
     implements(getattr(torch, _name), _calls(_name))

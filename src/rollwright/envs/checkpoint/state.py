@@ -29,7 +29,7 @@ ENTRIES = ("makes", "tensors", "masks", "attributes")
 
 # Not saved: what the constructor made and running does not change, and what refers to it.
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
-_OF_ENVS = {"_cache", "_device", "_full_specs", "_num_uses", "is_closed"}
+_OF_ENVS = {"_cache", "_device", "_full_specs", "_is_spec_locked", "_locks_specs", "_num_uses", "is_closed"}
 _OF_TRANSFORMS = {"_containers", "_memo", "_parent"}
 _OF_TORCHRL = {"_container", "_parent"}  # of its transforms
 

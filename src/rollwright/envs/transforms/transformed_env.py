@@ -215,6 +215,9 @@ class TransformedEnv(WrapperEnv):
         self._full_specs.update({name: changed[f"full_{name}_spec"] for name in names})
         if names is not OUTPUTS:
             _share_masked(self.base_env.full_action_spec, self._full_specs["action"])
+        if self.is_spec_locked:
+            for name in names:
+                self._full_specs[name].lock_()
 
     def set_full_spec(self, name: str, spec: TensorSpec) -> None:
         """An error: specs follow from the base environment and the transform."""
