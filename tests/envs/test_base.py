@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from rollwright.data import Binary, Composite, NonTensor, Unbounded
-from rollwright.envs import EnvBase, check_env_specs
+from rollwright.envs import EnvBase, StepCounter, TransformedEnv, check_env_specs
 from rollwright.errors import EnvError, EnvKeyError
 from rollwright.testing.mocking_classes import (
     CountingBatchedEnv,
@@ -456,3 +457,13 @@ def test_methods_that_a_subclass_forgot_are_named(missing: str) -> None:
     env = bare()
     with pytest.raises(EnvError, match=rf"Bare has no {missing}: define `{missing}\("):
         _ = env.set_seed(0), env.rand_step()
+
+
+def test_rand_step_goes_on_where_the_environment_is() -> None:
+    env = CountingEnv(max_steps=99)
+    seen = [int(env.rand_step()["next", "observation"]) for _ in range(20)]
+    assert seen[0] <= 1
+    assert all(0 <= now - before <= 1 for before, now in itertools.pairwise(seen))
+    assert seen[-1] > 1
+    env = TransformedEnv(CountingEnv(), StepCounter())  # which reads the count of the step before
+    assert [int(env.rand_step()["next", "step_count"]) for _ in range(3)] == [1, 1, 1]

@@ -106,7 +106,7 @@ def test_episodes_of_different_lengths_reset_each_by_itself() -> None:
     rollout = env.rollout(6, break_when_any_done=False)
     assert rollout["next", "count"].squeeze(-1).tolist() == [[1, 2, 1, 2, 1, 2], [1, 2, 3, 1, 2, 3]]
     assert rollout["count"].squeeze(-1).tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
-    assert env.resets == [4, 3]
+    assert env.resets == [3, 2]  # none after the last step
 
 
 def test_partial_reset_reaches_the_marked_only() -> None:
@@ -178,7 +178,7 @@ def test_unlike_environments_are_stacked_lazily() -> None:
     assert isinstance(rollout, LazyStackedTensorDict)
     assert rollout[0]["next", "count"][:, 0].tolist() == [1, 2, 1, 2, 1, 2]
     assert rollout[1]["next", "count"].shape == (6, 5)
-    assert env.resets == [4, 3]
+    assert env.resets == [3, 2]  # none after the last step
     check_env_specs(env)
 
 

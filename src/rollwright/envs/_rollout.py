@@ -1,4 +1,4 @@
-"""The method ``EnvBase.rollout``: step with a policy and stack what happened."""
+"""The methods ``EnvBase.rollout``, which steps with a policy and stacks what happened, and ``EnvBase.rand_step``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,19 @@ from rollwright.modules.signature import Call, speak_tensordict
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = ["rollout"]
+__all__ = ["rand_step", "rollout"]
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+def rand_step(self: EnvBase, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+    """Take a random action and step; without data, from where the environment is, the first time from a reset.
+
+    An environment that reads a state in its data, as some transforms do, is reset each time that none are given.
+    """
+    if tensordict is None and (not self.num_uses or self.state_keys):
+        tensordict = self.reset()
+    return self.step(self.rand_action(tensordict))
 
 
 @set_recurrent_mode("sequential")  # the dimension of a batch of environments is not time, whatever the caller set

@@ -18,7 +18,7 @@ from rollwright._seeding import seed_torch
 from rollwright.data.layout import deciding_groups, end_of_trajectory
 from rollwright.envs._checks import check_alive, complete_reset, complete_step, missing_actions
 from rollwright.envs._partial_reset import merge_reset, put_back, replace_entries, reset_masks
-from rollwright.envs._rollout import rollout
+from rollwright.envs._rollout import rand_step, rollout
 from rollwright.envs._specs import EnvSpecs
 from rollwright.envs.closing import closed_on_error
 from rollwright.envs.own.arrays import OwnArrays
@@ -266,11 +266,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             return tensordict.update(spec.rand())
         return tensordict.update(spec.expand(tensordict.batch_size).rand())
 
-    def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Take a random action and step."""
-        return self.step(self.rand_action(self.reset() if tensordict is None else tensordict))
-
-    rollout = rollout
+    rand_step, rollout = rand_step, rollout
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         """Seed the environment and torch's global generator (from which policies sample).

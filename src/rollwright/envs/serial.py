@@ -14,8 +14,8 @@ from rollwright._processes.channel import ByValue
 from rollwright.envs._checks import complete_reset, complete_step
 from rollwright.envs.arrays import STEPPED, ArrayEnv
 from rollwright.envs.base import EnvBase
-from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.batched.ignored import IgnoredOptions, check_ignored
+from rollwright.envs.batched.views import IndexedEnvs
 from rollwright.envs.closing import closed_on_error
 from rollwright.envs.each import own_kwargs
 from rollwright.envs.factories import Factories, Factory, FactoryKwargs, call_each, check_apart, factories, made, placed
@@ -27,7 +27,7 @@ from rollwright.errors import RollwrightError
 __all__ = ["SerialEnv"]
 
 
-class SerialEnv(BatchedEnv):
+class SerialEnv(IndexedEnvs):
     """A batch of environments that are stepped one after the other.
 
     The batch size is ``[num_workers, *batch]``, where ``batch`` is that of each environment. A partial
@@ -35,7 +35,7 @@ class SerialEnv(BatchedEnv):
     give lazily stacked TensorDicts. Arguments of :meth:`reset` go to all environments, and those in
     ``list_of_kwargs=[{...}, ...]`` to one each. Attributes that are not found here are looked up in the
     environments: ``env.some_attribute`` is a list of theirs, ``env.some_method(...)`` a list of what
-    it returned.
+    it returned. ``env[1:3]`` are two of them, as a batch.
 
     Args:
         num_workers: number of environments.
@@ -141,18 +141,26 @@ class SerialEnv(BatchedEnv):
     # Stepping ---------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        marks, last, outcomes = tensordict.get(STEPPED, None), self._last, []
+        marks = tensordict.get(STEPPED, None)
         if marks is None and (stepped := self._stepped_on_arrays(tensordict)) is not None:
             self._last = stepped.copy()  # transforms write into the other
             return stepped
+        every = marks is None or self._last is None
+        return self.step_rows(tensordict, [every or bool(marks[i].any()) for i in range(self.num_workers)])
+
+    def step_rows(self, tensordict: TensorDictBase, marks: Sequence[bool]) -> TensorDictBase:
+        """See :class:`IndexedEnvs`; environments that take no step keep the outcome of the one before, if there was."""
+        outcomes: list[TensorDictBase | None] = []
         for i, (env, row) in enumerate(zip(self._envs, tensordict.unbind(0), strict=True)):
-            if marks is not None and not marks[i].any() and last is not None:
-                outcomes.append(last[i])
+            if not marks[i]:
+                outcomes.append(None if self._last is None else self._last[i])
                 continue
             with self._naming(i):
                 outcomes.append(env.step_outcome(placed(row, env.device)))
-        self._last = outcomes
-        return self._stack(outcomes)
+        known = self._filled(outcomes, self._envs)
+        if all(marks) or self._last is not None:
+            self._last = known
+        return self._stack(known)
 
     def _stepped_on_arrays(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """The step where all environments have an array form: without a TensorDict for each of them."""
@@ -164,12 +172,17 @@ class SerialEnv(BatchedEnv):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self.seed_for_reset(kwargs)
+        return self.reset_rows(tensordict, [True] * self.num_workers, **kwargs)
+
+    def reset_rows(self, tensordict: TensorDictBase | None, marks: Sequence[bool], **kwargs: Any) -> TensorDictBase:
+        """See :class:`IndexedEnvs`."""
         rows = [None] * self.num_workers if tensordict is None else tensordict.unbind(0)
         fresh: list[TensorDictBase | None] = []
         for i, (env, row) in enumerate(zip(self._envs, rows, strict=True)):
             with self._naming(i):
                 given = None if row is None else placed(row, env.device)
-                fresh.append(env.reset_outcome(given, **own_kwargs(kwargs, i)) if self._is_marked(row) else None)
+                resets = marks[i] and self._is_marked(row)
+                fresh.append(env.reset_outcome(given, **own_kwargs(kwargs, i)) if resets else None)
         return self._stack(self._filled(fresh, self._envs))
 
     def joined_step(self, rows: Sequence[TensorDictBase]) -> TensorDictBase:
@@ -202,10 +215,11 @@ class SerialEnv(BatchedEnv):
 
     # The environments together ------------------------------------------------------------------
 
-    def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
+    def seed_rows(self, rows: Sequence[int], seed: int | None, static_seed: bool) -> int | None:
+        """See :class:`IndexedEnvs`."""
         last = None
-        for env in self._envs:
-            last = env.set_seed(seed, static_seed)
+        for row in rows:
+            last = self._envs[row].set_seed(seed, static_seed)
             if seed is not None and last is not None and not static_seed:
                 seed = last + 1
         return last
@@ -235,10 +249,13 @@ class SerialEnv(BatchedEnv):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            envs = self.__dict__.get("_envs")
-            if envs is None or name.startswith("_"):
+            if "_envs" not in self.__dict__ or name.startswith("_"):
                 raise
-        values = [getattr(env, name) for env in envs]
+        return self.look_up(name, range(self.num_workers))
+
+    def look_up(self, name: str, rows: Sequence[int]) -> Any:
+        """See :class:`IndexedEnvs`."""
+        values = [getattr(self._envs[row], name) for row in rows]
         return call_each(values) if all(callable(value) for value in values) else values
 
     def __repr__(self) -> str:

@@ -162,7 +162,7 @@ def test_episodes_of_different_lengths_reset_each_by_itself(make: Make) -> None:
     env = make(2, [lambda: Steps(2), lambda: Steps(3)])
     rollout = env.rollout(6, break_when_any_done=False)
     assert rollout["next", "count"].squeeze(-1).tolist() == [[1, 2, 1, 2, 1, 2], [1, 2, 3, 1, 2, 3]]
-    assert env.resets == [4, 3]
+    assert env.resets == [3, 2]  # none after the last step
 
 
 def test_partial_reset_reaches_the_marked_only(make: Make) -> None:

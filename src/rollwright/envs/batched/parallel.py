@@ -170,14 +170,18 @@ class ParallelEnv(RemoteEnvs):
     # Stepping ---------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        hosted = self._hosted
-        hosted.check_free(self, range(self.num_workers))
         marks = tensordict.get(STEPPED, None)
         if marks is not None:
             tensordict = tensordict.exclude(STEPPED)
             # What is not in shared rows comes with each answer, and is not there for those that do not answer.
             whole = self._ragged or any(isinstance(spec, NonTensor) for spec in self.full_observation_spec.values(True))
             marks = None if whole else marks.reshape(self.num_workers, -1).any(-1).tolist()
+        return self.step_rows(tensordict, marks)
+
+    def step_rows(self, tensordict: TensorDictBase, marks: Sequence[bool] | None) -> TensorDictBase:
+        """See :class:`IndexedEnvs`; None: all."""
+        hosted = self._hosted
+        hosted.check_free(self, range(self.num_workers))
         sent = send_rows(hosted.processes, tensordict)
 
         def command(ticket: int, some: Some, mine: Sequence[int]) -> StepRows:
@@ -185,10 +189,11 @@ class ParallelEnv(RemoteEnvs):
 
         gathered, missed = hosted.step(command, sent.layout, marks)
         rest = hosted.outcomes.beside(gathered.replies.values())
-        form = None if rest or self._ragged else self._hosted.outcomes.common_form("step", range(self.num_workers))
+        stepped = [row for row in range(self.num_workers) if marks is None or marks[row]]
+        form = None if rest or self._ragged else self._hosted.outcomes.common_form("step", stepped)
         if form is None:
             cut = missed.cut if not self._ragged and not rest else frozenset()
-            return self._unlike(tensordict, rest, Missed(missed.failed | missed.cut - cut, cut))
+            return self._unlike(tensordict, stepped, rest, Missed(missed.failed | missed.cut - cut, cut))
         out = self._hosted.outcomes.dense(form, self.num_workers)
         for row in missed.failed:
             self._repeat(out, tensordict, row)
@@ -209,11 +214,13 @@ class ParallelEnv(RemoteEnvs):
         if missed.cut:
             end_rows(out, self.done_groups, missed.cut, failed=False)
 
-    def _unlike(self, root: TensorDictBase, rest: dict[int, TensorDictBase], missed: Missed) -> TensorDictBase:
+    def _unlike(
+        self, root: TensorDictBase, stepped: Sequence[int], rest: dict[int, TensorDictBase], missed: Missed
+    ) -> TensorDictBase:
         """The outcome where rows differ, or hold more than tensors."""
         rows = []
         for row, (facts, last) in enumerate(zip(self._facts, root.unbind(0), strict=True)):
-            if row in missed.failed:
+            if row in missed.failed or row not in stepped:
                 td = overwritten(facts.full_observation_spec.zero(), last)
                 rows.append(td.update(facts.full_reward_spec.zero()).update(facts.full_done_spec.zero()))
             else:
@@ -225,10 +232,15 @@ class ParallelEnv(RemoteEnvs):
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self._hosted.drop_steps(range(self.num_workers))
         self.seed_for_reset(kwargs)
-        marked = range(self.num_workers)
+        return self.reset_rows(tensordict, [True] * self.num_workers, **kwargs)
+
+    def reset_rows(self, tensordict: TensorDictBase | None, marks: Sequence[bool], **kwargs: Any) -> TensorDictBase:
+        """See :class:`IndexedEnvs`."""
+        marked = [row for row in range(self.num_workers) if marks[row]]
         sent = None
         if tensordict is not None:
-            marked = [i for i, row in enumerate(tensordict.unbind(0)) if self._is_marked(row)]  # type: ignore[assignment]
+            rows = tensordict.unbind(0)
+            marked = [row for row in marked if self._is_marked(rows[row])]
             sent = send_rows(self._processes, tensordict)
         rest = self._begun(marked, sent, ByValue(kwargs) if kwargs else None)
         form = None if rest or self._ragged else self._hosted.outcomes.common_form("reset", marked)

@@ -10,17 +10,17 @@ from typing import Any, Self
 
 import torch
 
-from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.calls import EnvFacts, Sign
 from rollwright.envs.batched.hosting.processes import SHORT_CLOSE_S, EnvProcesses
 from rollwright.envs.batched.hosting.rows import HostedRows
+from rollwright.envs.batched.views import IndexedEnvs
 from rollwright.errors import EnvError
 
 __all__ = ["RemoteEnvs"]
 
 
-class RemoteEnvs(BatchedEnv):
+class RemoteEnvs(IndexedEnvs):
     """All of :class:`~rollwright.envs.batched.parallel.ParallelEnv` but steps and resets."""
 
     _not_saved = ("_launch", "openings", "_hosted", "_facts")
@@ -54,10 +54,11 @@ class RemoteEnvs(BatchedEnv):
         """See :class:`BatchedEnv`."""
         self._ask(function)
 
-    def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
+    def seed_rows(self, rows: Sequence[int], seed: int | None, static_seed: bool) -> int | None:
+        """See :class:`IndexedEnvs`."""
         last = None
         self._hosted.num_seedings += 1
-        for row in range(self.num_workers):
+        for row in rows:
             last = self._ask(calls.set_seed, seed, static_seed, rows=[row])[row]
             if seed is not None and last is not None and not static_seed:
                 seed = last + 1
@@ -96,14 +97,20 @@ class RemoteEnvs(BatchedEnv):
         except AttributeError:
             if "_hosted" not in self.__dict__ or name.startswith("_") or self.is_closed:
                 raise
-        values = list(self._ask(calls.look_up, name).values())
-        methods = [isinstance(value, Sign) for value in values]
-        if all(methods):
-            return partial(self._call, name)
-        return list(self._ask(calls.fetch, name).values()) if any(methods) else values
+        return self.look_up(name, range(self.num_workers))
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        values = self._ask(calls.call, name, args, kwargs).values()
+    def look_up(self, name: str, rows: Sequence[int]) -> Any:
+        """See :class:`IndexedEnvs`."""
+        values = self._ask(calls.look_up, name, rows=rows)
+        methods = [isinstance(value, Sign) for value in values.values()]
+        if all(methods):
+            return partial(self._call, name, rows)
+        values = self._ask(calls.fetch, name, rows=rows) if any(methods) else values
+        return [values[row] for row in rows]
+
+    def _call(self, method: str, rows: Sequence[int], /, *args: Any, **kwargs: Any) -> list[Any]:
+        answers = self._ask(calls.call, method, args, kwargs, rows=rows)
+        values = [answers[row] for row in rows]
         return [self if isinstance(value, Sign) else value for value in values]
 
     # State ------------------------------------------------------------------------------------
