@@ -5,8 +5,11 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import gymnasium
 import pytest
+import torch
 
+from rollwright.envs import SerialEnv, TransformedEnv, VecNorm
 from rollwright.envs.env_creator import EnvCreator, env_creator
 from rollwright.envs.libs import GymEnv
 
@@ -57,3 +60,33 @@ def test_the_specs_are_known_from_one_environment_that_is_closed():
     assert made[0].is_closed
     other = pickle.loads(pickle.dumps(EnvCreator(GymEnv, env_name="Pendulum-v1")))
     assert other.meta_data.specs["output_spec", "full_observation_spec"] == GymEnv("Pendulum-v1").observation_spec
+
+
+def test_environments_begin_with_the_state_that_was_loaded():
+    def make_env() -> TransformedEnv:
+        return TransformedEnv(GymEnv("CartPole-v1"), VecNorm(in_keys=["observation"]))
+
+    env = make_env()
+    env.rollout(20)
+    make = EnvCreator(make_env)
+    assert make.state_dict().keys() == env.state_dict().keys()
+    make.load_state_dict(env.state_dict())
+    for creator in (make, pickle.loads(pickle.dumps(make)), make.make_variant()):
+        made = creator()
+        assert torch.equal(made.transform.loc["observation"], env.transform.loc["observation"])
+        made.rollout(3)  # with a copy
+        assert all(torch.equal(value, env.state_dict()[key]) for key, value in creator.state_dict().items())
+    both = SerialEnv(2, make).state_dict()
+    for key, value in env.state_dict().items():
+        assert torch.equal(both[f"worker0.{key}"], value)
+        assert torch.equal(both[f"worker1.{key}"], value)
+
+
+def test_a_state_that_does_not_fit_is_an_error():
+    make = EnvCreator(lambda: GymEnv("CartPole-v1"))
+    make.load_state_dict({"transform.other": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match=r"transform\.other"):
+        make()
+    plain = EnvCreator(lambda: gymnasium.make("CartPole-v1"))
+    plain.load_state_dict(plain.state_dict())
+    assert plain().reset()["observation"].shape == (4,)

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from rollwright._processes.pickling import dumps
 from rollwright.data.specs import Composite
 from rollwright.envs.base import EnvBase
-from rollwright.envs.libs.foreign import as_maker, is_env, remedy_for
+from rollwright.envs.libs.foreign import as_env, as_maker, is_env, remedy_for
 
 __all__ = ["EnvCreator", "EnvMetaData", "env_creator"]
 
@@ -70,11 +70,33 @@ class EnvCreator:
         self.create_env_fn = as_maker(create_env_fn)
         self.create_env_kwargs = {**(create_env_kwargs or {}), **kwargs}
         self._meta_data: EnvMetaData | None = None
+        self._state: dict[str, Any] | None = None
 
     def __call__(self, **kwargs: Any) -> EnvBase:
         """Make an environment; arguments given here win over those given before."""
         made: EnvBase = self.create_env_fn(**{**self.create_env_kwargs, **kwargs})
+        if self._state is not None:
+            made = as_env(made)
+            made.load_state_dict(self._state)
         return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the environments that are made: what was loaded, else that of one made and reset for it."""
+        if self._state is not None:
+            return dict(self._state)
+        env = as_env(self())
+        try:
+            env.reset()  # statistics take shape with the first data
+            return dict(env.state_dict())
+        finally:
+            env.close()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Make environments that begin with the state of another one, its ``state_dict()``: statistics, say.
+
+        Each has a copy. What does not fit is an error when an environment is made.
+        """
+        self._state = dict(state_dict)
 
     @property
     def meta_data(self) -> EnvMetaData:
@@ -90,13 +112,15 @@ class EnvCreator:
 
     def make_variant(self, **kwargs: Any) -> EnvCreator:
         """A creator of the same environments with other arguments."""
-        return EnvCreator(self.create_env_fn, {**self.create_env_kwargs, **kwargs})
+        variant = EnvCreator(self.create_env_fn, {**self.create_env_kwargs, **kwargs})
+        variant._state = self._state
+        return variant
 
     def __getstate__(self) -> bytes:
-        return dumps((self.create_env_fn, self.create_env_kwargs))
+        return dumps((self.create_env_fn, self.create_env_kwargs, self._state))
 
     def __setstate__(self, state: bytes) -> None:
-        self.create_env_fn, self.create_env_kwargs = pickle.loads(state)
+        self.create_env_fn, self.create_env_kwargs, self._state = pickle.loads(state)
         self._meta_data = None
 
     def __repr__(self) -> str:

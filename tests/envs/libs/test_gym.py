@@ -150,6 +150,7 @@ def test_backend() -> None:
     set_gym_backend("gymnasium").set()
     with set_gym_backend(gymnasium):
         assert gym_backend() is gymnasium
+        assert gym_backend("wrappers") is gymnasium.wrappers
     assert set_gym_backend("gymnasium")(lambda x: x + 1)(1) == 2
     with pytest.warns(UserWarning, match="made by gymnasium"), set_gym_backend("gym"):
         assert gym_backend() is gymnasium

@@ -9,8 +9,17 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rollwright.data import Composite, Unbounded
-from rollwright.envs import Compose, RewardSum, StepCounter, Transform, TransformedEnv, check_env_specs
+from rollwright.data import Bounded, Composite, Unbounded
+from rollwright.envs import (
+    Compose,
+    DoubleToFloat,
+    ObservationNorm,
+    RewardSum,
+    StepCounter,
+    Transform,
+    TransformedEnv,
+    check_env_specs,
+)
 from rollwright.envs.transforms.base import map_spec
 from rollwright.errors import EnvError, EnvKeyError
 
@@ -215,6 +224,13 @@ def test_map_spec_leaves_its_argument():
     assert set(moved.keys()) == {"b", "c"}
     assert set(spec.keys()) == {"a", "b"}
     assert moved["c"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("chain", [lambda *parts: parts[0], Compose])
+def test_the_spec_of_one_entry_is_changed_alone(chain):
+    norm = chain(ObservationNorm(1.0, 2.0, in_keys=["observation"]), DoubleToFloat(in_keys=["observation"]))
+    spec = norm.transform_observation_spec(Bounded(0.0, 1.0, (3,), dtype=torch.float64))
+    assert spec == Bounded(1.0, 3.0, (3,), dtype=torch.float64 if chain is not Compose else torch.float32)
 
 
 def test_what_a_reset_is_given_can_be_changed(ladder, do_nothing):

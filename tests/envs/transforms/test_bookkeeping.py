@@ -11,6 +11,7 @@ from rollwright.envs import (
     Compose,
     InitTracker,
     RewardSum,
+    SerialEnv,
     StepCounter,
     TransformedEnv,
     check_env_specs,
@@ -214,6 +215,20 @@ def test_flags_of_other_names_keep_their_truth():
     assert rollout["next", "agents", "agent_1", "truncated"].flatten().tolist() == [False, False, True]
 
 
+@pytest.mark.parametrize("in_keys", [None, ["reward", ("nested_1", "gift"), ("nested_2", "reward")]])
+def test_one_reset_key_decides_for_all_sums(in_keys):
+    env = TransformedEnv(SerialEnv(2, lambda: mocks.MultiKeyCountingEnv()), RewardSum(in_keys, reset_keys=["_reset"]))
+    td = env.reset()
+    for _ in range(2):
+        td = env.step_mdp(env.rand_step(td))
+    td["_reset"] = torch.tensor([[True], [False]])
+    sums = env.reset(td).select("episode_reward", ("nested_1", "episode_gift"), ("nested_2", "episode_reward"))
+    assert len(list(sums.keys(True, True))) == 3
+    assert not any(value[0].any() for value in sums.values(True, True))
+    with pytest.raises(EnvError, match=r"one for each of in_keys=.* got"):
+        TransformedEnv(mocks.MultiKeyCountingEnv(), RewardSum(reset_keys=["a", "b"])).reset()
+
+
 def test_batches_of_any_size():
     env = TransformedEnv(mocks.StateLessCountingEnv(), Compose(StepCounter(), InitTracker()))
     start = TensorDict({"action": torch.ones(5, 1)}, [5])
@@ -230,7 +245,11 @@ def test_batches_of_any_size():
         (lambda: InitTracker(("a", "b")), TypeError, "init_key: expected a plain name"),
         (lambda: RewardSum(["a"], ["b", "c"]), ValueError, "one of out_keys for each of in_keys"),
         (lambda: RewardSum(out_keys=["b"]), ValueError, "out_keys: expected in_keys with them"),
-        (lambda: RewardSum(["a"], reset_keys=["b", "c"]), ValueError, "reset_keys: expected one for each of in_keys"),
+        (
+            lambda: RewardSum(["a"], reset_keys=["b", "c"]),
+            ValueError,
+            "reset_keys: expected one, or one for each of in_keys",
+        ),
     ],
 )
 def test_wrong_arguments(make, error, message):

@@ -51,6 +51,14 @@ def test_expansion(ladder, expand_specs, shape, expected):
     check_env_specs(env)
 
 
+@pytest.mark.parametrize(("outer", "expected"), [([2], (2, 3)), ([], (2, 2, 3))])
+def test_a_composite_of_the_batch_is_not_expanded_again(ladder, outer, expected):
+    primers = Composite(hidden=Unbounded((2, 3)), shape=outer)
+    env = TransformedEnv(ladder([2, 3]), TensorDictPrimer(primers, expand_specs=True))
+    assert env.reset()["hidden"].shape == expected
+    check_env_specs(env)
+
+
 def test_specs_that_must_have_batch_dimensions(ladder):
     env = TransformedEnv(ladder([2, 3]), TensorDictPrimer(hidden=Unbounded((3,)), expand_specs=False))
     with pytest.raises(EnvError, match=r"batch size \[2\] \(expand_specs=False\), got .*expand_specs=True"):

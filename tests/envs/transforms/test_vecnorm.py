@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rollwright.envs import Compose, ObservationNorm, TransformedEnv, VecNorm, check_env_specs
+from rollwright.envs import Compose, ObservationNorm, TransformedEnv, VecNorm, VecNormV2, check_env_specs
 from rollwright.testing import mocking_classes as mocks
 
 
@@ -158,6 +158,20 @@ def test_out_keys_and_specs(ladder):
     check_env_specs(env)
     assert env.observation_spec["rung"].high.max() == 1000
     assert not hasattr(env.observation_spec["normal"], "low")
+
+
+@pytest.mark.parametrize("kind", [VecNorm, VecNormV2])
+@pytest.mark.parametrize("out_key", ["x", "normal"])
+def test_normalised_values_can_be_brought_back(kind, out_key):
+    norm = kind(["x", "reward"], [out_key, "reward"])
+    x = torch.randn(10, 2, dtype=torch.float64)
+    td = norm(TensorDict({"x": x.clone(), "reward": torch.ones(10, 1)}, [10]))
+    assert not torch.allclose(td[out_key], x)
+    back = norm.denorm(td.exclude("reward"))
+    assert torch.allclose(back["x"], x)
+    assert set(back.keys()) == {"x", out_key}
+    with pytest.raises(RuntimeError, match="has seen no 'y' yet"):
+        kind(["y"]).denorm(TensorDict({"y": torch.ones(2)}))
 
 
 def test_integers_become_floats():

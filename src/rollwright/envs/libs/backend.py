@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -74,10 +75,10 @@ class set_gym_backend:
         return call  # type: ignore[return-value]
 
 
-def gym_backend() -> ModuleType:
-    """The module that environments are built with.
+def gym_backend(submodule: str | None = None) -> ModuleType:
+    """The module that environments are built with, or a module inside of it.
 
-    >>> gym_backend().__name__
-    'gymnasium'
+    >>> gym_backend().__name__, gym_backend("spaces").__name__
+    ('gymnasium', 'gymnasium.spaces')
     """
-    return gymnasium
+    return gymnasium if submodule is None else import_module(f"gymnasium.{submodule}")

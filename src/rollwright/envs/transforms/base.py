@@ -545,20 +545,22 @@ def _as_it_is(value: Any) -> Any:
 
 
 def map_spec(
-    spec: Composite,
+    spec: T,
     pairs: Iterable[tuple[NestedKey, NestedKey]],
     change: Callable[[TensorSpec], TensorSpec],
     *,
     move: bool = False,
-) -> Composite:
+) -> T:
     """A Composite whose leaf ``out_key`` is ``change`` of its leaf ``in_key``, for each such leaf it has.
 
     Args:
-        spec: left as it is.
+        spec: left as it is; a leaf is the spec of one entry, and ``change`` of it is returned.
         pairs: ``(in_key, out_key)``.
         change: from a leaf to a new leaf.
         move: drop ``in_key`` where it differs.
     """
+    if not isinstance(spec, Composite):
+        return cast(T, change(cast(TensorSpec, spec)))
     changed = spec.clone()
     for in_key, out_key in pairs:
         if in_key in spec:

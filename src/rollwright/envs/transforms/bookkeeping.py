@@ -279,7 +279,7 @@ class RewardSum(Transform):
     Args:
         in_keys: rewards; None: all of the environment's (``"reward"`` without an environment).
         out_keys: sums; None: ``"episode_"`` before each reward's name, beside it.
-        reset_keys: for each reward the ``"_reset"`` entry that starts its sum over; None: that of the
+        reset_keys: for each reward, or for all, the ``"_reset"`` entry that starts its sum over; None: that of the
             environment, or of the group of agents that the sum is of.
 
     Raises:
@@ -300,11 +300,6 @@ class RewardSum(Transform):
         self._given = bool(self.in_keys), out_keys is not None
         if self._given == (False, True):
             raise ValueError("out_keys: expected in_keys with them, in the same order, got None. Pass both.")
-        if self.reset_keys and len(self.reset_keys) != len(self.in_keys):
-            raise ValueError(
-                f"reset_keys: expected one for each of in_keys, got {len(self.reset_keys)} for "
-                f"{len(self.in_keys)}. Pass in_keys and reset_keys of equal length."
-            )
         self._pairs()
 
     def _pairs(self) -> Pairs:
@@ -323,6 +318,11 @@ class RewardSum(Transform):
             )
         if not has_sums:
             self.out_keys = [_sibling(key, "episode_") for key in self.in_keys]
+        if len(self.reset_keys) not in (0, 1, len(self.in_keys)) and (has_rewards or parent is not None):
+            raise ValueError(
+                f"reset_keys: expected one, or one for each of in_keys={self.in_keys}, got {self.reset_keys}. "
+                "Pass in_keys and reset_keys of equal length."
+            )
         return super()._pairs()
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -362,7 +362,7 @@ class RewardSum(Transform):
             shape, device = spec.shape[len(specs.shape) :], tensordict_reset.device or spec.device
             sums = torch.zeros(batch + shape, dtype=spec.dtype, device=device)
             if self.reset_keys:
-                sums = kept(tensordict, self.reset_keys[index], out_key, sums)
+                sums = kept(tensordict, self.reset_keys[index % len(self.reset_keys)], out_key, sums)
             tensordict_reset.set(out_key, sums)
         return tensordict_reset
 

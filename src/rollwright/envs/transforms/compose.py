@@ -154,9 +154,10 @@ class Compose(Transform):
     # Specs: the policy's side is reached from the environment's in the order of the chain, inputs included.
 
     def _fold(self, method: str, spec: Composite) -> Composite:
+        of_one_entry = not isinstance(spec, Composite)
         for transform in self:
             spec = getattr(transform, method)(spec)
-            if not isinstance(spec, Composite):
+            if not (of_one_entry or isinstance(spec, Composite)):
                 raise TypeError(f"{transform}: {method} must return a Composite, got {type(spec).__name__}.")
         return spec
 

@@ -35,7 +35,8 @@ class TensorDictPrimer(Transform):
         reset_key: the ``"_reset"`` entry that decides; None: that of the environment, or of the group of
             agents that an entry belongs to.
         expand_specs: True: specs describe one environment's entry and get the batch dimensions of the
-            environment in front. False: they have them already. None: put there where they are missing.
+            environment in front, unless they are in a Composite of that shape. False: they have them already.
+            None: put there where they are missing.
         single_default_value: ``default_value`` is a function that makes all entries at once: called as
             ``default_value(reset=rows)``, bool ``[*batch]``, it returns a TensorDict with one row for each
             that is marked, or for each of the batch.
@@ -105,7 +106,8 @@ class TensorDictPrimer(Transform):
         """The spec of an entry of a batch."""
         spec = self.primers[key]
         has_batch = spec.shape[: len(batch)] == batch
-        if self.expand_specs or (self.expand_specs is None and not has_batch):
+        is_placed = bool(batch) and self.primers.shape == batch
+        if (self.expand_specs and not is_placed) or (self.expand_specs is None and not has_batch):
             return cast(TensorSpec, spec.expand(*batch, *spec.shape))
         if not has_batch:
             raise ValueError(

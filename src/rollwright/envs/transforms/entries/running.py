@@ -104,6 +104,22 @@ class RunningNorm(EntryTransform):
         ]
         return norms[0] if len(norms) == 1 else Compose(*norms)
 
+    def denorm(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Values from which those at ``out_keys`` were made, by the statistics of now.
+
+        Returns:
+            ``tensordict`` with these at ``in_keys``, in a shallow copy; entries that it lacks are left out.
+
+        Raises:
+            RuntimeError: an entry was never seen.
+        """
+        out = tensordict.copy()
+        for index, (in_key, out_key) in enumerate(self._pairs()):
+            if (value := tensordict.get(out_key, None)) is not None:
+                loc, scale = self._seen_loc_scale(index)
+                out.set(in_key, value * scale + loc)
+        return out
+
     def frozen_copy(self) -> Self:
         """A frozen transform with statistics of its own, equal to those of now, on no environment."""
         copy = self.clone()
