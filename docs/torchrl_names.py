@@ -14,9 +14,10 @@ NAMES, PAGE = FOLDER / "torchrl_names.txt", FOLDER / "torchrl_names.md"
 
 DIFFERENT = {
     "AsyncEnvPool": "makes a pool of threads or of processes, by `backend=`",
-    "CatFrames": "`as_inverse=` and the offline form are not there",
+    "CatFrames": "`as_inverse=`, `reset_key=` and `make_rb_transform_and_sampler()` are not there",
     "ConsumingSampler": "rows that are used up are not filled first: the ring overwrites the oldest",
     "DMControlEnv": "`set_seed(n)` gives the episodes of dm_control's `random=n`",
+    "EnvCreator": "makes no environment before it is called; its environments share no memory",
     "Evaluator": "takes one environment and gives a dictionary of numbers; videos are not there",
     "FrameSkipTransform": "stops where a trajectory ends",
     "ListStorage": "keeps copies",
@@ -25,6 +26,7 @@ DIFFERENT = {
     "PettingZooEnv": "agents of one group have one space",
     "RandomTruncationTransform": "a reset of all environments draws new horizons",
     "ReplayBuffer": "`empty()` keeps `write_count`, unless `empty_write_count=True`",
+    "SqueezeTransform": "refuses a dimension of another size than one",
     "TargetReturn": "has the dtype of the reward",
     "VecNorm": "counts a reset in its rows alone; states are shared by `state_dict()`",
     "VecNormV2": "`stateful=False`, `lock=` and `shared_data=` are not there",

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 __all__ = ["EnvBase", "register_extension"]
 
 T = TypeVar("T")
-_extensions: dict[str, Callable[[EnvBase, Any], EnvBase]] = {}
+_extensions: dict[str, Callable[[Any, Any], EnvBase]] = {}
 
 
-def register_extension(name: str, extend: Callable[[EnvBase, Any], EnvBase]) -> None:
+def register_extension(name: str, extend: Callable[[Any, Any], EnvBase]) -> None:
     """Register what is built on top of :class:`EnvBase` and offered by it.
 
     Args:
-        name: ``"append_transform"`` or ``"policy"``.
-        extend: from an environment and the argument of that name to an environment.
+        name: ``"append_transform"``, ``"policy"`` or ``"num_workers"``.
+        extend: from an environment (a function that makes it) and the argument of that name to an environment.
     """
     _extensions[name] = extend
 

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 from rollwright.data import Binary, Bounded, Categorical, MultiCategorical, MultiOneHot, NonTensor, OneHot, Unbounded
-from rollwright.envs import check_env_specs
+from rollwright.envs import ParallelEnv, check_env_specs
 from rollwright.envs.libs import GymEnv, GymWrapper, default_info_dict_reader, gym_backend, set_gym_backend
 from rollwright.errors import EnvError, EnvKeyError
 
@@ -635,3 +635,18 @@ def test_info_errors() -> None:
     env = GymWrapper(Informing()).set_info_dict_reader(default_info_dict_reader(["late"]))
     with pytest.raises(EnvError, match=r"env=Informing.*info entry 'late'.*shape \[\], got shape \[2\].*spec="):
         env.rand_step()
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_several_workers_are_a_parallel_env(num_envs: int | None) -> None:
+    env = GymEnv("CartPole-v1", num_workers=2, num_envs=num_envs, categorical_action_encoding=True)
+    try:
+        assert isinstance(env, ParallelEnv)
+        assert env.batch_size == ((2,) if num_envs is None else (2, 3))
+        assert env.rollout(3)["action"].dtype == torch.int64
+    finally:
+        env.close()
+    assert type(GymEnv("CartPole-v1", num_workers=1, num_envs=num_envs)) is GymEnv
+    assert type(pickle.loads(pickle.dumps(GymEnv("CartPole-v1", num_workers=1)))) is GymEnv
+    with pytest.raises(ValueError, match="num_workers: expected a number of at least 1, got 0"):
+        GymEnv("CartPole-v1", num_workers=0)

@@ -13,6 +13,7 @@ from rollwright._processes.channel import ByValue
 from rollwright._processes.start.methods import check_start_method
 from rollwright.data.specs import NonTensor
 from rollwright.envs.arrays import STEPPED, ArrayEnv
+from rollwright.envs.base import EnvBase, register_extension
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.calls import EnvFacts
 from rollwright.envs.batched.hosting.messages import ResetRows, Some, StepRows
@@ -267,6 +268,13 @@ class ParallelEnv(RemoteEnvs):
 
     def _array_form(self) -> ArrayEnv:
         return ParallelArrays(self, self._hosted, ParallelEnv)
+
+
+def _of_workers(maker: Callable[[], EnvBase], num_workers: int) -> EnvBase:
+    return ParallelEnv(num_workers, maker)
+
+
+register_extension("num_workers", _of_workers)
 
 
 def _check(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Unpack
+from functools import partial
+from typing import Any, Literal, Self, Unpack, cast
 
 import gymnasium
 import numpy as np
@@ -16,6 +17,7 @@ from rollwright._keys import NestedKey, key_str, leaf_keys, place, unravel
 from rollwright.data.specs import Categorical, Unbounded
 from rollwright.data.specs.gymspaces import torch_dtype
 from rollwright.envs.arrays import ArrayEnv, Rows, Values
+from rollwright.envs.base import _extensions
 from rollwright.envs.libs._gym_arrays import FLAG_TYPES, GymArrays
 from rollwright.envs.libs._info import BaseInfoDictReader, InfoReadingEnv, default_info_dict_reader
 from rollwright.envs.libs._make import decorate, make, name_of_observation
@@ -397,6 +399,8 @@ class GymEnv(GymWrapper):
         env_name: id of a registered environment. Packages that register known ones (Atari, MiniGrid,
             gymnasium-robotics, ...) are imported; of others write ``"module:Name-v0"``.
         num_envs: step so many of them together, batch size ``[num_envs]``; None or 0: one, batch size ``[]``.
+        num_workers: above 1: a :class:`~rollwright.envs.ParallelEnv` of so many is made, batch size
+            ``[num_workers]``, or ``[num_workers, num_envs]``.
         vectorization_mode: ``"sync"`` steps them in turn, ``"async"`` in one process each,
             ``"vector_entry_point"`` uses the environment's own vector form.
         frame_skip: frames of the environment in a step, in all: an environment that skips frames by itself
@@ -420,11 +424,21 @@ class GymEnv(GymWrapper):
         torch.Size([2, 3])
     """
 
+    def __new__(cls, *args: Any, num_workers: int = 1, **kwargs: Any) -> Self:
+        """A ``ParallelEnv`` of ``num_workers``, where there are more than one."""
+        if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
+            raise ValueError(f"num_workers: expected a number of at least 1, got {num_workers!r}.")
+        if num_workers == 1:
+            return super().__new__(cls)
+        several: Any = _extensions["num_workers"](partial(cls, *args, **kwargs), num_workers)
+        return cast(Self, several)
+
     def __init__(
         self,
         env_name: str,
         *,
         num_envs: int | None = None,
+        num_workers: int = 1,
         vectorization_mode: Literal["sync", "async", "vector_entry_point"] = "sync",
         categorical_action_encoding: bool = False,
         device: torch.device | str | int | None = None,
