@@ -225,8 +225,12 @@ def test_one_reset_key_decides_for_all_sums(in_keys):
     sums = env.reset(td).select("episode_reward", ("nested_1", "episode_gift"), ("nested_2", "episode_reward"))
     assert len(list(sums.keys(True, True))) == 3
     assert not any(value[0].any() for value in sums.values(True, True))
-    with pytest.raises(EnvError, match=r"one for each of in_keys=.* got"):
-        TransformedEnv(mocks.MultiKeyCountingEnv(), RewardSum(reset_keys=["a", "b"])).reset()
+    for keys, message in (
+        (["_reset"] * 2, r"one for each of in_keys=.* got"),
+        (["a"], r"reset_keys: expected some of .*, got 'a'"),
+    ):
+        with pytest.raises((EnvError, ValueError), match=message):
+            TransformedEnv(mocks.MultiKeyCountingEnv(), RewardSum(in_keys, reset_keys=keys)).reset()
 
 
 def test_batches_of_any_size():

@@ -318,10 +318,11 @@ class RewardSum(Transform):
             )
         if not has_sums:
             self.out_keys = [_sibling(key, "episode_") for key in self.in_keys]
+        if parent is not None and (unknown_resets := set(self.reset_keys) - set(parent.reset_keys)):
+            raise ValueError(f"reset_keys: expected some of {parent.reset_keys}, got {key_str(unknown_resets)}.")
         if len(self.reset_keys) not in (0, 1, len(self.in_keys)) and (has_rewards or parent is not None):
             raise ValueError(
-                f"reset_keys: expected one, or one for each of in_keys={self.in_keys}, got {self.reset_keys}. "
-                "Pass in_keys and reset_keys of equal length."
+                f"reset_keys: expected one, or one for each of in_keys={self.in_keys}, got {self.reset_keys}."
             )
         return super()._pairs()
 
