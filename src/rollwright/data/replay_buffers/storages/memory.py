@@ -33,7 +33,9 @@ _PAGE, _HUGE_PAGE = 4096, 1 << 21
 _SPACE_AT = 64  # in the first page, behind the mark
 _CHECKS_AT = _SPACE_AT + Space.num_bytes  # 1 in files whose numbers were written twice from the first on
 _HEAD = _PAGE + Ledger.num_bytes + _SCHEMA_ROOM
-_LENGTH = (1 << 32) - 1  # the lower half of the number before the schema; the upper one is its checksum
+# The number before the texts of schemas: the length of the one that counts, where it is, and its checksum.
+_LENGTH, _SECOND = (1 << 31) - 1, 1 << 31
+_SECOND_AT = _SCHEMA_ROOM // 2  # where a text is written that replaces one at the beginning of the room
 
 
 class Schema(NamedTuple):
@@ -130,9 +132,17 @@ class Memory(ABC):
         calls ``self.ledger.set_capacity(schema.capacity)``, and keeps the schema last.
         """
 
+    def replace(self, schema: Schema) -> bool:
+        """Settle anew what a row holds, where none holds anything; returns whether this memory can.
+
+        Inside ``self.ledger.changing_in_place()``, with rows of the same number: :meth:`schema` returns this one from
+        now on, to all processes, and :meth:`tensors` others.
+        """
+        return False
+
     @abstractmethod
     def tensors(self) -> dict[NestedKey, torch.Tensor]:
-        """The rows: ``[capacity, *rest, *entry]`` each, the same tensors at every call."""
+        """The rows: ``[capacity, *rest, *entry]`` each, the same tensors until the schema is another."""
 
     def make_space(self, end: int) -> None:  # noqa: B027 - memory of a process has it
         """Have space for the rows of all positions below ``end``; whoever reserves rows has it. For use while writing.
@@ -178,12 +188,17 @@ class PrivateMemory(Memory):
     def allocate(self, schema: Schema) -> None:
         """See :meth:`Memory.allocate`."""
         with self.ledger.writing():
-            if self._schema is not None:
-                return
-            for key, (_, dtype) in schema.fields.items():
-                self._tensors[key] = _empty(schema.shape_of(key), dtype, self._device)
-            self.ledger.set_capacity(schema.capacity)
-            self._schema = schema
+            if self._schema is None:
+                self.ledger.set_capacity(schema.capacity)
+                self.replace(schema)
+
+    def replace(self, schema: Schema) -> bool:
+        """See :meth:`Memory.replace`."""
+        self._tensors = {
+            key: _empty(schema.shape_of(key), dtype, self._device) for key, (_, dtype) in schema.fields.items()
+        }
+        self._schema = schema
+        return True
 
     def tensors(self) -> dict[NestedKey, torch.Tensor]:
         """See :meth:`Memory.tensors`."""
@@ -253,6 +268,7 @@ class SharedMemory(Memory):
         self._text = rows.map(_PAGE + Ledger.num_bytes, _SCHEMA_ROOM)
         self._length = self._text[:8].cast("q")
         self._schema: Schema | None = None
+        self._settled = 0  # the number before the texts when the schema was read
         self._tensors: dict[NestedKey, torch.Tensor] = {}
         self.ledger = Ledger(rows.map(_PAGE, Ledger.num_bytes), row_lock)
         self._space = self.ledger.space = Space(rows, self._mark[_SPACE_AT : _SPACE_AT + Space.num_bytes].cast("q"))
@@ -300,7 +316,7 @@ class SharedMemory(Memory):
         capacity = None
         if self._length[0]:
             try:
-                schema = Schema.loads(self._read_text())
+                schema = Schema.loads(self._read_text(self._length[0]))
                 wrong = schema.wrong()
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
                 raise self._damaged(f"what its rows hold cannot be read ({type(error).__name__}: {error})") from error
@@ -313,11 +329,10 @@ class SharedMemory(Memory):
         if wrong:
             raise self._damaged(wrong)
 
-    def _read_text(self) -> bytes:
-        packed = self._length[0]
-        length, check = packed & _LENGTH, packed >> 32
-        text = bytes(self._text[8 : 8 + length])
-        if packed < 0 or length > _SCHEMA_ROOM - 8 or (check and check != _checksum(text)):
+    def _read_text(self, packed: int) -> bytes:
+        length, check, at = packed & _LENGTH, packed >> 32, _SECOND_AT if packed & _SECOND else 8
+        text = bytes(self._text[at : at + length])
+        if packed < 0 or length > _SCHEMA_ROOM - at or (check and check != _checksum(text)):
             raise ValueError(f"{length} bytes with the checksum {check}")
         return text
 
@@ -326,26 +341,52 @@ class SharedMemory(Memory):
 
     def schema(self) -> Schema | None:
         """See :meth:`Memory.schema`."""
-        if self._schema is None and self._length[0]:
-            schema = Schema.loads(self._read_text())
+        while self._length[0] != self._settled:
+            settled = self._length[0]
+            try:
+                schema = Schema.loads(self._read_text(settled))
+            except ValueError:
+                if self._length[0] != settled:  # replaced twice meanwhile, so what was read is not whole
+                    continue
+                raise
             self._map(schema)
             self.ledger.capacity = schema.capacity
-            self._schema = schema
+            self._schema, self._settled = schema, settled
         return self._schema
 
     def allocate(self, schema: Schema) -> None:
         """See :meth:`Memory.allocate`."""
-        text = schema.dumps()
-        if len(text) > _SCHEMA_ROOM - 8:
-            raise ValueError(f"a frame has too many entries for a shared storage: {len(schema.fields)}.")
+        text = self._text_of(schema)
         with self.ledger.writing():
             if not self._length[0]:
                 self._rows.grow(schema.layout.stop)
-                self._rows.allocate(_PAGE + Ledger.num_bytes, 8 + len(text))
                 self.ledger.set_capacity(schema.capacity)
-                self._text[8 : 8 + len(text)] = text
-                self._length[0] = len(text) | _checksum(text) << 32  # from here on the schema is there
+                self._keep(text, second=False)
         self.schema()
+
+    def replace(self, schema: Schema) -> bool:
+        """See :meth:`Memory.replace`."""
+        text, held = self._text_of(schema), self._length[0]
+        if max(len(text), held & _LENGTH) > _SECOND_AT - 8:
+            return False
+        self._rows.grow(schema.layout.stop)
+        self._space.begin()
+        self._keep(text, second=not held & _SECOND)
+        self.schema()
+        return True
+
+    def _text_of(self, schema: Schema) -> bytes:
+        text = schema.dumps()
+        if len(text) > _SCHEMA_ROOM - 8:
+            raise ValueError(f"a frame has too many entries for a shared storage: {len(schema.fields)}.")
+        return text
+
+    def _keep(self, text: bytes, *, second: bool) -> None:
+        """Write the text of a schema where none is that counts; one store makes it the one that counts."""
+        at = _SECOND_AT if second else 8
+        self._rows.allocate(_PAGE + Ledger.num_bytes, at + len(text))
+        self._text[at : at + len(text)] = text
+        self._length[0] = len(text) | (_SECOND if second else 0) | _checksum(text) << 32
 
     def _map(self, schema: Schema) -> None:
         layout = schema.layout

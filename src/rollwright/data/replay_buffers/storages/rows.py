@@ -49,7 +49,7 @@ class _Parts(NamedTuple):
 
 
 class RowStorage(Storage):
-    """Rows of tensors; what they hold is settled with the first element.
+    """Rows of tensors; what they hold is settled with the first element, and with the first after :meth:`clear`.
 
     Text and other objects are refused by name.
 
@@ -110,11 +110,10 @@ class RowStorage(Storage):
         return self._settled() is not None
 
     def _settled(self) -> Schema | None:
-        """The schema, which another process may have settled."""
-        if self._schema is None:
-            schema = self._memory.schema()
-            if schema is not None:
-                self._adopt(schema)
+        """The schema, which another process may have settled, or replaced where nothing was stored any more."""
+        schema = self._memory.schema()
+        if schema is not self._schema and schema is not None:
+            self._adopt(schema)
         return self._schema
 
     def _adopt(self, schema: Schema) -> None:
@@ -176,7 +175,7 @@ class RowStorage(Storage):
         """See :meth:`Storage.append`."""
         parts = [self._parts(batch, self.ndim, "extend") for batch in batches_of(data)]
         first = parts[0]
-        schema = self._settled() or self._settle(first, dim)
+        schema = self._settle(first, dim)
         lengths = [self._check(schema, part, dim) for part in parts]
         total = sum(lengths)
         if not total:
@@ -192,6 +191,7 @@ class RowStorage(Storage):
             kept = {key: value.narrow(dim, skipped, total) for key, value in first.entries.items()}
             parts, lengths = [first._replace(entries=kept)], [total]
         with self.ledger.writes(total, skipped) as rows:
+            self._check_unchanged(schema)
             start = rows.start
             for part, length in zip(parts, lengths, strict=True):
                 self._write(start, length, part.entries, dim)
@@ -216,13 +216,14 @@ class RowStorage(Storage):
     def append_one(self, data: Any) -> Reservation:
         """See :meth:`Storage.append_one`."""
         schema = self._settled()
-        if schema is None or self.ndim > 1:
+        if schema is None or self.ndim > 1 or self._holds_nothing:
             return super().append_one(data)
         part = self._parts(data, 0, "add")
         entries = part.entries
         self._check_keys(schema, part)
         self._check_forms(schema, entries, ())
         with self.ledger.writes(1) as reservation:
+            self._check_unchanged(schema)
             row = reservation.start % self.capacity
             for key, rows in self._tensors.items():
                 rows[row].copy_(entries[key].detach())
@@ -274,29 +275,60 @@ class RowStorage(Storage):
         raise TypeError(no_objects("data", objects, type(self).__name__))
 
     def _settle(self, part: _Parts, dim: int) -> Schema:
-        shape = list(part.batch[: self.ndim])
-        del shape[dim]
-        columns = math.prod(shape)
-        if not columns or not part.entries:
+        """What rows hold, which these data say where nothing is stored."""
+        schema = self._settled()
+        if schema is not None and not self._holds_nothing:
+            return schema
+        rest = list(part.batch[: self.ndim])
+        del rest[dim]
+        if not math.prod(rest) or not part.entries:
             raise ValueError(
                 f"data: expected elements with entries to begin a storage with, got {key_str(part.entries) or 'none'} "
                 f"in a batch of {list(part.batch)}."
             )
         fields = {key: (tuple(value.shape[self.ndim :]), value.dtype) for key, value in part.entries.items()}
-        self._allocate(tuple(shape), dim, fields, tuple(part.batch[self.ndim :]), part.form)
-        return cast(Schema, self._settled())
+        return self._allocate(tuple(rest), dim, fields, tuple(part.batch[self.ndim :]), part.form)
 
-    def _allocate(self, rest: tuple[int, ...], dim: int, fields: Any, batch: tuple[int, ...], form: Form) -> None:
+    @property
+    def _holds_nothing(self) -> bool:
+        low, high = self.ledger.live()
+        return low == high
+
+    def _allocate(self, rest: tuple[int, ...], dim: int, fields: Any, batch: tuple[int, ...], form: Form) -> Schema:
+        """Settle what a row holds, where that is not settled or nothing is stored; returns what is settled then."""
         capacity = -(-self._requested_size // math.prod(rest))
         schema = Schema(self._requested_size, self.ndim, capacity, rest, dim, dict(fields), batch, form)
         try:
-            self._memory.allocate(schema)
+            if self._settled() is None:
+                self._memory.allocate(schema)
+            elif self._holds_nothing:
+                self._replace(schema)
         except OSError as error:
             why = (
                 f"max_size: {self._requested_size} elements take {schema.layout.stop:,} bytes, for which there is no "
                 f"room ({error.strerror}). Lower it, or give a LazyMemmapStorage a folder on a larger disk"
             )
             raise OSError(error.errno, why, *([] if error.filename is None else [error.filename])) from error
+        return cast(Schema, self._settled())
+
+    def _replace(self, schema: Schema) -> None:
+        """Let rows hold something else, unless somebody has written one, or is about to."""
+        held = cast(Schema, self._schema)
+        if schema == held or (schema.rest, schema.dim_extend) != (held.rest, held.dim_extend):
+            return
+        ledger = self.ledger
+        ledger.settle()
+        with ledger.changing_in_place():
+            if self._memory.schema() is held and self._holds_nothing and ledger.is_settled():
+                self._memory.replace(schema)
+
+    def _check_unchanged(self, schema: Schema) -> None:
+        """Test, with rows reserved or everyone held off, that they hold what they did; it stays so until then."""
+        if self._settled() is not schema:
+            raise RuntimeError(
+                "data: the storage was emptied meanwhile, and somebody has begun it with other entries. Nothing was "
+                "written. Write again."
+            )
 
     def _check(self, schema: Schema, part: _Parts, dim: int) -> int:
         """Test that a batch fits the rows; returns the number of rows."""
@@ -350,6 +382,7 @@ class RowStorage(Storage):
                     f"{list(value.shape)} and {value.dtype}."
                 )
         with self.ledger.changing_in_place():
+            self._check_unchanged(schema)
             for key, column in self._columns.items():
                 column.put(where, values[key])
 
@@ -400,6 +433,7 @@ class RowStorage(Storage):
 
     def read_entry(self, key: NestedKey, index: NDArray[np.int64]) -> torch.Tensor:
         """A copy of an entry of the elements at flat indices, ``[n, *entry]``."""
+        self._settled()
         return self._columns[key].take(index)
 
     def write_entries(self, index: NDArray[np.int64], entries: Mapping[NestedKey, torch.Tensor]) -> None:
@@ -440,9 +474,7 @@ class RowStorage(Storage):
             KeyError, ValueError, TypeError: the storage has other entries.
         """
         dim = self.ndim - 1 if dim is None else dim
-        if self._settled() is None:
-            self._allocate(rest, dim, fields, batch, form)
-        schema = cast(Schema, self._settled())
+        schema = self._allocate(rest, dim, fields, batch, form)
         lead = (*rest[:dim], 0, *rest[dim:])
         blank = {key: torch.empty((*lead, *shape), dtype=dtype) for key, (shape, dtype) in fields.items()}
         self._check(schema, _Parts(blank, lead, form), dim)
