@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rollwright.data.replay_buffers import SliceSampler
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from rollwright.collectors.options import CollectorOptions
 
 __all__ = [
+    "add_filler",
     "buffer_of",
     "check_delivery",
     "draws_slices",
@@ -132,7 +134,7 @@ def is_service(buffer: Any) -> bool:
 def write_count_of(buffer: Any) -> int | None:
     """Elements written to a buffer so far; None: it does not count, or is in a service that is gone."""
     try:
-        found: int | None = getattr(buffer, "write_count", None)
+        found: int | None = buffer.num_given() if hasattr(buffer, "num_given") else getattr(buffer, "write_count", None)
     except (RuntimeError, OSError):  # of a service: other buffers do not raise
         if not is_service(buffer):
             raise
@@ -169,6 +171,14 @@ def buffer_of(options: CollectorOptions) -> Any:
             f"has worker_idx={worker}. Pass worker_idx= of 0 to {len(members) - 1}, or the member itself."
         )
     return members[worker]
+
+
+def add_filler(buffer: Any, raise_error: Callable[[], None]) -> None:
+    """Let who only watches a buffer learn what has ended a collector's work in the background; see :class:`Fillers`."""
+    for member in getattr(buffer, "members", (buffer,)):
+        fillers = getattr(member, "fillers", None)
+        if fillers is not None:
+            fillers.add(raise_error)
 
 
 def warn_of_splits(owner: str, *, stacklevel: int) -> None:

@@ -151,11 +151,22 @@ def test_a_failure_in_the_background_is_logged_for_who_only_watches_the_buffer(m
     envs = one_bad(troubles={"trouble": Trouble("raise", 200)})
     collector = make("async", envs, gain(), frames_per_batch=20, replay_buffer=buffer())
     collector.start()
-    ended = "collection in the background ended. The next call of the collector raises WorkerError"
+    ended = "collection in the background ended. The next call of the collector, or of its buffer, raises WorkerError"
     assert wait_until(lambda: ended in caplog.text, SECONDS)
     assert "boom" in caplog.text
     with pytest.raises(WorkerError, match="boom"):
         collector.async_shutdown()
+
+
+def test_who_only_counts_what_is_written_does_not_wait_for_ever(make, buffer):
+    rb = buffer()
+    envs = one_bad(troubles={"trouble": Trouble("raise", 200)})
+    collector = make("async", envs, gain(), frames_per_batch=20, replay_buffer=rb)
+    collector.start()
+    with pytest.raises(WorkerError, match="boom"):
+        wait_until(lambda: rb.write_count > 1 << 40, SECONDS)
+    assert len(rb) > 0
+    collector.shutdown()
 
 
 def test_siblings_go_on_and_what_they_wrote_stays(make, buffer):

@@ -12,7 +12,7 @@ from rollwright.collectors.core import never
 from rollwright.collectors.delivery.base import RolloutDelivery
 from rollwright.collectors.delivery.thread import CollectorThread, paused_error
 from rollwright.collectors.delivery.turns import WAIT_S, Turns
-from rollwright.collectors.delivery_options import buffer_of
+from rollwright.collectors.delivery_options import add_filler, buffer_of
 from rollwright.collectors.rollout.rollout import Rollout
 
 __all__ = ["Background"]
@@ -79,6 +79,7 @@ class Background:
         self.turns.between_steps(lambda: self._come_by(thread))
         self._delivery.in_background = True
         self._join_limiter()
+        add_filler(buffer_of(rollout.options), self._raise_to_watchers)
         thread.start()
 
     def _come_by(self, thread: CollectorThread) -> None:
@@ -174,6 +175,11 @@ class Background:
                 f"{what}: a thread collects for this collector, since start(). Sample from its replay buffer; call "
                 "async_shutdown() to end the thread."
             )
+
+    def _raise_to_watchers(self) -> None:
+        """For who only looks at the buffer."""
+        if self.thread is not None and not self.thread.inside and self.thread.error_text() is not None:
+            self.raise_error()
 
     def raise_error(self) -> None:
         """Raise, once, what went wrong in the thread."""

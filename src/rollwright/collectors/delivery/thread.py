@@ -75,8 +75,10 @@ class CollectorThread(DaemonThread):
                 pass
 
     def _finish(self) -> None:
-        if (error := self.error_text()) is not None:  # who only watches a buffer calls the collector no more
-            _log.error("collection in the background ended. The next call of the collector raises %s", error)
+        if (error := self.error_text()) is not None:  # who looks at neither may see it here
+            _log.error(
+                "collection in the background ended. The next call of the collector, or of its buffer, raises %s", error
+            )
         self._ended()
         self._apply_updates()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollwright._processes.threads import DaemonThread
 from rollwright.collectors.core import never
+from rollwright.collectors.delivery_options import add_filler
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.schedules.schedule import Schedule
 
@@ -29,8 +30,10 @@ class _Thread(DaemonThread):
 
     def _finish(self) -> None:
         error = self.error_text()
-        if error is not None and not self.stopping:  # who only watches a buffer calls the collector no more
-            _log.error("collection in the background ended. The next call of the collector raises %s", error)
+        if error is not None and not self.stopping:  # who looks at neither may see it here
+            _log.error(
+                "collection in the background ended. The next call of the collector, or of its buffer, raises %s", error
+            )
 
 
 class WorkersBackground:
@@ -88,6 +91,7 @@ class WorkersBackground:
         if self.running:
             raise RuntimeError("start: this collector runs already. Call async_shutdown() to end it.")
         self._thread = _Thread(self._deliver_one)
+        add_filler(self._buffer, self._raise_to_watchers)
         self._thread.start()
 
     def _deliver_one(self, stop: Callable[[], bool]) -> bool:
@@ -130,6 +134,11 @@ class WorkersBackground:
         """Raise, once, what went wrong in the thread."""
         if self._thread is not None and not self._thread.inside:
             self._thread.raise_error()
+
+    def _raise_to_watchers(self) -> None:
+        """For who only looks at the buffer."""
+        if self._thread is not None and self._thread.error_text() is not None:
+            self.raise_error()
 
     def check_idle(self, what: str) -> None:
         """Raise where the thread runs, and this is not it."""

@@ -35,6 +35,7 @@ from rollwright.data.replay_buffers._arguments import (
 from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers._prefetch import Prefetcher, Ticket
 from rollwright.data.replay_buffers.conditional import ConditionalUpdateResult, still_there, update_if_present
+from rollwright.data.replay_buffers.fillers import Fillers
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler, draw_and_read
 from rollwright.data.replay_buffers.storages.base import Storage
@@ -87,6 +88,8 @@ class ReplayBuffer:
         insert_limiter: what a collector that writes here asks: the limiter, or that of the ensemble.
         dim_extend: of the data, the dimension that grows.
         drawing: held by whoever draws, and whoever changes the sampler.
+        fillers: collectors of this process that fill the buffer in the background: what ends their work is raised once,
+            by the next ``sample()``, ``len()`` or :attr:`write_count` too.
 
     Example:
         >>> from tensordict import TensorDict
@@ -177,6 +180,7 @@ class ReplayBuffer:
             self.append_transform(change)
 
     def _start(self) -> None:
+        self.fillers = Fillers()
         self.reset_after_fork()
         on_fork(self, lambda buffer: buffer.drawing)  # the sampler has to be whole there
         self._prefetcher = Prefetcher(self._prefetch, self._draw_prefetched) if self._prefetch else None
@@ -187,7 +191,7 @@ class ReplayBuffer:
 
     def _counts(self) -> Counts:
         return Counts(
-            write_count=lambda: self.write_count,
+            write_count=self.num_given,
             num_stored=lambda: len(self.storage),
             can_draw=lambda: True,
             is_shared=lambda: self.storage.shared,
@@ -328,6 +332,7 @@ class ReplayBuffer:
 
         Raises:
             RuntimeError: the buffer is empty; with a limiter: nobody else could fill it.
+            Exception: what ended the background collection of a collector that fills the buffer; once.
             ValueError: no batch size is known, or the sampler cannot fill it.
             TimeoutError: the limiter waited in vain.
         """
@@ -338,6 +343,7 @@ class ReplayBuffer:
 
     def _next(self, batch_size: int | None) -> tuple[Any, dict[str, Any], bool]:
         """A batch, what the sampler returned with it, and whether it ended a pass of the sampler."""
+        self.fillers.raise_error()
         size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if size is None:
             raise ValueError("batch_size: expected it in sample() or in the constructor, got it in neither.")
@@ -497,6 +503,7 @@ class ReplayBuffer:
         return len(self) >= (size if self.sampler.consumes else 1)
 
     def __len__(self) -> int:
+        self.fillers.raise_error()
         self.storage.ledger.settle()
         if not self.sampler.consumes:
             return len(self.storage)
@@ -506,6 +513,11 @@ class ReplayBuffer:
     @property
     def write_count(self) -> int:
         """Number of elements given so far: those that were overwritten, and those that found no room, included."""
+        self.fillers.raise_error()
+        return self.num_given()
+
+    def num_given(self) -> int:
+        """:attr:`write_count`, for reports: no error of who fills the buffer is raised."""
         self.storage.ledger.settle()
         return self.storage.ledger.write_count * self.storage.columns
 
@@ -791,7 +803,7 @@ class ReplayBuffer:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("drawing", "_prefetcher"):
+        for name in ("drawing", "_prefetcher", "fillers"):
             state.pop(name)
         return {**state, "limiter": None, "insert_limiter": None}  # whoever samples here limits it here
 

@@ -119,7 +119,7 @@ class ReplayBufferEnsemble:
         drawn = members if self.p is None else [m for m, p in zip(members, self.p.tolist(), strict=True) if p]
         limiter.bind(
             Counts(
-                write_count=lambda: self.write_count,
+                write_count=self.num_given,
                 num_stored=lambda: sum(len(member) for member in members),
                 can_draw=lambda: all(len(member.storage) for member in drawn),
                 is_shared=lambda: any(member.storage.shared for member in members),
@@ -218,6 +218,8 @@ class ReplayBufferEnsemble:
         size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if size is None:
             raise ValueError("batch_size: expected it in sample() or in the constructor, got it in neither.")
+        for member in self.members:
+            member.fillers.raise_error()
         row_size = self._row_size(size)
         if self.limiter is None:
             batch, info = self._sampled(row_size)
@@ -321,6 +323,10 @@ class ReplayBufferEnsemble:
     def write_count(self) -> int:
         """Number of elements given so far, over all members; see :attr:`ReplayBuffer.write_count`."""
         return sum(member.write_count for member in self.members)
+
+    def num_given(self) -> int:
+        """See :meth:`ReplayBuffer.num_given`."""
+        return sum(member.num_given() for member in self.members)
 
     def append_transform(self, transform: Transform) -> ReplayBufferEnsemble:
         """Apply a transform to each stacked batch, after those that are there."""

@@ -42,9 +42,34 @@ def test_an_error_is_logged_for_who_only_watches_the_buffer(tools, started, capl
     gate.opened.set()
     collector, _ = started(CountingEnv(max_steps=9), gate)
     collector._background.thread._thread.join(tools.LIMIT)
-    assert "collection in the background ended. The next call of the collector raises OSError: the" in caplog.text
+    assert (
+        "collection in the background ended. The next call of the collector, or of its buffer, raises OSError: the"
+        in caplog.text
+    )
     with pytest.raises(OSError, match="gone"):
         collector.start()
+
+
+WATCHES = {
+    "sample": lambda buffer: buffer.sample(4),
+    "len": len,
+    "write_count": lambda buffer: buffer.write_count,
+    "iterate": lambda buffer: next(iter(buffer)),
+}
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_who_only_watches_the_buffer_gets_the_error_once(tools, started, watch):
+    gate = tools.Gate(at=30, error=OSError("the simulator is gone"))
+    gate.opened.set()
+    collector, buffer = started(CountingEnv(max_steps=9), gate)
+    buffer.batch_size = 4
+    collector._background.thread._thread.join(tools.LIMIT)
+    with pytest.raises(OSError, match="gone"):
+        WATCHES[watch](buffer)
+    assert len(buffer.sample(4)) == 4  # what was written may be used
+    assert buffer.write_count == len(buffer) == 20
+    collector.shutdown()
 
 
 def test_an_error_while_somebody_waits_for_a_pause(tools, started):

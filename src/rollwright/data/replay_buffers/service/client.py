@@ -16,6 +16,7 @@ from rollwright._processes.pickling import dumps
 from rollwright.data.replay_buffers._arguments import Transform, entry_of
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.conditional import ConditionalUpdateResult
+from rollwright.data.replay_buffers.fillers import Fillers
 from rollwright.data.replay_buffers.samplers.base import GENERATION, Sampler
 from rollwright.data.replay_buffers.service.facade import RemoteLedger, RemoteLimiter, RemoteStorage
 from rollwright.data.replay_buffers.service.messages import Info, WriterName
@@ -66,6 +67,7 @@ class ReplayClient(ReplayBuffer):
         limiter: Any = RemoteLimiter(self._session, info.limiter_timeout_s) if info.has_limiter else None
         self.limiter = self.insert_limiter = limiter
         self._num_transforms = info.num_transforms
+        self.fillers = Fillers()
         self.reset_after_fork()
         on_fork(self)
 
@@ -161,6 +163,7 @@ class ReplayClient(ReplayBuffer):
     # Sampling -----------------------------------------------------------------------------------------
 
     def _next(self, batch_size: int | None) -> tuple[Any, dict[str, Any], bool]:
+        self.fillers.raise_error()
         size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if self._prefetch is None:
             expected = self._session.post("sample", size)
@@ -219,11 +222,11 @@ class ReplayClient(ReplayBuffer):
     # Elements -----------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
+        self.fillers.raise_error()
         return int(self._session.ask("length"))
 
-    @property
-    def write_count(self) -> int:
-        """See :attr:`ReplayBuffer.write_count`."""
+    def num_given(self) -> int:
+        """See :meth:`ReplayBuffer.num_given`."""
         return int(self._session.ask("write_count"))
 
     def __getitem__(self, index: Any) -> Any:
