@@ -14,7 +14,7 @@ NAMES, PAGE = FOLDER / "torchrl_names.txt", FOLDER / "torchrl_names.md"
 
 DIFFERENT = {
     "AsyncEnvPool": "makes a pool of threads or of processes, by `backend=`",
-    "CatFrames": "`as_inverse=`, `reset_key=` and `make_rb_transform_and_sampler()` are not there",
+    "CatFrames": "`as_inverse=` is not there",
     "ConsumingSampler": "rows that are used up are not filled first: the ring overwrites the oldest",
     "DMControlEnv": "`set_seed(n)` gives the episodes of dm_control's `random=n`",
     "EnvCreator": "makes no environment before it is called; its environments share no memory",

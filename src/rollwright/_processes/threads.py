@@ -1,4 +1,4 @@
-"""DaemonThread: a thread that hands its error to the next caller and ends before the interpreter does."""
+"""DaemonThread: a thread that hands its error to the next caller and ends before the interpreter does; Fillers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
 from rollwright._processes.exits import ExitStage, call_at_exit
 from rollwright._processes.forks import not_here, on_fork
 
-__all__ = ["DaemonThread"]
+__all__ = ["DaemonThread", "Fillers"]
 
 _EXIT_S = 1.0  # for all threads together, when the process ends
 _LAST_STEP_S = 1.0  # for a thread that has finished to be gone
@@ -129,6 +130,41 @@ class DaemonThread(ABC):
         if ended:
             self._thread.join(_LAST_STEP_S)
         return ended
+
+
+class Fillers:
+    """Those who fill a buffer in threads or processes that this process has started; they are held weakly.
+
+    Example:
+        >>> class Filler:
+        ...     def raise_error(self):
+        ...         raise OSError("the disk is full")
+        >>> filler, fillers = Filler(), Fillers()
+        >>> fillers.add(filler.raise_error)
+        >>> fillers.raise_error()
+        Traceback (most recent call last):
+        ...
+        OSError: the disk is full
+    """
+
+    def __init__(self) -> None:
+        self._methods: tuple[weakref.WeakMethod[Callable[[], None]], ...] = ()
+
+    def add(self, raise_error: Callable[[], None]) -> None:
+        """Ask somebody from now on.
+
+        Args:
+            raise_error: a method: raises, once, what ended their work.
+        """
+        added = weakref.WeakMethod(raise_error)
+        self._methods = (*(method for method in self._methods if method() is not None and method != added), added)
+
+    def raise_error(self) -> None:
+        """Raise what has ended anybody's work."""
+        for method in self._methods:
+            raise_error = method()
+            if raise_error is not None:
+                raise_error()
 
 
 _started: weakref.WeakSet[DaemonThread] = weakref.WeakSet()

@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey
 from rollwright._options import with_options
 from rollwright._processes.forks import on_fork
+from rollwright._processes.threads import Fillers
 from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers._arguments import (
     Inverted,
@@ -35,7 +36,6 @@ from rollwright.data.replay_buffers._arguments import (
 from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers._prefetch import Prefetcher, Ticket
 from rollwright.data.replay_buffers.conditional import ConditionalUpdateResult, still_there, update_if_present
-from rollwright.data.replay_buffers.fillers import Fillers
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler, draw_and_read
 from rollwright.data.replay_buffers.storages.base import Storage

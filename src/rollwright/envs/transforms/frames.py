@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,10 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright.data.replay_buffers import SliceSampler
+from rollwright.data.replay_buffers.samplers.base import Draw
+from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
 from rollwright.envs.transforms._time import expand_right, time_axis, trajectory_starts
@@ -17,7 +22,9 @@ from rollwright.errors import NotNative
 
 __all__ = ["CatFrames"]
 
+_Join = Callable[[TensorDictBase, torch.Tensor], dict[NestedKey, torch.Tensor]]
 PADDINGS = ("same", "constant")
+_BEGINS: NestedKey = ("collector", "slice_begins")  # marks of the sampler, which the transform takes out again
 
 
 class CatFrames(Transform):
@@ -28,7 +35,8 @@ class CatFrames(Transform):
     transform, part of ``state_dict()``; each row of a batch has its own.
 
     Called on data with a time dimension, it joins along time within trajectories (see
-    :meth:`forward`): store single frames, and join them when training.
+    :meth:`forward`): store single frames, and join them when training. For a replay buffer of which single elements are
+    drawn, :meth:`make_rb_transform_and_sampler` makes what does that.
 
     Args:
         N: number of observations to join.
@@ -206,6 +214,55 @@ class CatFrames(Transform):
             tensordict.set(out_key, value)
         return tensordict
 
+    def make_rb_transform_and_sampler(
+        self, batch_size: int, **sampler_options: Any
+    ) -> tuple[LastOfSlices, SliceForEach]:
+        """What joins the frames of a replay buffer that stores them once, when they are drawn.
+
+        The sampler draws a slice of ``N`` frames for each element that is asked for, and the transform joins its
+        observations, below ``"next"`` too, and keeps its last element: batches are what the environment with this
+        transform would have given. Elements before which fewer than ``N - 1`` frames are stored are not drawn, unless
+        ``span=(True, False)`` is among the options: what is missing is then padded.
+
+        Args:
+            batch_size: elements of a batch; the buffer may be asked for others.
+            sampler_options: of the :class:`~rollwright.data.replay_buffers.SliceSampler`, ``strict_length=True`` if not
+                given.
+
+        Returns:
+            ``(transform, sampler)``, which belong together.
+
+        Raises:
+            ValueError: an option that fills slices up, or leaves their beginnings unmarked.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from rollwright.data import LazyTensorStorage, ReplayBuffer
+            >>> transform, sampler = CatFrames(N=2, dim=-1, in_keys=["x"]).make_rb_transform_and_sampler(3)
+            >>> buffer = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, transform=transform, batch_size=3)
+            >>> data = TensorDict({"x": torch.arange(5.0).unsqueeze(-1), "episode": torch.zeros(5)}, [5])
+            >>> _ = buffer.extend(data)
+            >>> batch = buffer.sample()
+            >>> batch["x"].shape, batch["x"].diff().flatten().tolist()
+            (torch.Size([3, 2]), [1.0, 1.0, 1.0])
+        """
+        positive("batch_size", batch_size)
+        options = {"strict_length": True, "init_key": _BEGINS, **sampler_options}
+        begins = options["init_key"]
+        if begins is None or options.get("pad_output"):
+            raise ValueError(
+                "make_rb_transform_and_sampler: expected slices that are marked and not filled up, got "
+                f"init_key={begins!r}, pad_output={options.get('pad_output')!r}. Leave the two out."
+            )
+        sampler = SliceForEach(slice_len=self.N, **options)
+        return LastOfSlices(self._of_slices, begins, keep=begins != _BEGINS, owner=repr(self)), sampler
+
+    def _of_slices(self, td: TensorDictBase, starts: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
+        pairs = [(in_key, out_key) for in_key, out_key in self._pairs() if as_tuple(in_key)[0] != "next"]
+        below = [(unravel(("next", *as_tuple(a))), unravel(("next", *as_tuple(b)))) for a, b in pairs]
+        pairs += [pair for pair in below if pair[0] in td.keys(True)]
+        return {out_key: self._windows(td, in_key, 0, starts) for in_key, out_key in pairs}
+
     def _windows(self, td: TensorDictBase, key: NestedKey, axis: int, starts: torch.Tensor) -> torch.Tensor:
         frame = self._read(td, key)
         path = as_tuple(key)
@@ -266,3 +323,55 @@ class _Stack:
             kept = np.where(marked, joined, past.numpy())
         transform.keep(self._index, torch.from_numpy(kept))
         return joined
+
+
+class SliceForEach(SliceSampler):
+    """Draws a slice for each element that is asked for: that element, and those before it."""
+
+    def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
+        """See :meth:`SliceSampler.draw`; ``[n * slice_len]`` at most."""
+        return super().draw(storage, batch_size * (self.slice_len or 1), generator)
+
+
+class LastOfSlices(Transform):
+    """Of a batch of slices the last element of each, with what was joined over the slice.
+
+    Args:
+        join: is called with the batch ``[n]``, and with the place where the slice of each element begins, int64
+            ``[n]``; returns the entries that it has joined.
+        begins: entry in which the first element of each slice is marked.
+        keep: keep that entry.
+        owner: what was joined, for messages.
+    """
+
+    def __init__(self, join: _Join, begins: NestedKey, *, keep: bool, owner: str) -> None:
+        super().__init__()
+        self._join, self._begins, self._keep, self._owner = join, begins, keep, owner
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Join, and leave out all but the last of each slice."""
+        begins = tensordict.get(self._begins, None)
+        if begins is None:
+            raise KeyError(
+                f"transform: {self!r} expected slices, marked in {self._begins!r}, got a batch without them. Give the "
+                "buffer the sampler that was made with it."
+            )
+        marks = begins.reshape(len(tensordict), -1).any(-1)
+        place = torch.arange(len(marks), device=marks.device)
+        joined = self._join(tensordict, torch.where(marks, place, 0).cummax(0).values)
+        last = torch.cat([marks[1:], marks.new_ones(1)])
+        kept = tensordict.exclude(*joined, *(() if self._keep else (self._begins,)))[last]
+        for key, value in joined.items():
+            kept.set(key, value[last])
+        return kept
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Refuse: environments take steps, not slices.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"transform: {self!r} is for batches of a replay buffer. Put {self._owner} on the environment.")
+
+    def __repr__(self) -> str:
+        return f"LastOfSlices({self._owner})"

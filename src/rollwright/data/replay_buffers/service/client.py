@@ -13,10 +13,10 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey
 from rollwright._processes.forks import on_fork
 from rollwright._processes.pickling import dumps
+from rollwright._processes.threads import Fillers
 from rollwright.data.replay_buffers._arguments import Transform, entry_of
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.conditional import ConditionalUpdateResult
-from rollwright.data.replay_buffers.fillers import Fillers
 from rollwright.data.replay_buffers.samplers.base import GENERATION, Sampler
 from rollwright.data.replay_buffers.service.facade import RemoteLedger, RemoteLimiter, RemoteStorage
 from rollwright.data.replay_buffers.service.messages import Info, WriterName

@@ -1,0 +1,69 @@
+"""Frames stored once and joined when they are drawn equal those that the environment joins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rollwright.collectors import Collector
+from rollwright.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
+from rollwright.envs import CatFrames, Compose, GymEnv, TransformedEnv, UnsqueezeTransform
+
+OBS, STACK = "observation", "stack"
+
+
+def both(padding: str, steps: int = 120) -> TensorDict:
+    """Frames of CartPole, single ones and those that the environment has joined."""
+    env = TransformedEnv(GymEnv("CartPole-v1"), CatFrames(3, -1, [OBS], [STACK], padding=padding, padding_value=7.0))
+    with Collector(env, None, frames_per_batch=steps, total_frames=steps) as collector:
+        collector.set_seed(0)
+        return collector.next()
+
+
+@pytest.mark.parametrize("span", [False, (True, False)])
+@pytest.mark.parametrize("padding", ["same", "constant"])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_they_equal_those_of_the_environment(storage, padding, span):
+    frames = both(padding)
+    frames["number"] = torch.arange(120)
+    cat = CatFrames(3, -1, [OBS], [STACK], padding=padding, padding_value=7.0)
+    transform, sampler = cat.make_rb_transform_and_sampler(64, span=span)
+    buffer = ReplayBuffer(storage=storage(200), sampler=sampler, transform=transform, batch_size=64)
+    buffer.extend(frames.exclude(STACK, ("next", STACK)))
+    drawn = torch.cat([buffer.sample() for _ in range(20)])
+    assert drawn.batch_size == (20 * 64,)
+    expected = frames[drawn["number"]]
+    for key in (STACK, ("next", STACK), OBS, ("next", OBS), ("next", "done")):
+        assert torch.equal(drawn[key], expected[key])
+    assert set(drawn.keys(True, True)) == set(frames.keys(True, True))
+    ids = frames["collector", "traj_ids"]
+    seldom = ids.diff(prepend=ids[:1] - 1) != 0  # first frames of trajectories
+    assert bool(seldom[drawn["number"]].any()) == bool(span)
+
+
+def test_it_stands_among_other_transforms_and_a_batch_of_another_size_may_be_drawn():
+    frames = both("same")
+    transform, sampler = CatFrames(3, -2, ["row"]).make_rb_transform_and_sampler(8, traj_key=("collector", "traj_ids"))
+    rows = UnsqueezeTransform(-2, in_keys=[OBS, ("next", OBS)], out_keys=["row", ("next", "row")])
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(200), sampler=sampler, transform=Compose(rows, transform), batch_size=8
+    )
+    buffer.extend(frames)
+    batch = buffer.sample(5)
+    assert batch["row"].shape == batch["next", "row"].shape == (5, 3, 4)
+    assert torch.equal(batch["row"].flatten(1), frames[STACK][batch["index"]])
+    assert buffer.sample()["index"].shape == (8,)
+
+
+def test_bad_input():
+    cat = CatFrames(3, -1, [OBS])
+    with pytest.raises(ValueError, match=r"batch_size: .*0"):
+        cat.make_rb_transform_and_sampler(0)
+    with pytest.raises(ValueError, match=r"pad_output=True.*Leave"):
+        cat.make_rb_transform_and_sampler(4, pad_output=True)
+    transform, _ = cat.make_rb_transform_and_sampler(4)
+    with pytest.raises(KeyError, match="Give the buffer the sampler"):
+        transform(TensorDict({OBS: torch.zeros(4, 2)}, [4]))
+    with pytest.raises(TypeError, match="for batches of a replay buffer"):
+        TransformedEnv(GymEnv("CartPole-v1"), transform).observation_spec  # noqa: B018
