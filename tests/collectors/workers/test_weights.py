@@ -16,6 +16,7 @@ from tests.collectors.workers.processes import wait_until
 from tests.variants import in_turn, one_quick
 from torch import nn
 
+from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.envs import GymEnv, ObservationNorm, TransformedEnv
 from rollwright.weight_update import SharedMemWeightSyncScheme
 
@@ -149,6 +150,33 @@ def test_a_path_into_the_environment(make, model_id):
     collector.update_policy_weights_(moved[0] if model_id.endswith("]") else moved, model_id=model_id)
     later = collector.next()["next", "observation"]
     assert float(later.abs().min()) > 50
+
+
+def env_of_pendulum():
+    return GymEnv("Pendulum-v1")
+
+
+class Marked(nn.Module):
+    """A transform that writes its weight into what is stored."""
+
+    def __init__(self, mark: float) -> None:
+        super().__init__()
+        self.mark = nn.Parameter(torch.tensor(mark), requires_grad=False)
+
+    def forward(self, data):
+        return data
+
+    def inv(self, data):
+        return data.set("mark", self.mark.expand(data.batch_size).clone())
+
+
+def test_a_path_to_a_transform_of_the_buffer(make):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), transform=Marked(1.0), shared=True, batch_size=4)
+    collector = make("sync", [env_of_pendulum] * 2, frames_per_batch=10, replay_buffer=buffer)
+    collector.next()
+    collector.update_policy_weights_(weights_dict={"replay_buffer.transform[0]": Marked(5.0)})
+    collector.next()
+    assert buffer.storage[:]["mark"].tolist() == [1.0] * 10 + [5.0] * 10
 
 
 # When --------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from rollwright.data import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
+from rollwright.envs import Compose, RewardClipping, SignTransform
 
 # The age of policies ------------------------------------------------------------------------------
 
@@ -88,6 +89,14 @@ def test_data_without_a_version():
 def test_ages_that_are_wrong(arguments, error, message):
     with pytest.raises(error, match=message):
         PolicyAgeFilter(*arguments)
+
+
+def test_transforms_are_found_by_place():
+    one, two, three = PolicyAgeFilter(1, 0), RewardClipping(-1.0, 1.0), SignTransform(["reward"])
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), transform=one)
+    buffer.append_transform(Compose(two, three))
+    assert [part is expected for part, expected in zip(buffer.transform, (one, two, three), strict=True)] == [True] * 3
+    assert ReplayBuffer().transform == ()
 
 
 # Next observations --------------------------------------------------------------------------------

@@ -630,6 +630,11 @@ class ReplayBuffer:
 
     # Transforms -------------------------------------------------------------------------------
 
+    @property
+    def transform(self) -> tuple[Any, ...]:
+        """The transforms by place, those of a chain (a ``Compose``) one by one; :meth:`append_transform` adds one."""
+        return tuple(part for change in self.transforms for part in _parts_of(change))
+
     def append_transform(self, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
         """Apply a transform to each batch, after those that are there; returns the buffer.
 
@@ -816,6 +821,12 @@ class ReplayBuffer:
             f"{type(self).__name__}(\n    storage={self.storage},\n    sampler={self.sampler},\n"
             f"    writer={self.writer},\n    batch_size={self.batch_size},\n)"
         )
+
+
+def _parts_of(change: Any) -> tuple[Any, ...]:
+    """The transforms of a chain, or the one that it is."""
+    chain = type(change).__name__ == "Compose" and hasattr(change, "__iter__")
+    return tuple(part for one in change for part in _parts_of(one)) if chain else (change,)
 
 
 def _send(buffer: ReplayBuffer) -> Any:
