@@ -650,3 +650,17 @@ def test_several_workers_are_a_parallel_env(num_envs: int | None) -> None:
     assert type(pickle.loads(pickle.dumps(GymEnv("CartPole-v1", num_workers=1)))) is GymEnv
     with pytest.raises(ValueError, match="num_workers: expected a number of at least 1, got 0"):
         GymEnv("CartPole-v1", num_workers=0)
+
+
+class Precise(GymWrapper):
+    """Declares rewards of double precision, as wrappers of other libraries do."""
+
+    reward_dtype = np.float64
+
+
+@pytest.mark.parametrize("number", [0.1, np.float64(0.1), 1])
+def test_rewards_have_the_dtype_that_the_wrapper_declares(number):
+    env = Precise(gymnasium.wrappers.TransformReward(gymnasium.make("CartPole-v1"), lambda _: number))
+    rewards = env.rollout(3)["next", "reward"]
+    assert rewards.dtype == env.reward_spec.dtype == torch.float64
+    assert rewards.flatten().tolist() == [number] * 3

@@ -198,7 +198,7 @@ class GymWrapper(InfoReadingEnv):
             if plain and flags and isinstance(reward, (float, int)):
                 done = terminated or truncated
                 out: Values = {key: observation.astype(self._plain_dtype, "C")}  # a copy
-                out["reward"], out["terminated"], out["truncated"] = np.float32(reward), terminated, truncated
+                out["reward"], out["terminated"], out["truncated"] = self.reward_dtype(reward), terminated, truncated
                 out["done"] = done
                 return out
         return self.read_step(values)
