@@ -319,7 +319,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def _array_form(self) -> ArrayEnv:
         """The environment on NumPy arrays, see :mod:`rollwright.envs.arrays`; the same state, stepped on arrays."""
-        return OwnArrays(self, EnvBase)
+        return OwnArrays(self, EnvBase, self._step, self._reset)
 
     # The exchange with _reset and _step, checked ---------------------------------------------------
 

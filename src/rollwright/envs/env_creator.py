@@ -113,7 +113,8 @@ class EnvCreator:
     def make_variant(self, **kwargs: Any) -> EnvCreator:
         """A creator of the same environments with other arguments."""
         variant = EnvCreator(self.create_env_fn, {**self.create_env_kwargs, **kwargs})
-        variant._state = self._state
+        if self._state is not None:
+            variant.load_state_dict(self._state)
         return variant
 
     def __getstate__(self) -> bytes:

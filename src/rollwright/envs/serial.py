@@ -126,7 +126,8 @@ class SerialEnv(IndexedEnvs):
         self._steps_on_arrays: SerialSteps | None = None  # not known yet
         self._envs = envs  # from here on, attributes are looked up in them, which may have a "worker0" too
 
-    def _known_parts(self) -> list[EnvBase]:
+    def known_parts(self) -> list[EnvBase]:
+        """See :meth:`BatchedEnv.known_parts`."""
         return self._envs
 
     def _open(self) -> list[EnvBase]:

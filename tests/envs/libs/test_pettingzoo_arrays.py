@@ -14,7 +14,15 @@ from torch import distributions as D
 from torch import nn
 
 from rollwright.collectors import Collector
-from rollwright.envs import DoubleToFloat, PettingZooWrapper, RewardSum, SerialEnv, StepCounter, TransformedEnv
+from rollwright.envs import (
+    DoubleToFloat,
+    PettingZooWrapper,
+    RewardSum,
+    SerialEnv,
+    StepCounter,
+    Transform,
+    TransformedEnv,
+)
 from rollwright.envs.arrays import array_form
 from rollwright.errors import EnvError, NotNative
 from rollwright.modules import MaskedCategorical
@@ -242,3 +250,22 @@ def test_what_has_no_array_form_says_why():
     with pytest.raises(NotNative, match="its flags are"):
         array_form(TransformedEnv(leaving(), StepCounter(3, truncated_key="cut")))
     assert array_form(TransformedEnv(made("simple_spread"), DoubleToFloat())).flags
+
+
+class Halved(Transform):
+    def _apply_transform(self, obs):
+        assert obs.shape[0] == 3
+        return obs / 2
+
+    def _reset(self, tensordict, tensordict_reset):
+        return self._call(tensordict_reset)
+
+
+def test_transforms_on_tensordicts_see_groups_as_they_are():
+    def make():
+        return TransformedEnv(leaving(done_on_any=False), Halved([("one", "observation")]))
+
+    ours, theirs = batches(make()), batches(make(), use_buffers=False)
+    assert ours[1]["env"].startswith("plain: Halved works on TensorDicts")
+    for one, other in zip(ours[0], theirs[0], strict=True):
+        assert_equal(one, other)

@@ -130,7 +130,8 @@ class AsyncEnvPool(AsyncHalves):
         self._slots = slots  # from here on, attributes are looked up in the environments
         self._ended = False
 
-    def _known_parts(self) -> Sequence[Any]:
+    def known_parts(self) -> Sequence[Any]:
+        """See :meth:`BatchedEnv.known_parts`."""
         return self._slots.facts
 
     def _open(self) -> Sequence[Any]:

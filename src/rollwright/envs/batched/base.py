@@ -80,7 +80,7 @@ class BatchedEnv(EnvBase):
         """
 
     @abstractmethod
-    def _known_parts(self) -> Sequence[Any]:
+    def known_parts(self) -> Sequence[Any]:
         """The parts that were there before."""
 
     def _reopen(self) -> None:
@@ -89,7 +89,7 @@ class BatchedEnv(EnvBase):
         Raises:
             EnvError: other environments were made than before, or those that were closed once more.
         """
-        before = list(self._known_parts())
+        before = list(self.known_parts())
         parts = self._open()
         self.is_closed = False
         self.openings += 1

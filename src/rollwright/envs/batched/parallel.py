@@ -159,7 +159,8 @@ class ParallelEnv(RemoteEnvs):
         # from here on, attributes are looked up in the environments
         self._ended = False
 
-    def _known_parts(self) -> list[EnvFacts]:
+    def known_parts(self) -> list[EnvFacts]:
+        """See :meth:`BatchedEnv.known_parts`."""
         return self._facts
 
     def _open(self) -> list[EnvFacts]:

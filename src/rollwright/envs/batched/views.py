@@ -86,7 +86,7 @@ class EnvsView(BatchedEnv):
         if batch.is_closed:
             raise EnvError(f"{batch}: indexed after close(). {batch.remedy_when_closed}.")
         self.__dict__.update(_batch=batch, _rows=list(rows), _openings=batch.openings)  # no module of this one
-        parts = batch._known_parts()
+        parts = batch.known_parts()
         super().__init__([parts[row] for row in rows], batch.device)
         everywhere = range(batch.num_workers)
         self._marks = [row in rows for row in everywhere]
@@ -133,8 +133,9 @@ class EnvsView(BatchedEnv):
     def is_closed(self, value: bool) -> None:
         self.__dict__["_ended"] = value
 
-    def _known_parts(self) -> list[Any]:
-        parts = self._batch._known_parts()
+    def known_parts(self) -> list[Any]:
+        """See :meth:`BatchedEnv.known_parts`."""
+        parts = self._batch.known_parts()
         return [parts[row] for row in self._rows]
 
     def _open(self) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnArrays"]
 
+Method = Callable[..., Any]
 _HERE = "rollwright."
 _SPECS = ("observation", "action", "reward", "done", "state")
 
@@ -46,6 +47,8 @@ class OwnArrays(ArrayEnv):
     Args:
         env: the environment.
         known: the class that steps such environments.
+        step: the environment's ``_step``.
+        reset: the environment's ``_reset``.
 
     Raises:
         NotNative: it does more than to step and to reset, or its data are not flat entries of fixed shapes.
@@ -54,10 +57,10 @@ class OwnArrays(ArrayEnv):
     may_be_unfit = True
     done_follows = False
 
-    def __init__(self, env: EnvBase, known: type[EnvBase]) -> None:
+    def __init__(self, env: EnvBase, known: type[EnvBase], step: Method, reset: Method) -> None:
         _refuse_others(env, known)
         check_flags(env, lacks_truncated=True)
-        self._env, self._base = env, known
+        self._env, self._base, self._step, self._begin = env, known, step, reset
         self.batch = tuple(env.batch_size)
         self._batch, self._device = env.batch_size, env.device
         self.entries = entries_of(env.full_observation_spec, env.ndim)
@@ -106,7 +109,7 @@ class OwnArrays(ArrayEnv):
             check_open(env, "step")
         td = self._roots.of_step(root)
         try:
-            outcome = env._step(td)
+            outcome = self._step(td)
         except RollwrightError:
             raise
         except Exception as error:
@@ -135,7 +138,7 @@ class OwnArrays(ArrayEnv):
         env = self._env
         check_open(env, "reset")
         try:
-            fresh = env._reset(td, **kwargs)
+            fresh = self._begin(td, **kwargs)
         except RollwrightError:
             raise
         except Exception as error:
