@@ -74,6 +74,24 @@ class Drift(EnvBase):
         pass
 
 
+class Sees(Drift):
+    """Observes all that its step and its reset are given."""
+
+    def _seen(self, td):
+        total = torch.zeros(*self.batch_size, 2)
+        for key in sorted(td.keys(True, True), key=str):
+            value = td.get(key)
+            total = total * 0.5 + value.reshape(*self.batch_size, -1).float().sum(-1, keepdim=True) + value.ndim
+        return total
+
+    def _step(self, tensordict):
+        return super()._step(tensordict).set("observation", self._seen(tensordict))
+
+    def _reset(self, tensordict=None, **kwargs):
+        out = super()._reset(tensordict, **kwargs)
+        return out if tensordict is None else out.set("observation", self._seen(tensordict))
+
+
 def stacked(env):
     env = TransformedEnv(env, StepCounter(max_steps=4))
     env.append_transform(RewardSum())
@@ -95,6 +113,10 @@ ENVS = {
     "transforms of one": lambda: stacked(Drift()),
     "transforms that cut": lambda: stacked(Drift(truncates=False)),
     "transforms without truncation": lambda: TransformedEnv(Drift((3,), truncates=False), RewardSum()),
+    "sees all": Sees,
+    "sees all in a batch": lambda: Sees((3,)),
+    "sees all below transforms": lambda: stacked(Sees((3,))),
+    "sees all in turn": lambda: stacked(SerialEnv(2, lambda: stacked(Sees()))),
     "on a device": lambda: Drift((3,), device="cpu"),
     "serial": lambda: SerialEnv(3, Drift),
     "serial of batches": lambda: SerialEnv(2, lambda: Drift((2,))),

@@ -226,6 +226,15 @@ def test_recurrent_states_are_seen(both, lab, base):
     both(lambda: SerialEnv(2, lambda: TransformedEnv(lab.envs[base](), SeesRoot())), "recurrent", batches=4)
 
 
+@pytest.mark.parametrize("base", ["reused buffer", "init"])
+def test_members_see_what_transforms_around_the_batch_have_written(both, lab, base):
+    def make():
+        inner = SerialEnv(3, lambda: TransformedEnv(lab.envs[base](), Compose(SeesRoot(), StepCounter())))
+        return TransformedEnv(inner, Compose(RewardSum(), Episodes(), Clipped(["seen"])))
+
+    both(make, "one-hot", batches=4, options=lambda: {"track_policy_version": True})
+
+
 @pytest.mark.parametrize("index", [None, 0, [0, 2]])
 def test_resets_by_hand(both, lab, index):
     def script(collector, i):
