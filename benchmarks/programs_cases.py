@@ -18,13 +18,13 @@ class Program:
 
     Attributes:
         name: what the tables call it.
-        env_id: of gymnasium.
+        env_id: of gymnasium; empty for an environment of the user's.
         network: ``"mlp"``, ``"cnn"``, ``"dictionary"`` or ``"gru"``, see :func:`make_network`.
         distribution: ``"tanh_normal"``, ``"independent"`` or ``"categorical"``.
         sizes: of the first entry that the network reads, and of its output.
         steps: of each environment in a batch.
         stack: ``"cast"`` (float64 to float32), ``"own"`` (and a transform of the user's), ``"mujoco"``, ``"atari"``,
-            ``"dictionary"`` or ``"none"``.
+            ``"dictionary"``, ``"environment"`` (one of the user's, see ``programs_point.py``) or ``"none"``.
         samples: batches drawn from a buffer for each batch collected.
         num_envs: environments; more than one are stepped in turn.
     """
@@ -55,6 +55,7 @@ _SINGLE = (
     Program("HalfCheetah, Independent(Normal)", _CHEETAH, "mlp", "independent", (17, 12), 500, "cast"),
     Program("HalfCheetah, MuJoCo transforms", _CHEETAH, "mlp", "tanh_normal", (17, 12), 500, "mujoco"),
     Program("HalfCheetah, a user's transform", _CHEETAH, "mlp", "tanh_normal", (17, 12), 500, "own"),
+    Program("A user's environment", "", "mlp", "tanh_normal", (6, 6), 400, "environment"),
     Program("Pong, eight transforms", "ALE/Pong-v5", "cnn", "categorical", (4, 6), 100, "atari"),
     Program("MiniGrid", "MiniGrid-Empty-8x8-v0", "dictionary", "categorical", (148, 7), 200, "dictionary"),
     Program("CartPole, GRU", "CartPole-v1", "gru", "categorical", (4, 2), 500),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.programs_cases import Program, make_network
+from benchmarks.programs_point import PointGym
 
 SEED = 0
 _HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
@@ -35,7 +36,7 @@ def make_gym(program: Program) -> gymnasium.Env[Any, Any]:
 
         gymnasium.register_envs(ale_py)
         return AtariStart(gymnasium.make(program.env_id, disable_env_checker=True))
-    return gymnasium.make(program.env_id)
+    return PointGym() if program.stack == "environment" else gymnasium.make(program.env_id)
 
 
 class AtariStart(gymnasium.Wrapper[Any, Any, Any, Any]):

@@ -15,6 +15,7 @@ from tensordict.nn import NormalParamExtractor, ProbabilisticTensorDictModule, T
 from torch import distributions, nn
 
 from benchmarks.programs_cases import Program, make_network
+from benchmarks.programs_point import make_point
 
 SEED = 0
 
@@ -76,6 +77,8 @@ def _maker(library: Library, program: Program) -> Callable[[], Any]:
             return wrapper(env, categorical_action_encoding=True)
 
         return make_dictionary
+    if program.stack == "environment":
+        return lambda: make_point(library)
     if program.stack != "atari":
         return lambda: gym_env(program.env_id, categorical_action_encoding=True)
     import ale_py

@@ -12,7 +12,7 @@ from benchmarks.programs_cases import HAND, OURS, PROGRAMS, find_program
 from benchmarks.programs_hand import Loop
 from benchmarks.programs_sides import Library, NotThere, make_program
 
-SMALL = ("Pendulum, SAC with a buffer", "CartPole, GRU", "8 x CartPole, GRU")
+SMALL = ("Pendulum, SAC with a buffer", "CartPole, GRU", "8 x CartPole, GRU", "8 x A user's environment")
 
 
 @pytest.fixture(autouse=True)

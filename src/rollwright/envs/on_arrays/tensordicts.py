@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -65,8 +65,7 @@ class RootTensorDicts:
     def of_step(self, root: Values) -> TensorDict:
         """The current TensorDict, with what the policy wrote; one for all transforms of a step."""
         if self._last[0] is not root:
-            values = {key: value for key, value in root.items() if key not in self._left_out}
-            self._last = root, as_tensordict(values, self.forms, self.batch_size, self.device)
+            self._last = root, as_tensordict(root, self.forms, self.batch_size, self.device, left_out=self._left_out)
         return self._last[1]
 
     def of_reset(self, root: Values, rows: Rows | None) -> TensorDict:
@@ -317,7 +316,12 @@ def _form(array: NDArray[Any]) -> Entry:
 
 
 def as_tensordict(
-    values: Values, forms: Mapping[NestedKey, Entry], batch_size: torch.Size, device: torch.device | None
+    values: Values,
+    forms: Mapping[NestedKey, Entry],
+    batch_size: torch.Size,
+    device: torch.device | None,
+    *,
+    left_out: Collection[NestedKey] = (),
 ) -> TensorDict:
     """Values in row form as a TensorDict, over the memory of those that are arrays.
 
@@ -326,9 +330,12 @@ def as_tensordict(
         forms: of the environment's.
         batch_size: of the TensorDict.
         device: of the TensorDict.
+        left_out: keys of values that are left out.
     """
     tensors: dict[NestedKey, torch.Tensor] = {}
     for key, value in values.items():
+        if key in left_out:
+            continue
         entry = forms.get(key)
         if entry is not None and entry.column:
             tensors[key] = torch.from_numpy(np.array(value, entry.dtype).reshape(entry.shape))

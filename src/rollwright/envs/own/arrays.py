@@ -174,8 +174,11 @@ class OwnArrays(ArrayEnv):
             value = items.get(cast(str, key))
             if type(value) is not Tensor or value.dtype is not dtype or value.numel() != size or not value.is_cpu:
                 return None
-            shape = entry.shape[:-1] if entry.column else entry.shape
-            out[key] = self._own(value).reshape(shape)[()]
+            if size == 1 and entry.column and not self.batch:
+                out[key] = entry.dtype.type(value.item())
+            else:
+                shape = entry.shape[:-1] if entry.column else entry.shape
+                out[key] = self._own(value).reshape(shape)[()]
         found = self._flags(items)
         if found is None or number + len(self._rewarded) + found != len(items):
             return None
@@ -221,12 +224,14 @@ class OwnArrays(ArrayEnv):
             found += 1
         return found
 
+    def _flag(self, value: Tensor | None) -> Any:
+        if value is None:
+            return None
+        return value.detach().numpy().reshape(self.batch).copy() if self.batch else np.bool_(value.item())
+
     def _complete(self, items: Mapping[str, Any], out: Values) -> Values | None:
         """Set the flags, those that are missing by the rules of :func:`~rollwright.data.layout.complete_done`."""
-        done, terminated, truncated = (
-            None if (value := items.get(flag)) is None else value.detach().numpy().reshape(self.batch).copy()[()]
-            for flag in ("done", "terminated", "truncated")
-        )
+        done, terminated, truncated = map(self._flag, map(items.get, ("done", "terminated", "truncated")))
         if done is not None and terminated is not None and (truncated is not None or not self._cuts):
             done = done | terminated if truncated is None else done | terminated | truncated
         elif done is None and terminated is None and truncated is None:
