@@ -82,11 +82,31 @@ def test_environments_begin_with_the_state_that_was_loaded():
         assert torch.equal(both[f"worker1.{key}"], value)
 
 
+def test_a_loaded_state_is_a_copy():
+    env = TransformedEnv(GymEnv("CartPole-v1"), VecNorm(in_keys=["observation"]))
+    env.rollout(20)
+    make = EnvCreator(lambda: TransformedEnv(GymEnv("CartPole-v1"), VecNorm(in_keys=["observation"])))
+    make.load_state_dict(env.state_dict())
+    before = env.transform.loc["observation"].clone()
+    env.rollout(20)
+    for value in make.state_dict().values():
+        value.zero_()  # a copy, too
+    assert torch.equal(make().transform.loc["observation"], before)
+    assert not torch.equal(env.transform.loc["observation"], before)
+
+
 def test_a_state_that_does_not_fit_is_an_error():
-    make = EnvCreator(lambda: GymEnv("CartPole-v1"))
+    made = []
+
+    def make_env() -> GymEnv:
+        made.append(GymEnv("CartPole-v1"))
+        return made[-1]
+
+    make = EnvCreator(make_env)
     make.load_state_dict({"transform.other": torch.zeros(1)})
     with pytest.raises(RuntimeError, match=r"transform\.other"):
         make()
+    assert made[0].is_closed
     plain = EnvCreator(lambda: gymnasium.make("CartPole-v1"))
     plain.load_state_dict(plain.state_dict())
     assert plain().reset()["observation"].shape == (4,)

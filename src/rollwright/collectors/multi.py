@@ -400,6 +400,8 @@ class MultiCollector(BaseCollector):
         if torch.get_num_threads() == self.own_options.num_threads:  # nobody has changed it since
             torch.set_num_threads(self._threads_before)
         if not raise_on_error:
+            if background is not None:
+                background.drop_error()
             return
         if background is not None:
             background.raise_at_end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from tensordict import TensorDict
 from rollwright._processes.pickling import dumps
 from rollwright.data.specs import Composite
 from rollwright.envs.base import EnvBase
+from rollwright.envs.closing import closed_on_error
 from rollwright.envs.libs.foreign import as_env, as_maker, is_env, remedy_for
 
 __all__ = ["EnvCreator", "EnvMetaData", "env_creator"]
@@ -77,17 +79,18 @@ class EnvCreator:
         made: EnvBase = self.create_env_fn(**{**self.create_env_kwargs, **kwargs})
         if self._state is not None:
             made = as_env(made)
-            made.load_state_dict(self._state)
+            with closed_on_error([made]):
+                made.load_state_dict(self._state)
         return made
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the environments that are made: what was loaded, else that of one made and reset for it."""
         if self._state is not None:
-            return dict(self._state)
+            return deepcopy(self._state)
         env = as_env(self())
         try:
             env.reset()  # statistics take shape with the first data
-            return dict(env.state_dict())
+            return deepcopy(dict(env.state_dict()))
         finally:
             env.close()
 
@@ -96,7 +99,7 @@ class EnvCreator:
 
         Each has a copy. What does not fit is an error when an environment is made.
         """
-        self._state = dict(state_dict)
+        self._state = deepcopy(dict(state_dict))
 
     @property
     def meta_data(self) -> EnvMetaData:

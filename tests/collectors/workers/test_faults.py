@@ -169,6 +169,18 @@ def test_who_only_counts_what_is_written_does_not_wait_for_ever(make, buffer):
     collector.shutdown()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_shutdown_is_not_to_raise_the_buffer_does_not_raise_either(make, buffer, kind, caplog):
+    rb = buffer()
+    envs = one_bad(troubles={"trouble": Trouble("raise", 200)})
+    collector = make(kind, envs, gain(), frames_per_batch=20, replay_buffer=rb)
+    collector.start()
+    assert wait_until(lambda: "collection in the background ended" in caplog.text, SECONDS)
+    collector.shutdown(raise_on_error=False)
+    assert len(rb) >= 0
+    assert rb.write_count >= 0
+
+
 def test_siblings_go_on_and_what_they_wrote_stays(make, buffer):
     rb = buffer()
     collector = make("async", makers(), gain(), frames_per_batch=20, replay_buffer=rb)

@@ -180,6 +180,8 @@ def test_a_view_ends_with_its_batch_and_not_the_other_way_round(kind: str, make:
     env.reset()  # makes others
     with pytest.raises(EnvError, match="after close"):
         other.reset()
+    with pytest.raises(EnvError, match=r"is closed.*Index the batch again"):
+        other.set_seed(0)
     assert env[:1].reset().shape == (1,)
 
 

@@ -64,6 +64,7 @@ class WorkersBackground:
         self._frames, self._owner, self._before_batch = frames, owner, before_batch
         self._into_queue = deliver
         self._thread: _Thread | None = None
+        self._dropped = False  # see drop_error
         self._leave_limiter: tuple[Callable[[], None], ...] = ()
         self._limiter = limiter = getattr(buffer, "insert_limiter", None)
         if limiter is not None:
@@ -137,7 +138,7 @@ class WorkersBackground:
 
     def _raise_to_watchers(self) -> None:
         """For who only looks at the buffer."""
-        if self._thread is not None and self._thread.error_text() is not None:
+        if not self._dropped and self._thread is not None and self._thread.error_text() is not None:
             self.raise_error()
 
     def check_idle(self, what: str) -> None:
@@ -164,6 +165,10 @@ class WorkersBackground:
         """Raise what went wrong in the thread, also in the thread itself."""
         if self._thread is not None:
             self._thread.raise_error()
+
+    def drop_error(self) -> None:
+        """Nobody is to hear of what went wrong in the thread, neither the collector's user nor the buffer's."""
+        self._dropped = True
 
     def stats(self) -> dict[str, Any]:
         """What ``stats()`` of a collector reports on it."""

@@ -120,6 +120,8 @@ class EnvsView(BatchedEnv):
         return self._mine(self._batch.reset_rows(whole, self._marks, **kwargs))
 
     def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
+        if self.is_closed:
+            self._open()
         return self._batch.seed_rows(self._rows, seed, static_seed)
 
     # The end ----------------------------------------------------------------------------------
