@@ -135,7 +135,7 @@ class BatchSpec(EnvBase):
 class LeafSpec(EnvBase):
     def __init__(self):
         super().__init__()
-        self.observation_spec = Unbounded((2,))
+        self.state_spec = Unbounded((2,))
 
 
 # fmt: off
@@ -232,7 +232,7 @@ ENVIRONMENTS = [
     Case("done at once", lambda: collect(bad_reset(lambda: TensorDict({"position": torch.zeros(2), "done": torch.ones(1,
          dtype=torch.bool)}))), EnvError, ("Bad", "'done'", "reset", "allow_done_after_reset=True")),
     Case("spec without the batch size", BatchSpec, ValueError, ("observation_spec", "[3]", "Pass")),
-    Case("spec of a leaf", LeafSpec, TypeError, ("observation_spec", "Composite", "Write")),
+    Case("states of a leaf", LeafSpec, TypeError, ("state_spec", "Composite", "Write")),
 ]
 
 POLICIES = [
