@@ -355,7 +355,11 @@ def entries_of(
         if leaf.dtype == torch.bfloat16:
             raise NotNative(f"entry {key!r} is of dtype {leaf.dtype}")
         column = unravel(key) in named and len(leaf.shape) == batch_ndim + 1 and leaf.shape[-1] == 1
-        found[unravel(key)] = Entry(tuple(leaf.shape), np.dtype(numpy_dtype(leaf.dtype)), column)
+        try:
+            dtype = np.dtype(numpy_dtype(leaf.dtype))
+        except TypeError as error:
+            raise NotNative(f"entry {key!r} is of dtype {leaf.dtype}") from error
+        found[unravel(key)] = Entry(tuple(leaf.shape), dtype, column)
     return found
 
 

@@ -319,7 +319,8 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def _array_form(self) -> ArrayEnv:
         """The environment on NumPy arrays, see :mod:`rollwright.envs.arrays`; the same state, stepped on arrays."""
-        return OwnArrays(self, EnvBase, self._step, self._reset)
+        # Methods are looked up with each call: they may be exchanged.
+        return OwnArrays(self, EnvBase, lambda td: self._step(td), lambda td, **kwargs: self._reset(td, **kwargs))
 
     # The exchange with _reset and _step, checked ---------------------------------------------------
 

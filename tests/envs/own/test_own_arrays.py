@@ -287,6 +287,67 @@ def test_rows_of_different_entries_are_the_error_of_the_plain_path(call):
     assert "raised in" in texts[0]
 
 
+class Flat(Drift):
+    """Flags without a last dimension."""
+
+    def __init__(self):
+        super().__init__((3,))
+        flag = Categorical(2, shape=(3,), dtype=torch.bool)
+        self.done_spec = Composite(done=flag, terminated=flag.clone(), shape=(3,))
+        self.flags = ("done", "terminated")
+
+    def _step(self, tensordict):
+        out = super()._step(tensordict)
+        return out.update({flag: out[flag].squeeze(-1) for flag in self.flags})
+
+    def _reset(self, tensordict=None, **kwargs):
+        marks = None if tensordict is None else TensorDict({"_reset": tensordict["_reset"].unsqueeze(-1)}, [3])
+        return super()._reset(marks)
+
+
+def test_flags_of_another_shape_keep_it():
+    ours, path = assert_paths_agree(Flat)
+    assert path.startswith("plain: its flags have another shape")
+    assert ours[0]["next", "done"].shape == (3, 12)
+
+
+class Contradicts(Drift):
+    """Terminates without ``done``; the first read fails where the batch size is not given."""
+
+    bare = False
+
+    def _step(self, tensordict):
+        out = super()._step(tensordict)
+        out = TensorDict({**out, "terminated": out["done"], "done": torch.zeros_like(out["done"])}, out.batch_size)
+        out.pop("truncated", None)
+        return TensorDict(dict(out.items()), []) if self.bare else out
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_causes_without_an_end_are_those_of_the_plain_path(batch, bare):
+    kind = type("Some", (Contradicts,), {"bare": bare})
+    assert_paths_agree(lambda: kind(batch), acting())
+    assert_paths_agree(lambda: kind(batch, truncates=False), acting())
+
+
+def test_a_step_that_is_exchanged_is_the_one_that_is_called():
+    env = Drift()
+    with Collector(env, None, frames_per_batch=4) as collector:
+        collector.next()
+        seen, inner = [], env._step
+        env._step = lambda td: seen.append(1) or inner(td)
+        collector.next()
+    assert len(seen) == 4
+
+
+def test_dtypes_that_arrays_do_not_know_take_the_plain_path():
+    env = Drift()
+    env.observation_spec = Composite(observation=Unbounded((2,), dtype=torch.float8_e4m3fn))
+    with pytest.raises(NotNative, match="is of dtype"):
+        array_form(env, unfit=True)
+
+
 class Broken(Drift):
     def __init__(self, change, **options):
         super().__init__(**options)

@@ -171,6 +171,7 @@ class OnTensorDicts:
         self._after = _Forms({**self.entries, **self._flags}, {**self.entries, **self.rewards, **self._flags})
         fits = by_entry is not None and not self.drops and by_entry.fits(self._before.step, self._after.step)
         self._by_entry = by_entry if fits else None
+        self._nested = any(not isinstance(key, str) for key in self._after.step)
 
     def step(self, root: Values, out: Values) -> None:
         """Change the outcome of a step in place.
@@ -192,7 +193,7 @@ class OnTensorDicts:
         given = self._roots.of_step(root) if self._reads_root else _NOTHING
         tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
         changed = self.transform.transform_step(given, _nested(tensors, self._batch_size, self._device))
-        read = self._read(changed, expected, arrays, tensors)
+        read = self._read(changed, expected)
         out.clear()
         out.update(read)
 
@@ -202,7 +203,8 @@ class OnTensorDicts:
         tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
         results = [function(tensors[key]) for key, _ in pairs]
         # The function may have written into what it was given.
-        values: Values = {key: _row_form(array) if before[key].column else array for key, array in arrays.items()}
+        given = {key: tensor.numpy() for key, tensor in tensors.items()}
+        values: Values = {key: _row_form(array) if before[key].column else array for key, array in given.items()}
         out.update(values)
         for (_, key), result in zip(pairs, results, strict=True):
             entry = after[key]
@@ -238,42 +240,33 @@ class OnTensorDicts:
         td = _nested(tensors, self._batch_size, self._device)
         given = td.empty() if root is None else self._roots.of_reset(root, rows)
         changed = self.transform.transform_reset(given, td)
-        read = self._read(changed, self._after.reset, arrays, tensors)
+        read = self._read(changed, self._after.reset)
         if any(np.count_nonzero(read.pop(flag)) for flag in FLAGS):
             raise Deviation(f"{self.name} ends trajectories at a reset", changed)
         fresh.clear()
         fresh.update(read)
 
-    def _read(
-        self,
-        changed: TensorDictBase,
-        expected: Mapping[NestedKey, Entry],
-        arrays: Mapping[NestedKey, NDArray[Any]],
-        tensors: Mapping[NestedKey, torch.Tensor],
-    ) -> Values:
+    def _read(self, changed: TensorDictBase, expected: Mapping[NestedKey, Entry]) -> Values:
         """Values in row form.
 
         Args:
             changed: what the transform returned.
             expected: what it announces.
-            arrays: what it was given, as arrays.
-            tensors: the same, as tensors over their memory.
 
         Raises:
             Deviation: they are not the ones expected.
         """
         if type(changed) is not TensorDict or changed.batch_size != self._batch_size:
             raise Deviation(f"{self.name} returns no TensorDict of the environment's batch size", changed)
+        nests = (value for value in changed.values(True) if isinstance(value, TensorDictBase)) if self._nested else ()
+        if any(nest.batch_size != self._batch_size for nest in nests):
+            raise Deviation(f"{self.name} returns nested TensorDicts of another batch size", changed)
         read: Values = {}
         for key, value in leaves(changed).items():
             entry = expected.get(key)
             if entry is None:
                 raise Deviation(f"{self.name} writes {key!r}, which its specs do not announce", changed)
-            given = tensors.get(key)
-            if given is not None and value is given and given.shape == entry.shape:
-                array = arrays[key]
-            else:
-                array = self._array(value, key, changed)
+            array = self._array(value, key, changed)
             if array.shape != entry.shape or (array.dtype is not entry.dtype and array.dtype != entry.dtype):
                 raise Deviation(
                     f"{self.name} writes {key!r} as {array.dtype} {list(array.shape)}, and its specs announce "

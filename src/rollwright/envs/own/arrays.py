@@ -60,6 +60,8 @@ class OwnArrays(ArrayEnv):
     def __init__(self, env: EnvBase, known: type[EnvBase], step: Method, reset: Method) -> None:
         _refuse_others(env, known)
         check_flags(env, lacks_truncated=True)
+        if any(env.full_done_spec[key].shape != (*env.batch_size, 1) for key in env.done_keys):
+            raise NotNative("its flags have another shape than [*batch_size, 1]")
         self._env, self._base, self._step, self._begin = env, known, step, reset
         self.batch = tuple(env.batch_size)
         self._batch, self._device = env.batch_size, env.device
@@ -117,7 +119,7 @@ class OwnArrays(ArrayEnv):
         out = self._read(outcome) if outcome is not td else None
         if out is None:
             completed = complete_step(env, td, outcome)
-            out = self._read(completed)
+            out = self._read(completed, follows=False)
             if out is None:
                 raise self._unfit("step", completed)
         return out
@@ -161,8 +163,13 @@ class OwnArrays(ArrayEnv):
 
     # From the environment ---------------------------------------------------------------------
 
-    def _read(self, outcome: Any) -> Values | None:
-        """What a step returned, where that is what the specs say, no more and no less; else None."""
+    def _read(self, outcome: Any, *, follows: bool = True) -> Values | None:
+        """What a step returned, where that is what the specs say, no more and no less; else None.
+
+        Args:
+            outcome: what it returned.
+            follows: whether ``done`` is still to be set where one of its causes is.
+        """
         items = self._items(outcome)
         if items is None:
             return None
@@ -182,7 +189,7 @@ class OwnArrays(ArrayEnv):
         found = self._flags(items)
         if found is None or number + len(self._rewarded) + found != len(items):
             return None
-        return self._complete(items, out)
+        return self._complete(items, out, follows)
 
     def _read_reset(self, fresh: Any) -> Values | None:
         """What a reset returned, where that is what the specs say, and no flag is set; else None."""
@@ -229,11 +236,12 @@ class OwnArrays(ArrayEnv):
             return None
         return value.detach().numpy().reshape(self.batch).copy() if self.batch else np.bool_(value.item())
 
-    def _complete(self, items: Mapping[str, Any], out: Values) -> Values | None:
+    def _complete(self, items: Mapping[str, Any], out: Values, follows: bool) -> Values | None:
         """Set the flags, those that are missing by the rules of :func:`~rollwright.data.layout.complete_done`."""
         done, terminated, truncated = map(self._flag, map(items.get, ("done", "terminated", "truncated")))
         if done is not None and terminated is not None and (truncated is not None or not self._cuts):
-            done = done | terminated if truncated is None else done | terminated | truncated
+            if follows:
+                done = done | terminated if truncated is None else done | terminated | truncated
         elif done is None and terminated is None and truncated is None:
             return None
         else:
@@ -243,6 +251,9 @@ class OwnArrays(ArrayEnv):
                 truncated = self._off if done is None else done & ~terminated
             if done is None:
                 done = terminated if truncated is None else terminated | truncated
+        causes = terminated if truncated is None else terminated | truncated
+        if np.count_nonzero(causes & ~done):  # such flags stay in roots, which have none on arrays
+            return None
         out["done"], out["terminated"] = done, terminated
         out["truncated"] = self._off if truncated is None else truncated
         return out

@@ -172,8 +172,9 @@ class TransformedArrays(WrapperArrays):
 
     def stepper(self) -> Callable[[Values], Values]:
         """See :meth:`ArrayEnv.stepper`."""
-        if self._chain.on_tensordicts or self._base.on_tensordicts:
-            raise NotNative(f"{self._chain.on_tensordicts[0]} works on TensorDicts before it")
+        if self._chain.on_tensordicts or self._base.may_be_unfit:
+            names = [*self._base.on_tensordicts, *self._chain.on_tensordicts] or [type(self._env.base_env).__name__]
+            raise NotNative(f"its steps cannot be repeated: {names[0]} works on TensorDicts")
         before, base = self._chain.steps, self._base
 
         def step(root: Values) -> Values:

@@ -41,6 +41,8 @@ class Transform(nn.Module):
     - what a reset returns: ``_reset``. By default it applies ``_apply_transform`` to the ``in_keys`` that
       are there; a transform that overrides ``_call`` and is to act at resets too calls it from ``_reset``.
 
+    What a step or a reset begins from (``tensordict``) is for reading: what is written there may be lost.
+
     The specs change with the data: override ``transform_observation_spec`` and its like.
 
     What must survive a step (a count, a sum) belongs in the data: ``_step`` reads it from the root and
@@ -196,7 +198,7 @@ class Transform(nn.Module):
         inverse = self.with_inverse(env, _UNCHANGED) if self.inverts else None
         whole = ("_call", "_apply_to", "_read", *of_steps)
         is_simple = not own & set(whole) and not any(_overrides(self, method) for method in whole)
-        by_entry = ByEntry(self._pairs(), self._apply_transform) if is_simple else None
+        by_entry = ByEntry(self._pairs(), lambda obs: self._apply_transform(obs)) if is_simple else None
         return OnTensorDicts(self, name, env, spec, roots, reads_root=reads_root, by_entry=by_entry, inverse=inverse)
 
     def entries_on_arrays(self, env: ArrayEnv) -> ArrayTransform:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from tensordict import TensorDict
 from tests.variants import in_turn
 from torch import nn
 
@@ -19,6 +20,8 @@ from rollwright.envs.arrays import array_form
 from rollwright.envs.transforms import (
     Compose,
     DoubleToFloat,
+    ExcludeTransform,
+    FrameSkipTransform,
     InitTracker,
     ObservationNorm,
     RewardSum,
@@ -118,6 +121,23 @@ class TwoEntries(Transform):
         return spec.set("a", spec["observation"].clone()).set("b", spec["observation"].clone())
 
 
+class Replaced(Transform):
+    """Gives the tensors that it was given other memory, or other strides."""
+
+    def _call(self, next_tensordict):
+        next_tensordict["observation"].data = next_tensordict["observation"] * 2 + 1
+        next_tensordict["terminated"].set_(next_tensordict["terminated"].clone())
+        return next_tensordict
+
+
+class ReplacedByEntry(Transform):
+    """The same, of one entry."""
+
+    def _apply_transform(self, obs):
+        obs.data = obs * 2
+        return obs
+
+
 class Shaped(Transform):
     """Adds to the reward what the observation has gained, and keeps the mean of all observations."""
 
@@ -164,6 +184,8 @@ CHAINS = {
     "clipped": lambda: Clipped(KEY),
     "in place": InPlace,
     "two of one": TwoEntries,
+    "replaced": Replaced,
+    "replaced by entry": lambda: ReplacedByEntry(KEY),
     "sees root": SeesRoot,
     "episodes": Episodes,
     "truncated alone": lambda: Compose(StepCounter(), Cut("truncated")),
@@ -233,6 +255,63 @@ def test_members_see_what_transforms_around_the_batch_have_written(both, lab, ba
         return TransformedEnv(inner, Compose(RewardSum(), Episodes(), Clipped(["seen"])))
 
     both(make, "one-hot", batches=4, options=lambda: {"track_policy_version": True})
+
+
+class SecondReward(Transform):
+    """Another reward."""
+
+    def transform_reward_spec(self, reward_spec):
+        return reward_spec.clone().set("r2", reward_spec["reward"].clone())
+
+    def _call(self, next_tensordict):
+        return next_tensordict.set("r2", next_tensordict["reward"] * 2)
+
+
+def test_no_root_holds_rewards_of_transforms_around(both, lab):
+    def make():
+        inner = SerialEnv(2, lambda: TransformedEnv(lab.envs["reused buffer"](), SeesRoot()))
+        return TransformedEnv(inner, SecondReward())
+
+    both(make, "one-hot", batches=3)
+
+
+class Deep(Transform):
+    """Writes a nested TensorDict with a batch size of its own."""
+
+    def transform_observation_spec(self, observation_spec):
+        batch = self.parent.batch_size
+        return observation_spec.clone().set("agent", Composite(x=Unbounded((*batch, 3, 1)), shape=(*batch, 3)))
+
+    def _call(self, next_tensordict):
+        inner = TensorDict({"x": next_tensordict["observation"][..., None]}, [*next_tensordict.batch_size, 3])
+        return next_tensordict.set("agent", inner)
+
+    def _reset(self, tensordict, tensordict_reset):
+        return self._call(tensordict_reset)
+
+
+def test_batch_sizes_of_nested_entries_are_kept(both, lab):
+    first, _ = both(lambda: TransformedEnv(lab.envs["serial"](), Deep()), "one-hot", batches=3)
+    assert first.batches[0]["agent"].batch_size == (3, 4, 3)
+
+
+def test_frame_skips_above_such_transforms_are_taken_on_tensordicts(both, lab):
+    def members():
+        inner = SerialEnv(2, lambda: TransformedEnv(lab.envs["reused buffer"](), InPlace()))
+        return TransformedEnv(inner, FrameSkipTransform(3))
+
+    both(members, "one-hot", batches=3, expect="its steps cannot be repeated")
+
+
+def test_contradictions_inside_a_batch_with_other_forms_around_it(both, lab):
+    class Quiet2(Quiet):
+        """Contradicts at some steps."""
+
+    def make():
+        inner = SerialEnv(2, lambda: TransformedEnv(lab.envs["reused buffer"](), Compose(InitTracker(), Quiet2())))
+        return TransformedEnv(inner, ExcludeTransform("is_init"))
+
+    both(make, "one-hot", batches=3)
 
 
 @pytest.mark.parametrize("index", [None, 0, [0, 2]])

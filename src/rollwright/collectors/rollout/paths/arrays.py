@@ -153,7 +153,7 @@ class ArrayPath(Path):
         """The root for transforms that see all of it."""
         if not self._arrays.may_be_unfit:
             return root
-        seen = dict(root)
+        seen = {key: value for key, value in root.items() if key not in self._arrays.rewards}  # of the step before
         if self._tracks_ids:
             seen[IDS] = self._ids.copy()
         if self._tracks_version and self._acted >= 0:
