@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollwright.envs.arrays import FLAGS, ArrayEnv, ArrayTransform, Rows, Values
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Rows, Values
 from rollwright.envs.on_arrays.tensordicts import Deviation, OnTensorDicts, RootTensorDicts, as_tensordict
 from rollwright.errors import RollwrightError
 
@@ -112,8 +112,7 @@ class ArrayChain:
             out["done"] = causes
             return
         roots = self.roots
-        flags: dict[NestedKey, Entry] = {flag: roots.forms[flag] for flag in FLAGS}
-        td = as_tensordict(out, {**self.entries, **self.rewards, **flags}, roots.batch_size, roots.device)
+        td = as_tensordict(out, {**roots.forms, **self.entries, **self.rewards}, roots.batch_size, roots.device)
         reason = f"{', '.join(self.on_tensordicts)}: 'done' is not 'terminated' or 'truncated'"
         raise ChainDeviation(len(self.parts), Deviation(reason, td))
 
