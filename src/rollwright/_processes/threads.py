@@ -149,6 +149,7 @@ class Fillers:
 
     def __init__(self) -> None:
         self._methods: tuple[weakref.WeakMethod[Callable[[], None]], ...] = ()
+        self._process = os.getpid()
 
     def add(self, raise_error: Callable[[], None]) -> None:
         """Ask somebody from now on.
@@ -157,10 +158,14 @@ class Fillers:
             raise_error: a method: raises, once, what ended their work.
         """
         added = weakref.WeakMethod(raise_error)
+        if self._process != os.getpid():
+            self._methods, self._process = (), os.getpid()
         self._methods = (*(method for method in self._methods if method() is not None and method != added), added)
 
     def raise_error(self) -> None:
-        """Raise what has ended anybody's work."""
+        """Raise what has ended anybody's work; nothing in a fork, where none of them is."""
+        if self._process != os.getpid():
+            return
         for method in self._methods:
             raise_error = method()
             if raise_error is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from rollwright.data import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
+from rollwright.data import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, SampleToInsertRatio
 
 
 class Filler:
@@ -55,3 +56,32 @@ def test_who_is_gone_is_not_asked_and_copies_ask_nobody():
     assert len(copy.deepcopy(buffer)) == len(pickle.loads(pickle.dumps(buffer))) == 3
     del filler
     assert len(buffer) == 3
+
+
+def test_an_ensemble_is_emptied_whole_whatever_went_wrong_before():
+    members = [make_buffer(), make_buffer()]
+    limiter = SampleToInsertRatio(1.0, margin=20.0)
+    ensemble = ReplayBufferEnsemble(*members, batch_size=2, limiter=limiter)
+    filler = Filler()
+    members[0].fillers.add(filler.raise_error)
+    filler.error = OSError("before")
+    ensemble.empty()
+    assert [len(member.storage) for member in members] == [0, 0]
+    with pytest.raises(OSError, match="before"):
+        len(members[0])
+
+
+def test_a_fork_has_nobody_who_fills_it():
+    buffer, filler = make_buffer(), Filler()
+    buffer.fillers.add(filler.raise_error)
+    filler.error = OSError("of the parent")
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = 0 if len(buffer) == 3 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with pytest.raises(OSError, match="of the parent"):
+        len(buffer)

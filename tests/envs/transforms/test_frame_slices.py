@@ -62,8 +62,23 @@ def test_bad_input():
         cat.make_rb_transform_and_sampler(0)
     with pytest.raises(ValueError, match=r"pad_output=True.*Leave"):
         cat.make_rb_transform_and_sampler(4, pad_output=True)
+    for span in (True, (True, True), [False, 1]):
+        with pytest.raises(ValueError, match=r"span: .*Pass span=\(True, False\)"):
+            cat.make_rb_transform_and_sampler(4, span=span)
+    with pytest.raises(ValueError, match=r"slice_len: .*N=3"):
+        cat.make_rb_transform_and_sampler(4, slice_len=2)
     transform, _ = cat.make_rb_transform_and_sampler(4)
     with pytest.raises(KeyError, match="Give the buffer the sampler"):
         transform(TensorDict({OBS: torch.zeros(4, 2)}, [4]))
     with pytest.raises(TypeError, match="for batches of a replay buffer"):
         TransformedEnv(GymEnv("CartPole-v1"), transform).observation_spec  # noqa: B018
+
+
+def test_frames_below_next_are_joined_where_they_alone_are_named():
+    transform, sampler = CatFrames(2, -1, [("next", OBS)]).make_rb_transform_and_sampler(4)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, transform=transform, batch_size=4)
+    count = torch.arange(6.0).unsqueeze(-1)
+    data = {OBS: count, "next": {OBS: count + 1}, "episode": torch.zeros(6)}
+    buffer.extend(TensorDict(data, [6]))
+    batch = buffer.sample()
+    assert torch.equal(batch["next", OBS], torch.cat([batch[OBS], batch[OBS] + 1], -1))

@@ -113,7 +113,7 @@ class StorageMemory(MemoryPool):
             return
         try:
             forms = {key: (tuple(field.shape[len(env) :]), field.dtype) for key, field in fields.items()}
-            storage.settle(forms, () if flat else env)
+            schema = storage.settle(forms, () if flat else env)
         except (KeyError, ValueError):  # extend() reports it again, to the user
             self._reason = "the frames are not those of the storage"
             return
@@ -128,6 +128,9 @@ class StorageMemory(MemoryPool):
             self._reason = None  # this batch alone goes around the ring's seam
         else:
             self._reservation = reservation = storage.reserve(rows)
+            if not storage.holds(schema):  # another writer has begun with other entries; extend() reports it
+                self._abandon()
+                return
             for key in fields:
                 window = storage.window(reservation, key)
                 if window is None:  # another writer was faster

@@ -120,7 +120,7 @@ class ReplayBufferEnsemble:
         limiter.bind(
             Counts(
                 write_count=self.num_given,
-                num_stored=lambda: sum(len(member) for member in members),
+                num_stored=lambda: sum(len(member.storage) for member in members),
                 can_draw=lambda: all(len(member.storage) for member in drawn),
                 is_shared=lambda: any(member.storage.shared for member in members),
                 max_size=sum(member.storage.max_size for member in members),

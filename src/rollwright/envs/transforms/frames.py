@@ -233,7 +233,8 @@ class CatFrames(Transform):
             ``(transform, sampler)``, which belong together.
 
         Raises:
-            ValueError: an option that fills slices up, or leaves their beginnings unmarked.
+            ValueError: an option that fills slices up, lets them end before their last element, gives them another
+                length, or leaves their beginnings unmarked.
 
         Example:
             >>> from tensordict import TensorDict
@@ -254,13 +255,24 @@ class CatFrames(Transform):
                 "make_rb_transform_and_sampler: expected slices that are marked and not filled up, got "
                 f"init_key={begins!r}, pad_output={options.get('pad_output')!r}. Leave the two out."
             )
+        span = options.get("span", False)
+        if span is True or (isinstance(span, list | tuple) and len(span) == 2 and span[1]):
+            raise ValueError(
+                f"span: expected slices of which the last element is stored, got {span!r}. Pass span=(True, False), or "
+                "leave it out."
+            )
+        if "slice_len" in options:
+            raise ValueError(
+                f"slice_len: expected none, got {options['slice_len']!r}. Leave it out: they have N={self.N}."
+            )
         sampler = SliceForEach(slice_len=self.N, **options)
         return LastOfSlices(self._of_slices, begins, keep=begins != _BEGINS, owner=repr(self)), sampler
 
     def _of_slices(self, td: TensorDictBase, starts: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         pairs = [(in_key, out_key) for in_key, out_key in self._pairs() if as_tuple(in_key)[0] != "next"]
         below = [(unravel(("next", *as_tuple(a))), unravel(("next", *as_tuple(b)))) for a, b in pairs]
-        pairs += [pair for pair in below if pair[0] in td.keys(True)]
+        named = [pair for pair in self._pairs() if pair not in pairs]
+        pairs += [pair for pair in dict.fromkeys([*below, *named]) if pair[0] in td.keys(True)]
         return {out_key: self._windows(td, in_key, 0, starts) for in_key, out_key in pairs}
 
     def _windows(self, td: TensorDictBase, key: NestedKey, axis: int, starts: torch.Tensor) -> torch.Tensor:

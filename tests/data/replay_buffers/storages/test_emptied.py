@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from tests.processes.forked import SERVED
 
-from rollwright.collectors import MultiAsyncCollector
+from rollwright.collectors import Collector, MultiAsyncCollector
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
 from rollwright.envs import GymEnv
 
@@ -152,3 +152,35 @@ def test_workers_fill_a_buffer_that_was_settled_with_a_rollout():
         collector.shutdown()
     assert len(buffer) == 40
     assert buffer.sample()["collector", "traj_ids"].shape == (10,)
+
+
+def test_who_writes_while_a_storage_is_shared_goes_on(monkeypatch):
+    buffer = make_buffer("tensor", None)
+    buffer.extend(first(2))
+    storage, check = buffer.storage, buffer.storage._check
+
+    def share_first(*args):
+        buffer.share()  # another object says what rows hold, before rows are reserved
+        return check(*args)
+
+    monkeypatch.setattr(storage, "_check", share_first)
+    buffer.extend(first(3))
+    assert len(buffer) == 5
+
+
+def test_a_collector_writes_into_no_rows_that_others_have_begun(monkeypatch):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(50), batch_size=4)
+    storage, reserve = buffer.storage, buffer.storage.reserve
+
+    def others_first(rows):
+        if not len(storage):
+            buffer.extend(other(20))
+        return reserve(rows)
+
+    monkeypatch.setattr(storage, "reserve", others_first)
+    collector = Collector(lambda: GymEnv("CartPole-v1"), None, frames_per_batch=10, replay_buffer=buffer)
+    with pytest.raises(KeyError, match="Missing: "):
+        next(iter(collector))
+    collector.shutdown()
+    assert torch.equal(buffer[:]["obs"], other(20)["obs"])
+    assert len(buffer) == 20

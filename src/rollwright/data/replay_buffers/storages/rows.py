@@ -319,16 +319,21 @@ class RowStorage(Storage):
         ledger = self.ledger
         ledger.settle()
         with ledger.changing_in_place():
-            if self._memory.schema() is held and self._holds_nothing and ledger.is_settled():
+            if self._memory.schema() == held and self._holds_nothing and ledger.is_settled():
                 self._memory.replace(schema)
 
     def _check_unchanged(self, schema: Schema) -> None:
         """Test, with rows reserved or everyone held off, that they hold what they did; it stays so until then."""
-        if self._settled() is not schema:
+        if not self.holds(schema):
             raise RuntimeError(
                 "data: the storage was emptied meanwhile, and somebody has begun it with other entries. Nothing was "
                 "written. Write again."
             )
+
+    def holds(self, schema: Schema) -> bool:
+        """Whether rows hold what :meth:`settle` has returned; with rows reserved, it stays so."""
+        now = self._settled()
+        return now is schema or now == schema  # another object where rows were shared meanwhile
 
     def _check(self, schema: Schema, part: _Parts, dim: int) -> int:
         """Test that a batch fits the rows; returns the number of rows."""
@@ -460,8 +465,10 @@ class RowStorage(Storage):
         dim: int | None = None,
         batch: tuple[int, ...] = (),
         form: Form = None,
-    ) -> None:
+    ) -> Schema:
         """Allocate rows for entries of these shapes and dtypes; test that they are those that are there.
+
+        Others may write other entries until rows are reserved: see :meth:`holds`.
 
         Args:
             fields: shape and dtype of each entry of an element.
@@ -469,6 +476,9 @@ class RowStorage(Storage):
             dim: which dimension of the data the rows are; None: the last.
             batch: batch size of an element.
             form: what an element is, see :data:`~rollwright.data.replay_buffers.storages.structures.Form`.
+
+        Returns:
+            What a row holds.
 
         Raises:
             KeyError, ValueError, TypeError: the storage has other entries.
@@ -478,6 +488,7 @@ class RowStorage(Storage):
         lead = (*rest[:dim], 0, *rest[dim:])
         blank = {key: torch.empty((*lead, *shape), dtype=dtype) for key, (shape, dtype) in fields.items()}
         self._check(schema, _Parts(blank, lead, form), dim)
+        return schema
 
     def publish(self, reservation: Reservation, gaps: Iterable[tuple[int, int]] = ()) -> None:
         """Let everyone read the rows; see :meth:`Ledger.publish`."""
@@ -514,6 +525,7 @@ class RowStorage(Storage):
         """
         dim = self.ndim - 1
         with self.ledger.reading():
+            self._settled()
             low, high = self.ledger.live()
             row, length = low % max(self.capacity, 1), high - low
             if len(self.ledger.gaps()) or row + length > self.capacity:
