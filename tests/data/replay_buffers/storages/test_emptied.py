@@ -54,7 +54,7 @@ def test_what_is_written_after_empty_may_have_other_entries(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_element_begins_it_anew_too(kind, tmp_path):
+def test_one_element_may_have_other_entries_too(kind, tmp_path):
     buffer = make_buffer(kind, tmp_path)
     buffer.add(first(1)[0])
     buffer.empty()
@@ -127,7 +127,7 @@ def write_other(buffer: ReplayBuffer) -> None:
     buffer.extend(other(4))
 
 
-def test_another_process_may_begin_it_anew():
+def test_another_process_may_write_other_entries():
     buffer = make_buffer("shared", None)
     buffer.extend(first(4))
     buffer.empty()

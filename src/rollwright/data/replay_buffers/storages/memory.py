@@ -133,7 +133,7 @@ class Memory(ABC):
         """
 
     def replace(self, schema: Schema) -> bool:
-        """Settle anew what a row holds, where none holds anything; returns whether this memory can.
+        """Change what a row holds, where none holds anything; returns whether this memory can.
 
         Inside ``self.ledger.changing_in_place()``, with rows of the same number: :meth:`schema` returns this one from
         now on, to all processes, and :meth:`tensors` others.
