@@ -62,7 +62,7 @@ def test_bad_input():
         cat.make_rb_transform_and_sampler(0)
     with pytest.raises(ValueError, match=r"pad_output=True.*Leave"):
         cat.make_rb_transform_and_sampler(4, pad_output=True)
-    for span in (True, (True, True), [False, 1]):
+    for span in (True, 1, (True, True), [False, 1]):
         with pytest.raises(ValueError, match=r"span: .*Pass span=\(True, False\)"):
             cat.make_rb_transform_and_sampler(4, span=span)
     with pytest.raises(ValueError, match=r"slice_len: .*N=3"):
@@ -82,3 +82,7 @@ def test_frames_below_next_are_joined_where_they_alone_are_named():
     buffer.extend(TensorDict(data, [6]))
     batch = buffer.sample()
     assert torch.equal(batch["next", OBS], torch.cat([batch[OBS], batch[OBS] + 1], -1))
+    buffer.empty()
+    buffer.extend(TensorDict({OBS: count, "episode": torch.zeros(6)}, [6]))
+    with pytest.raises(KeyError, match=r"no entry \('next', 'observation'\)"):
+        buffer.sample()

@@ -256,7 +256,7 @@ class CatFrames(Transform):
                 f"init_key={begins!r}, pad_output={options.get('pad_output')!r}. Leave the two out."
             )
         span = options.get("span", False)
-        if span is True or (isinstance(span, list | tuple) and len(span) == 2 and span[1]):
+        if span[1] if isinstance(span, list | tuple) and len(span) == 2 else span:
             raise ValueError(
                 f"span: expected slices of which the last element is stored, got {span!r}. Pass span=(True, False), or "
                 "leave it out."
@@ -272,7 +272,8 @@ class CatFrames(Transform):
         pairs = [(in_key, out_key) for in_key, out_key in self._pairs() if as_tuple(in_key)[0] != "next"]
         below = [(unravel(("next", *as_tuple(a))), unravel(("next", *as_tuple(b)))) for a, b in pairs]
         named = [pair for pair in self._pairs() if pair not in pairs]
-        pairs += [pair for pair in dict.fromkeys([*below, *named]) if pair[0] in td.keys(True)]
+        there = td.keys(True)
+        pairs += dict.fromkeys([*named, *(pair for pair in below if pair[0] in there)])
         return {out_key: self._windows(td, in_key, 0, starts) for in_key, out_key in pairs}
 
     def _windows(self, td: TensorDictBase, key: NestedKey, axis: int, starts: torch.Tensor) -> torch.Tensor:
