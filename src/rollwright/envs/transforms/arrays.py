@@ -99,6 +99,7 @@ class TransformedArrays(WrapperArrays):
         self._chain = ArrayChain(base, roots, may_contradict=env.sets_own_flags)
         self.entries, self.rewards, self.reads = self._chain.entries, self._chain.rewards, self._chain.reads
         self._preset: Values = {}
+        self._passed = {*env.base_env.state_keys, *env.base_env.read_at_reset}  # what its reset is given, beside marks
         self._transforms = _chain(env.transform)
         held = objects_of(base.entries)
         for transform in self._transforms:
@@ -246,12 +247,11 @@ class TransformedArrays(WrapperArrays):
         check_open(self._env, "reset")
         base = self._base
         try:
-            if root is None:
+            if root is None or not base.may_be_unfit:
                 fresh = base.reset(rows, **kwargs)
             else:
-                inner = self._env.base_env  # is given no more than this and the marks
-                passed = {*inner.state_keys, *inner.read_at_reset}
-                fresh = base.reset_from({key: root[key] for key in root if key in passed}, rows, **kwargs)
+                passed = {key: root[key] for key in root if key in self._passed}
+                fresh = base.reset_from(passed, rows, **kwargs)
         except UnfitOutcome as found:
             raise self._finished_reset(rows, root, 0, found.outcome, str(found)) from found
         with self._named_errors("reset"):
