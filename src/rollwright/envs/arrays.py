@@ -56,7 +56,7 @@ __all__ = [
 
 Rows = NDArray[np.bool_]
 Values = dict[NestedKey, Any]
-RowsStep = Callable[[Values], Values | None]
+RowsStep = Callable[[Values], Values | Sequence[Callable[[], Values]] | None]
 NameRow = Callable[[int, RollwrightError], RollwrightError]
 
 FLAGS = ("done", "terminated", "truncated")
@@ -233,8 +233,9 @@ class ArrayEnv(ABC):
             name_error: called with a row and the error that occurred there; returns the error to raise.
 
         Returns:
-            It is called with a root, ``[len(parts), ...]``, and returns the content of ``"next"``, or None where an
-            action cannot be taken and nothing was stepped: :meth:`step` of that environment reports it. It reads no
+            It is called with a root, ``[len(parts), ...]``, and returns the content of ``"next"``; or None where
+            nothing was stepped, and :meth:`step` of each environment is to be called; or, where all were stepped and
+            what came does not fit together, functions that return or raise what these calls would. It reads no
             preset. None: there is no such function.
         """
         return None

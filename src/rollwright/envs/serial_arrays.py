@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -77,25 +77,30 @@ class TurnArrays(ArrayEnv):
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
         marks, last = root.get(STEPPED), self._last
+        taken: Sequence[Callable[[], Values]] | None = None
         if self._in_turn is not None and marks is None:
             stepped = self._in_turn(root)
-            if stepped is not None:
+            if isinstance(stepped, dict):
                 self._last = dict(stepped)
                 return stepped
+            taken = stepped
         out: Values = _blank(self.outcome)
         unfit: dict[int, UnfitOutcome] = {}
         if self.may_be_unfit:  # which may change what the policy has written
             out.update({key: value.copy() for key, value in preset.items() if key not in out})
         for i, part in enumerate(self._parts):
-            mine = {key: root[key][i, ...] for key in self._seen(root)}  # with the dots, a number is an array too
-            if marks is not None and last:
-                if not np.any(marks[i]):
-                    for key, value in last.items():
-                        out[key][i] = value[i]
-                    continue
-                mine[STEPPED] = marks[i]
+            if marks is not None and last and not np.any(marks[i]):
+                for key, value in last.items():
+                    out[key][i] = value[i]
+                continue
             try:
-                outcome = part.step(mine, {key: value[i, ...] for key, value in preset.items()} if preset else preset)
+                if taken is not None:
+                    outcome = taken[i]()
+                else:
+                    mine = {key: root[key][i, ...] for key in self._seen(root)}  # with the dots, numbers are arrays too
+                    if marks is not None and last:
+                        mine[STEPPED] = marks[i]
+                    outcome = part.step(mine, {key: value[i, ...] for key, value in preset.items()})
             except UnfitOutcome as found:
                 unfit[i] = found
                 continue

@@ -287,6 +287,54 @@ def test_rows_of_different_entries_are_the_error_of_the_plain_path(call):
     assert "raised in" in texts[0]
 
 
+class Odd(Drift):
+    """Every fourth step returns the same in another form."""
+
+    def __init__(self, form=None, at=0):
+        super().__init__()
+        self.form, self.calls = form, at
+
+    def _step(self, tensordict):
+        out = super()._step(tensordict)
+        self.calls += 1
+        return out if self.form is None or self.calls % 4 else FORMS[self.form](out)
+
+
+FORMS = {
+    "a plain dictionary's order": lambda out: TensorDict(dict(reversed(list(out.items()))), []),
+    "no truncated": lambda out: out.set("done", out["done"] | out["truncated"]).exclude("truncated"),
+    "done alone": lambda out: out.exclude("truncated", "terminated"),
+    "rewards of two shapes": lambda out: out.set("reward", out["reward"].reshape(1, 1, 1)),
+    "gradients": lambda out: out.set("observation", out["observation"].clone().requires_grad_()),
+    "flags without a dimension": lambda out: out.set("done", out["done"].squeeze(-1)),
+    "causes without an end": lambda out: out.set("done", torch.zeros(1, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [(0, 1, 1), (0, 0, 1), (1, 1, 1)])
+def test_rows_in_other_forms_are_those_of_the_plain_path(form, rows):
+    def make():
+        return SerialEnv(3, [partial(Odd, form if row else None, at) for at, row in enumerate(rows)])
+
+    assert_paths_agree(make, acting())
+
+
+def test_rows_keep_their_own_memory():
+    class Keeps(Drift):
+        """Observes what its last step was given, which it has kept."""
+
+        last = None
+
+        def _step(self, tensordict):
+            seen = self.last
+            self.last = tensordict["loc"]
+            out = super()._step(tensordict)
+            return out if seen is None else out.set("observation", seen)
+
+    assert_paths_agree(lambda: SerialEnv(3, Keeps), acting())
+
+
 class Flat(Drift):
     """Flags without a last dimension."""
 
@@ -373,6 +421,18 @@ ERRORS = {
     "raised in step: ZeroDivisionError: no way": fail,
     "raised in step: KeyError": lambda out, td: td["nothing"],
 }
+
+
+@pytest.mark.parametrize("said", ERRORS)
+def test_errors_of_a_row_are_those_of_the_plain_path(said):
+    found = []
+    for use_buffers in (None, False):
+        env = SerialEnv(3, [Drift, partial(Broken, ERRORS[said]), Drift])
+        with pytest.raises(EnvError, match=said) as raised:
+            batches(env, acting(), use_buffers=use_buffers, track_traj_ids=False)
+        found.append((type(raised.value), str(raised.value)))
+    assert found[0] == found[1]
+    assert "SerialEnv[1]" in found[0][1]
 
 
 @pytest.mark.parametrize("said", ERRORS)

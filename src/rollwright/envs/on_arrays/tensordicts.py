@@ -68,6 +68,18 @@ class RootTensorDicts:
             self._last = root, as_tensordict(root, self.forms, self.batch_size, self.device, left_out=self._left_out)
         return self._last[1]
 
+    def of_rows(self, root: Values, number: int) -> list[TensorDict]:
+        """The current TensorDict of each of ``number`` such environments, which share ``root``, ``[number, ...]``."""
+        columns: dict[NestedKey, tuple[torch.Tensor, ...]] = {}
+        for key, value in root.items():
+            if key not in self._left_out:
+                entry = self.forms.get(key)
+                if entry is not None and entry.column:
+                    entry = entry.replace(shape=(number, *entry.shape))
+                columns[key] = _as_tensor(value, entry).unbind(0)
+        rows = zip(*columns.values(), strict=True)
+        return [_nested(dict(zip(columns, row, strict=True)), self.batch_size, self.device) for row in rows]
+
     def of_reset(self, root: Values, rows: Rows | None) -> TensorDict:
         """What a reset is given: all that goes on where ``rows`` does not mark, and the marks."""
         values = {key: value for key, value in root.items() if key not in self._left_out and as_tuple(key)[0] != "next"}
@@ -329,14 +341,17 @@ def as_tensordict(
     for key, value in values.items():
         if key in left_out:
             continue
-        entry = forms.get(key)
-        if entry is not None and entry.column:
-            tensors[key] = torch.from_numpy(np.array(value, entry.dtype).reshape(entry.shape))
-        elif isinstance(value, np.ndarray):
-            tensors[key] = torch.from_numpy(value if value.flags.writeable else value.copy())
-        else:
-            tensors[key] = torch.as_tensor(value)
+        tensors[key] = _as_tensor(value, forms.get(key))
     return _nested(tensors, batch_size, device)
+
+
+def _as_tensor(value: Any, entry: Entry | None) -> torch.Tensor:
+    """A value in row form as a tensor, over the memory of an array that is no column."""
+    if entry is not None and entry.column:
+        return torch.from_numpy(np.array(value, entry.dtype).reshape(entry.shape))
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value if value.flags.writeable else value.copy())
+    return torch.as_tensor(value)
 
 
 def _nested(

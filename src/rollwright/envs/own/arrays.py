@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
@@ -14,9 +16,12 @@ from rollwright._keys import NestedKey, key_str, leaf_keys
 from rollwright.data.specs import Composite
 from rollwright.envs._checks import check_alive, complete_reset, complete_step
 from rollwright.envs.arrays import (
+    FLAGS,
     ArrayEnv,
     Entry,
+    NameRow,
     Rows,
+    RowsStep,
     UnfitOutcome,
     Values,
     check_flags,
@@ -31,7 +36,7 @@ from rollwright.errors import NotNative, RollwrightError
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = ["OwnArrays"]
+__all__ = ["OwnArrays", "OwnRows"]
 
 Method = Callable[..., Any]
 _HERE = "rollwright."
@@ -52,6 +57,12 @@ class OwnArrays(ArrayEnv):
 
     Raises:
         NotNative: it does more than to step and to reset, or its data are not flat entries of fixed shapes.
+
+    Attributes:
+        roots: makes what steps and resets are given.
+        observed: keys, shapes and dtypes of what it observes.
+        rewarded: keys, forms, dtypes and sizes of its rewards.
+        cuts: whether it has ``truncated``.
     """
 
     may_be_unfit = True
@@ -72,24 +83,23 @@ class OwnArrays(ArrayEnv):
         nested = [key for key in (*self.entries, *self.rewards, *self.reads) if not isinstance(key, str)]
         if nested:
             raise NotNative(f"it has nested entries: {key_str(nested)}")
-        self._observed = [
+        self.observed = [
             (key, torch.Size(entry.shape), env.full_observation_spec[key].dtype) for key, entry in self.entries.items()
         ]
-        self._rewarded = [
+        self.rewarded = [
             (key, entry, env.full_reward_spec[key].dtype, torch.Size(entry.shape).numel())
             for key, entry in self.rewards.items()
         ]
-        self._cuts = "truncated" in env.done_keys
-        self._flag_names = ("done", "terminated", "truncated") if self._cuts else ("done", "terminated")
-        self.root_flags = self._flag_names
+        self.cuts = "truncated" in env.done_keys
+        self.root_flags = FLAGS if self.cuts else FLAGS[:2]
         self._number = self._batch.numel()
         self._off: Any = np.zeros(self.batch, np.bool_)[()]
         self._copies = not env.returns_copies
-        self._roots = RootTensorDicts(self._batch, self._device, set(self.rewards))
+        self.roots = RootTensorDicts(self._batch, self._device, set(self.rewards))
 
     def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
         """See :meth:`ArrayEnv.see_roots`."""
-        self._roots.forms = dict(forms)
+        self.roots.forms = dict(forms)
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
@@ -106,23 +116,35 @@ class OwnArrays(ArrayEnv):
         Raises:
             UnfitOutcome: it has entries that the specs do not announce.
         """
+        td = self.roots.of_step(root)
+        return self.finish(td, self.begin(td))
+
+    def begin(self, td: TensorDict) -> Any:
+        """What ``_step`` returns."""
         env = self._env
         if env.is_closed:
             check_open(env, "step")
-        td = self._roots.of_step(root)
         try:
-            outcome = self._step(td)
+            return self._step(td)
         except RollwrightError:
             raise
         except Exception as error:
             raise named_error(env, "step", error) from error
+
+    def finish(self, td: TensorDict, outcome: Any) -> Values:
+        """The outcome of :meth:`step`, of what :meth:`begin` has returned."""
         out = self._read(outcome) if outcome is not td else None
         if out is None:
-            completed = complete_step(env, td, outcome)
+            completed = complete_step(self._env, td, outcome)
             out = self._read(completed, follows=False)
             if out is None:
                 raise self._unfit("step", completed)
         return out
+
+    def in_turn(self, parts: Sequence[ArrayEnv], name_error: NameRow) -> RowsStep | None:
+        """See :meth:`ArrayEnv.in_turn`."""
+        same = [part for part in parts if type(part) is OwnArrays and part.roots.device == self.roots.device]
+        return OwnRows(same, name_error) if len(same) == len(parts) else None
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`.
@@ -130,11 +152,11 @@ class OwnArrays(ArrayEnv):
         Raises:
             UnfitOutcome: see :meth:`step`.
         """
-        return self._reset(None if rows is None else self._roots.of_reset({}, rows), kwargs)
+        return self._reset(None if rows is None else self.roots.of_reset({}, rows), kwargs)
 
     def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset_from`."""
-        return self._reset(self._roots.of_reset(root, rows), kwargs)
+        return self._reset(self.roots.of_reset(root, rows), kwargs)
 
     def _reset(self, td: TensorDictBase | None, kwargs: dict[str, Any]) -> Values:
         env = self._env
@@ -156,7 +178,7 @@ class OwnArrays(ArrayEnv):
         return out
 
     def _unfit(self, call: str, completed: TensorDictBase) -> UnfitOutcome:
-        announced = {*self.entries, *(self.rewards if call == "step" else ()), *self._flag_names}
+        announced = {*self.entries, *(self.rewards if call == "step" else ()), *self.root_flags}
         more = [key for key in leaf_keys(completed) if key not in announced]
         what = f"{key_str(more)}, which no spec announces" if more else f"a {type(completed).__name__} of another form"
         return UnfitOutcome(f"its {call} returns {what}", completed)
@@ -170,14 +192,14 @@ class OwnArrays(ArrayEnv):
             outcome: what it returned.
             follows: whether ``done`` is still to be set where one of its causes is.
         """
-        items = self._items(outcome)
+        items = self.items(outcome)
         if items is None:
             return None
         out: Values = {}
         number = self._observe(items, out)
         if number is None:
             return None
-        for key, entry, dtype, size in self._rewarded:
+        for key, entry, dtype, size in self.rewarded:
             value = items.get(cast(str, key))
             if type(value) is not Tensor or value.dtype is not dtype or value.numel() != size or not value.is_cpu:
                 return None
@@ -187,22 +209,25 @@ class OwnArrays(ArrayEnv):
                 shape = entry.shape[:-1] if entry.column else entry.shape
                 out[key] = self._own(value).reshape(shape)[()]
         found = self._flags(items)
-        if found is None or number + len(self._rewarded) + found != len(items):
+        if found is None or number + len(self.rewarded) + found != len(items):
             return None
-        return self._complete(items, out, follows)
+        flags = {flag: self._flag(items[flag]) for flag in self.root_flags if flag in items}
+        completed = _completed(flags, self._off, cuts=self.cuts, follows=follows)
+        return None if completed is None else {**out, **completed}
 
     def _read_reset(self, fresh: Any) -> Values | None:
         """What a reset returned, where that is what the specs say, and no flag is set; else None."""
-        items = self._items(fresh)
+        items = self.items(fresh)
         if items is None:
             return None
         out: Values = {}
         number, found = self._observe(items, out), self._flags(items)
         if number is None or found is None or number + found != len(items):
             return None
-        return None if any(bool(items[flag].any()) for flag in self._flag_names if flag in items) else out
+        return None if any(bool(items[flag].any()) for flag in self.root_flags if flag in items) else out
 
-    def _items(self, outcome: Any) -> dict[str, Any] | None:
+    def items(self, outcome: Any) -> dict[str, Any] | None:
+        """Entries of what a step or a reset returned; None: it is no TensorDict of the right batch size."""
         if type(outcome) is not TensorDict or outcome.batch_size != self._batch:
             return None
         return dict(outcome.items())
@@ -212,17 +237,17 @@ class OwnArrays(ArrayEnv):
         return array.copy() if self._copies else array
 
     def _observe(self, items: Mapping[str, Any], out: Values) -> int | None:
-        for key, shape, dtype in self._observed:
+        for key, shape, dtype in self.observed:
             value = items.get(cast(str, key))
             if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape or not value.is_cpu:
                 return None
             out[key] = self._own(value)
-        return len(self._observed)
+        return len(self.observed)
 
     def _flags(self, items: Mapping[str, Any]) -> int | None:
         """How many flags there are."""
         found = 0
-        for flag in self._flag_names:
+        for flag in self.root_flags:
             value = items.get(flag)
             if value is None:
                 continue
@@ -231,32 +256,111 @@ class OwnArrays(ArrayEnv):
             found += 1
         return found
 
-    def _flag(self, value: Tensor | None) -> Any:
-        if value is None:
-            return None
+    def _flag(self, value: Tensor) -> Any:
         return value.detach().numpy().reshape(self.batch).copy() if self.batch else np.bool_(value.item())
 
-    def _complete(self, items: Mapping[str, Any], out: Values, follows: bool) -> Values | None:
-        """Set the flags, those that are missing by the rules of :func:`~rollwright.data.layout.complete_done`."""
-        done, terminated, truncated = map(self._flag, map(items.get, ("done", "terminated", "truncated")))
-        if done is not None and terminated is not None and (truncated is not None or not self._cuts):
-            if follows:
-                done = done | terminated if truncated is None else done | terminated | truncated
-        elif done is None and terminated is None and truncated is None:
+
+class OwnRows:
+    """Steps such environments in turn, and joins what they return, tensor by tensor.
+
+    Args:
+        parts: the environments, whose entries are equal.
+        name_error: see :meth:`ArrayEnv.in_turn`.
+    """
+
+    def __init__(self, parts: Sequence[OwnArrays], name_error: NameRow) -> None:
+        self._parts, self._name_error, self._first = parts, name_error, parts[0]
+        self._off = np.zeros((len(parts), *self._first.batch), np.bool_)
+
+    def __call__(self, root: Values) -> Values | list[Callable[[], Values]]:
+        """Step all of them; see :meth:`ArrayEnv.in_turn`."""
+        tds = self._first.roots.of_rows(root, len(self._parts))
+        outcomes = []
+        for i, (part, td) in enumerate(zip(self._parts, tds, strict=True)):
+            try:
+                outcomes.append(part.begin(td))
+            except RollwrightError as error:
+                raise self._name_error(i, error) from error
+        out = self._joined(tds, outcomes)
+        if out is not None:
+            return out
+        taken = zip(self._parts, tds, outcomes, strict=True)
+        return [partial(part.finish, td, outcome) for part, td, outcome in taken]
+
+    def _joined(self, tds: Sequence[Any], outcomes: Sequence[Any]) -> Values | None:
+        """What steps returned, where that is what the specs say, no more and no less; else None."""
+        first, number = self._first, len(outcomes)
+        rows: list[dict[str, Any]] = []
+        for td, outcome in zip(tds, outcomes, strict=True):
+            items = first.items(outcome) if outcome is not td else None
+            if items is None or (rows and items.keys() != rows[0].keys()):
+                return None
+            rows.append(items)
+        out: Values = {}
+        for key, shape, dtype in first.observed:
+            value = _stacked(rows, key, dtype)
+            if value is None or value.shape[1:] != shape:
+                return None
+            out[key] = value
+        for key, entry, dtype, size in first.rewarded:
+            value = _stacked(rows, key, dtype)
+            if value is None or value.size != number * size:
+                return None
+            out[key] = value.reshape(number, *(entry.shape[:-1] if entry.column else entry.shape))
+        flags: dict[str, Any] = {}
+        for flag in first.root_flags:
+            if flag in rows[0]:
+                value = _stacked(rows, flag, torch.bool)
+                if value is None or value.size != self._off.size:
+                    return None
+                flags[flag] = value.reshape(self._off.shape)
+        if len(out) + len(flags) != len(rows[0]):
             return None
-        else:
-            if terminated is None:
-                terminated = self._off if done is None else done if truncated is None else done & ~truncated
-            if truncated is None and self._cuts:
-                truncated = self._off if done is None else done & ~terminated
-            if done is None:
-                done = terminated if truncated is None else terminated | truncated
-        causes = terminated if truncated is None else terminated | truncated
-        if np.count_nonzero(causes & ~done):  # such flags stay in roots, which have none on arrays
+        completed = _completed(flags, self._off, cuts=first.cuts, follows=True)
+        return None if completed is None else {**out, **completed}
+
+
+def _stacked(rows: Sequence[Mapping[str, Any]], key: NestedKey, dtype: torch.dtype | None) -> NDArray[Any] | None:
+    """An entry of several environments; None: they differ in it, or lack it."""
+    values: list[Any] = [row.get(cast(str, key)) for row in rows]
+    for value in values:
+        if type(value) is not Tensor or value.dtype is not dtype:
             return None
-        out["done"], out["terminated"] = done, terminated
-        out["truncated"] = self._off if truncated is None else truncated
-        return out
+    try:
+        return torch.stack(values).detach().numpy()
+    except (RuntimeError, TypeError):  # of several shapes, or not in this memory
+        return None
+
+
+def _completed(flags: Mapping[str, Any], off: Any, *, cuts: bool, follows: bool) -> Values | None:
+    """All flags, those that are missing by the rules of :func:`~rollwright.data.layout.complete_done`.
+
+    Args:
+        flags: ``[*batch]`` each.
+        off: none of them is set.
+        cuts: whether the environment has ``truncated``.
+        follows: whether ``done`` is still to be set where one of its causes is.
+
+    Returns:
+        Them; None: there are none, or they contradict.
+    """
+    done, terminated, truncated = map(flags.get, FLAGS)
+    if done is not None and terminated is not None and (truncated is not None or not cuts):
+        if follows:
+            done = done | terminated if truncated is None else done | terminated | truncated
+    elif done is None and terminated is None and truncated is None:
+        return None
+    else:
+        if terminated is None:
+            terminated = off if done is None else done if truncated is None else done & ~truncated
+        if truncated is None and cuts:
+            truncated = off if done is None else done & ~terminated
+        if done is None:
+            done = terminated if truncated is None else terminated | truncated
+    causes = terminated if truncated is None else terminated | truncated
+    if np.count_nonzero(causes & ~done):  # such flags stay in roots, which have none on arrays
+        return None
+    return {"done": done, "terminated": terminated, "truncated": off if truncated is None else truncated}
 
 
 def _specs_of(env: EnvBase) -> tuple[Composite, ...]:
