@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from rollwright._keys import NestedKey, key_str, leaf_keys
+from rollwright._keys import NestedKey, key_str, leaf_keys, leaves
 from rollwright.data.specs import Composite
 from rollwright.envs._checks import check_alive, complete_reset, complete_step
 from rollwright.envs.arrays import (
@@ -56,7 +56,7 @@ class OwnArrays(ArrayEnv):
         reset: the environment's ``_reset``.
 
     Raises:
-        NotNative: it does more than to step and to reset, or its data are not flat entries of fixed shapes.
+        NotNative: it does more than to step and to reset, or its data are not tensors of fixed shapes.
 
     Attributes:
         roots: makes what steps and resets are given.
@@ -80,9 +80,9 @@ class OwnArrays(ArrayEnv):
         self.rewards = entries_of(env.full_reward_spec, env.ndim, env.reward_keys)
         self.reads = list(env.action_keys)
         self._specs = _specs_of(env)
-        nested = [key for key in (*self.entries, *self.rewards, *self.reads) if not isinstance(key, str)]
-        if nested:
-            raise NotNative(f"it has nested entries: {key_str(nested)}")
+        if wide := [name for spec in self._specs for name in _nests(spec) if spec[name].shape != self._batch]:
+            raise NotNative(f"its nested entries have a batch size of their own: {key_str(wide)}")
+        self._is_flat = not any(map(_nests, self._specs))
         self.observed = [
             (key, torch.Size(entry.shape), env.full_observation_spec[key].dtype) for key, entry in self.entries.items()
         ]
@@ -200,7 +200,7 @@ class OwnArrays(ArrayEnv):
         if number is None:
             return None
         for key, entry, dtype, size in self.rewarded:
-            value = items.get(cast(str, key))
+            value = items.get(key)
             if type(value) is not Tensor or value.dtype is not dtype or value.numel() != size or not value.is_cpu:
                 return None
             if size == 1 and entry.column and not self.batch:
@@ -226,25 +226,30 @@ class OwnArrays(ArrayEnv):
             return None
         return None if any(bool(items[flag].any()) for flag in self.root_flags if flag in items) else out
 
-    def items(self, outcome: Any) -> dict[str, Any] | None:
+    def items(self, outcome: Any) -> dict[NestedKey, Any] | None:
         """Entries of what a step or a reset returned; None: it is no TensorDict of the right batch size."""
         if type(outcome) is not TensorDict or outcome.batch_size != self._batch:
             return None
-        return dict(outcome.items())
+        if self._is_flat:
+            return dict(outcome.items())
+        nests = (value for value in outcome.values(True) if isinstance(value, TensorDictBase))
+        if any(type(nest) is not TensorDict or nest.batch_size != self._batch for nest in nests):
+            return None
+        return leaves(outcome)
 
     def _own(self, value: Tensor) -> Any:
         array = value.detach().numpy()
         return array.copy() if self._copies else array
 
-    def _observe(self, items: Mapping[str, Any], out: Values) -> int | None:
+    def _observe(self, items: Mapping[NestedKey, Any], out: Values) -> int | None:
         for key, shape, dtype in self.observed:
-            value = items.get(cast(str, key))
+            value = items.get(key)
             if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape or not value.is_cpu:
                 return None
             out[key] = self._own(value)
         return len(self.observed)
 
-    def _flags(self, items: Mapping[str, Any]) -> int | None:
+    def _flags(self, items: Mapping[NestedKey, Any]) -> int | None:
         """How many flags there are."""
         found = 0
         for flag in self.root_flags:
@@ -290,7 +295,7 @@ class OwnRows:
     def _joined(self, tds: Sequence[Any], outcomes: Sequence[Any]) -> Values | None:
         """What steps returned, where that is what the specs say, no more and no less; else None."""
         first, number = self._first, len(outcomes)
-        rows: list[dict[str, Any]] = []
+        rows: list[dict[NestedKey, Any]] = []
         for td, outcome in zip(tds, outcomes, strict=True):
             items = first.items(outcome) if outcome is not td else None
             if items is None or (rows and items.keys() != rows[0].keys()):
@@ -320,9 +325,9 @@ class OwnRows:
         return None if completed is None else {**out, **completed}
 
 
-def _stacked(rows: Sequence[Mapping[str, Any]], key: NestedKey, dtype: torch.dtype | None) -> NDArray[Any] | None:
+def _stacked(rows: Sequence[Mapping[NestedKey, Any]], key: NestedKey, dtype: torch.dtype | None) -> NDArray[Any] | None:
     """An entry of several environments; None: they differ in it, or lack it."""
-    values: list[Any] = [row.get(cast(str, key)) for row in rows]
+    values: list[Any] = [row.get(key) for row in rows]
     for value in values:
         if type(value) is not Tensor or value.dtype is not dtype:
             return None
@@ -367,6 +372,10 @@ def _specs_of(env: EnvBase) -> tuple[Composite, ...]:
     return tuple(env.full_spec(name) for name in _SPECS)
 
 
+def _nests(spec: Composite) -> list[NestedKey]:
+    return [key for key in spec.keys(True) if isinstance(spec[key], Composite)]
+
+
 def _refuse_others(env: EnvBase, known: type[EnvBase]) -> None:
     """Test that an environment is a user's own, and does no more than to step and to reset.
 
@@ -384,7 +393,7 @@ def _refuse_others(env: EnvBase, known: type[EnvBase]) -> None:
         "read_at_reset": env.read_at_reset,
         "has_token_rewards": env.has_token_rewards,
         "allow_done_after_reset=True": env.allow_done_after_reset,
-        "states": env.state_keys,
+        "states that are no observations": set(env.state_keys) - set(env.observation_keys),
     }
     for name, is_there in others.items():
         if is_there:
