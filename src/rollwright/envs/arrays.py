@@ -276,7 +276,7 @@ def array_form(env: EnvBase, *, objects: bool = False, unfit: bool = False) -> A
     _check_specs(env, form)
     if form.may_be_unfit and not unfit:
         names = form.on_tensordicts
-        raise NotNative(works_on_tensordicts(names) if names else f"{type(env).__name__} speaks TensorDict")
+        raise NotNative(works_on_tensordicts(names) if names else "it may return what its specs do not announce")
     if not objects and (held := objects_of(form.entries)):
         raise NotNative(f"entry {held[0]!r} holds objects")
     return form

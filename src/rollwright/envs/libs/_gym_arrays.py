@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
-from rollwright._keys import NestedKey
+from rollwright._keys import NestedKey, unravel
 from rollwright.data.specs import Composite
+from rollwright.data.unchecked import unchecked_td
+from rollwright.envs._checks import complete_reset, complete_step
 from rollwright.envs.arrays import (
+    FLAGS,
     ArrayEnv,
     Entry,
     NameRow,
     Rows,
     RowsStep,
+    UnfitOutcome,
     Values,
     check_flags,
     check_open,
@@ -42,28 +47,39 @@ class GymArrays(ArrayEnv):
     """The array form of a :class:`GymWrapper`.
 
     Raises:
-        NotNative: the environment has readers of ``info``, was subclassed in how it steps, or holds objects.
+        NotNative: the environment was subclassed in how it steps, or readers of ``info`` do not say what they read.
     """
 
     def __init__(self, env: GymWrapper, known: type[GymWrapper]) -> None:
         refuse_overrides(env, known)
         check_flags(env)
-        if env.info_dict_reader:
-            raise NotNative("it has readers of info")
-        self._env, self._gym = env, env.gym_env
+        self._env, self._gym, self._readers = env, env.gym_env, list(env.info_dict_reader)
+        self.may_be_unfit = bool(self._readers)
         self.batch = tuple(env.batch_size)
         self.entries = entries_of(env.full_observation_spec, env.ndim, objects=not env.ndim)
         self.rewards = entries_of(env.full_reward_spec, env.ndim, env.reward_keys)
         self.reads = list(env.action_keys)
         self._specs = _specs_of(env)
         rewards = {"reward": Entry((*self.batch, 1), np.dtype(env.reward_dtype), True)}
-        if self.entries.keys() != set(env.space_keys) or self.rewards != rewards:
+        if self.entries.keys() != {*env.space_keys, *self._read_of_info()} or self.rewards != rewards:
             raise NotNative("its specs are not those of its spaces")
+        flags = dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), Entry((*self.batch, 1), np.dtype(np.bool_), True))
+        self._after_reset, self._after_step = _forms(self.entries), _forms({**self.entries, **self.rewards, **flags})
+
+    def _read_of_info(self) -> list[NestedKey]:
+        """Entries that readers of ``info`` announce."""
+        specs = [getattr(reader, "info_spec", None) for reader in self._readers]
+        if None in specs:
+            raise NotNative("a reader of info has no info_spec, which says what it reads")
+        if self._readers and objects_of(self.entries):
+            raise NotNative("it has entries that hold objects, and readers of info")
+        return [unravel(key) for spec in specs for key in cast(Composite, spec).leaves()]
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
-        if self._env.info_dict_reader:
-            raise NotNative("it has readers of info")
+        now = self._env.info_dict_reader
+        if len(now) != len(self._readers) or not all(map(is_, now, self._readers)):
+            raise NotNative("its readers of info have changed")
         if any(now is not then for now, then in zip(_specs_of(self._env), self._specs, strict=True)):
             raise NotNative("its specs have changed")
         if self._env.gym_env is not self._gym:
@@ -74,32 +90,58 @@ class GymArrays(ArrayEnv):
         if self._env.is_closed:
             check_open(self._env, "step")
         try:
-            return self._env.step_values(root)
+            values = self._env.step_values(root)
         except RollwrightError:
             raise
         except Exception as error:
             raise named_error(self._env, "step", error) from error
+        if self._readers and _forms_of(values) != self._after_step:
+            outcome = complete_step(self._env, unchecked_td({}), self._env.tensordict_of(values))
+            raise UnfitOutcome("a reader of info writes what its info_spec does not announce", outcome)
+        return values
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
         check_open(self._env, "reset")
         try:
-            return self._env.reset_values(None if rows is None else rows.reshape(-1), **kwargs)
+            values = self._env.reset_values(None if rows is None else rows.reshape(-1), **kwargs)
         except RollwrightError:
             raise
         except Exception as error:
             raise named_error(self._env, "reset", error) from error
+        if self._readers and _forms_of(values) != self._after_reset:
+            given = None if rows is None else unchecked_td({})
+            fresh = complete_reset(self._env, given, self._env.tensordict_of(values))
+            raise UnfitOutcome("a reader of info writes what its info_spec does not announce", fresh)
+        return values
 
     def in_turn(self, parts: Sequence[ArrayEnv], name_error: NameRow) -> RowsStep | None:
-        """See :meth:`ArrayEnv.in_turn`: where all are single environments, without objects."""
-        if self.batch or objects_of(self.entries) or any(type(part) is not GymArrays for part in parts):
+        """See :meth:`ArrayEnv.in_turn`: where all are single environments, without objects or readers of ``info``."""
+        same = [part for part in parts if type(part) is GymArrays]
+        if self.batch or self._readers or objects_of(self.entries) or len(same) < len(parts):
             return None
-        return GymRows([part.wrapper for part in parts if isinstance(part, GymArrays)], self.entries, name_error)
+        return GymRows([part.wrapper for part in same], self.entries, name_error)
 
     @property
     def wrapper(self) -> GymWrapper:
         """The environment that this is the form of."""
         return self._env
+
+
+def _forms(entries: Mapping[NestedKey, Entry]) -> dict[NestedKey, Any]:
+    """Shapes and dtypes in row form."""
+    return {key: (entry.shape[:-1] if entry.column else entry.shape, entry.dtype) for key, entry in entries.items()}
+
+
+def _forms_of(values: Values) -> dict[NestedKey, Any]:
+    return {key: _form_of(value) for key, value in values.items()}
+
+
+def _form_of(value: Any) -> Any:
+    if isinstance(value, (bool, np.generic, np.ndarray)):
+        array = np.asarray(value)
+        return array.shape, array.dtype
+    return None
 
 
 class GymRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -65,22 +65,27 @@ class default_info_dict_reader(BaseInfoDictReader):
     ) -> None:
         self.ignore_private = ignore_private
         self._spec: Composite | None = None
+        self._leaves: dict[NestedKey, TensorSpec] = {}
         names = None if keys is None else [unravel(key) for key in keys]
         if spec is None:
             if names is not None:
-                self._spec = _composite({name: Unbounded(()) for name in names})
+                self._announce({name: Unbounded(()) for name in names})
         elif isinstance(spec, (Composite, Mapping)):
             pairs = dict(spec.leaves().items() if isinstance(spec, Composite) else spec.items())
             if names is not None and set(names) != {unravel(key) for key in pairs}:
                 raise ValueError(f"spec: expected specs of the keys {names}, got those of {list(pairs)}.")
-            self._spec = _composite(pairs)
+            self._announce(pairs)
         else:
             if names is None or len(spec) != len(names):
                 raise ValueError(
                     f"spec: expected one spec for each of the keys {names}, got {len(spec)}. Give as many "
                     "as there are keys, or a dictionary by key."
                 )
-            self._spec = _composite(dict(zip(names, spec, strict=True)))
+            self._announce(dict(zip(names, spec, strict=True)))
+
+    def _announce(self, specs: Mapping[NestedKey, TensorSpec]) -> None:
+        self._spec = _composite(specs)
+        self._leaves = self._spec.leaves()
 
     @property
     def keys(self) -> list[NestedKey] | None:
@@ -100,7 +105,7 @@ class default_info_dict_reader(BaseInfoDictReader):
                 key = unravel(path)
                 if key not in taken and not (self.ignore_private and is_private(key)):
                     found[key] = _spec_like(value, batch_ndim)
-        self._spec = _composite(found)
+        self._announce(found)
 
     def __call__(self, info_dict: Info, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the entries.
@@ -110,16 +115,30 @@ class default_info_dict_reader(BaseInfoDictReader):
         """
         if self._spec is None:
             self.discover([info_dict], tensordict.ndim)
-        batch = tensordict.batch_size
-        for key, spec in () if self._spec is None else self._spec.leaves().items():
+        for key, value in self.entries(info_dict, tensordict.batch_size).items():
+            tensordict.set(key, value)
+        return tensordict
+
+    def entries(self, info_dict: Info, batch_size: torch.Size) -> dict[NestedKey, Any]:
+        """The same without a TensorDict: values by key.
+
+        Args:
+            info_dict: of a step or a reset.
+            batch_size: of the environment.
+
+        Raises:
+            SpecError: see above.
+        """
+        found: dict[NestedKey, Any] = {}
+        for key, spec in self._leaves.items():
             value = _look_up(info_dict, key)
             if isinstance(spec, NonTensor):
-                tensordict.set(key, cast(Any, NonTensorData(value, batch_size=batch)))
+                found[key] = NonTensorData(value, batch_size=batch_size)
             elif value is None:
-                tensordict.set(key, spec.zero(batch))
+                found[key] = spec.zero(batch_size)
             else:
-                tensordict.set(key, _as_tensor(key, value, spec, batch))
-        return tensordict
+                found[key] = _as_tensor(key, value, spec, batch_size)
+        return found
 
 
 InfoReader = Callable[[Info, TensorDictBase], TensorDictBase | None]
@@ -137,11 +156,23 @@ class InfoReadingEnv(EnvBase):
         self.info_dict_reader: list[InfoReader] = []
 
     def _read_info_into(self, info: Any, out: TensorDictBase) -> None:
-        for reader in self.info_dict_reader:
-            try:
+        try:
+            for reader in self.info_dict_reader:
                 reader(info, out)
-            except SpecError as error:
-                raise EnvError(f"{self}: {error}") from error
+        except SpecError as error:
+            raise EnvError(f"{self}: {error}") from error
+
+    def _info_entries(self, info: Any) -> dict[NestedKey, Any] | None:
+        """What readers make of ``info``, where none of them needs a TensorDict for that; else None."""
+        found: dict[NestedKey, Any] = {}
+        try:
+            for reader in self.info_dict_reader:
+                if type(reader) is not default_info_dict_reader or reader.info_spec is None:
+                    return None
+                found.update(reader.entries(info, self.batch_size))
+        except SpecError as error:
+            raise EnvError(f"{self}: {error}") from error
+        return found
 
     def set_info_dict_reader(self, info_dict_reader: InfoReader | None = None, ignore_private: bool = True) -> Self:
         """Read entries of ``info`` into the data, with every step and reset.

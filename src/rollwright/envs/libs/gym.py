@@ -169,7 +169,7 @@ class GymWrapper(InfoReadingEnv):
     # Stepping ---------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self._as_tensordict(self.step_values(tensordict))
+        return self.tensordict_of(self.step_values(tensordict))
 
     def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
         """See :class:`EnvBase`: what is read by the spaces is complete, and is not tested again."""
@@ -221,7 +221,7 @@ class GymWrapper(InfoReadingEnv):
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
         rows = None if mask is None else mask.reshape(-1).cpu().numpy()
-        return self._as_tensordict(self.reset_values(rows, **kwargs))
+        return self.tensordict_of(self.reset_values(rows, **kwargs))
 
     def reset_values(self, rows: Rows | None, **kwargs: Any) -> Values:
         """Begin new episodes where ``rows`` marks; first observations as arrays."""
@@ -309,13 +309,16 @@ class GymWrapper(InfoReadingEnv):
         """What the readers make of ``info``, and of the entries read ``before``, where they change those."""
         if not self.info_dict_reader:
             return {}
-        data = self._as_tensordict(before or {})
+        found = self._info_entries(info)
+        if found is not None:
+            return {key: _as_value(value) for key, value in found.items()}
+        data = self.tensordict_of(before or {})
         given = {key: data.get(key) for key in leaf_keys(data)}
         self._read_info_into(info, data)
         new = {unravel(key): data.get(key) for key in leaf_keys(data)}
         return {key: _as_value(value) for key, value in new.items() if given.get(key) is not value}
 
-    def _as_tensordict(self, values: Values) -> TensorDict:
+    def tensordict_of(self, values: Values) -> TensorDict:
         """The data that arrays by key stand for."""
         nested: dict[str, Any] = {}
         for key, value in values.items():

@@ -255,7 +255,7 @@ def test_readers_of_info_are_read(both, lab):
     def make():
         return lab.toy()().set_info_dict_reader(default_info_dict_reader(["left"]))
 
-    first, _ = both(make, "one-hot", expect="readers of info")
+    first, _ = both(make, "one-hot")
     assert bool((first.batches[0]["left"] != 0).any())
 
 
