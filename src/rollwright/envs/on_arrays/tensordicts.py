@@ -14,7 +14,7 @@ from rollwright._keys import NestedKey, as_tuple, leaves, place
 from rollwright.data.specs import Composite
 from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.arrays import FLAGS, ArrayEnv, ArrayTransform, Entry, Rows, Values, entries_of, objects_of
-from rollwright.errors import NotNative, RollwrightError
+from rollwright.errors import EnvError, NotNative, RollwrightError
 
 __all__ = ["ByEntry", "Changes", "Deviation", "OnTensorDicts", "RootTensorDicts", "as_tensordict"]
 
@@ -79,6 +79,31 @@ class RootTensorDicts:
                 columns[key] = _as_tensor(value, entry).unbind(0)
         rows = zip(*columns.values(), strict=True)
         return [_nested(dict(zip(columns, row, strict=True)), self.batch_size, self.device) for row in rows]
+
+    def change(self, given: Values, change: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Change what a step is given by a function of a TensorDict, which changes that or returns another one.
+
+        Raises:
+            EnvError: it writes an entry of the environment that is a column in another form.
+        """
+        td = as_tensordict(given, self.forms, self.batch_size, self.device, left_out=self._left_out)
+        before = leaves(td)
+        after = leaves(change(td))
+        for key, value in after.items():
+            if before.get(key) is value:
+                continue
+            entry, array = self.forms.get(key), value.detach().cpu().numpy()
+            if entry is None or not entry.column:
+                given[key] = array
+            elif (array.shape, array.dtype) == (entry.shape, entry.dtype):
+                given[key] = _row_form(array)
+            else:
+                raise EnvError(
+                    f"a transform writes {key!r} as {array.dtype} {list(array.shape)} on the way in, which the specs "
+                    f"have as {entry.dtype} {list(entry.shape)}. Write it in that form, or pass use_buffers=False."
+                )
+        for key in before.keys() - after.keys():
+            del given[key]
 
     def of_reset(self, root: Values, rows: Rows | None) -> TensorDict:
         """What a reset is given: all that goes on where ``rows`` does not mark, and the marks."""

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from rollwright._keys import NestedKey, as_keys, as_tuple, key_str
+from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 from rollwright.data.layout import DoneGroup, deciding_groups, done_groups
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs._partial_reset import mask_like
@@ -181,7 +181,8 @@ class Transform(nn.Module):
             roots: makes what it reads of the root.
 
         Raises:
-            NotNative: it changes what a reset is given, or what a step is given beside actions.
+            NotNative: it changes what a reset is given; or what a step is given, by another method than ``_inv_call``
+                or in other entries than actions.
         """
         name, parent = type(self).__name__, self.parent
         own = vars(self).keys()
@@ -195,11 +196,19 @@ class Transform(nn.Module):
         spec = self.transform_output_spec(parent.output_spec.clone())
         of_steps = ("_step", "transform_step")
         reads_root = bool(own & set(of_steps)) or any(_overrides(self, method) for method in of_steps)
-        inverse = self.with_inverse(env, _UNCHANGED) if self.inverts else None
+        inverse = self._inverse_on_tensordicts(env, roots) if self.inverts else None
         whole = ("_call", "_apply_to", "_read", *of_steps)
         is_simple = not own & set(whole) and not any(_overrides(self, method) for method in whole)
         by_entry = ByEntry(self._pairs(), lambda obs: self._apply_transform(obs)) if is_simple else None
         return OnTensorDicts(self, name, env, spec, roots, reads_root=reads_root, by_entry=by_entry, inverse=inverse)
+
+    def _inverse_on_tensordicts(self, env: ArrayEnv, roots: RootTensorDicts) -> ArrayTransform:
+        """What the transform changes on the way in, by a call of its own ``_inv_call`` where it has one."""
+        if not _overrides(self, "_inv_call") or _overrides(self, "inv") or self.parent is None:
+            return self.with_inverse(env, _UNCHANGED)
+        taken = self.transform_input_spec(self.parent.input_spec.clone())["full_action_spec"]
+        made = frozenset(self.parent.action_keys) - {unravel(key) for key in taken.leaves()}
+        return _UNCHANGED.replace(inverse=lambda given: roots.change(given, self._inv_call), made=made)
 
     def entries_on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """The array form of a transform that changes each of ``in_keys`` by ``_apply_transform``, and nothing else.

@@ -180,7 +180,38 @@ def loud():
     return Louder(in_keys_inv=["action"], out_keys_inv=["action"])
 
 
+class WayIn(Transform):
+    """Moves some of the actions on, by chance, and writes what it was given."""
+
+    def _inv_call(self, tensordict):
+        action = tensordict["action"]
+        moved = torch.rand(*tensordict.batch_size, 1) < 0.3
+        total = sum(value.double().sum() for value in tensordict.values(True, True))
+        tensordict["total"] = torch.full((*tensordict.batch_size, 1), float(total))
+        return tensordict.set("action", torch.where(moved, action.roll(1, -1), action))
+
+
+class WayInOfAll(WayIn):
+    """Changes an observation and a count, too, in place and not; drops an entry; and shows what it has done."""
+
+    def _inv_call(self, tensordict):
+        tensordict["observation"] = tensordict["observation"] + 1
+        if tensordict.get("step_count", None) is not None:
+            tensordict["step_count"] = tensordict["step_count"] * 2
+        return TensorDict(
+            {"seen": tensordict["observation"].sum(-1, keepdim=True), **tensordict}, tensordict.batch_size
+        )
+
+    def _step(self, tensordict, next_tensordict):
+        seen = tensordict["seen"] + ("is_init" in tensordict)
+        return next_tensordict.set("observation", next_tensordict["observation"] + seen / 100)
+
+
 CHAINS = {
+    "way in": WayIn,
+    "way in, counted": lambda: Compose(StepCounter(9), WayIn(), RewardSum()),
+    "way in of all": lambda: Compose(WayInOfAll(), StepCounter(9)),
+    "way in of all, counted": lambda: Compose(StepCounter(9), WayInOfAll(), InitTracker()),
     "clipped": lambda: Clipped(KEY),
     "in place": InPlace,
     "two of one": TwoEntries,
@@ -509,13 +540,13 @@ class Given(Transform):
         return tensordict
 
 
-class WayIn(Transform):
-    def _inv_call(self, tensordict):
+class Other(Transform):
+    def inv(self, tensordict):
         return tensordict
 
 
 def test_transforms_of_what_the_environment_is_given_take_the_plain_path(both, lab):
-    for kind, reason in ((Given, "Given changes what a reset is given"), (WayIn, "WayIn changes what the environment")):
+    for kind, reason in ((Given, "Given changes what a reset is given"), (Other, "Other changes what the environment")):
         both(lambda kind=kind: TransformedEnv(lab.envs["reused buffer"](), kind()), "one-hot", expect=reason)
 
 
