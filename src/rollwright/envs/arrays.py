@@ -158,11 +158,13 @@ class ArrayEnv(ABC):
             that ended. Environments elsewhere may then be reset before that is asked for.
         keeps_resets: whether rows that a reset does not mark hold what their own last reset returned.
         on_tensordicts: names of transforms that are called on TensorDicts.
+        held_back: why another library steps the environment on TensorDicts; empty: none does.
     """
 
     resets_ahead: bool = False
     keeps_resets: bool = False
     on_tensordicts: Sequence[str] = ()
+    held_back: str = ""
     batch: tuple[int, ...]
     entries: dict[NestedKey, Entry]
     rewards: dict[NestedKey, Entry]

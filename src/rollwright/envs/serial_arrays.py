@@ -61,7 +61,7 @@ class TurnArrays(ArrayEnv):
         self.root_flags, self.done_follows, self.may_be_unfit = first.root_flags, first.done_follows, first.may_be_unfit
         self._in_turn = first.in_turn(self._parts, self._named_error)
         self._last: Values = {}  # outcomes of the step before
-        self.on_tensordicts = first.on_tensordicts
+        self.on_tensordicts, self.held_back = first.on_tensordicts, first.held_back
         flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
         self.outcome = {**self.carried, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
 

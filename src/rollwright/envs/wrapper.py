@@ -125,7 +125,7 @@ class WrapperArrays(ArrayEnv):
     def __init__(self, base: ArrayEnv) -> None:
         self._base = base
         self.batch, self.entries, self.rewards, self.reads = base.batch, base.entries, base.rewards, base.reads
-        self.flags, self.nests = base.flags, base.nests
+        self.flags, self.nests, self.held_back = base.flags, base.nests, base.held_back
         self.root_flags, self.done_follows, self.may_be_unfit = base.root_flags, base.done_follows, base.may_be_unfit
 
     def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:

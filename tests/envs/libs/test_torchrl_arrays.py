@@ -14,7 +14,8 @@ from rollwright.collectors import Collector
 from rollwright.envs import Compose, GymWrapper, RewardSum, SerialEnv, TransformedEnv
 
 envs = pytest.importorskip("torchrl.envs")
-Unbounded = pytest.importorskip("torchrl.data").Unbounded
+data = pytest.importorskip("torchrl.data")
+Unbounded = data.Unbounded
 PENDULUM, CART_POLE = "Pendulum-v1", "CartPole-v1"
 
 
@@ -65,6 +66,47 @@ class Adds(envs.Transform):
 
     def _reset(self, tensordict, tensordict_reset):
         return tensordict_reset.set("observation", tensordict_reset["observation"] * (1 + len(tensordict.keys())))
+
+
+class Drift(envs.EnvBase):
+    """An environment of a user's own: moves by chance, and ends by chance; its state lies in it or in the data."""
+
+    def __init__(self, batch=(), truncates=True, first=10**9, in_data=False, **options):
+        super().__init__(batch_size=batch, **options)
+        seen = {"observation": Unbounded((*batch, 2)), "n": Unbounded((*batch, 1), dtype=torch.int64)}
+        self.observation_spec = data.Composite(**seen, shape=batch)
+        if in_data:
+            self.state_spec = self.observation_spec.clone()
+        self.action_spec = data.Bounded(-1.0, 1.0, (*batch, 2))
+        self.reward_spec = Unbounded((*batch, 1))
+        self.done_spec = data.Categorical(2, shape=(*batch, 1), dtype=torch.bool)
+        if truncates:
+            self.add_truncated_keys()
+        self.first, self.calls, self.in_data = first, 0, in_data
+
+    def _reset(self, tensordict=None, **kwargs):
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        fresh, zeros = torch.rand(*self.batch_size, 2), torch.zeros(*self.batch_size, 1, dtype=torch.int64)
+        if mask is not None and self.batch_size:
+            mask = mask.reshape(*self.batch_size, 1)
+            fresh, zeros = torch.where(mask, fresh, self.x), torch.where(mask, zeros, self.n)
+        self.x, self.n = fresh, zeros
+        return TensorDict({"observation": self.x.clone(), "n": self.n.clone()}, self.batch_size)
+
+    def _step(self, tensordict):
+        self.calls += 1
+        before = tensordict["observation"] if self.in_data else self.x
+        self.x, self.n = before + tensordict["action"] / 8 + torch.randn(*self.batch_size, 2) / 8, self.n + 1
+        chance = torch.rand(*self.batch_size, 1)
+        found = {"observation": self.x.clone(), "n": self.n.clone(), "reward": self.x.sum(-1), "done": chance < 0.2}
+        if "truncated" in self.done_keys:
+            found |= {"terminated": chance < 0.1, "truncated": (chance >= 0.1) & (chance < 0.2)}
+        if self.calls > self.first:
+            found["extra"] = chance + 1
+        return TensorDict(found, self.batch_size)
+
+    def _set_seed(self, seed):
+        pass
 
 
 def around(env, *transforms):
@@ -130,11 +172,28 @@ ENVS = {
     "own in ours": lambda: TransformedEnv(GymWrapper(Doubles()), Compose(Shift(), RewardSum(), Adds())),
     "own unannounced": lambda: around(envs.GymEnv(CART_POLE), Adds(17), envs.StepCounter(5), envs.RewardSum()),
     "ours around own": lambda: TransformedEnv(around(envs.GymEnv(CART_POLE), Adds(17)), RewardSum()),
+    "theirs": Drift,
+    "theirs in a batch": lambda: Drift((3,)),
+    "theirs without truncation": lambda: Drift((3,), truncates=False),
+    "theirs with a state": lambda: Drift((3,), in_data=True),
+    "theirs with a device": lambda: Drift((3,), device="cpu"),
+    "theirs below transforms": lambda: around(Drift(), envs.StepCounter(5), Adds(), envs.RewardSum()),
+    "theirs in ours": lambda: TransformedEnv(Drift((3,)), RewardSum()),
+    "theirs in turn": lambda: envs.SerialEnv(3, Drift),
+    "theirs in turn below transforms": lambda: around(
+        envs.SerialEnv(3, lambda: around(Drift(), Shift(), envs.StepCounter(4))), envs.RewardSum()
+    ),
+    "theirs in ours in turn": lambda: SerialEnv(3, Drift),
+    "theirs in processes": lambda: envs.ParallelEnv(2, Drift, mp_start_method="spawn"),
+    "own members in turn": lambda: envs.SerialEnv(2, lambda: around(envs.GymEnv(PENDULUM), Adds())),
+    "theirs that skips": lambda: envs.GymEnv(PENDULUM, frame_skip=2),
+    "theirs unannounced": lambda: Drift((3,), first=13),
+    "theirs in turn, unannounced": lambda: SerialEnv(3, lambda: Drift(first=13)),
     "ours of several": lambda: SerialEnv(3, lambda: around(envs.GymEnv(PENDULUM), envs.StepCounter(6))),
 }
 
 
-UNFIT = ("own unannounced", "ours around own")
+UNFIT = ("own unannounced", "ours around own", "theirs unannounced", "theirs in turn, unannounced")
 
 
 def make_policy(env):
@@ -166,7 +225,8 @@ class TestParity:
         plain, _ = collect(ENVS[name](), init_random_frames=random, use_buffers=False)
         if not (name.endswith("several") and random):
             assert how.startswith("plain: " if name in UNFIT else "native: NumPy arrays"), how
-            assert name in UNFIT or ("on TensorDicts" in how) == name.startswith("own "), how
+            assert name in UNFIT or ("TensorDicts" in how) == name.startswith("own "), how
+            assert name in UNFIT or ("TorchRL steps it" in how) == name.startswith("theirs"), how
         assert set(native.keys(True, True)) == set(plain.keys(True, True))
         for key in plain.keys(True, True):
             assert native[key].dtype == plain[key].dtype, key
@@ -229,5 +289,5 @@ class TestHeldBack:
         with Collector(make(), None, frames_per_batch=10, total_frames=10) as collector:
             assert collector.next() is not None
             how = collector.stats()["paths"]["env"]
-        assert how.startswith("plain: ")
+        assert how.startswith("native: NumPy arrays; ")
         assert re.search(reason, how), how

@@ -474,7 +474,6 @@ class Stepped(GymEnv):
 REFUSED = {
     "Pulls overrides step_outcome": Pulls,
     "it has states that are no observations": Stateful,
-    "it has allow_done_after_reset=True": lambda: Drift(allow_done_after_reset=True),
     "run_type_checks=True": lambda: Drift(run_type_checks=True),
     "Stepped overrides _step": lambda: Stepped("CartPole-v1"),
 }

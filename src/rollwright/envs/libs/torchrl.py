@@ -14,7 +14,7 @@ from rollwright.data.specs.shapes import as_device
 from rollwright.data.specs.torchrl import from_torchrl
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase
-from rollwright.envs.libs.torchrl_arrays.env import TorchRLArrays
+from rollwright.envs.libs.torchrl_arrays.env import torchrl_array_form
 from rollwright.errors import EnvError
 
 __all__ = ["TorchRLWrapper"]
@@ -85,7 +85,7 @@ class TorchRLWrapper(EnvBase):
         return outcome
 
     def _array_form(self) -> ArrayEnv:
-        return TorchRLArrays(self, TorchRLWrapper)
+        return torchrl_array_form(self, TorchRLWrapper)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Random actions, drawn by TorchRL's environment from its own action spec."""

@@ -392,7 +392,6 @@ def _refuse_others(env: EnvBase, known: type[EnvBase]) -> None:
         "ends_with_step": env.ends_with_step,
         "read_at_reset": env.read_at_reset,
         "has_token_rewards": env.has_token_rewards,
-        "allow_done_after_reset=True": env.allow_done_after_reset,
         "states that are no observations": set(env.state_keys) - set(env.observation_keys),
     }
     for name, is_there in others.items():

@@ -87,6 +87,8 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
     how = {"env": "native: NumPy arrays", "policy": actor.how}
     if arrays.on_tensordicts:
         how["env"] += f"; {works_on_tensordicts(arrays.on_tensordicts)}"
+    if arrays.held_back:
+        how["env"] += f"; {arrays.held_back}"
     number = parts.options.env_groups
     if number > 1 and flat is not None:
         groups = _tried(against, "env", lambda: _groups(arrays, number))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import gymnasium
@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._foreign import class_path, kind_in, overrides
-from rollwright._keys import NestedKey, unravel
+from rollwright._keys import NestedKey, leaves, unravel
 from rollwright.data.specs import Composite
 from rollwright.data.specs.torchrl import from_torchrl
 from rollwright.envs._checks import complete_reset, complete_step
@@ -31,16 +31,54 @@ from rollwright.envs.libs.gym import GymWrapper
 from rollwright.envs.libs.torchrl_arrays.transforms import array_transform, check_outputs_only, is_known, reads_root
 from rollwright.envs.on_arrays.chain import ArrayChain, ChainDeviation
 from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
+from rollwright.envs.own.arrays import OwnArrays
 from rollwright.envs.serial_arrays import TurnArrays
 from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
     from rollwright.envs.libs.torchrl import TorchRLWrapper
 
-__all__ = ["TorchRLArrays"]
+__all__ = ["TorchRLArrays", "torchrl_array_form"]
 
 _METHODS = {"step", "reset", "_step", "_reset", "read_obs", "read_reward", "read_done", "read_action"}
 _GYM = ("torchrl.envs.libs.gym.GymEnv", "torchrl.envs.libs.gym.GymWrapper")
+
+
+def torchrl_array_form(env: TorchRLWrapper, known: type[TorchRLWrapper]) -> ArrayEnv:
+    """The array form of a :class:`TorchRLWrapper`.
+
+    TorchRL's environments of gymnasium, with transforms that are known, are taken apart. All others TorchRL steps on
+    TensorDicts; what comes of it is read as arrays.
+
+    Args:
+        env: the environment.
+        known: the class whose steps these are.
+
+    Raises:
+        NotNative: what it returns does not fit arrays.
+    """
+    try:
+        return TorchRLArrays(env, known)
+    except NotNative as reason:
+        if any(getattr(env.torchrl_env.full_action_spec[key], "mask", None) is not None for key in env.action_keys):
+            raise
+        form = OwnArrays(env, known, env._step, _without_given(env))
+        form.held_back = f"TorchRL steps it, since {reason}"
+        return form
+
+
+def _without_given(env: TorchRLWrapper) -> Callable[..., TensorDictBase]:
+    """The environment's ``_reset``, less what TorchRL's merges into it of what it was given beside its own entries."""
+    own = {*env.observation_keys, *env.state_keys, *env.done_keys}
+
+    def reset(tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
+        fresh = env._reset(tensordict, **kwargs)
+        if tensordict is None:
+            return fresh
+        given = leaves(tensordict)
+        return fresh.select(*(key for key in leaves(fresh) if key in own or key not in given))
+
+    return reset
 
 
 class TorchRLArrays(ArrayEnv):
