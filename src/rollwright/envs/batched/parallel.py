@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from rollwright._processes.channel import ByValue
 from rollwright._processes.start.methods import check_start_method
 from rollwright.data.specs import NonTensor
+from rollwright.envs._checks import complete_reset, complete_step
 from rollwright.envs.arrays import STEPPED, ArrayEnv
 from rollwright.envs.base import EnvBase, register_extension
 from rollwright.envs.batched.hosting import calls
@@ -190,17 +191,36 @@ class ParallelEnv(RemoteEnvs):
             return StepRows(ticket, some, sent.layout, sent.nests, sent.rest_of(mine))
 
         gathered, missed = hosted.step(command, sent.layout, marks)
-        rest = hosted.outcomes.beside(gathered.replies.values())
+        return self._joined(tensordict, marks, hosted.outcomes.beside(gathered.replies.values()), missed)
+
+    def _joined(
+        self, root: TensorDictBase, marks: Sequence[bool] | None, rest: dict[int, TensorDictBase], missed: Missed
+    ) -> TensorDictBase:
+        """What a step from ``root`` has returned: rows of shared memory, and ``rest``, which has no place there."""
         stepped = [row for row in range(self.num_workers) if marks is None or marks[row]]
         form = None if rest or self._ragged else self._hosted.outcomes.common_form("step", stepped)
         if form is None:
             cut = missed.cut if not self._ragged and not rest else frozenset()
-            return self._unlike(tensordict, stepped, rest, Missed(missed.failed | missed.cut - cut, cut))
+            return self._unlike(root, stepped, rest, Missed(missed.failed | missed.cut - cut, cut))
         out = self._hosted.outcomes.dense(form, self.num_workers)
         for row in missed.failed:
-            self._repeat(out, tensordict, row)
+            self._repeat(out, root, row)
         self._end(out, missed)
         return placed(out, self.device)
+
+    def joined_step(
+        self, root: TensorDictBase, marks: Sequence[bool] | None, rest: dict[int, TensorDictBase], missed: Missed
+    ) -> TensorDictBase:
+        """What :meth:`step_outcome` returns of a step that was taken on arrays, where rows hold something else."""
+        with self._named_errors("step"):
+            outcome = self._joined(root, marks, rest, missed)
+        return complete_step(self, outcome.empty(), outcome)
+
+    def joined_reset(self, marked: Sequence[int], rest: dict[int, TensorDictBase], *, whole: bool) -> TensorDictBase:
+        """What :meth:`reset_outcome` returns of such a reset; ``whole``: nothing was given to it."""
+        with self._named_errors("reset"):
+            fresh = self._joined_reset(marked, rest)
+        return complete_reset(self, None if whole else fresh.empty(), fresh)
 
     def _repeat(self, out: TensorDictBase, root: TensorDictBase, row: int) -> None:
         """Let a row of an outcome, which is none, mean that nothing has changed."""
@@ -244,7 +264,9 @@ class ParallelEnv(RemoteEnvs):
             rows = tensordict.unbind(0)
             marked = [row for row in marked if self._is_marked(rows[row])]
             sent = send_rows(self._processes, tensordict)
-        rest = self._begun(marked, sent, ByValue(kwargs) if kwargs else None)
+        return self._joined_reset(marked, self._begun(marked, sent, ByValue(kwargs) if kwargs else None))
+
+    def _joined_reset(self, marked: Sequence[int], rest: dict[int, TensorDictBase]) -> TensorDictBase:
         form = None if rest or self._ragged else self._hosted.outcomes.common_form("reset", marked)
         if form is not None:
             return placed(self._hosted.outcomes.dense(form, self.num_workers), self.device)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from tensordict import TensorDictBase
 
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import NestedKey, as_tuple
@@ -18,16 +19,20 @@ from rollwright.envs.arrays import (
     ArrayEnv,
     Entry,
     Rows,
+    UnfitOutcome,
     Values,
     check_flags,
     check_open,
     refuse_overrides,
+    works_on_tensordicts,
 )
 from rollwright.envs.batched.hosting import calls
+from rollwright.envs.batched.hosting.answers import Gathered
 from rollwright.envs.batched.hosting.calls import ArrayFacts
 from rollwright.envs.batched.hosting.messages import AHEAD, ResetArrays, Some, StepArrays
 from rollwright.envs.batched.hosting.rows import HostedRows
-from rollwright.envs.recreation.rows import end_array_rows
+from rollwright.envs.on_arrays.tensordicts import as_tensordict
+from rollwright.envs.recreation.rows import Missed, end_array_rows
 from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
@@ -48,10 +53,11 @@ class ParallelArrays(ArrayEnv):
 
     def __init__(self, env: ParallelEnv, hosted: HostedRows, known: type[ParallelEnv]) -> None:
         refuse_overrides(env, known)
-        check_flags(env)
         facts: list[ArrayFacts] = list(hosted.call(calls.array_facts).values())
         if any(each != facts[0] for each in facts):
             raise NotNative("its environments differ in their entries")
+        check_flags(env, lacks_truncated=len(facts[0].root_flags) < len(FLAGS))
+        hosted.roots = None  # the environments have new forms
         self._view(env, hosted, range(env.num_workers), facts[0])
 
     @classmethod
@@ -64,11 +70,17 @@ class ParallelArrays(ArrayEnv):
         self._env, self._hosted, self._rows, self._facts = env, hosted, rows, facts
         self.batch = (len(rows), *self._env.batch_size[1:])
         self.entries, self.rewards = self._widened(facts.entries), self._widened(facts.rewards)
-        self.reads = facts.reads
+        self.reads, self.root_flags, self.done_follows = facts.reads, facts.root_flags, facts.done_follows
+        self.may_be_unfit, self.on_tensordicts = facts.may_be_unfit, facts.on_tensordicts
+        self._forms: dict[NestedKey, Entry] = {}  # of roots
         flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
         shared = hosted.outcomes.shared.arrays
         here = slice(rows.start, rows.stop)
-        outcome = {**self.entries, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
+        outcome = {
+            **self.entries,
+            **self.rewards,
+            **dict.fromkeys(cast("tuple[NestedKey, ...]", self.root_flags), flag),
+        }
         self._outcome: dict[NestedKey, NDArray[Any]] = {
             key: shared[key][here, ..., 0] if entry.column else shared[key][here] for key, entry in outcome.items()
         }
@@ -77,11 +89,14 @@ class ParallelArrays(ArrayEnv):
             key: shared[AHEAD, *as_tuple(key)][here, ..., 0] if entry.column else shared[AHEAD, *as_tuple(key)][here]
             for key, entry in self.entries.items()
         }
+        self._ahead = False
         self._ended: Rows | None = None  # what was reset ahead
         self._ticket: int | None = None
         self._num_seedings = 0
         self._due: frozenset[int] = frozenset()
         self._root: Values = {}
+        self._preset: Values = {}
+        self._stepped: list[bool] | None = None
 
     def _widened(self, entries: dict[NestedKey, Entry]) -> dict[NestedKey, Entry]:
         return {
@@ -97,6 +112,9 @@ class ParallelArrays(ArrayEnv):
 
     def groups(self, number: int) -> list[ArrayEnv]:
         """See :meth:`ArrayEnv.groups`."""
+        if self.may_be_unfit:  # then all go on with TensorDicts, from the same step on
+            names = self.on_tensordicts
+            raise NotNative(works_on_tensordicts(names) if names else "its environments are a user's own")
         count = len(self._rows)
         if not 1 <= number <= count:
             raise NotNative(f"it has {count} environments, which do not make {number} groups")
@@ -116,7 +134,7 @@ class ParallelArrays(ArrayEnv):
         """See :meth:`ArrayEnv.send`."""
         check_open(self._env, "step")
         self._hosted.check_free(self._env, self._rows)
-        given = {key: root[key] for key in self.reads}
+        given = {key: root[key] for key in self._seen(root)}
         for key, value in preset.items():
             given["next", *as_tuple(key)] = value
         layout = self._write(given)
@@ -126,10 +144,34 @@ class ParallelArrays(ArrayEnv):
         def command(ticket: int, some: Some, mine: Sequence[int]) -> StepArrays:
             return StepArrays(ticket, some, layout, self.resets_ahead)
 
-        self._root, self._num_seedings = root, self._hosted.num_seedings
+        self._root, self._preset, self._stepped = root, preset, stepped
+        self._num_seedings = self._hosted.num_seedings
         with uninterrupted:
             self._ticket, self._due = self._hosted.post_step(command, self._rows, layout, stepped)
         self._hosted.processes.flush()
+
+    def _seen(self, root: Values) -> list[NestedKey]:
+        """Keys of what environments are given of the root, of which they know the forms then."""
+        if not self.may_be_unfit:
+            return self.reads
+        if self._hosted.roots is not self._forms:
+            of_one = {key: Entry(shape[1:], dtype, column) for key, (shape, dtype, column) in self._forms.items()}
+            self._hosted.call(calls.see_roots, of_one)
+            self._hosted.roots = self._forms
+        return [key for key in root if key != STEPPED]
+
+    def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
+        """See :meth:`ArrayEnv.see_roots`."""
+        self._forms = dict(forms)
+
+    @property
+    def resets_ahead(self) -> bool:
+        """See :class:`ArrayEnv`; never where a reset reads what goes on."""
+        return self._ahead
+
+    @resets_ahead.setter
+    def resets_ahead(self, value: bool) -> None:
+        self._ahead = value and not self.may_be_unfit
 
     def _write(self, given: Values) -> int:
         """Write what environments read; the number of its layout."""
@@ -143,8 +185,12 @@ class ParallelArrays(ArrayEnv):
     def receive(self) -> Values:
         """See :meth:`ArrayEnv.receive`."""
         ticket, self._ticket = self._ticket, None
-        missed = self._hosted.receive_step(self._env, ticket)
+        gathered, missed = self._hosted.receive_step(self._env, ticket)
+        if unfit := gathered.unfit:
+            raise self._unfit_step(unfit, gathered, missed)
         out = {key: value.copy() for key, value in self._outcome.items()}
+        if "truncated" not in out:
+            out["truncated"] = np.zeros(self.batch, np.bool_)
         self._ended = out["done"].copy() if self.resets_ahead and out["done"].any() else None
         if missed.failed or missed.cut or self._due:
             self._forget([row - self._rows.start for row in missed.failed | missed.cut | self._due])
@@ -152,6 +198,20 @@ class ParallelArrays(ArrayEnv):
             end_array_rows(out, [row - self._rows.start for row in missed.cut], failed=False)
         self._root = {}
         return out
+
+    def _unfit_step(self, unfit: Mapping[int, str], gathered: Gathered, missed: Missed) -> UnfitOutcome:
+        """The outcome of a step of which some rows do not fit arrays."""
+        env, size = self._env, self._env.batch_size
+        rest = self._hosted.outcomes.beside(gathered.replies.values())
+        shown = self._hosted.outcomes.row("step", next(iter(unfit)), rest)
+        own = {**self.entries, **self.rewards}
+        beside = [key for key in self._preset if key not in own and shown.get(key, None) is not None]
+        if beside:  # returned by all of them, and sent back by those that do not fit
+            for row in set(self._rows) - unfit.keys():
+                mine = {key: np.array(self._preset[key][row]) for key in beside}
+                rest[row] = as_tensordict(mine, {}, size[1:], None)
+        root = as_tensordict(self._root, self._forms, size, env.device)
+        return UnfitOutcome(next(iter(unfit.values())), env.joined_step(root, self._stepped, rest, missed))
 
     def _forget(self, rows: list[int]) -> None:
         """These have new environments, which were not reset ahead."""
@@ -171,23 +231,35 @@ class ParallelArrays(ArrayEnv):
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
+        return self._reset(rows, None, kwargs)
+
+    def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
+        """See :meth:`ArrayEnv.reset_from`."""
+        return self._reset(rows, root if self.may_be_unfit else None, kwargs)
+
+    def _reset(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> Values:
         env = self._env
         check_open(env, "reset")
         self._hosted.drop_steps(self._rows)
         env.seed_for_reset(kwargs)
         ended, self._ended = self._ended, None
         if ended is None or kwargs or self._hosted.num_seedings != self._num_seedings:
-            self._reset_now(rows, kwargs)
+            self._reset_now(rows, root, kwargs)
             return {key: self._outcome[key].copy() for key in self.entries}
         rest = ~ended if rows is None else rows & ~ended
         if rest.any():
-            self._reset_now(rest, kwargs)
+            self._reset_now(rest, None, kwargs)
         fresh = {key: self._outcome[key].copy() for key in self.entries}
         for key, value in self._first.items():
             fresh[key][ended] = value[ended]
         return fresh
 
-    def _reset_now(self, rows: Rows | None, kwargs: dict[str, Any]) -> None:
+    def _reset_now(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> None:
+        given: Values = {}
+        if self.may_be_unfit:
+            root_now = root or {}
+            given = {key: root_now[key] for key in self._seen(root_now) if as_tuple(key)[0] != "next"}
+        layout = self._write(given) if given else None
         start = self._rows.start
         masks: dict[int, Any] = {}
         marked: Sequence[int] = self._rows
@@ -198,7 +270,14 @@ class ParallelArrays(ArrayEnv):
         packed = ByValue(kwargs) if kwargs else None
 
         def command(ticket: int, some: Some, mine: Sequence[int]) -> ResetArrays:
-            return ResetArrays(ticket, some, rows is not None, {row: masks[row] for row in mine if masks}, packed)
+            own = {row: masks[row] for row in mine if masks}
+            return ResetArrays(ticket, some, rows is not None, own, packed, root is not None, layout)
 
-        for _ in self._hosted.reset(command, marked):
-            pass
+        unfit: dict[int, str] = {}
+        rest: dict[int, TensorDictBase] = {}
+        for gathered in self._hosted.reset(command, marked, layout):
+            unfit.update(gathered.unfit)
+            rest.update(self._hosted.outcomes.beside(gathered.replies.values()))
+        if unfit:
+            reason = unfit[min(unfit)]
+            raise UnfitOutcome(reason, self._env.joined_reset(marked, rest, whole=root is None))

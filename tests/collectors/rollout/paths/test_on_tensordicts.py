@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import closing
 
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ from torch import nn
 
 from rollwright import Collector
 from rollwright.data import Composite, Unbounded
-from rollwright.envs import ParallelEnv, SerialEnv, TransformedEnv
-from rollwright.envs.arrays import array_form
+from rollwright.envs import SerialEnv, TransformedEnv
 from rollwright.envs.transforms import (
     Compose,
     DoubleToFloat,
@@ -29,7 +27,7 @@ from rollwright.envs.transforms import (
     TensorDictPrimer,
     Transform,
 )
-from rollwright.errors import EnvError, NotNative
+from rollwright.errors import EnvError
 
 KEY = ["observation"]
 
@@ -548,15 +546,6 @@ class Other(Transform):
 def test_transforms_of_what_the_environment_is_given_take_the_plain_path(both, lab):
     for kind, reason in ((Given, "Given changes what a reset is given"), (Other, "Other changes what the environment")):
         both(lambda kind=kind: TransformedEnv(lab.envs["reused buffer"](), kind()), "one-hot", expect=reason)
-
-
-def test_members_of_a_parallel_env_have_no_such_transforms(lab):
-    make = lab.envs["reused buffer"]
-    with (
-        closing(ParallelEnv(2, lambda: TransformedEnv(make(), Clipped(KEY)))) as env,
-        pytest.raises(NotNative, match="Clipped"),
-    ):
-        array_form(env)
 
 
 # Saved states, and what stays of them --------------------------------------------------------------------------------

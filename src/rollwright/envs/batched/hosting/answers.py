@@ -51,6 +51,14 @@ class Gathered(NamedTuple):
         """Which were recreated, in the order of rows."""
         return sorted(one for reply in self.replies.values() for one in reply.recreated)
 
+    @property
+    def unfit(self) -> dict[int, str]:
+        """By row: why an outcome on arrays is a TensorDict."""
+        found: dict[int, str] = {}
+        for reply in self.replies.values():
+            found.update(reply.unfit or {})
+        return dict(sorted(found.items()))
+
     def values(self) -> dict[int, Any]:
         """What a function has returned, by row."""
         values: dict[int, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -32,6 +32,7 @@ __all__ = [
     "look_up",
     "move",
     "pickled",
+    "see_roots",
     "set_seed",
     "state",
 ]
@@ -66,6 +67,10 @@ class ArrayFacts(NamedTuple):
     entries: dict[NestedKey, Entry]
     rewards: dict[NestedKey, Entry]
     reads: list[NestedKey]
+    root_flags: tuple[str, ...]
+    done_follows: bool
+    may_be_unfit: bool
+    on_tensordicts: Sequence[str]
 
 
 def describe(hosted: Hosted) -> EnvFacts:
@@ -87,12 +92,18 @@ def describe(hosted: Hosted) -> EnvFacts:
 def array_facts(hosted: Hosted) -> ArrayFacts:
     """Make the array form; raises ``NotNative`` where there is none."""
     form = hosted.array_form(rebuild=True)
-    return ArrayFacts(form.entries, form.rewards, form.reads)
+    entries = form.entries, form.rewards, form.reads
+    return ArrayFacts(*entries, form.root_flags, form.done_follows, form.may_be_unfit, list(form.on_tensordicts))
 
 
 def check_arrays(hosted: Hosted) -> None:
     """See :meth:`~rollwright.envs.arrays.ArrayEnv.check`."""
     hosted.array_form().check()
+
+
+def see_roots(hosted: Hosted, forms: Mapping[NestedKey, Entry]) -> None:
+    """See :meth:`~rollwright.envs.arrays.ArrayEnv.see_roots`."""
+    hosted.array_form().see_roots(forms)
 
 
 def set_seed(hosted: Hosted, seed: int | None, static_seed: bool) -> int | None:

@@ -19,8 +19,9 @@ from rollwright._keys import NestedKey, as_tuple
 from rollwright._memory import Segment
 from rollwright._processes.channel import ByValue, Channel
 from rollwright._seeding import seed_torch
-from rollwright.envs.arrays import FLAGS, ArrayEnv, array_form
+from rollwright.envs.arrays import FLAGS, ArrayEnv, UnfitOutcome, array_form
 from rollwright.envs.base import EnvBase
+from rollwright.envs.batched.hosting.array_outcomes import check_presets, structure_of
 from rollwright.envs.batched.hosting.messages import (
     AHEAD,
     CallFunction,
@@ -96,7 +97,7 @@ class Hosted:
             NotNative: it has no such form.
         """
         if self._arrays is None or rebuild:
-            self._arrays = array_form(self.env)
+            self._arrays = array_form(self.env, unfit=True)
         return self._arrays
 
 
@@ -111,12 +112,15 @@ class _Host:
         self._layouts: dict[int, SharedRows] = {}
         self._structures: dict[tuple[str, int], OutcomeStructure] = {}
         self._raised: list[RowFailure] = []
+        self._changed: dict[tuple[str, int], OutcomeStructure] = {}  # what the next answer reports of structures
+        self._left: dict[int, TensorDictBase] = {}  # what has no place in shared rows
+        self._unfit: dict[int, str] = {}
         self._out: SharedRows
         self._finished: Any = None
 
     def carry_out(self, command: Any) -> None:
         """Do what is asked, and answer."""
-        self._raised = []
+        self._raised, self._changed, self._left, self._unfit = [], {}, {}, {}
         self._recreated.clear()
         if isinstance(command, SetLayout):
             self._set_layout(command)
@@ -135,7 +139,12 @@ class _Host:
         changed = command.rows if seeds else tuple({one.row for one in self._recreated})
         recreation_policies = _recreation_policies(self._hosted(changed))
         reply = reply._replace(
-            raised=tuple(self._raised), recreated=tuple(self._recreated), recreation_policies=recreation_policies
+            raised=tuple(self._raised),
+            recreated=tuple(self._recreated),
+            recreation_policies=recreation_policies,
+            structures=self._changed or None,
+            rest=ByValue(self._left) if self._left else None,
+            unfit=self._unfit or None,
         )
         self._channel.send(reply, timeout_s=math.inf)  # the other side may be busy for long
 
@@ -167,11 +176,21 @@ class _Host:
         presets = [(_below_next(key), rows) for key, rows in given if as_tuple(key)[0] == "next"]
 
         def step(hosted: Hosted) -> None:
-            row = hosted.row
-            root: Any = {key: rows[row, ...].copy() for key, rows in roots}  # an environment may keep it
+            row, form = hosted.row, hosted.array_form()
+            seen = given if form.may_be_unfit else roots
+            root: Any = {key: rows[row, ...].copy() for key, rows in seen}  # an environment may keep it
             preset: Any = {key: rows[row, ...].copy() for key, rows in presets}
-            outcome = hosted.array_form().step(root, preset)
+            try:
+                outcome = form.step(root, preset)
+                if form.may_be_unfit:
+                    check_presets(form, outcome, {key: rows[row, ...] for key, rows in presets})
+            except UnfitOutcome as found:
+                self._put_unfit("step", row, found)
+                self._finished[row] = command.ticket
+                return
             self._write(hosted, outcome)
+            if form.may_be_unfit:
+                self._note("step", row, structure_of(form, {**form.carried, **form.rewards}))
             self._finished[row] = command.ticket
             if command.ahead and np.any(outcome["done"]):
                 ended[row] = np.asarray(outcome["done"])
@@ -190,10 +209,25 @@ class _Host:
         kwargs = command.kwargs.value if command.kwargs is not None else {}
         whole = np.asarray(True) if command.partial else None
 
+        given = {} if command.layout is None else self._layouts[command.layout].arrays
+
         def reset(hosted: Hosted) -> None:
-            mask = command.masks.get(hosted.row, whole)
-            self._write(hosted, hosted.array_form().reset(mask, **own_kwargs(kwargs, hosted.row)))
-            self._finished[hosted.row] = command.ticket
+            row, form = hosted.row, hosted.array_form()
+            mask, own = command.masks.get(row, whole), own_kwargs(kwargs, row)
+            try:
+                if command.reads_root:
+                    root: Any = {key: rows[row, ...].copy() for key, rows in given.items()}
+                    fresh = form.reset_from(root, mask, **own)
+                else:
+                    fresh = form.reset(mask, **own)
+            except UnfitOutcome as found:
+                self._put_unfit("reset", row, found)
+            else:
+                self._write(hosted, fresh)
+                if form.may_be_unfit:
+                    self._write(hosted, dict.fromkeys(cast("tuple[NestedKey, ...]", form.root_flags), False))
+                    self._note("reset", row, structure_of(form, form.carried))
+            self._finished[row] = command.ticket
 
         for hosted in self._hosted(command.rows):
             self._attempt(hosted, reset)
@@ -203,12 +237,21 @@ class _Host:
         form, out = hosted.array_form(), self._out.arrays
         for key, value in outcome.items():
             entry = form.entries.get(key) or form.rewards.get(key)
-            if entry is None and key not in FLAGS:
+            if entry is None and (key not in FLAGS or key not in out):
                 continue
             rows = out[(AHEAD, *as_tuple(key)) if ahead else key]
             if entry is None or entry.column:
                 rows = rows[..., 0]
             rows[hosted.row] = value
+
+    def _put_unfit(self, call: str, row: int, found: UnfitOutcome) -> None:
+        self._unfit[row] = str(found)
+        self._note(call, row, self._put(row, found.outcome))
+
+    def _note(self, call: str, row: int, structure: OutcomeStructure) -> None:
+        """Report what an outcome consists of, where it is not what was reported before."""
+        if self._structures.get((call, row)) != structure:
+            self._changed[call, row] = self._structures[call, row] = structure
 
     # TensorDicts --------------------------------------------------------------------------------
 
@@ -217,9 +260,6 @@ class _Host:
         rest = command.rest.value if command.rest is not None else {}
         resets = isinstance(command, ResetRows)
         kwargs = command.kwargs.value if isinstance(command, ResetRows) and command.kwargs is not None else {}
-        structures: dict[tuple[str, int], OutcomeStructure] = {}
-        place = "reset" if resets else "step"
-        left: dict[int, TensorDictBase] = {}
 
         def work(hosted: Hosted) -> None:
             row, env = hosted.row, hosted.env
@@ -230,19 +270,15 @@ class _Host:
                 if resets
                 else env.step_outcome(cast(TensorDictBase, td))
             )
-            form, rest_of_row = self._put(row, outcome)
-            if self._structures.get((place, row)) != form:
-                structures[place, row] = self._structures[place, row] = form
-            if rest_of_row is not None:
-                left[row] = rest_of_row
+            self._note("reset" if resets else "step", row, self._put(row, outcome))
             self._finished[row] = command.ticket
 
         for hosted in self._hosted(command.rows):
             self._attempt(hosted, work)
-        return Reply(command.ticket, structures=structures or None, rest=ByValue(left) if left else None)
+        return Reply(command.ticket)
 
-    def _put(self, row: int, outcome: TensorDictBase) -> tuple[OutcomeStructure, TensorDictBase | None]:
-        """Write an outcome into its row; its form, and what has no place there."""
+    def _put(self, row: int, outcome: TensorDictBase) -> OutcomeStructure:
+        """Write an outcome into its row, and keep what has no place there for the answer."""
         leaves, nests, complete = dense_leaves(outcome)
         out, keys = self._out.tensors, []
         for key, value in leaves.items():
@@ -250,10 +286,9 @@ class _Host:
             if rows is not None and rows.shape[1:] == value.shape and rows.dtype == value.dtype:
                 rows[row].copy_(value.detach())
                 keys.append(key)
-        form = OutcomeStructure(tuple(keys), nests)
-        if complete and len(keys) == len(leaves):
-            return form, None
-        return form, outcome.detach().exclude(*keys)
+        if not complete or len(keys) < len(leaves):
+            self._left[row] = outcome.detach().exclude(*keys)
+        return OutcomeStructure(tuple(keys), nests)
 
     # Anything else ------------------------------------------------------------------------------
 

@@ -77,13 +77,15 @@ class StepArrays(NamedTuple):
 
 
 class ResetArrays(NamedTuple):
-    """Reset on arrays."""
+    """Reset on arrays; where ``reads_root``, from the root in the layout, which is empty without one."""
 
     ticket: int
     rows: Some
     partial: bool  # whether the caller named the rows
     masks: dict[int, Any]  # by row, where environments are batches themselves
     kwargs: ByValue | None
+    reads_root: bool = False
+    layout: int | None = None
 
 
 class CallFunction(NamedTuple):
@@ -140,6 +142,7 @@ class Reply(NamedTuple):
         structures: by ``"step"`` or ``"reset"`` and row, where it differs from the reply before.
         rest: by row: a TensorDict of what is not in shared rows.
         values: of :class:`CallFunction`, by row; pickled with :mod:`cloudpickle`.
+        unfit: by row: why an outcome on arrays is a TensorDict, as those of :class:`StepRows` and :class:`ResetRows`.
     """
 
     ticket: int
@@ -149,6 +152,7 @@ class Reply(NamedTuple):
     structures: dict[tuple[str, int], OutcomeStructure] | None = None
     rest: ByValue | None = None
     values: bytes | None = None
+    unfit: dict[int, str] | None = None
 
 
 def as_raised(row: int, error: BaseException) -> RowFailure:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollwright._interrupts import uninterrupted
+from rollwright._keys import NestedKey
+from rollwright.envs.arrays import Entry
 from rollwright.envs.batched.hosting.answers import Gathered
 from rollwright.envs.batched.hosting.outcomes import Outcomes
 from rollwright.envs.batched.hosting.processes import CommandMaker, EnvProcesses
@@ -27,6 +29,7 @@ class HostedRows:
     Attributes:
         num_seedings: how often they were seeded.
         is_closed: whether they were closed.
+        roots: forms of the roots that the environments have been told, see :meth:`ArrayEnv.see_roots`; None: none.
     """
 
     def __init__(self, name: str, processes: EnvProcesses, outcomes: Outcomes, *, recreates: bool) -> None:
@@ -35,6 +38,7 @@ class HostedRows:
         self._num_rows = len(processes.described)
         self.num_seedings = 0
         self.is_closed = False
+        self.roots: Mapping[NestedKey, Entry] | None = None
         self._steps: dict[int, range] = {}  # rows of steps between their halves, by ticket
 
     def call(self, function: Callable[..., Any], *args: Any, rows: Iterable[int] | None = None) -> dict[int, Any]:
@@ -105,7 +109,7 @@ class HostedRows:
             return [row for row in rows if row not in due], due
         return None if len(rows) == self._num_rows else rows, due
 
-    def receive_step(self, env: Any, ticket: int | None) -> Missed:
+    def receive_step(self, env: Any, ticket: int | None) -> tuple[Gathered, Missed]:
         """Wait for a step, and see to what went wrong in it.
 
         Raises:
@@ -114,7 +118,8 @@ class HostedRows:
         """
         if ticket is None or not self._claim(ticket):
             raise EnvError(f"{env}: receive() before send(). Call send() first.")
-        return self.recreation.settle(ticket, self.processes.gather(ticket), "step")
+        gathered = self.processes.gather(ticket)
+        return gathered, self.recreation.settle(ticket, gathered, "step")
 
     def drop_steps(self, rows: range) -> None:
         """Wait for steps of these rows that are in progress, and drop what comes of them."""
