@@ -158,7 +158,7 @@ def test_results_are_not_shared_with_the_environments() -> None:
 def test_errors_name_the_environment() -> None:
     env = SerialEnv(3, lambda: GymEnv("CartPole-v1"))
     td = env.rand_action(env.reset())
-    td["action"][2] = 0
+    td["action"] = td["action"] / torch.tensor([[1.0], [1.0], [0.0]])  # NaN in the last
     with pytest.raises(EnvError, match=r"SerialEnv\[2\]: GymEnv\(env=CartPole-v1.*must be one-hot"):
         env.step(td)
     with pytest.raises(EnvKeyError, match=r"SerialEnv\[0\]: .*'action'"):

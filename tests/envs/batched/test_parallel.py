@@ -237,7 +237,7 @@ def test_policy_provides_for_itself(make: Make) -> None:
 def test_errors_name_the_environment(make: Make) -> None:
     env = make(3, lambda: GymEnv("CartPole-v1"))
     td = env.rand_action(env.reset())
-    td["action"][2] = 0
+    td["action"] = td["action"] / torch.tensor([[1.0], [1.0], [0.0]])  # NaN in the last
     with pytest.raises(EnvError, match=r"ParallelEnv\[2\]: GymEnv\(env=CartPole-v1.*must be one-hot"):
         env.step(td)
     with pytest.raises(EnvKeyError, match=r"ParallelEnv\[0\]: .*'action'"):

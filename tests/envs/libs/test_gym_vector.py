@@ -339,8 +339,8 @@ def test_device(device: str | None) -> None:
 def test_discrete_actions_and_their_errors() -> None:
     env = GymEnv("CartPole-v1", num_envs=3)
     td = env.reset()
-    with pytest.raises(EnvError, match=r"'action' must be one-hot.*\[0, 0\]"):
-        env.step(td.set("action", torch.tensor([[0, 1], [0, 0], [1, 0]])))
+    with pytest.raises(EnvError, match=r"'action' must be one-hot.*nan.*first at index \[1\]"):
+        env.step(td.set("action", torch.tensor([[0.0, 1.0], [0.0, torch.nan], [1.0, 0.0]])))
     env = GymEnv("CartPole-v1", num_envs=3, categorical_action_encoding=True)
     with pytest.raises(EnvError, match=r"must lie in 0 \.\. 1.*first at index \[2\]"):
         env.step(env.reset().set("action", torch.tensor([0, 1, 2])))

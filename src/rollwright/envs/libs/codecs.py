@@ -320,9 +320,14 @@ class WriteBinary:
 
 
 class WriteIndex:
-    """One-hot rows or integers from 0 as a Discrete or MultiDiscrete value."""
+    """One-hot rows or integers from 0 as a Discrete or MultiDiscrete value.
+
+    Other rows than one-hot ones (scores, logits) stand for their largest element, with one warning.
+    """
 
     def __init__(self, leaf: Leaf, batch: Batch) -> None:
+        self.key = leaf.key
+        self.warned = False
         self.nvec, self.start = _choices(leaf.space)
         self.shape = (*batch, *leaf.spec.shape)
         self.raw_shape = (*batch, *(leaf.space.shape or ()))
@@ -352,28 +357,44 @@ class WriteIndex:
             return int(self._in_range(array))
         (hot,) = array.nonzero()
         if len(hot) != 1 or array[hot[0]] != 1:
-            raise self._not_one_hot(array)
+            return int(self._place_of_largest(array, array))
         return int(hot[0])
 
     def _place_of_one(self, array: NDArray[Any]) -> NDArray[Any]:
         if self.nvec.ndim == 0:  # the same as below, of one block
             index: NDArray[Any] = array.argmax(-1)
             if np.count_nonzero(array) != index.size or np.count_nonzero(array.max(-1) == 1) != index.size:
-                raise self._not_one_hot(array)
+                return self._place_of_largest(array, array)
             return index
         places = []
         for block in np.split(array, self.nvec.reshape(-1).cumsum()[:-1], -1):
             hot = block == 1
             if ((hot.sum(-1) != 1) | ((block != 0).sum(-1) != 1)).any():
-                raise self._not_one_hot(array)
-            places.append(hot.argmax(-1))
+                places.append(self._place_of_largest(block, array))
+            else:
+                places.append(hot.argmax(-1))
         return np.stack(places, -1).reshape(self.raw_shape)
 
-    def _not_one_hot(self, array: NDArray[Any]) -> SpecError:
-        return SpecError(
-            f"must be one-hot, a single 1 among {self.nvec.tolist()}, got {_short(array)}. Write one-hot "
-            "actions, or create the environment with categorical_action_encoding=True and write integers."
-        )
+    def _place_of_largest(self, block: NDArray[Any], array: NDArray[Any]) -> NDArray[Any]:
+        """The first of the largest elements of each row of ``block``, a part of ``array``."""
+        wrong = ~np.isfinite(block.max(-1))  # NaN is the largest; -inf is a score of what is never chosen
+        if wrong.any():
+            raise SpecError(
+                f"must be one-hot, or numbers of which the largest is finite, got {_short(array)}{_where(wrong)}. "
+                "Check the policy's output: a diverging loss or an unscaled observation is the usual cause."
+            )
+        if not self.warned:
+            warnings.warn(
+                f"action {self.key!r} is not one-hot, a single 1 among {self.nvec.tolist()}, but {_short(array)}: its "
+                "largest element is played, here and from now on. Let the policy write one-hot actions "
+                "(OneHotCategorical, QValueActor), or create the environment with categorical_action_encoding=True and "
+                "write integers.",
+                UserWarning,
+                stacklevel=2,
+            )
+            self.warned = True
+        index: NDArray[Any] = block.argmax(-1)
+        return index
 
     def _in_range(self, array: NDArray[Any]) -> NDArray[Any]:
         if array.dtype.kind not in "iub":

@@ -147,8 +147,8 @@ def interrupted(action):
 
 @pytest.mark.parametrize(
     ("call", "what"),
-    [(5, raises), (5, interrupted), (1, raises), (5, torch.ones_like), (1, lambda a: a[..., :1])],
-    ids=["raises", "interrupted", "raises at once", "two ones", "too short at once"],
+    [(5, raises), (5, interrupted), (1, raises), (5, lambda a: a * torch.nan), (1, lambda a: a[..., :1])],
+    ids=["raises", "interrupted", "raises at once", "NaN", "too short at once"],
 )
 @pytest.mark.parametrize("wrapped", [True, False], ids=["TensorDictModule", "module"])
 @pytest.mark.parametrize("place", ["single", "sync", "serial"])
