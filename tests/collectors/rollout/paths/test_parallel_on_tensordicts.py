@@ -88,6 +88,19 @@ def test_members_see_what_transforms_around_the_batch_have_written(both, lab):
     both(make, "recurrent", batches=4, options=lambda: {"track_policy_version": True})
 
 
+class Dims(Transform):
+    """Writes how many dimensions the entries of the root have."""
+
+    def _step(self, tensordict, next_tensordict):
+        dims = sum(value.ndim for value in tensordict.values(True, True))
+        return next_tensordict.set("reward", next_tensordict["reward"] + dims)
+
+
+def test_roots_have_the_shapes_of_the_plain_path(both, lab):
+    make = partial(chained, lab.envs["reused buffer"], Dims)
+    both(lambda: TransformedEnv(parallel(make, 2), StepCounter()), "one-hot", batches=2)
+
+
 def test_the_forms_of_roots_are_those_of_the_batch_that_is_stepped(lab):
     """Two environments over the same processes, in turn: each has other columns in its roots."""
 
