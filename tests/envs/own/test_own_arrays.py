@@ -254,6 +254,15 @@ def test_entries_that_no_spec_announces_are_collected_on_tensordicts(first, at_r
     assert ours[-1].get("info", None) is not None
 
 
+@pytest.mark.parametrize("first", [1, 5])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_environments_with_a_device_go_on_with_it(batch, first):
+    kind = type("Some", (More,), {"first": first})
+    for make in (lambda: kind(batch, device="cpu"), lambda: stacked(kind(batch, device="cpu"))):
+        _, path = assert_paths_agree(make, acting())
+        assert path.startswith("plain: its step returns 'info'")
+
+
 @pytest.mark.parametrize("first", [1, 4, 9, 11])
 def test_random_batches_are_handed_over_too(first):
     _, path = assert_paths_agree(lambda: more(first, False, (3,), lambda env: env), acting(), init_random_frames=36)
