@@ -85,7 +85,7 @@ class TorchRLWrapper(EnvBase):
         return outcome
 
     def _array_form(self) -> ArrayEnv:
-        return torchrl_array_form(self, TorchRLWrapper)
+        return torchrl_array_form(self, TorchRLWrapper, self._step, self._reset)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Random actions, drawn by TorchRL's environment from its own action spec."""

@@ -40,11 +40,12 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchRLArrays", "torchrl_array_form"]
 
+Method = Callable[..., TensorDictBase]
 _METHODS = {"step", "reset", "_step", "_reset", "read_obs", "read_reward", "read_done", "read_action"}
 _GYM = ("torchrl.envs.libs.gym.GymEnv", "torchrl.envs.libs.gym.GymWrapper")
 
 
-def torchrl_array_form(env: TorchRLWrapper, known: type[TorchRLWrapper]) -> ArrayEnv:
+def torchrl_array_form(env: TorchRLWrapper, known: type[TorchRLWrapper], step: Method, reset: Method) -> ArrayEnv:
     """The array form of a :class:`TorchRLWrapper`.
 
     TorchRL's environments of gymnasium, with transforms that are known, are taken apart. All others TorchRL steps on
@@ -53,6 +54,8 @@ def torchrl_array_form(env: TorchRLWrapper, known: type[TorchRLWrapper]) -> Arra
     Args:
         env: the environment.
         known: the class whose steps these are.
+        step: the environment's ``_step``.
+        reset: its ``_reset``.
 
     Raises:
         NotNative: what it returns does not fit arrays.
@@ -62,17 +65,17 @@ def torchrl_array_form(env: TorchRLWrapper, known: type[TorchRLWrapper]) -> Arra
     except NotNative as reason:
         if any(getattr(env.torchrl_env.full_action_spec[key], "mask", None) is not None for key in env.action_keys):
             raise
-        form = OwnArrays(env, known, env._step, _without_given(env))
+        form = OwnArrays(env, known, step, _without_given(env, reset))
         form.held_back = f"TorchRL steps it, since {reason}"
         return form
 
 
-def _without_given(env: TorchRLWrapper) -> Callable[..., TensorDictBase]:
-    """The environment's ``_reset``, less what TorchRL's merges into it of what it was given beside its own entries."""
+def _without_given(env: TorchRLWrapper, begin: Method) -> Method:
+    """``begin``, the environment's ``_reset``, less what it was given: TorchRL's merges all of that into the result."""
     own = {*env.observation_keys, *env.state_keys, *env.done_keys}
 
     def reset(tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
-        fresh = env._reset(tensordict, **kwargs)
+        fresh = begin(tensordict, **kwargs)
         if tensordict is None:
             return fresh
         given = leaves(tensordict)
