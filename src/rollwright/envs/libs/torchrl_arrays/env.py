@@ -49,7 +49,7 @@ def torchrl_array_form(env: TorchRLWrapper, known: type[TorchRLWrapper], step: M
     """The array form of a :class:`TorchRLWrapper`.
 
     TorchRL's environments of gymnasium, with transforms that are known, are taken apart. All others TorchRL steps on
-    TensorDicts; what comes of it is read as arrays.
+    TensorDicts; what they return is read as arrays.
 
     Args:
         env: the environment.
