@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from rollwright.collectors import Collector
-from rollwright.envs import Compose, GymWrapper, RewardSum, SerialEnv, TransformedEnv
+from rollwright.envs import Compose, GymWrapper, ParallelEnv, RewardSum, SerialEnv, TransformedEnv
 
 envs = pytest.importorskip("torchrl.envs")
 data = pytest.importorskip("torchrl.data")
@@ -186,6 +186,7 @@ ENVS = {
     "theirs in ours in turn": lambda: SerialEnv(3, Drift),
     "theirs in processes": lambda: envs.ParallelEnv(2, Drift, mp_start_method="spawn"),
     "own members in turn": lambda: envs.SerialEnv(2, lambda: around(envs.GymEnv(PENDULUM), Adds())),
+    "theirs in our processes": lambda: ParallelEnv(2, Drift, mp_start_method="spawn"),
     "theirs that skips": lambda: envs.GymEnv(PENDULUM, frame_skip=2),
     "theirs unannounced": lambda: Drift((3,), first=13),
     "theirs in turn, unannounced": lambda: SerialEnv(3, lambda: Drift(first=13)),

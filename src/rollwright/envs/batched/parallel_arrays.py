@@ -71,7 +71,8 @@ class ParallelArrays(ArrayEnv):
         self.batch = (len(rows), *self._env.batch_size[1:])
         self.entries, self.rewards = self._widened(facts.entries), self._widened(facts.rewards)
         self.reads, self.root_flags, self.done_follows = facts.reads, facts.root_flags, facts.done_follows
-        self.may_be_unfit, self.on_tensordicts = facts.may_be_unfit, facts.on_tensordicts
+        self.may_be_unfit, self.held_back = facts.may_be_unfit, facts.held_back
+        self.on_tensordicts = facts.on_tensordicts
         self._forms: dict[NestedKey, Entry] = {}  # of roots
         flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
         shared = hosted.outcomes.shared.arrays

@@ -71,6 +71,7 @@ class ArrayFacts(NamedTuple):
     done_follows: bool
     may_be_unfit: bool
     on_tensordicts: Sequence[str]
+    held_back: str
 
 
 def describe(hosted: Hosted) -> EnvFacts:
@@ -93,7 +94,8 @@ def array_facts(hosted: Hosted) -> ArrayFacts:
     """Make the array form; raises ``NotNative`` where there is none."""
     form = hosted.array_form(rebuild=True)
     entries = form.entries, form.rewards, form.reads
-    return ArrayFacts(*entries, form.root_flags, form.done_follows, form.may_be_unfit, list(form.on_tensordicts))
+    flags = form.root_flags, form.done_follows, form.may_be_unfit
+    return ArrayFacts(*entries, *flags, list(form.on_tensordicts), form.held_back)
 
 
 def check_arrays(hosted: Hosted) -> None:
