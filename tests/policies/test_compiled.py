@@ -12,7 +12,7 @@ from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequ
 from torch import nn
 
 from rollwright.errors import NotNative
-from rollwright.policies import array_policy, compile_policy
+from rollwright.policies import array_policy, compile_policy, distributions
 from rollwright.policies.noise import Noise, noise_stream
 
 MIXTURES = [
@@ -57,17 +57,30 @@ def both(lab, policy, batch=(), kind=Type.RANDOM, dtype=np.float32):
     return flat, compile_policy(flat, example=lab.root(batch, dtype=dtype))
 
 
-def assert_alike(written, expected):
+def assert_alike(written, expected, atol=2e-6):
     for ours, theirs in zip(written, expected, strict=True):
         assert list(ours) == list(theirs)
         for key, value in ours.items():
             assert (value.dtype, value.shape) == (theirs[key].dtype, theirs[key].shape)
-            np.testing.assert_allclose(value, theirs[key], rtol=1e-5, atol=2e-6, err_msg=str(key))
+            np.testing.assert_allclose(value, theirs[key], rtol=1e-5, atol=atol, err_msg=str(key))
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+@pytest.mark.parametrize("policy_name", ["tanh normal", "tanh normal with bounds", "tanh normal of numbers"])
+def test_a_tanh_normal_in_numpy_is_scored_as_it_is_on_tensors(lab, monkeypatch, policy_name, inverted):
+    monkeypatch.setattr(distributions, "scores_its_draw", lambda module: not inverted)
+    flat, compiled = both(lab, lab.policies[policy_name](), (64,))
+    torch.manual_seed(5)
+    expected = lab.flat_steps(flat, (64,), Type.RANDOM)
+    torch.manual_seed(5)
+    alike = lab.flat_steps(compiled, (64,), Type.RANDOM)
+    assert_alike(alike, expected, 2e-4 if inverted else 2e-6)  # the inverse of tanh makes more of a rounding error
 
 
 @pytest.mark.parametrize("policy_name", IN_NUMPY)
 @pytest.mark.parametrize(("kind", "batch"), MIXTURES, ids=str)
-def test_numpy_program_equals_flat_to_rounding(lab, policy_name, batch, kind):
+def test_numpy_program_equals_flat_to_rounding(lab, monkeypatch, policy_name, batch, kind):
+    monkeypatch.setattr(distributions, "scores_its_draw", lambda module: True)
     flat, compiled = both(lab, lab.policies[policy_name](), batch, kind)
     assert compiled.how.startswith("NumPy program")
     torch.manual_seed(5)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tensordict.nn import InteractionType as Type
 
-from rollwright.policies import array_policy
+from rollwright.modules import TanhNormal
+from rollwright.policies import array_policy, distributions
 
 MIXTURES = [
     *((Type.RANDOM, batch) for batch in [(), (3,), (64,), (2, 3)]),
@@ -43,3 +44,24 @@ def test_flat_equals_plain_to_the_bit(lab, policy_name, batch, kind):
             other = theirs[key].numpy()
             assert (value.dtype, value.shape) == (other.dtype, other.shape)
             np.testing.assert_array_equal(value, other, err_msg=str(key))
+
+
+BOUNDS = {"low": -2.0, "high": torch.tensor([1.0, 2.0, 3.0])}
+
+
+@pytest.mark.parametrize("batch", [(), (64,), (2, 3)], ids=str)
+@pytest.mark.parametrize("options", [{}, BOUNDS, {"event_dims": 0, "safe_tanh": False}], ids=["", "bounds", "numbers"])
+def test_a_tanh_normal_that_is_sampled_first_is_scored_by_the_inverse(lab, monkeypatch, batch, options):
+    """What a module of tensordict 0.14 writes: it does not ask for a sample and its log-prob at once."""
+    monkeypatch.setattr(distributions, "scores_its_draw", lambda module: False)
+    policy = lab.gaussian_policy(kind=TanhNormal, distribution_kwargs=options)
+    policy.module[0].module[0][-1].bias.data[:] = torch.tensor([0.0, -1.0, 7.0, 0.0, 0.0, 2.0])  # the last saturates
+    flat = array_policy(policy, exploration_type=Type.RANDOM, batch_shape=batch, available=lab.available)
+    torch.manual_seed(5)
+    written = lab.flat_steps(flat, batch, Type.RANDOM)
+    torch.manual_seed(5)
+    for i, ours in enumerate(written):
+        dist = TanhNormal(torch.from_numpy(ours["loc"]), torch.from_numpy(ours["scale"]), **options)
+        value = dist.rsample()
+        np.testing.assert_array_equal(ours["action"], value.numpy(), err_msg=str(i))
+        np.testing.assert_array_equal(ours["action_log_prob"], dist.log_prob(value).numpy(), err_msg=str(i))

@@ -190,7 +190,7 @@ def _tanh_normal(given: Sampling) -> Draw | None:
     scored = given.module.return_log_prob
     if given.exploration_type not in (InteractionType.RANDOM, InteractionType.DETERMINISTIC):
         return None  # there is neither a mean nor a mode
-    if scored and (not given.random or not scores_its_draw(given.module)):
+    if scored and not given.random:
         return None
     low, high = (torch.as_tensor(settings[name]) for name in ("low", "high"))
     if low.device.type != "cpu" or high.device.type != "cpu" or not bool((high > low).all()):
@@ -199,7 +199,13 @@ def _tanh_normal(given: Sampling) -> Draw | None:
     stretch = None if trivial else ((high - low) / 2, (high + low) / 2)
     dims = settings["event_dims"]
     return TanhNormalDraw(
-        given.reads, (), given.random, stretch, 1 if dims is None else dims, bool(settings["safe_tanh"])
+        given.reads,
+        (),
+        given.random,
+        stretch,
+        1 if dims is None else dims,
+        clamped=bool(settings["safe_tanh"]),
+        inverted=not scores_its_draw(given.module),
     )
 
 

@@ -140,8 +140,8 @@ class TanhNormal(D.TransformedDistribution):
         base: D.Distribution = D.Normal(self.loc, self.scale, validate_args=False)
         if self._event_dims:
             base = D.Independent(base, self._event_dims, validate_args=False)
-        steps: list[Any] = [self._squash, *([] if self._stretch is None else [self._stretch])]
-        super().__init__(base, steps, validate_args=False)
+        change = self._squash if self._stretch is None else D.ComposeTransform([self._squash, self._stretch])
+        super().__init__(base, change, validate_args=False)
 
     @property
     def support(self) -> Any:

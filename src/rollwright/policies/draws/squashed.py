@@ -39,12 +39,15 @@ class TanhNormalDraw(Draw):
         stretch: factor and offset after tanh, or None.
         event_dims: dimensions, from the right, over which log-probs are summed.
         clamped: values are kept off the bounds.
+        inverted: log-probs are those of the value, found by the inverse of tanh; if False, of the normal value that was
+            drawn, which is exact where tanh saturates.
     """
 
     random: bool
     stretch: tuple[Tensor, Tensor] | None
     event_dims: int
     clamped: bool
+    inverted: bool
 
     nan_shows = None
 
@@ -58,23 +61,27 @@ class TanhNormalDraw(Draw):
 
     def _step(self, pick: Callable[[Tensor, Tensor], Tensor] | None, noise: int = 0) -> Step:
         (loc_at, scale_at), action, scored = self.reads, self.writes[0], self.writes[1:]
-        clamped, stretch, dims = self.clamped, self.stretch, self.event_dims
+        stretch, dims, inverted = self.stretch, self.event_dims, self.inverted
         log_factor = None if stretch is None else stretch[0].abs().log()
         limits: dict[torch.dtype, float] = {}
+
+        def clamp(y: Tensor) -> Tensor:
+            if y.dtype not in limits:
+                limits[y.dtype] = 1.0 - torch.finfo(y.dtype).resolution
+            return y.clamp_(-limits[y.dtype], limits[y.dtype])
+
+        off_bounds = clamp if self.clamped else _as_is
 
         def run(values: Values) -> None:
             loc, scale = values[loc_at], values[scale_at]
             if loc.shape != scale.shape:
                 loc, scale = torch.broadcast_tensors(loc, scale)
             x = loc + values[noise] * scale if pick is None else pick(loc, scale)
-            y = x.tanh()
-            if clamped:
-                if y.dtype not in limits:
-                    limits[y.dtype] = 1.0 - torch.finfo(y.dtype).resolution
-                limit = limits[y.dtype]
-                y = y.clamp_(-limit, limit)
-            values[action] = y if stretch is None else stretch[1] + stretch[0] * y
+            y = off_bounds(x.tanh())
+            values[action] = value = y if stretch is None else stretch[1] + stretch[0] * y
             for slot in scored:
+                if inverted:
+                    x = (value if stretch is None else off_bounds((value - stretch[1]) / stretch[0])).atanh()
                 slope = 2.0 * (_LOG_2 - x - softplus(-2.0 * x))
                 if log_factor is not None:
                     slope = slope + log_factor
@@ -98,6 +105,10 @@ class TanhNormalDraw(Draw):
             limit = 1.0 - float(np.finfo(loc.dtype).resolution)
             emitter.put(np.maximum, value, -limit, out=value)
             emitter.put(np.minimum, value, limit, out=value)
+        if self.inverted and len(self.writes) == 2:
+            x = emitter.to(np.arctanh, value, like=x)
+            z = emitter.to(np.subtract, x, loc, like=x)
+            emitter.put(np.divide, z, scale, z)
         if self.stretch is not None:
             factor, offset = (each.numpy().astype(loc.dtype) for each in self.stretch)
             emitter.put(np.multiply, value, factor, value)
@@ -115,3 +126,7 @@ class TanhNormalDraw(Draw):
             constant -= np.log(np.abs(self.stretch[0].numpy()))
         emitter.put(np.add, score, constant.astype(loc.dtype), score)
         return [value, emit_sum(emitter, score, self.event_dims)]
+
+
+def _as_is(y: Tensor) -> Tensor:
+    return y
