@@ -251,7 +251,7 @@ POLICIES = [
     Case("actions of another shape", lambda: collect(pendulum, linear(3, 2)), PolicyError, ("policy", "'action'", "[2]",
          "[1]", "GymEnv")),
     Case("an index where one-hot is meant", lambda: collect(cartpole, writes(torch.tensor([1]))), PolicyError,
-         ("policy", "'action'", "one-hot")),
+         ("policy", "'action'", "one-hot", "categorical_action_encoding=True")),
     Case("an action of one environment for many", lambda: collect(lambda: SerialEnv(2, pendulum),
          writes(torch.zeros(1)), frames_per_batch=4), (PolicyError, RuntimeError), ("action", "[2")),
     Case("NaN", lambda: collect(pendulum, writes(torch.full((1, ), torch.nan))), (PolicyError, EnvError), ("policy",

@@ -145,14 +145,19 @@ def action_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
             if value is None:
                 raise _unwritten(env, current, key)
             if isinstance(value, torch.Tensor) and value.numel() != expected.numel():
-                one_hot = isinstance(spec, OneHot | MultiOneHot)
-                hint = " The spec is one-hot: did the policy write an index?" if one_hot else ""
+                hint = _ONE_HOT if isinstance(spec, OneHot | MultiOneHot) and not value.is_floating_point() else ""
                 raise PolicyError(
                     f"policy: it wrote {key!r} with shape {list(value.shape)}; {env} expects {list(expected)}, as in "
                     f"{spec}.{hint}"
                 )
 
     return check
+
+
+_ONE_HOT = (
+    " The spec is one-hot. If the policy writes indices, create the environment with categorical_action_encoding=True, "
+    "or let the policy write one-hot actions (OneHotCategorical; action_space='one_hot' of QValueModule)."
+)
 
 
 def _unwritten(env: EnvBase, current: TensorDictBase, key: NestedKey) -> PolicyKeyError:
