@@ -1,5 +1,6 @@
 """TorchRL's environments of gymnasium on arrays; where torchrl is installed (docs/coming_from_torchrl.md)."""
 
+import copy
 import re
 
 import gymnasium
@@ -12,9 +13,11 @@ from torch import nn
 
 from rollwright.collectors import Collector
 from rollwright.envs import Compose, GymWrapper, ParallelEnv, RewardSum, SerialEnv, TransformedEnv
+from rollwright.envs.libs.torchrl import TorchRLWrapper
 
 envs = pytest.importorskip("torchrl.envs")
 data = pytest.importorskip("torchrl.data")
+collectors = pytest.importorskip("torchrl.collectors")
 Unbounded = data.Unbounded
 PENDULUM, CART_POLE = "Pendulum-v1", "CartPole-v1"
 
@@ -275,6 +278,84 @@ class TestParity:
             collector.next()
             env.transform.append(envs.RewardScaling(0.0, 3.0))
             assert (collector.next()["next", "reward"] == 3).all()
+
+
+def flags(**found):
+    return {key: torch.tensor([value]) for key, value in found.items()}
+
+
+WAYS = {
+    "all": lambda end, cut: flags(done=end or cut, terminated=end, truncated=cut),
+    "none": lambda end, cut: {},
+    "done": lambda end, cut: flags(done=end),
+    "terminated": lambda end, cut: flags(terminated=end),
+    "both causes": lambda end, cut: flags(terminated=end, truncated=cut),
+    "no truncated": lambda end, cut: flags(done=end or cut, terminated=end),
+    "causes without done": lambda end, cut: flags(done=cut, terminated=end, truncated=cut),
+    "without a dimension": lambda end, cut: {"done": torch.tensor(end)},
+    "with more dimensions": lambda end, cut: {"done": torch.tensor([[end]])},
+}
+
+
+class Flagged(Drift):
+    """Returns flags that depend on the number of steps, in one of several ways, and rewards of some shape."""
+
+    def __init__(self, way, shape=(1,)):
+        super().__init__()
+        self.way, self.reward_size, self.steps = WAYS[way], shape, 0
+
+    def _reset(self, tensordict=None, **kwargs):
+        self.x, self.n = torch.full((2,), 0.5 / (1 + self.steps)), torch.zeros(1, dtype=torch.int64)
+        return TensorDict({"observation": self.x.clone(), "n": self.n.clone()}, self.batch_size)
+
+    def _step(self, tensordict):
+        self.steps += 1
+        self.x, self.n = self.x + tensordict["action"] / 8, self.n + 1
+        found = {"observation": self.x.clone(), "n": self.n.clone(), "reward": self.x.sum().reshape(self.reward_size)}
+        return TensorDict(found | self.way(self.steps % 7 == 0, self.steps % 5 == 0), self.batch_size)
+
+
+class Mended(Flagged):
+    """Changes what its steps return where they are completed."""
+
+    def _step_proc_data(self, next_tensordict_out):
+        return super()._step_proc_data(next_tensordict_out.set("n", next_tensordict_out["n"] + 5))
+
+
+FLAGGED = {
+    **{way: lambda way=way: Flagged(way) for way in WAYS},
+    "rewards without a dimension": lambda: Flagged("done", ()),
+    "rewards with more dimensions": lambda: Flagged("all", (1, 1)),
+    "completes by itself": lambda: Mended("done"),
+    "in turn": lambda: envs.SerialEnv(2, lambda: Flagged("all")),
+    "below a transform": lambda: around(Flagged("terminated"), envs.StepCounter(4)),
+}
+
+
+class TestSteps:
+    @pytest.mark.parametrize("options", [{}, {"use_buffers": False}], ids=["arrays", "tensordicts"])
+    @pytest.mark.parametrize("name", FLAGGED)
+    def test_frames_are_those_of_torchrls_collector(self, name, options):
+        found = []
+        for kind, given in ((collectors.Collector, {}), (Collector, options)):
+            torch.manual_seed(3)
+            env = FLAGGED[name]()
+            policy = make_policy(env)
+            collector = kind(env, policy, frames_per_batch=20, total_frames=40, **given)
+            torch.manual_seed(1)
+            found.append(torch.cat([batch.clone() for batch in collector], -1))
+            collector.shutdown()
+        theirs, ours = found
+        assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
+        for key in theirs.keys(True, True):
+            if key != ("collector", "traj_ids") or name != "causes without done":  # theirs counts what was not reset
+                assert torch.equal(ours[key], theirs[key]), key
+
+    def test_a_copy_steps_its_own_environment(self):
+        first = TorchRLWrapper(Flagged("done"))
+        other = copy.deepcopy(first)
+        other.rollout(3, policy=make_policy(first))
+        assert (first.torchrl_env.steps, other.torchrl_env.steps) == (0, 3)
 
 
 class TestHeldBack:

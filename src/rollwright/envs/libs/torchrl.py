@@ -15,6 +15,7 @@ from rollwright.data.specs.torchrl import from_torchrl
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.libs.torchrl_arrays.env import torchrl_array_form
+from rollwright.envs.libs.torchrl_arrays.steps import TorchRLStep
 from rollwright.errors import EnvError
 
 __all__ = ["TorchRLWrapper"]
@@ -48,6 +49,7 @@ class TorchRLWrapper(EnvBase):
         # What has passed TorchRL's own check of flags after a reset is not judged again.
         super().__init__(device=env.device, batch_size=env.batch_size, allow_done_after_reset=True)
         self.torchrl_env = env
+        self._torchrl_step = TorchRLStep(env)
         self.batch_locked = bool(env.batch_locked)
         self.is_closed = bool(env.is_closed) and not _starts_late(env)
         self._masked: list[tuple[Any, Any]] = []
@@ -80,8 +82,11 @@ class TorchRLWrapper(EnvBase):
         return fresh
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        outcome: TensorDictBase = self.torchrl_env.step(without(tensordict, "_")).get("next")
-        self._take_masks()
+        if "_" in tensordict.keys():  # noqa: SIM118
+            tensordict = without(tensordict, "_")
+        outcome = self._torchrl_step(tensordict)
+        if self._masked:
+            self._take_masks()
         return outcome
 
     def _array_form(self) -> ArrayEnv:
@@ -109,6 +114,7 @@ class TorchRLWrapper(EnvBase):
         """Move TorchRL's environment and these specs to a device; returns the wrapper."""
         if device is not None and self.device != as_device(device):
             self.torchrl_env = self.torchrl_env.to(device)
+            self._torchrl_step = TorchRLStep(self.torchrl_env)
         super().to(device)
         self._find_masks()
         return self

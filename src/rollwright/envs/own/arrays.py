@@ -95,6 +95,7 @@ class OwnArrays(ArrayEnv):
         self._number = self._batch.numel()
         self._off: Any = np.zeros(self.batch, np.bool_)[()]
         self._copies = not env.returns_copies
+        self.follows = env.sets_own_flags
         self.roots = RootTensorDicts(self._batch, self._device, set(self.rewards))
 
     def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
@@ -133,7 +134,7 @@ class OwnArrays(ArrayEnv):
 
     def finish(self, td: TensorDict, outcome: Any) -> Values:
         """The outcome of :meth:`step`, of what :meth:`begin` has returned."""
-        out = self._read(outcome) if outcome is not td else None
+        out = self._read(outcome, follows=self.follows) if outcome is not td else None
         if out is None:
             completed = complete_step(self._env, td, outcome)
             out = self._read(completed, follows=False)
@@ -185,7 +186,7 @@ class OwnArrays(ArrayEnv):
 
     # From the environment ---------------------------------------------------------------------
 
-    def _read(self, outcome: Any, *, follows: bool = True) -> Values | None:
+    def _read(self, outcome: Any, *, follows: bool) -> Values | None:
         """What a step returned, where that is what the specs say, no more and no less; else None.
 
         Args:
@@ -321,7 +322,7 @@ class OwnRows:
                 flags[flag] = value.reshape(self._off.shape)
         if len(out) + len(flags) != len(rows[0]):
             return None
-        completed = _completed(flags, self._off, cuts=first.cuts, follows=True)
+        completed = _completed(flags, self._off, cuts=first.cuts, follows=first.follows)
         return None if completed is None else {**out, **completed}
 
 
