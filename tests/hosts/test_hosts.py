@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import signal
 import threading
 import time
 from functools import partial
@@ -13,6 +11,7 @@ import pytest
 import torch
 from tests.collectors.workers.processes import burn, gone, wait_until
 from tests.hosts.namespaces import Network, why_not
+from tests.interrupts import pressed
 from tests.patience import patient
 
 from rollwright.errors import WorkerError
@@ -205,48 +204,16 @@ def test_shutdown_waits_no_longer_for_a_host_that_is_cut_off(site, run):
     assert ended(site.joined[host.name], pids)
 
 
-class Raising:
-    """Handles SIGINT by raising inside of a ``with`` block; elsewhere it does nothing."""
-
-    def __init__(self):
-        self._raises, self.count = False, 0
-
-    def __enter__(self):
-        self._raises = True
-
-    def __exit__(self, *error):
-        self._raises = False
-
-    def handle(self, number, frame):
-        if self._raises:
-            self._raises = False
-            self.count += 1
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_ctrl_c_at_random_moments_loses_no_frame(site, kind):
     site = site(2)
-    collector, raising, batches = site.build(kind), Raising(), []
-    over, moments, main = threading.Event(), random.Random(0), threading.get_ident()
-
-    def press():
-        while not over.wait(moments.uniform(2e-4, 2e-2)):
-            signal.pthread_kill(main, signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, raising.handle)
-    pressing = threading.Thread(target=press)
-    pressing.start()
-    try:
+    collector, batches = site.build(kind), []
+    with pressed(2e-4, 2e-2) as raising:
         for number in range(150):
             with contextlib.suppress(KeyboardInterrupt), raising:
                 if number % 3 == 0:
                     collector.update_policy_weights_(of.constant(2.0))
                 batches.append(collector.next())
-    finally:
-        over.set()
-        pressing.join()
-        signal.signal(signal.SIGINT, before)
     assert raising.count > 20
     batches += [collector.next() for _ in range(4)]
     of.whole_trajectories(batches)

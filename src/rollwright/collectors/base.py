@@ -101,15 +101,18 @@ class BaseCollector(Reachable, ABC):
         With a replay buffer, batches go there and None is returned each time; ``stats()["completed"]`` shows the end,
         as does ``next(collector)``, which raises ``StopIteration``.
         """
-        batch: TensorDictBase | None = next(self, None)
-        return batch
+        try:
+            return self.__next__()  # next() of Python is a call, after which KeyboardInterrupt would lose a batch
+        except StopIteration:
+            return None
 
     def __next__(self) -> TensorDictBase:
         iterating = self.iterator() if self._iterating is None else self._iterating
         self._iterating = None  # stays None at the end, and after an error, which ends a generator for good
-        batch = cast(TensorDictBase, next(iterating))  # None with a replay buffer, as in __iter__
-        self._iterating = iterating
-        return batch
+        for batch in cast("Iterator[TensorDictBase]", iterating):  # of None with a replay buffer, as in __iter__
+            self._iterating = iterating
+            return batch
+        raise StopIteration
 
     @abstractmethod
     def __len__(self) -> int:

@@ -264,19 +264,26 @@ class MultiCollector(BaseCollector):
             self._schedule.raise_error()
             self._profile.started = True
             self._update_at_each_batch()
-            with self._taking:
-                self._background.await_room()
-                if self._backlog is not None:
-                    if not self._deliver_into_queue():
+            batch = None
+            try:
+                with self._taking:
+                    self._background.await_room()
+                    if self._backlog is not None:
+                        if not self._deliver_into_queue():
+                            return
+                    elif not self._schedule.ready():
                         return
-                    found = [None]
-                elif not self._schedule.ready():
-                    return
-                else:
-                    found = [self._schedule.next(shaped=self._shaped)]
-            if self.options.replay_buffer is not None:
-                await_publication(self.options.replay_buffer, lambda: self.closed)
-            yield found.pop()  # no reference stays here: its memory is the consumer's alone
+                    else:
+                        batch = self._schedule.next(shaped=self._shaped)
+                if self.options.replay_buffer is not None:
+                    await_publication(self.options.replay_buffer, lambda: self.closed)
+            except BaseException:
+                if batch is not None:
+                    self._schedule.put_back(batch)
+                raise
+            # No reference stays here: its memory is the consumer's alone. Nor is there a call, at which Python would
+            # raise KeyboardInterrupt.
+            yield (batch, batch := None)[0]
 
     def _deliver_into_queue(self, stop: Callable[[], bool] = never) -> bool:
         """Put what is delivered next into the queue, and what was not put before; False: nothing is to come."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 
@@ -12,6 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 from tests.collectors.workers.envs import IDS, STEP, VERSION, Gain, gain, makers, pixels, sampling, tallies
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import in_shared_memory, wait_until
+from tests.interrupts import pressed
 from tests.variants import in_turn, one_quick
 
 from rollwright.collectors.workers.counters import Count, WorkerState
@@ -168,6 +170,64 @@ def test_ctrl_c_while_trajectories_come_in_loses_none(make, monkeypatch, kind):
             continue
     found = check(batches[:-1], whole=True)
     assert found.trajectories == 3 * (len(batches) - 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_between_a_batch_and_its_consumer_loses_none(make, kind):
+    """Interrupts come between any two calls: also after a batch has left the queue, before it is returned."""
+    collector, batches = make(kind, makers(), gain(), frames_per_batch=10, total_frames=-1), []
+    with pressed(0, 1e-3, switch_s=1e-6) as raising:
+        for number in range(400):
+            with contextlib.suppress(KeyboardInterrupt), raising:
+                if number % 2:
+                    batches.append(collector.next())
+                for batch in collector:
+                    batches.append(batch)
+                    break
+    assert raising.count > 20
+    batches += [collector.next() for _ in range(4)]
+    assert check(batches).gaps == 0
+
+
+class InterruptedAtItsEnd(contextlib.AbstractContextManager):
+    """A lock at whose release Ctrl-C is pressed, the second time and no more."""
+
+    def __init__(self):
+        self.times = 0
+
+    def __exit__(self, *error):
+        self.times += 1
+        if self.times == 2:
+            signal.raise_signal(signal.SIGINT)
+
+
+def interrupted_at_the_end(collector):
+    collector._taking = InterruptedAtItsEnd()
+
+
+def interrupted_when_it_is_let_go(collector):
+    schedule, times = collector._schedule, itertools.count()
+    release = schedule._release
+
+    def interrupted(results):
+        if next(times) == 1:
+            signal.raise_signal(signal.SIGINT)
+        release(results)
+
+    schedule._release = interrupted
+
+
+@pytest.mark.parametrize("interrupt", [interrupted_at_the_end, interrupted_when_it_is_let_go])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_that_ctrl_c_keeps_from_its_consumer_comes_with_the_next_call(make, kind, interrupt):
+    collector = make(kind, makers(), gain(), frames_per_batch=30, total_frames=300)
+    interrupt(collector)
+    batches = [collector.next()]
+    with pytest.raises(KeyboardInterrupt):
+        collector.next()
+    batches += list(collector)
+    assert check(batches).frames == 300 == collector.stats()["frames"]
+    assert collector.stats()["batches"] == len(batches)
 
 
 def test_no_trajectory_goes_on_across_a_batch_that_could_not_be_shaped(make):

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -33,8 +33,21 @@ from rollwright.errors import WorkerError
 
 __all__ = ["Schedule"]
 
-
 _BREAK_S = 0.5  # after which a consumer is taken to have stopped
+
+
+class Pending(NamedTuple):
+    """What is about to be delivered.
+
+    Attributes:
+        made: it.
+        results: what it is made of.
+        shaped: whether it has been shaped.
+    """
+
+    made: Any
+    results: Sequence[Result]
+    shaped: bool = False
 
 
 class Schedule:
@@ -75,7 +88,7 @@ class Schedule:
         self._taker: int | None = None  # thread that has asked for a batch last
         self._taken_at: float | None = None
         self._trajectories: deque[TensorDictBase] = deque()
-        self._pending: list[tuple[Any, Sequence[Result]]] = []  # what is about to be delivered, and what it is made of
+        self._pending: list[Pending] = []
         self.frames_stale = self.num_copied = self.batches = 0
         self.errors: deque[WorkerError] = deque()
         self.raised = False
@@ -116,23 +129,37 @@ class Schedule:
                     self._put_together(self._trajs_per_batch)
                 elif not self._take(stop):
                     return None
-            pending = made, results = self._pending[-1]
+            pending = self._pending[-1]
+            results, taken = pending.results, False
             try:
-                found = shaped(made)
+                found = pending.made if pending.shaped else shaped(pending.made)
             except Exception:
                 if self.strategy.loses_what_fails:
                     with self._group.lock:
                         self._pending.clear()
                         self._lose(results)
                 raise
-            with self._group.lock:
-                if self._pending and self._pending[-1] is pending:
-                    self._pending.pop()
-                    self._release(results)
-                    self.batches += 1
-                    return found
+            try:
+                with self._group.lock, uninterrupted:
+                    if self._pending and self._pending[-1] is pending:
+                        self._pending.pop()
+                        self._release(results)
+                        self.batches += 1
+                        taken = True
+            except BaseException:  # the interrupt that was held off
+                if taken:
+                    self.put_back(found, results)
+                raise
+            if taken:
+                return found
             if not self.ready(stop):  # another thread has reset the workers meanwhile
                 return None
+
+    def put_back(self, found: Any, results: Sequence[Result] = ()) -> None:
+        """Keep for the next call what :meth:`next` gave, and an interrupt kept from the consumer."""
+        with uninterrupted:
+            self._pending.append(Pending(found, results, shaped=True))
+            self.batches -= 1
 
     def _deliver(self, results: Sequence[Result]) -> None:
         """Make a batch, and put it where an interrupt does not lose it."""
@@ -141,15 +168,14 @@ class Schedule:
             self._trajectories.extend(made)
             self._release(results)
         else:
-            self._pending.append((made, results))
+            self._pending.append(Pending(made, results))
         self._staleness.delivered()
 
     def _drop_stale_rest(self) -> None:
         """Let go of a batch that an interrupt has kept here until it was too stale."""
         with self._group.lock:
-            if self._pending and self._staleness.too_stale(self._pending[-1][1], self._staleness.versions()):
-                _, results = self._pending.pop()
-                self._drop(results)
+            if self._pending and self._staleness.too_stale(self._pending[-1].results, self._staleness.versions()):
+                self._drop(self._pending.pop().results)
 
     def _put_together(self, count: int) -> None:
         """Make a batch of trajectories."""
@@ -157,7 +183,7 @@ class Schedule:
             taken = [self._trajectories.popleft() for _ in range(count)]
             pieces = [[RowRange(HeldBatch.of(td, len(td)), 0, len(td))] for td in taken]
             made = pad(pieces) if self._padded else concatenate([piece for [piece] in pieces])
-            self._pending.append((made, ()))
+            self._pending.append(Pending(made, ()))
 
     def _more(self) -> bool:
         """Whether anything is still to come."""
@@ -347,7 +373,7 @@ class Schedule:
 
     def _undelivered(self) -> list[Result]:
         """Rollouts that have arrived, those included of which a batch was made."""
-        return [result for _, results in self._pending for result in results] + self.strategy.waiting()
+        return [result for pending in self._pending for result in pending.results] + self.strategy.waiting()
 
     @property
     def has_undelivered(self) -> bool:
