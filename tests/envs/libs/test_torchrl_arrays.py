@@ -351,6 +351,12 @@ class TestSteps:
             if key != ("collector", "traj_ids") or name != "causes without done":  # theirs counts what was not reset
                 assert torch.equal(ours[key], theirs[key]), key
 
+    @pytest.mark.parametrize("batch", [SerialEnv, ParallelEnv])
+    def test_members_are_reset_without_a_collector(self, batch):
+        env = batch(2, Drift)  # TorchRL's base class marks it as closed from the start
+        assert env.rollout(4, break_when_any_done=False).shape == (2, 4)
+        env.close()
+
     def test_a_copy_steps_its_own_environment(self):
         first = TorchRLWrapper(Flagged("done"))
         other = copy.deepcopy(first)

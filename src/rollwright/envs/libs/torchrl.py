@@ -51,7 +51,7 @@ class TorchRLWrapper(EnvBase):
         self.torchrl_env = env
         self._torchrl_step = TorchRLStep(env)
         self.batch_locked = bool(env.batch_locked)
-        self.is_closed = bool(env.is_closed) and not _starts_late(env)
+        self._reopen()  # most of them are marked as closed until they have been closed
         self._masked: list[tuple[Any, Any]] = []
         for name in _SPECS:
             theirs = getattr(env, f"full_{name}_spec")
