@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from tensordict.nn import InteractionType as Type
+from torch import distributions as D
 
 from rollwright.modules import TanhNormal
 from rollwright.policies import array_policy, distributions
+from rollwright.policies.draws import Built
 
 MIXTURES = [
     *((Type.RANDOM, batch) for batch in [(), (3,), (64,), (2, 3)]),
@@ -65,3 +67,19 @@ def test_a_tanh_normal_that_is_sampled_first_is_scored_by_the_inverse(lab, monke
         value = dist.rsample()
         np.testing.assert_array_equal(ours["action"], value.numpy(), err_msg=str(i))
         np.testing.assert_array_equal(ours["action_log_prob"], dist.log_prob(value).numpy(), err_msg=str(i))
+
+
+@pytest.mark.parametrize("name", ["normal", "normal without log-prob", "independent normal"])
+def test_normal_distributions_that_test_nothing_are_known(lab, monkeypatch, name):
+    """TorchRL turns off the tests of all distributions when it is imported."""
+    monkeypatch.setattr(D.Distribution, "_validate_args", False)
+    policy = lab.policies[name]()
+    policy.module[0].module[0][-1].bias.data[0] = torch.nan
+    flat = array_policy(copy.deepcopy(policy), exploration_type=Type.RANDOM, batch_shape=(3,), available=lab.available)
+    assert not any(isinstance(node, Built) for node in flat.nodes)
+    torch.manual_seed(5)
+    expected = lab.plain_steps(policy, (3,), Type.RANDOM)
+    torch.manual_seed(5)
+    for ours, theirs in zip(lab.flat_steps(flat, (3,), Type.RANDOM), expected, strict=True):
+        for key, value in ours.items():
+            np.testing.assert_array_equal(value, theirs[key].numpy(), err_msg=str(key))

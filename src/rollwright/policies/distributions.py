@@ -148,12 +148,13 @@ def _masked(given: Sampling) -> Draw | None:
     return MaskedDraw((slots["logits"], slots["mask"]), (), settings["neg_inf"], settings["use_cross_entropy"])
 
 
-def _normal(given: Sampling, event_dims: int = 0) -> Draw | None:
+def _normal(given: Sampling, event_dims: int = 0, *, tested: bool | None = None) -> Draw | None:
+    tested = bool(D.Distribution._validate_args) if tested is None else tested
     if given.names != ["loc", "scale"] or hasattr(D.Normal, "deterministic_sample"):
         return None
-    if not given.module.return_log_prob and given.reads[1] not in given.positive:
+    if tested and not given.module.return_log_prob and given.reads[1] not in given.positive:
         return None  # the distribution itself refuses a scale of zero or less; so does the log-prob, as NaN
-    return NormalDraw(given.reads, (), given.random, event_dims)
+    return NormalDraw(given.reads, (), given.random, event_dims, tested)
 
 
 def _made_by(function: Any) -> Callable[[Sampling], Draw | None] | None:
@@ -170,9 +171,9 @@ def _made_by(function: Any) -> Callable[[Sampling], Draw | None] | None:
     base = made.base_dist
     pairs = ((base.loc, loc), (base.scale, scale))
     same = all(one.data_ptr() == other.data_ptr() and one.shape == other.shape for one, other in pairs)
-    if not same or not base._validate_args:
+    if not same:
         return None
-    return partial(_normal, event_dims=made.reinterpreted_batch_ndims)
+    return partial(_normal, event_dims=made.reinterpreted_batch_ndims, tested=base._validate_args)
 
 
 def _independent_normal(given: Sampling) -> Draw | None:
