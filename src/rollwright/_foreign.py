@@ -11,6 +11,7 @@ __all__ = [
     "is_pettingzoo_env",
     "is_torchrl_buffer",
     "is_torchrl_env",
+    "is_torchrl_scheme",
     "is_torchrl_spec",
     "is_torchrl_transform",
     "kind_in",
@@ -59,6 +60,11 @@ def is_dm_env(thing: Any) -> bool:
 def is_torchrl_env(thing: Any) -> bool:
     """Whether an object is an environment of TorchRL."""
     return "EnvBase" in kind_in("torchrl", thing)
+
+
+def is_torchrl_scheme(thing: Any) -> bool:
+    """Whether an object is TorchRL's way of sending weights."""
+    return "WeightSyncScheme" in kind_in("torchrl", thing)
 
 
 def is_torchrl_spec(thing: Any) -> bool:

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from rollwright._processes.child import Child
+from rollwright.collectors.options import CollectorOptions
 from rollwright.weight_update import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
@@ -16,7 +17,7 @@ from rollwright.weight_update import (
     WeightSyncScheme,
 )
 from rollwright.weight_update.publisher import Publisher, Update
-from rollwright.weight_update.receiving import receive_all, register_receivers
+from rollwright.weight_update.receiving import as_schemes, receive_all, register_receivers
 
 LIMIT_S = 100.0  # for what comes at once, on a busy machine too
 SENDING = [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]
@@ -275,3 +276,29 @@ def test_a_sender_for_actors_of_ray_is_not_sent_by_hand():
     scheme.init_on_sender(model=nn.Linear(1, 1))
     with pytest.raises(TypeError, match=r"a sender cannot be sent to an actor\. Pass the scheme to RayCollector"):
         pickle.dumps(scheme)
+
+
+def torchrls(name, **attributes):
+    """What TorchRL's scheme of that name looks like from here."""
+    base = type("WeightSyncScheme", (), {"__module__": "torchrl.weight_update.weight_sync_schemes"})
+    return type(name, (base,), {"__module__": "torchrl.weight_update", "strategy_str": "state_dict", **attributes})()
+
+
+@pytest.mark.parametrize("kind", [*SENDING, NoWeightSyncScheme])
+def test_collectors_take_the_scheme_of_the_same_name_for_one_of_torchrl(kind):
+    schemes = {"policy": torchrls(kind.__name__), "env.transform[0]": SharedMemWeightSyncScheme()}
+    taken = as_schemes("weight_sync_schemes", schemes)
+    assert type(taken["policy"]) is kind
+    assert taken["policy"].strategy == "state_dict"
+    assert taken["env.transform[0]"] is schemes["env.transform[0]"]
+    assert CollectorOptions(weight_sync_schemes=schemes).weight_sync_schemes["policy"].strategy == "state_dict"
+
+
+def test_a_scheme_of_torchrl_keeps_its_option():
+    given = torchrls("SharedMemWeightSyncScheme", per_worker_weights=True)
+    assert not as_schemes("weight_sync_schemes", {"policy": given})["policy"].shares
+
+
+def test_a_scheme_derived_from_torchrls_is_refused():
+    with pytest.raises(TypeError, match="expected a WeightSyncScheme, got Mine"):
+        as_schemes("weight_sync_schemes", {"policy": torchrls("Mine")})

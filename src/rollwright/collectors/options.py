@@ -15,7 +15,7 @@ from rollwright.data.specs.shapes import as_device
 from rollwright.envs.recreation.policy import check_failure
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
-from rollwright.weight_update.receiving import check_schemes
+from rollwright.weight_update.receiving import as_schemes
 from rollwright.weight_update.updaters import check_updater
 
 __all__ = ["Buffer", "CollectorOptions", "ConversationOptions", "Device", "Interrupts"]
@@ -80,8 +80,7 @@ def _failure(name: str, value: object) -> object:
 
 
 def _schemes(name: str, value: object) -> object:
-    check_schemes(name, value)
-    return value
+    return as_schemes(name, value)
 
 
 def _updater(name: str, value: object) -> object:

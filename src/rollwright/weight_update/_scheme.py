@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from rollwright._foreign import is_torchrl_scheme
 from rollwright.weight_update._boards import Boards
 from rollwright.weight_update.feed import WeightFeed
 from rollwright.weight_update.forms import State, Strategy, check_state, describe, flat_state, split_by_worker
@@ -83,6 +84,17 @@ class WeightSyncScheme:
         if backend not in _BY_BACKEND:
             raise ValueError(f"backend: expected one of {', '.join(map(repr, sorted(_BY_BACKEND)))}, got {backend!r}.")
         return _BY_BACKEND[backend](**kwargs)
+
+    @classmethod
+    def from_torchrl(cls, scheme: Any) -> Any:
+        """The scheme of the same name, for one of TorchRL's; what is none of TorchRL's own classes stays what it is."""
+        of_name = {kind.__name__: kind for kind in _BY_BACKEND.values()}
+        if not is_torchrl_scheme(scheme) or type(scheme).__name__ not in of_name:
+            return scheme
+        counterpart = of_name[type(scheme).__name__](strategy=scheme.strategy_str)
+        if getattr(scheme, "per_worker_weights", False) and hasattr(counterpart, "per_worker_weights"):
+            counterpart.per_worker_weights = True
+        return counterpart
 
     def __init_subclass__(cls, backends: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

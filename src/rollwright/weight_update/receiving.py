@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rollwright._foreign import is_torchrl_scheme
 from rollwright.weight_update._scheme import WeightSyncScheme
 from rollwright.weight_update.feed import HasModels, HeldWeights
 
-__all__ = ["Relay", "check_schemes", "receive_all", "register_receivers"]
+__all__ = ["Relay", "as_schemes", "check_schemes", "receive_all", "register_receivers"]
 
 
 class Relay:
@@ -47,6 +48,25 @@ class Relay:
         """What came last for a model: the model itself where it is in this process; None if nothing came."""
         model = self.get_model(model_id)
         return model.state if isinstance(model, HeldWeights) else model
+
+
+def as_schemes(name: str, schemes: Any) -> Any:
+    """Schemes by model, with this library's in place of TorchRL's.
+
+    Args:
+        name: of the argument.
+        schemes: what was passed; None: no schemes.
+
+    Returns:
+        ``schemes`` itself where none is TorchRL's.
+
+    Raises:
+        TypeError: they are no dictionary from names of models to schemes.
+    """
+    if isinstance(schemes, Mapping) and any(is_torchrl_scheme(scheme) for scheme in schemes.values()):
+        schemes = {model_id: WeightSyncScheme.from_torchrl(scheme) for model_id, scheme in schemes.items()}
+    check_schemes(name, schemes)
+    return schemes
 
 
 def check_schemes(name: str, schemes: Any) -> None:

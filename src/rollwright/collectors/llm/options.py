@@ -12,15 +12,14 @@ from rollwright._options import PER_WORKER, Check, check_fields, names_of, refus
 from rollwright.collectors.delivery.queues import QueueWriter
 from rollwright.collectors.options import Buffer, Interrupts
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
-from rollwright.weight_update.receiving import check_schemes
+from rollwright.weight_update.receiving import as_schemes
 from rollwright.weight_update.updaters import check_updater
 
 __all__ = ["LLMOptions"]
 
 
 def _schemes(name: str, value: object) -> object:
-    check_schemes(name, value)
-    return value
+    return as_schemes(name, value)
 
 
 def _updater(name: str, value: object) -> object:
