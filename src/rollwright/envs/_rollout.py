@@ -119,12 +119,14 @@ def rollout(  # noqa: D417 - self
             callback(self, td)
         if stop_at_any or break_when_all_done or t == max_steps - 1:  # what follows the last step is not reset
             td = self.step(td)
+            following = self.step_mdp(td)
+            self.trim_frame(td, following)
             frames.append(keep(td))  # policies may write into what they see, and into buffers of their own
             ends = end_of_trajectory(td.get("next"), self.done_groups, td.ndim)
             ended = ended | ends if break_when_all_done else ends.any()
             if bool(torch.as_tensor(ended).all()) or t == max_steps - 1:
                 break
-            td = self.step_mdp(td)
+            td = following
         else:
             frame, td = self.step_and_maybe_reset(td)
             frames.append(keep(frame))

@@ -370,6 +370,7 @@ STEPPING = (
     "step_outcome",
     "reset_outcome",
     "_step_mdp",
+    "trim_frame",
     "any_done",
     "maybe_reset",
     "reset",

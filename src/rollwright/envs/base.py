@@ -227,7 +227,17 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             which the next step is to be taken, reset where a trajectory ended.
         """
         tensordict = self.step(tensordict)
-        return tensordict, self.maybe_reset(self._step_mdp(tensordict))
+        following = self._step_mdp(tensordict)
+        self.trim_frame(tensordict, following)
+        return tensordict, self.maybe_reset(following)
+
+    def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:
+        """Change a frame in place once the data of the next step were taken from it; by default, nothing.
+
+        Args:
+            frame: what :meth:`step` returned, before it is recorded. Its flags stay.
+            following: what :meth:`step_mdp` made of it.
+        """
 
     def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The data from which the next step is to be taken, given what :meth:`step` returned; nothing is reset.

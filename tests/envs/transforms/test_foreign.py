@@ -23,6 +23,7 @@ from rollwright.envs import (
     check_env_specs,
     to_torchrl,
 )
+from rollwright.envs.libs.torchrl_arrays.frames import trim_by
 from rollwright.envs.transforms.foreign import ForeignTransform
 from rollwright.errors import EnvError
 from rollwright.testing.mocking_classes import CountingEnv
@@ -95,13 +96,13 @@ class TestWithoutTorchRL:
         with pytest.raises(RuntimeError, match="already belongs to SimpleNamespace of TorchRL"):
             Compose(taken)
 
-    def test_hooks_that_nothing_would_call_are_refused(self):
+    def test_frames_are_changed_in_place(self):
         class Late(self.base()):
             def _post_step_mdp_hooks(self, td, td_):
-                return td, td_
+                return td.copy(), td_
 
-        with pytest.raises(TypeError, match=r"Late changes frames after .*compact_obs=True"):
-            TransformedEnv(CountingEnv(), Late())
+        with pytest.raises(EnvError, match=r"Late: expected _post_step_mdp_hooks to return .* in\s+place"):
+            trim_by(Late(), TensorDict(), TensorDict(), [])
 
     def test_other_things_are_refused(self):
         with pytest.raises(TypeError, match=r"expected one of TorchRL, got .*RewardSum"):
@@ -202,7 +203,10 @@ CASES = {
         lambda t: t.envs.Compose(t.envs.StepCounter(), t.envs.RandomTruncationTransform(3, 8)),
     ),
 }
-ALONE = {"NoopResetEnv": (PENDULUM, lambda t: t.envs.NoopResetEnv(3, random=True))}  # around single environments
+ALONE = {
+    "NextObservationDelta": (CARTPOLE, lambda t: t.envs.Compose(t.envs.NextObservationDelta(), t.envs.StepCounter())),
+    "NoopResetEnv": (PENDULUM, lambda t: t.envs.NoopResetEnv(3, random=True)),
+}  # around single environments
 WIDE = ["TrajCounter", "VecNormV2", "RNDTransform", "ActionDiscretizer", "Negated", "Compose"]
 
 
@@ -301,6 +305,27 @@ class TestFrames:
             return kind(theirs.envs.GymEnv(CARTPOLE), theirs.envs.Compose(theirs.Seen(), theirs.envs.TrajCounter()))
 
         assert_equal(rolled_out(make(TransformedEnv)), rolled_out(make(theirs.envs.TransformedEnv)))
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("kind", ["ours", "theirs"])
+    def test_what_is_taken_away_from_frames(self, theirs, kind, workers):
+        def make():
+            if kind == "ours":
+                return TransformedEnv(GymEnv(CARTPOLE), theirs.envs.NextObservationDelta())
+            return theirs.envs.TransformedEnv(theirs.envs.GymEnv(CARTPOLE), theirs.envs.NextObservationDelta())
+
+        options = {"num_collectors": workers, "sync": True} if workers else {}
+        collector = Collector(make if workers else make(), frames_per_batch=40, total_frames=80, **options)
+        for batch in collector:
+            assert ("next", "observation") not in batch.keys(True, True)
+            assert ("delta", "observation") not in batch.keys(True, True)
+            delta, ids = batch["next", "delta", "observation"], batch["collector", "traj_ids"]
+            goes_on = ids[..., 1:] == ids[..., :-1]
+            moved = (batch["observation"][..., 1:, :] - batch["observation"][..., :-1, :]).to(torch.float16)
+            assert torch.equal(delta[..., :-1, :][goes_on], moved[goes_on])
+        fake = make().fake_tensordict()
+        assert fake["next", "delta", "observation"].dtype is torch.float16
+        collector.shutdown()
 
     def test_ours_and_theirs_in_one_chain(self, theirs):
         env = TransformedEnv(GymEnv(CARTPOLE), Compose(StepCounter(5), theirs.More(), RewardSum()))

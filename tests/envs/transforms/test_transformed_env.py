@@ -9,10 +9,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rollwright.collectors import Collector
 from rollwright.data import Composite, Unbounded
 from rollwright.envs import (
     CatFrames,
     Compose,
+    GymEnv,
     InitTracker,
     RewardSum,
     SerialEnv,
@@ -393,3 +395,37 @@ def test_base_environment_can_be_replaced(ladder):
     env.base_env = ladder([2, 3, 4])
     assert env.batch_size == (3,)
     check_env_specs(env)
+
+
+class Halved(Transform):
+    """Leaves half an entry below ``"next"``; the next step begins with the whole."""
+
+    def __init__(self, key):
+        super().__init__()
+        self.key = key
+
+    def trim_frame(self, frame, following):
+        outcome = frame["next"]
+        outcome["half"] = outcome.pop(self.key) / 2
+
+
+@pytest.mark.parametrize("whole_episodes", [False, True])
+def test_a_frame_changes_after_the_data_of_the_next_step_were_taken_from_it(do_nothing, ladder, whole_episodes):
+    env = TransformedEnv(ladder([2, 3]), Compose(Halved("rung"), StepCounter()))
+    plain = ladder([2, 3]).rollout(5, do_nothing, break_when_any_done=whole_episodes)
+    rolled = env.rollout(5, do_nothing, break_when_any_done=whole_episodes)
+    with Collector(env, do_nothing, frames_per_batch=10, reset_when_done=not whole_episodes) as collector:
+        batch = next(iter(collector))[:, : plain.shape[-1]]
+    for frames in (rolled, batch):
+        assert ("next", "rung") not in frames.keys(True, True)
+        assert torch.equal(frames["rung"], plain["rung"])
+        assert torch.equal(frames["next", "half"] * 2, plain["next", "rung"])
+
+
+def test_what_changes_frames_is_not_stepped_on_arrays():
+    env = TransformedEnv(GymEnv("CartPole-v1"), Halved("observation"))
+    with Collector(env, frames_per_batch=10) as collector:
+        assert "Halved changes frames once" in collector.stats()["paths"]["env"]
+        batch = next(iter(collector))
+    goes_on = ~batch["next", "done"].squeeze(-1)[:-1]
+    assert torch.equal(batch["next", "half"][:-1][goes_on] * 2, batch["observation"][1:][goes_on])

@@ -15,6 +15,7 @@ from rollwright.data.specs.torchrl import from_torchrl
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.libs.torchrl_arrays.env import torchrl_array_form
+from rollwright.envs.libs.torchrl_arrays.frames import only_below_next, trim_by, trims
 from rollwright.envs.libs.torchrl_arrays.steps import TorchRLStep
 from rollwright.errors import EnvError
 
@@ -88,6 +89,19 @@ class TorchRLWrapper(EnvBase):
         if self._masked:
             self._take_masks()
         return outcome
+
+    def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:
+        """See :meth:`EnvBase.trim_frame`."""
+        if trims(self.torchrl_env):
+            dropped = self.remember("dropped", lambda: only_below_next(self.fake_tensordict()))
+            trim_by(self.torchrl_env, frame, following, dropped)
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """See :meth:`EnvBase.fake_tensordict`."""
+        if not trims(self.torchrl_env):
+            return super().fake_tensordict()
+        fake: TensorDictBase = self.torchrl_env.fake_tensordict()
+        return fake
 
     def _array_form(self) -> ArrayEnv:
         return torchrl_array_form(self, TorchRLWrapper, self._step, self._reset)

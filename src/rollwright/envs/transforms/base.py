@@ -123,6 +123,13 @@ class Transform(nn.Module):
         """What the environment's reset is given, for what was passed to the reset (None: nothing was)."""
         return tensordict
 
+    def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:
+        """Change a frame once the data of the next step were taken from it, see :meth:`EnvBase.trim_frame`."""
+
+    def complete_fake(self, fake: TensorDictBase) -> TensorDictBase:
+        """What :meth:`EnvBase.fake_tensordict` gives, where frames have other entries than the specs say."""
+        return fake
+
     def _inv_apply_transform(self, state: torch.Tensor) -> torch.Tensor:
         """The value that the environment wants, from the one that the policy wrote."""
         return state
@@ -188,6 +195,8 @@ class Transform(nn.Module):
         own = vars(self).keys()
         if parent is None:
             raise NotNative(f"{name} is on no environment")
+        if "trim_frame" in own or _overrides(self, "trim_frame"):
+            raise NotNative(f"{name} changes frames once the data of the next step were taken from them")
         of_resets = ("_reset_env_preprocess", "transform_reset_input")
         if own & set(of_resets) or any(_overrides(self, method) for method in of_resets):
             raise NotNative(f"{name} changes what a reset is given")

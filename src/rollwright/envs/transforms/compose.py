@@ -140,6 +140,17 @@ class Compose(Transform):
             tensordict = transform._inv_call(tensordict)
         return tensordict
 
+    def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:
+        """See :class:`Transform`."""
+        for transform in self:
+            transform.trim_frame(frame, following)
+
+    def complete_fake(self, fake: TensorDictBase) -> TensorDictBase:
+        """See :class:`Transform`."""
+        for transform in self:
+            fake = transform.complete_fake(fake)
+        return fake
+
     @property
     def inverts(self) -> bool:
         """See :class:`Transform`."""

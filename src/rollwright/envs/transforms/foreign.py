@@ -9,10 +9,12 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from rollwright._foreign import class_path, is_torchrl_transform, kind_in, overrides
+from rollwright._foreign import class_path, is_torchrl_transform, kind_in
+from rollwright._keys import NestedKey
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.data.specs.torchrl import from_torchrl, to_torchrl
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform
+from rollwright.envs.libs.torchrl_arrays.frames import only_below_next, transform_trims, trim_by
 from rollwright.envs.libs.torchrl_arrays.transforms import array_transform, check_outputs_only, is_known, reads_root
 from rollwright.envs.libs.torchrl_envs import holder_of
 from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
@@ -22,10 +24,6 @@ from rollwright.errors import EnvError, NotNative
 __all__ = ["ForeignTransform", "parts_of"]
 
 _KEYS = ("in_keys", "out_keys", "in_keys_inv", "out_keys_inv")
-_UNKNOWN = {  # hooks that an environment of this library does not call, and what they do
-    "_post_step_mdp_hooks": "changes frames after the data of the next step were taken from them",
-    "transform_fake_tensordict": "gives entries below 'next' other dtypes than at the root",
-}
 
 
 class ForeignTransform(Transform):
@@ -42,7 +40,7 @@ class ForeignTransform(Transform):
         torchrl_transform: ``transform``.
 
     Raises:
-        TypeError: it is none, or has a hook that nothing would call here.
+        TypeError: it is none, or for environments that reset themselves.
         RuntimeError: it belongs to an environment of TorchRL.
     """
 
@@ -100,6 +98,23 @@ class ForeignTransform(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """See :class:`Transform`."""
         changed: TensorDictBase = self._placed()(tensordict)
+        return changed
+
+    def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:
+        """See :class:`Transform`."""
+        if self._trims:
+            trim_by(self._placed(), frame, following, self._remember("dropped", self._only_below_next))
+
+    @property
+    def _trims(self) -> bool:
+        return self._remember("trims", lambda: transform_trims(self._inner))
+
+    def _only_below_next(self) -> list[NestedKey]:
+        return [] if self.container is None else only_below_next(self.container.fake_tensordict())
+
+    def complete_fake(self, fake: TensorDictBase) -> TensorDictBase:
+        """See :class:`Transform`."""
+        changed: TensorDictBase = self._theirs("transform_fake_tensordict", fake)
         return changed
 
     def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
@@ -327,12 +342,6 @@ def _check(transform: Any) -> None:
         raise TypeError(f"transform: expected one of TorchRL, got {class_path(transform)}. Pass it as it is.")
     _check_free(transform)
     name = class_path(transform)
-    for hook, what in _UNKNOWN.items():
-        if overrides(transform, hook):
-            raise TypeError(
-                f"transform: {name} {what} ({hook}), which environments of rollwright do not do. Leave it out; "
-                "compact_obs=True of collectors stores observations once."
-            )
     if "AutoResetTransform" in kind_in("torchrl", transform):
         raise TypeError(
             f"transform: {name} is for environments that reset themselves, which those of rollwright do not. Leave it "

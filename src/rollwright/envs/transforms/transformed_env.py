@@ -172,6 +172,15 @@ class TransformedEnv(WrapperEnv):
         fresh = base.reset_outcome(given, **kwargs)
         return self.transform.transform_reset(fresh.empty() if tensordict is None else tensordict, fresh)
 
+    def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:
+        """See :meth:`EnvBase.trim_frame`; the transforms' turn comes first."""
+        self.transform.trim_frame(frame, following)
+        self.base_env.trim_frame(frame, following)
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """See :meth:`EnvBase.fake_tensordict`."""
+        return self.transform.complete_fake(super().fake_tensordict())
+
     def _array_form(self) -> ArrayEnv:
         return TransformedArrays(self, TransformedEnv)
 

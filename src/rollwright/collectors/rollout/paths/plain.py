@@ -126,6 +126,7 @@ class PlainPath(Path):
         def step(current: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
             frame = current.set("next", taken.outcome)
             following = self._env.step_mdp(frame)
+            self._env.trim_frame(frame, following)
             if taken.marked is None or taken.fresh is None:
                 following = self._env.maybe_reset(following)
             else:

@@ -106,7 +106,9 @@ def build_step(env: EnvBase, move: Stage, *, reset_when_done: bool, current_has_
 
     def advance(td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         td = env.step(td)
-        return td, env._step_mdp(td)
+        following = env._step_mdp(td)
+        env.trim_frame(td, following)
+        return td, following
 
     stage: Step = env.step_and_maybe_reset if reset_when_done else advance
 

@@ -9,7 +9,7 @@ import gymnasium
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._foreign import class_path, kind_in, overrides
+from rollwright._foreign import class_path, kind_in
 from rollwright._keys import NestedKey, leaves, unravel
 from rollwright.data.specs import Composite
 from rollwright.data.specs.torchrl import from_torchrl
@@ -28,6 +28,7 @@ from rollwright.envs.arrays import (
     refuse_overrides,
 )
 from rollwright.envs.libs.gym import GymWrapper
+from rollwright.envs.libs.torchrl_arrays.frames import trims
 from rollwright.envs.libs.torchrl_arrays.transforms import array_transform, check_outputs_only, is_known, reads_root
 from rollwright.envs.on_arrays.chain import ArrayChain, ChainDeviation
 from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
@@ -60,6 +61,8 @@ def torchrl_array_form(env: TorchRLWrapper, known: type[TorchRLWrapper], step: M
     Raises:
         NotNative: what it returns does not fit arrays.
     """
+    if trims(env.torchrl_env):
+        raise NotNative(f"{class_path(env.torchrl_env)} changes frames once the data of the next step were taken")
     try:
         return TorchRLArrays(env, known)
     except NotNative as reason:
@@ -125,8 +128,6 @@ class TorchRLArrays(ArrayEnv):
         if is_known(transform):
             return array_transform(transform, self)
         name = check_outputs_only(transform)
-        if overrides(transform, "_post_step_mdp_hooks"):
-            raise NotNative(f"{name} changes frames after the data of the next step were taken from them")
         spec = cast(Composite, from_torchrl(transform.transform_output_spec(transform.parent.output_spec.clone())))
         return OnTensorDicts(
             _Called(transform, self._env), name, self, spec, self._chain.roots, reads_root=reads_root(transform)

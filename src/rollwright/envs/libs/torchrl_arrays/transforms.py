@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from rollwright._foreign import class_path, overrides
 from rollwright._keys import NestedKey, unravel
 from rollwright.envs.arrays import ARRAY_FORMS, ArrayEnv, ArrayTransform, Entry, Values, constant
+from rollwright.envs.libs.torchrl_arrays.frames import transform_trims
 from rollwright.envs.transforms.primer import as_primer
 from rollwright.errors import NotNative
 
@@ -63,9 +64,11 @@ def check_outputs_only(transform: Any) -> str:
     """Test that a transform of TorchRL changes no more than what steps and resets return; returns its name.
 
     Raises:
-        NotNative: it changes what they are given, too.
+        NotNative: it changes what they are given, too, or frames later on.
     """
     name, own = class_path(transform), vars(transform).keys()
+    if transform_trims(transform):
+        raise NotNative(f"{name} changes frames once the data of the next step were taken from them")
     given = ("_reset_env_preprocess", "_inv_call", "inv", "_inv_apply_transform")
     if overrides(transform, *given) or own & set(given) or list(getattr(transform, "in_keys_inv", None) or []):
         raise NotNative(f"{name} changes what a step or a reset is given, on TensorDicts")
