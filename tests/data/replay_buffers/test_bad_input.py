@@ -303,6 +303,13 @@ def test_priorities():
 # Constructors ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("part", ["storage", "sampler", "writer"])
+def test_parts_of_torchrls_buffers_are_refused_with_a_remedy(part):
+    theirs = type("Part", (), {"__module__": "torchrl.data.replay_buffers"})()
+    with pytest.raises(TypeError, match=rf"{part}: expected .*got Part.*import it from\s+rollwright\.data"):
+        ReplayBuffer(**{part: theirs})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -44,8 +44,15 @@ def made(name: str, given: Any, kind: type, default: Callable[[], Any]) -> Any:
     if not isinstance(made, kind) and callable(made):
         made = made()
     if not isinstance(made, kind):
+        remedy = ""
+        if kind_in("torchrl", made):
+            remedy = (
+                " TorchRL's belongs into a buffer of TorchRL, which collectors fill, too; else import it from "
+                "rollwright.data."
+            )
         raise TypeError(
             f"{name}: expected a {kind.__name__} or a callable that makes one, got {type(made).__name__}: {made!r}."
+            + remedy
         )
     return made
 
