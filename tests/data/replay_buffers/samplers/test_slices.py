@@ -415,6 +415,16 @@ def test_tensors_in_place_of_entries():
         draw(SliceSampler(slice_len=5, ends=ends[:5]), storage, 5)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_collectors_ids_may_be_missing_where_ends_are_stored(strict):
+    storage = LazyTensorStorage(100)
+    for name, steps in enumerate((3, 5, 9)):
+        storage.append(trajectory(name, steps).exclude(IDS))
+    drawn, batch = draw(SliceSampler(slice_len=4, traj_key=IDS, strict_length=strict), storage, 400)
+    check_slices(drawn, batch, 4, strict)
+    assert set(batch["name"].tolist()) == ({1, 2} if strict else {0, 1, 2})
+
+
 def test_entries_that_are_missing_are_named():
     storage = LazyTensorStorage(8)
     storage.append(TensorDict({"obs": torch.zeros(8)}, [8]))

@@ -28,7 +28,7 @@ class Boundaries:
     Where nothing is named, runs are cut where the trajectory id changes (``("collector", "traj_ids")``, else
     ``"episode"``) and after each ``("next", "done")``, as far as the storage has these entries. Where ids are named,
     they alone count; where ends are named, they and the collector's ids do; where both are named, one of them may be
-    missing. Of data that
+    missing. The collector's ids, which rollouts lack, give way to ``("next", "done")``. Of data that
     :class:`~rollwright.data.MultiStep` rewrote, flags of ``"next"`` are left out where there are ids: they are those
     of a later frame, and set in several at the end of a trajectory.
 
@@ -123,6 +123,8 @@ class Boundaries:
             if traj_key is not None and end_keys:  # both were named: what is stored of the two
                 traj_key = traj_key if traj_key in keys or not keys.issuperset(end_keys) else None
                 end_keys = end_keys if traj_key is None or not keys.isdisjoint(end_keys) else ()
+            elif traj_key == TRAJ_IDS and traj_key not in keys and self._ends is None and NEXT_DONE in keys:
+                traj_key, end_keys = None, (NEXT_DONE,)
             if not {traj_key, *end_keys} - {None} <= keys:
                 return False
             if traj_key is None and self._ids is None and TRAJ_IDS in keys:

@@ -50,7 +50,8 @@ class SliceSampler(Sampler):
         end_keys: several such entries, in place of ``end_key``: a trajectory ends where any of them is set.
         traj_key: entry of trajectory ids, a number a frame. Where neither this nor ``end_key`` is given:
             ``("collector", "traj_ids")``, else ``"episode"``, and ``("next", "done")``, those that are stored. A
-            trajectory then ends where the id changes, and after each done. Where both are given, one may be missing.
+            trajectory then ends where the id changes, and after each done. Where both are given, one may be missing; so
+            may ``("collector", "traj_ids")``, where ``("next", "done")`` is stored.
         cache_values: accepted for the sake of older programs; boundaries are always kept.
         truncated_key: entry to mark the last step of each slice with, such as ``("next", "truncated")``: where
             neither "terminated" nor "truncated" nor "done" beside it is set there, it is set, and "done" with it.
