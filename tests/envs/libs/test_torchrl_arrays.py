@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from rollwright.collectors import Collector
@@ -196,6 +196,16 @@ ENVS = {
     "ours of several": lambda: SerialEnv(3, lambda: around(envs.GymEnv(PENDULUM), envs.StepCounter(6))),
 }
 
+REMEMBERING = {
+    "primed members": lambda: envs.SerialEnv(2, lambda: around(envs.GymEnv(PENDULUM), envs.StepCounter(9), primer())),
+    "primed members of ours": lambda: SerialEnv(
+        2, lambda: around(envs.GymEnv(PENDULUM), envs.StepCounter(9), primer())
+    ),
+    "theirs primed": lambda: around(Drift((2,)), primer(expand_specs=True)),
+    "ours primed by theirs": lambda: TransformedEnv(GymWrapper(gymnasium.make(PENDULUM)), primer()),
+    "own primed": lambda: around(envs.GymEnv(PENDULUM), Shift(), primer()),
+}
+
 
 UNFIT = ("own unannounced", "ours around own", "theirs unannounced", "theirs in turn, unannounced")
 
@@ -234,6 +244,25 @@ class TestParity:
         assert set(native.keys(True, True)) == set(plain.keys(True, True))
         for key in plain.keys(True, True):
             assert native[key].dtype == plain[key].dtype, key
+            assert torch.equal(native[key], plain[key]), key
+
+    @pytest.mark.parametrize("name", [name for name in [*ENVS, *REMEMBERING] if "primed" in name])
+    def test_states_that_the_policy_writes(self, name):
+        """What it writes below "next" is what its next call reads, whoever steps the environment."""
+        found = []
+        for options in ({}, {"use_buffers": False}):
+            env = {**ENVS, **REMEMBERING}[name]()
+            env.set_seed(0)
+            torch.manual_seed(1)
+            remember = TensorDictModule(lambda hidden: hidden * 0.5 + 1, ["hidden"], [("next", "hidden")])
+            width = env.action_spec.shape[-1]
+            act = TensorDictModule(lambda hidden, width=width: hidden[..., :width], ["hidden"], ["action"])
+            with Collector(env, TensorDictSequential(remember, act), frames_per_batch=40, **options) as collector:
+                found.append(collector.next().clone())
+                assert collector.stats()["paths"]["env"].startswith("plain" if options else "native")
+        native, plain = found
+        assert (native["next", "hidden"] == native["hidden"] * 0.5 + 1).all()
+        for key in plain.keys(True, True):
             assert torch.equal(native[key], plain[key]), key
 
     @pytest.mark.parametrize("frozen", [False, True])

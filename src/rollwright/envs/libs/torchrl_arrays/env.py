@@ -163,9 +163,8 @@ class TorchRLArrays(ArrayEnv):
         """See :meth:`ArrayEnv.step`."""
         check_open(self._env, "step")
         out = self._base.step(root, preset)
-        if self.on_tensordicts:  # they see what the policy has written
-            for key, value in preset.items():
-                out.setdefault(key, value)
+        for key, value in preset.items():  # transforms see what the policy has written, and leave it
+            out.setdefault(key, value)
         try:
             self._chain.step(root, out)
         except ChainDeviation as found:
