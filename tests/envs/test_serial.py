@@ -11,7 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright.data import Composite, OneHot, Unbounded
-from rollwright.envs import EnvBase, StepCounter, TransformedEnv, check_env_specs
+from rollwright.envs import EnvBase, StepCounter, TransformedEnv, check_env_specs, step_mdp
 from rollwright.envs.env_creator import EnvCreator
 from rollwright.envs.libs import GymEnv
 from rollwright.envs.serial import SerialEnv
@@ -282,7 +282,7 @@ def test_close_closes_the_others_when_one_raises() -> None:
 def test_copies_go_their_own_way(twin_of: Any) -> None:
     env = SerialEnv(2, lambda: GymEnv("CartPole-v1"))
     env.set_seed(0)
-    td = env.rand_action(env.reset())
+    td = env.rand_action(step_mdp(env.rand_step(env.reset())))  # after a step: what that keeps is not copied
     twin = twin_of(env)
     assert (env.step(td.copy()) == twin.step(td.copy())).all()
     assert twin._envs[0] is twin.worker0

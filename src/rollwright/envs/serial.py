@@ -77,7 +77,7 @@ class SerialEnv(IndexedEnvs):
         ['CartPole-v1', 'CartPole-v1']
     """
 
-    _not_saved = ("_makers", "openings")
+    _not_saved = ("_makers", "openings", "_steps_on_arrays")
 
     def __init__(
         self,
@@ -213,6 +213,9 @@ class SerialEnv(IndexedEnvs):
 
     def _array_form(self) -> ArrayEnv:
         return SerialArrays(self, SerialEnv)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_steps_on_arrays": None}  # of these environments; copies have their own
 
     # The environments together ------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from rollwright.data import Bounded, Unbounded
-from rollwright.envs import CatFrames, Compose, ObservationNorm, TransformedEnv, check_env_specs
+from rollwright.envs import CatFrames, Compose, ObservationNorm, RewardSum, TransformedEnv, check_env_specs
 from rollwright.errors import EnvError
 from rollwright.testing import mocking_classes as mocks
 
@@ -102,6 +102,24 @@ def test_time_may_be_any_named_dimension(ladder, do_nothing):
     join = CatFrames(3, -1, ["rung"], ["frames"])
     expected = join(rollout.clone())["frames"]
     assert torch.equal(join(rollout.transpose(0, 1))["frames"], expected.transpose(0, 1))
+
+
+@pytest.mark.parametrize("marks", ["is_init", ("collector", "traj_ids"), ("next", "done")])
+def test_slices_are_joined_apart(marks):
+    """Slices of a replay buffer end in no done flag where they were cut out of a trajectory."""
+    data = TensorDict({"x": torch.arange(6.0)[:, None], "next": {"reward": torch.ones(6, 1)}}, [6])
+    marked = {
+        "is_init": torch.tensor([[True], [False], [False], [True], [False], [False]]),
+        ("collector", "traj_ids"): torch.tensor([0, 0, 0, 7, 7, 7]),
+        ("next", "done"): torch.tensor([[False], [False], [True], [False], [False], [False]]),
+    }
+    data.set(marks, marked[marks])
+    assert CatFrames(3, -1, ["x"])(data.clone())["x"].tolist() == [
+        *([0, 0, 0], [0, 0, 1], [0, 1, 2]),
+        *([3, 3, 3], [3, 3, 4], [3, 4, 5]),
+    ]
+    total = RewardSum([("next", "reward")], ["total"])(data)["total"]
+    assert total.squeeze(-1).tolist() == [1, 2, 3, 1, 2, 3]
 
 
 def test_images_in_data():

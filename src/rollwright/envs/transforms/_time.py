@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._keys import unravel
+from rollwright.data.layout import IS_INIT, NEXT_DONE, TRAJ_IDS
+from rollwright.data.layout.boundaries import any_below
 
 __all__ = ["expand_right", "time_axis", "trajectory_starts"]
 
@@ -30,21 +31,25 @@ def time_axis(tensordict: TensorDictBase, who: str) -> int:
     return names.index("time") if "time" in names else tensordict.ndim - 1
 
 
-def trajectory_starts(tensordict: TensorDictBase, axis: int, prefix: tuple[str, ...] = ()) -> torch.Tensor:
-    """For each frame the index along ``axis`` at which its trajectory begins.
+def trajectory_starts(tensordict: TensorDictBase, axis: int) -> torch.Tensor:
+    """For each frame the index along ``axis`` at which its trajectory, or its slice of one, begins.
 
-    A trajectory ends with ``("next", *prefix, "done")``; without such an entry every row is one trajectory.
-    One that began before the data counts as beginning with them.
+    That is after a frame that is ``("next", "done")``, at another trajectory id, and at a frame marked ``"is_init"``,
+    whichever are there; without any of them every row is one trajectory. One that began before the data counts as
+    beginning with them.
 
     Returns:
         int64 of the batch size of ``tensordict``.
     """
     batch = tensordict.batch_size
-    done = tensordict.get(unravel(("next", *prefix, "done")), None)
-    if done is None:
-        return torch.zeros(batch, dtype=torch.int64, device=tensordict.device)
-    done = done.reshape(*batch, -1).any(-1)
-    ordinal = torch.arange(batch[axis], device=done.device).reshape([-1] + [1] * (len(batch) - axis - 1))
-    # Frame t begins a trajectory if frame t - 1 ended one; what is rolled in at 0 counts for nothing there.
-    begins = torch.where(done.roll(1, axis), ordinal, 0)
-    return begins.cummax(axis).values
+    done, ids, first = (tensordict.get(key, None) for key in (NEXT_DONE, TRAJ_IDS, IS_INIT))
+    begins = torch.zeros(batch, dtype=torch.bool, device=tensordict.device)
+    # What is rolled in at 0 counts for nothing there: it is the beginning in any case.
+    if done is not None:
+        begins = begins | any_below(done, len(batch)).roll(1, axis)
+    if ids is not None:
+        begins = begins | (ids != ids.roll(1, axis))
+    if first is not None:
+        begins = begins | any_below(first, len(batch))
+    ordinal = torch.arange(batch[axis], device=begins.device).reshape([-1] + [1] * (len(batch) - axis - 1))
+    return torch.where(begins, ordinal, 0).cummax(axis).values

@@ -386,7 +386,7 @@ class RewardSum(Transform):
         return self.transform_observation_spec(state_spec)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Sum rewards over the time dimension of data, from 0 after each ``("next", "done")``."""
+        """Sum rewards over the time dimension of data, from 0 where a trajectory, or a slice of one, begins."""
         axis = time_axis(tensordict, "RewardSum")
         before = trajectory_starts(tensordict, axis) - 1
         for in_key, out_key in self._pairs():

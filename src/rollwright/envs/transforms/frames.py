@@ -200,8 +200,8 @@ class CatFrames(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Join observations along the time dimension (the one named "time", else the last).
 
-        Trajectories end with ``("next", "done")``; one that began before the data is padded as if it began
-        with them. For an in_key ``("next", key)`` the past is read from ``key``, which must be there.
+        Trajectories end with ``("next", "done")`` and where the trajectory id changes, and slices of them begin where
+        ``"is_init"`` is set; one that began before the data is padded as if it began with them. For an in_key ``("next", key)`` the past is read from ``key``, which must be there.
 
         Raises:
             KeyError: an entry is missing.
