@@ -14,13 +14,14 @@ from rollwright.data import (
     ListStorage,
     NextStateReconstructor,
     PolicyAgeFilter,
+    PrioritizedSampler,
     RaggedStorage,
     ReplayBuffer,
     RewardToGo,
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from rollwright.envs import Compose, RewardClipping, SignTransform
+from rollwright.envs import Compose, ObservationNorm, RewardClipping, SignTransform
 
 # The age of policies ------------------------------------------------------------------------------
 
@@ -62,6 +63,49 @@ def test_an_element_of_several_frames_is_as_old_as_its_oldest():
     data = TensorDict({"policy_version": torch.tensor([[5, 5], [4, 5]])}, [2, 2])
     assert PolicyAgeFilter(5, 0)(data).batch_size == (1, 2)
     assert PolicyAgeFilter(5, 0)(TensorDict({"policy_version": torch.tensor([[5], [4]])}, [2])).batch_size == (1,)
+
+
+@pytest.mark.parametrize("frames", [(), (3,)], ids=["one", "several"])
+@pytest.mark.parametrize("now", [4, 9])
+def test_what_the_sampler_returned_is_that_of_the_elements_that_are_left(frames, now):
+    age = [0]
+    keep = PolicyAgeFilter(lambda: age[0], 2)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(100),
+        transform=Compose(keep),
+        batch_size=30,
+        sampler=PrioritizedSampler(100, 1.0, 1.0),
+    )
+    numbers = torch.arange(5).reshape(5, *[1] * len(frames)).expand(5, *frames)
+    buffer.extend(TensorDict({"policy_version": numbers, "x": numbers}, [5, *frames]))
+    age[0] = now
+    batch, info = buffer.sample(return_info=True, include_info=True)
+    assert len(batch) < 30
+    assert torch.equal(info["index"], batch["x"].reshape(len(batch), -1)[:, 0] if len(batch) else torch.zeros(0).long())
+    assert torch.equal(batch["index"], batch["x"])
+    assert len(info["priority_weight"]) == len(batch)
+    assert set(buffer.sample().keys()) == {"policy_version", "x"}
+
+
+@pytest.mark.parametrize("chain", [Compose, lambda keep: Compose(Compose(keep), SignTransform(["obs"]))])
+def test_in_a_chain_they_neither_enter_nor_leave(chain):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), transform=chain(PolicyAgeFilter(9, 1)), batch_size=50)
+    assert buffer.extend(versions(7, 8, 9, 1)).tolist() == [0, 1]
+    assert len(buffer.extend(versions(1, 2))) == 0
+    assert buffer.extend(list(versions(8, 3))).tolist() == [2]
+    assert len(buffer) == 3
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage, RaggedStorage])
+def test_inverses_of_lists(storage):
+    """A list of elements is changed on its way in as a batch is, of several lengths one by one."""
+    shrink = ObservationNorm(0.0, 2.0, in_keys=["obs"], in_keys_inv=["obs"])
+    buffer = ReplayBuffer(storage=storage(100), transform=shrink, batch_size=1)
+    buffer.extend([TensorDict({"obs": torch.full((2,), float(i))}) for i in range(3)])
+    assert [element["obs"].tolist() for element in buffer.storage] == [[0, 0], [0.5, 0.5], [1, 1]]
+    if storage is not LazyTensorStorage:
+        buffer.extend([TensorDict({"obs": torch.ones(1)}), TensorDict({"obs": torch.ones(2)})])
+        assert [buffer.storage[i]["obs"].tolist() for i in (3, 4)] == [[0.5], [0.5, 0.5]]
 
 
 def test_data_without_a_version():

@@ -53,7 +53,9 @@ def test_it_stands_among_other_transforms_and_a_batch_of_another_size_may_be_dra
     batch = buffer.sample(5)
     assert batch["row"].shape == batch["next", "row"].shape == (5, 3, 4)
     assert torch.equal(batch["row"].flatten(1), frames[STACK][batch["index"]])
-    assert buffer.sample()["index"].shape == (8,)
+    batch, info = buffer.sample(return_info=True, include_info=True)
+    assert batch["index"].shape == (8,)
+    assert torch.equal(info["index"], batch["index"])
 
 
 def test_bad_input():

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from rollwright.collectors import Collector
 from rollwright.data import Composite, Unbounded
@@ -429,3 +429,20 @@ def test_what_changes_frames_is_not_stepped_on_arrays():
         batch = next(iter(collector))
     goes_on = ~batch["next", "done"].squeeze(-1)[:-1]
     assert torch.equal(batch["next", "half"][:-1][goes_on] * 2, batch["observation"][1:][goes_on])
+
+
+def test_a_function_with_an_inverse_changes_actions_too() -> None:
+    class Half:
+        def __call__(self, td: TensorDictBase) -> TensorDictBase:
+            return td.set("double", 2 * td["observation"])
+
+        def inv(self, td: TensorDictBase) -> TensorDictBase:
+            return td.set("action", td["action"] / 2)
+
+    env, bare = TransformedEnv(GymEnv("Pendulum-v1"), Half()), GymEnv("Pendulum-v1")
+    td, plain = env.reset(seed=0), bare.reset(seed=0)
+    assert torch.equal(td["double"], 2 * td["observation"])
+    found = env.step(td.set("action", torch.ones(1)))
+    expected = bare.step(plain.set("action", torch.full((1,), 0.5)))
+    assert torch.equal(found["next", "observation"], expected["next", "observation"])
+    assert found["action"] == 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import nn
 
 from rollwright._foreign import is_torchrl_transform, kind_in, overrides
@@ -22,16 +22,21 @@ __all__ = [
     "check_given",
     "checked_transform",
     "Inverted",
+    "applied",
+    "changed",
     "consuming",
     "dimension",
     "entry_of",
     "inverse_of",
+    "inverted",
     "made",
+    "parts_of",
     "stacked",
     "with_info",
 ]
 
 Transform = Callable[[Any], Any]
+_PLACE = "_place"  # of elements in a batch, while a transform leaves some out
 
 
 def made(name: str, given: Any, kind: type, default: Callable[[], Any]) -> Any:
@@ -129,6 +134,45 @@ class Inverted:
         return f"{type(self).__name__}({self.transform!r})"
 
 
+def parts_of(change: Any) -> tuple[Any, ...]:
+    """The transforms of a chain, or the one that it is."""
+    chain = type(change).__name__ == "Compose" and hasattr(change, "__iter__")
+    return tuple(part for one in change for part in parts_of(one)) if chain else (change,)
+
+
+def applied(change: Transform, batch: Any) -> Any:
+    """A batch after a transform.
+
+    Raises:
+        TypeError: it returned nothing.
+    """
+    result = change(batch)
+    if result is None:
+        raise TypeError(f"transform: expected {change!r} to return the batch, got None. Let it return one.")
+    return result
+
+
+def changed(change: Transform, batch: Any, info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """A batch after a transform, and what belongs to the elements that this has left in it.
+
+    Args:
+        change: the transform. One that leaves elements out says so by ``leaves_out``.
+        batch: the batch, which may be changed.
+        info: what the sampler returned, with ``"index"`` for each element.
+    """
+    given = change.transform if isinstance(change, Inverted) else change
+    number, drops = len(info["index"]), any(getattr(part, "leaves_out", False) for part in parts_of(given))
+    if drops and isinstance(batch, TensorDictBase):
+        places = torch.arange(number, device=batch.device).reshape(-1, *[1] * (batch.ndim - 1))
+        batch.set(_PLACE, places.expand(batch.batch_size))
+    result = applied(change, batch)
+    left = result.pop(_PLACE, None) if drops and isinstance(result, TensorDictBase) else None
+    if left is not None:
+        kept = left if left.ndim == 1 else left.flatten(1)[:, 0]
+        info = {name: value[kept] if len(value) == number else value for name, value in info.items()}
+    return result, info
+
+
 def with_info(batch: Any, info: Mapping[str, Any]) -> Any:
     """A batch with what the sampler returned for its elements; changes it.
 
@@ -197,6 +241,17 @@ def inverse_of(change: Transform) -> Transform | None:
             "batch: what is written would not be inverted. Give it one, or pass a function without."
         )
     return None
+
+
+def inverted(inverse: Transform, data: Any) -> Any:
+    """What is written, past an inverse; None: it has left nothing.
+
+    A list of elements is given as a batch where they are of one form, else one by one.
+    """
+    batch = stacked(data) if isinstance(data, list) else data
+    if isinstance(data, list) and isinstance(batch, list | LazyStackedTensorDict):
+        return [item for item in map(inverse, data) if item is not None] or None
+    return inverse(batch)
 
 
 def _on_batches(inverse: Transform) -> Transform:

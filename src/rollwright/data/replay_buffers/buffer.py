@@ -23,13 +23,17 @@ from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers._arguments import (
     Inverted,
     Transform,
+    applied,
+    changed,
     check_given,
     checked_transform,
     consuming,
     dimension,
     entry_of,
     inverse_of,
+    inverted,
     made,
+    parts_of,
     stacked,
     with_info,
 )
@@ -371,18 +375,12 @@ class ReplayBuffer:
         if storage.structured:
             data = storage.restored(self.sampler.mark(data, draw))
         batch = self._collated(data)
-        info: dict[str, Any] = {"index": storage.public(draw.index), **draw.info}
+        info: Mapping[str, Any] = {"index": storage.public(draw.index), **draw.info}
         if isinstance(batch, TensorDictBase):
             batch = self._with_info(self.sampler.mark(batch, draw), info)
-        batch = self._transformed(batch)
-        return (batch.pin_memory() if self.pin_memory else batch), info, ran_out
-
-    def _transformed(self, batch: Any) -> Any:
         for change in self.transforms:
-            batch = change(batch)
-            if batch is None:
-                raise TypeError(f"transform: expected {change!r} to return the batch, got None. Let it return one.")
-        return batch
+            batch, info = changed(change, batch, info)
+        return (batch.pin_memory() if self.pin_memory else batch), dict(info), ran_out
 
     def _read(self, size: int) -> tuple[Draw, Any]:
         """Draw elements, and read them; whoever holds :attr:`drawing` calls it."""
@@ -556,7 +554,10 @@ class ReplayBuffer:
         """
         if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
             return entry_of(self[:], index)
-        return self._transformed(self.storage.get(index, dim=self.dim_extend, collate=self._collated))
+        batch = self.storage.get(index, dim=self.dim_extend, collate=self._collated)
+        for change in self.transforms:
+            batch = applied(change, batch)
+        return batch
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Replace elements; where transforms have inverses, these are applied, as to what is written."""
@@ -633,7 +634,7 @@ class ReplayBuffer:
     @property
     def transform(self) -> tuple[Any, ...]:
         """The transforms by place, those of a chain (a ``Compose``) one by one; :meth:`append_transform` adds one."""
-        return tuple(part for change in self.transforms for part in _parts_of(change))
+        return tuple(part for change in self.transforms for part in parts_of(change))
 
     def append_transform(self, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
         """Apply a transform to each batch, after those that are there; returns the buffer.
@@ -673,7 +674,7 @@ class ReplayBuffer:
     def _past_inverses(self, data: Any) -> Any:
         for change in reversed(self.transforms):
             inverse = inverse_of(change)
-            data = data if inverse is None or data is None else inverse(data)
+            data = data if inverse is None or data is None else inverted(inverse, data)
         return data
 
     # Parts ------------------------------------------------------------------------------------
@@ -821,12 +822,6 @@ class ReplayBuffer:
             f"{type(self).__name__}(\n    storage={self.storage},\n    sampler={self.sampler},\n"
             f"    writer={self.writer},\n    batch_size={self.batch_size},\n)"
         )
-
-
-def _parts_of(change: Any) -> tuple[Any, ...]:
-    """The transforms of a chain, or the one that it is."""
-    chain = type(change).__name__ == "Compose" and hasattr(change, "__iter__")
-    return tuple(part for one in change for part in _parts_of(one)) if chain else (change,)
 
 
 def _send(buffer: ReplayBuffer) -> Any:

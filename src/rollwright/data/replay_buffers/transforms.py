@@ -39,6 +39,8 @@ class PolicyAgeFilter(nn.Module):
         tensor([0, 1, 2])
     """
 
+    leaves_out = True
+
     def __init__(
         self,
         current_version: int | Callable[[], int],

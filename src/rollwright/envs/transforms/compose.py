@@ -138,6 +138,8 @@ class Compose(Transform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         for transform in reversed(list(self)):
             tensordict = transform._inv_call(tensordict)
+            if tensordict is None:
+                break  # a filter of a buffer has left nothing
         return tensordict
 
     def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:

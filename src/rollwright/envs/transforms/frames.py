@@ -201,7 +201,8 @@ class CatFrames(Transform):
         """Join observations along the time dimension (the one named "time", else the last).
 
         Trajectories end with ``("next", "done")`` and where the trajectory id changes, and slices of them begin where
-        ``"is_init"`` is set; one that began before the data is padded as if it began with them. For an in_key ``("next", key)`` the past is read from ``key``, which must be there.
+        ``"is_init"`` is set; one that began before the data is padded as if it began with them. For an
+        in_key ``("next", key)`` the past is read from ``key``, which must be there.
 
         Raises:
             KeyError: an entry is missing.
@@ -356,6 +357,8 @@ class LastOfSlices(Transform):
         keep: keep that entry.
         owner: what was joined, for messages.
     """
+
+    leaves_out = True
 
     def __init__(self, join: _Join, begins: NestedKey, *, keep: bool, owner: str) -> None:
         super().__init__()

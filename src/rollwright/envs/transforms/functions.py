@@ -14,11 +14,27 @@ __all__ = ["CallableTransform", "as_transform"]
 
 
 class CallableTransform(Transform):
-    """A function on TensorDicts as a transform: called on what steps and resets return."""
+    """A function on TensorDicts as a transform: called on what steps and resets return.
+
+    Where it has an inverse (a method ``inv``), that is called on what the environment is given, or a buffer.
+
+    Attributes:
+        leaves_out: whether it may return fewer elements of a batch than it is given.
+    """
 
     def __init__(self, function: Callable[[TensorDictBase], TensorDictBase | None]) -> None:
         super().__init__()
         self.function = function
+        self.leaves_out = bool(getattr(function, "leaves_out", False))
+
+    @property
+    def inverts(self) -> bool:
+        """See :class:`Transform`."""
+        return callable(getattr(self.function, "inv", None))
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        inverse: Callable[[TensorDictBase], TensorDictBase] | None = getattr(self.function, "inv", None)
+        return tensordict if inverse is None or not callable(inverse) else inverse(tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         changed = self.function(next_tensordict)
