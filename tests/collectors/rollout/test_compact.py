@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rollwright.collectors.utils import restore_next
+from rollwright.data import Composite, Unbounded
 from rollwright.envs import GymEnv, SerialEnv
 from rollwright.testing.mocking_classes import CountingBatchedEnv, MultiKeyCountingEnv, NestedCountingEnv
 
@@ -46,6 +47,30 @@ def test_next_observations_are_left_out_and_the_rest_stays(make, kind):
         left_out = all_keys - kept
         assert left_out == {("next", *key) for key in observations}
         assert kept - all_keys <= set(EXTRA)
+
+
+@pytest.mark.parametrize("use_buffers", [None, False])
+def test_no_empty_nest_stays(make, use_buffers):
+    """What held left-out observations alone is left out, too, however frames are collected."""
+
+    class Nested(CountingBatchedEnv):
+        def __init__(self):
+            super().__init__(max_steps=torch.tensor([2, 3]), batch_size=[2])
+            seen = Composite(a=Composite(b=Unbounded((2, 3)), shape=(2,)), shape=(2,))
+            self.observation_spec = Composite(deep=seen, shape=(2,))
+
+        def _observe(self, td):
+            return td.exclude("observation").set("deep", self.observation_spec["deep"].zero())
+
+        def _reset(self, tensordict=None, **kwargs):
+            return self._observe(super()._reset(tensordict, **kwargs))
+
+        def _step(self, tensordict):
+            return self._observe(super()._step(tensordict))
+
+    batch = make(Nested, frames_per_batch=8, compact_obs=True, use_buffers=use_buffers).next()
+    assert set(batch["next"].keys(True)) <= {"reward", "done", "terminated", "truncated"}
+    assert restore_next(batch)["next", "deep", "a", "b"].shape == (2, 4, 3)
 
 
 @pytest.mark.parametrize("kind", ["single", "serial", "vector"])

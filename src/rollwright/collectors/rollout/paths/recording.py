@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, is_private, key_str, leaves, place, unravel
+from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaves, place, unravel
 from rollwright._memory import MemoryPool
 from rollwright.data.layout import blank_frame, is_dense, stack_frames
 from rollwright.errors import RollwrightError
@@ -171,6 +171,7 @@ class FrameList:
         ragged: Collection[NestedKey] = (),
     ) -> None:
         self._dropped = dropped
+        self._around = _nests_of(dropped)
         self._device = device
         self._ragged = ragged
         self.steps = steps
@@ -180,6 +181,7 @@ class FrameList:
         """Keep a copy of the frame."""
         private = [key for key in frame.keys(True) if is_private(key)]
         kept = frame.exclude(*private, *self._dropped)
+        kept = kept.exclude(*(key for key in self._around if _is_empty(kept.get(key, None))))
         moves = self._device is not None and kept.device != self._device
         self._frames.append(kept.to(self._device) if moves else kept.clone())
 
@@ -198,6 +200,16 @@ class FrameList:
             blank = blank_frame(frames, ragged=self._ragged)
             frames = frames + [blank] * (self.steps - steps)
         return stack_frames(frames, frames[0].ndim)
+
+
+def _nests_of(keys: Collection[NestedKey]) -> list[NestedKey]:
+    """The nested TensorDicts below ``"next"`` in which some keys lie, the innermost first."""
+    nests = {unravel(path[:n]) for path in map(as_tuple, keys) for n in range(2, len(path))}
+    return sorted(nests, key=lambda key: -len(as_tuple(key)))
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, TensorDictBase) and value.is_empty()
 
 
 class Recorder:
