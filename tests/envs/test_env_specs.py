@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright.collectors import Collector
-from rollwright.data import Binary, Categorical, Composite, Unbounded
+from rollwright.data import Binary, Categorical, Composite, LazyTensorStorage, ListStorage, Unbounded
 from rollwright.envs import (
     CatTensors,
     EnvBase,
@@ -311,10 +311,27 @@ def test_to_moves_specs_and_data() -> None:
     assert env.full_done_spec.device == torch.device("cpu")
 
 
-def test_a_cuda_device_has_an_index_as_that_of_data_has() -> None:
+def test_a_cuda_device_has_an_index_as_that_of_data_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     env = EnvBase.__new__(EnvBase)
     EnvBase.__init__(env, device="cuda")
     assert env.device == torch.device("cuda", 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_a_cuda_device_where_there_is_none(name: str) -> None:
+    for cause in (
+        lambda: CountingEnv(device=name),
+        lambda: CountingEnv().to(name),
+        lambda: SerialEnv(2, CountingEnv, device=name),
+        lambda: TransformedEnv(CountingEnv(), device=name),
+        lambda: LazyTensorStorage(10, device=name),
+        lambda: ListStorage(10, device=name),
+    ):
+        with pytest.raises(ValueError, match=f"device: got '{name}', and torch sees no CUDA device. Pass 'cpu'"):
+            cause()
 
 
 @pytest.mark.cuda

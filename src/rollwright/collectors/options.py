@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, whole
 from rollwright.collectors.delivery_options import check_delivery
-from rollwright.data.specs.shapes import as_device
+from rollwright.data.specs.shapes import usable_device
 from rollwright.envs.recreation.policy import check_failure
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
@@ -44,16 +44,6 @@ class Interrupts(Protocol):
 
     def collection_stopped(self) -> bool:
         """Whether the current rollout is to end after its step."""
-
-
-def _device(name: str, value: Device) -> torch.device | None:
-    try:
-        device = as_device(value)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{name}: expected a device such as 'cpu' or 'cuda:0', got {value!r}: {error}") from error
-    if device is not None and device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{name}: got {value!r}, and torch sees no CUDA device. Pass 'cpu', or install CUDA's torch.")
-    return device
 
 
 def _dictionary(name: str, value: object) -> object:
@@ -184,10 +174,10 @@ class CollectorOptions:
     frames_per_batch: Annotated[int, whole(1, floats=True), PER_WORKER] = 200
     total_frames: Annotated[int, whole(floats=True)] = -1
     policy_factory: Annotated[Callable[[], Any] | None, PER_WORKER] = None
-    device: Annotated[Device | None, Check(_device), PER_WORKER] = None
-    policy_device: Annotated[Device | None, Check(_device), PER_WORKER] = None
-    env_device: Annotated[Device | None, Check(_device), PER_WORKER] = None
-    storing_device: Annotated[Device | None, Check(_device), PER_WORKER] = None
+    device: Annotated[Device | None, Check(usable_device), PER_WORKER] = None
+    policy_device: Annotated[Device | None, Check(usable_device), PER_WORKER] = None
+    env_device: Annotated[Device | None, Check(usable_device), PER_WORKER] = None
+    storing_device: Annotated[Device | None, Check(usable_device), PER_WORKER] = None
     create_env_kwargs: Annotated[Mapping[str, Any] | None, Check(_dictionary), PER_WORKER] = None
     max_frames_per_traj: Annotated[int | None, whole(floats=True)] = None
     init_random_frames: Annotated[int | None, whole(floats=True)] = None

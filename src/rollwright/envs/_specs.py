@@ -12,7 +12,7 @@ from torch import nn
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.layout import DoneGroup, done_groups
 from rollwright.data.specs import Categorical, Composite, TensorSpec, Unbounded, register_as_torchrl
-from rollwright.data.specs.shapes import as_device
+from rollwright.data.specs.shapes import usable_device
 from rollwright.errors import EnvError
 
 __all__ = ["EnvSpecs"]
@@ -124,7 +124,7 @@ class EnvSpecs(nn.Module):
     ) -> None:
         super().__init__()
         self.__dict__["_locks_specs"] = spec_locked  # once the constructor has run
-        self.__dict__["_device"] = as_device(device)
+        self.__dict__["_device"] = usable_device("device", device)
         self.__dict__["_batch_size"] = torch.Size(batch_size if batch_size is not None else ())
 
     def _finalize(self) -> None:
@@ -386,7 +386,7 @@ class EnvSpecs(nn.Module):
         """Move specs, buffers and future data to a device; returns the environment."""
         if device is None:
             return self
-        self.__dict__["_device"] = as_device(device)
+        self.__dict__["_device"] = usable_device("device", device)
         for name, spec in self._full_specs.items():
             self._full_specs[name] = spec.to(self._device)
         self._cache.clear()

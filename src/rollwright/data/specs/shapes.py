@@ -42,6 +42,21 @@ def as_device(device: DeviceLike) -> torch.device | None:
     return device
 
 
+def usable_device(name: str, device: DeviceLike) -> torch.device | None:
+    """The device that an argument ``name`` says, which this machine must have.
+
+    Raises:
+        ValueError: it is none, or a CUDA device where torch sees none.
+    """
+    try:
+        found = as_device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name}: expected a device such as 'cpu' or 'cuda:0', got {device!r}: {error}") from error
+    if found is not None and found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{name}: got {device!r}, and torch sees no CUDA device. Pass 'cpu', or install CUDA's torch.")
+    return found
+
+
 def star_size(shape: tuple[Any, ...]) -> torch.Size:
     """The size meant by ``f(3, 4)``, ``f((3, 4))`` or ``f(torch.Size([3, 4]))``."""
     return as_size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)

@@ -16,7 +16,7 @@ from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import SENT_REMEDY, Storage
 from rollwright.data.replay_buffers.storages.batches import items_of, positive
 from rollwright.data.replay_buffers.storages.structures import is_structure, mapped
-from rollwright.data.specs.shapes import as_device
+from rollwright.data.specs.shapes import usable_device
 
 __all__ = ["ListStorage"]
 
@@ -55,7 +55,7 @@ class ListStorage(Storage):
         self.ledger = Ledger(capacity=self.max_size)
         self._items: dict[int, tuple[Any]] = {}  # by row; each write makes a tuple of its own
         self._was_sent = False
-        self._device = as_device(device)
+        self._device = usable_device("device", device)
 
     @property
     def device(self) -> torch.device | None:

@@ -17,7 +17,7 @@ from rollwright.data.replay_buffers.storages.folders import recover
 from rollwright.data.replay_buffers.storages.memory import LOCK_FILE, ROWS_FILE, STATE_FILE, PrivateMemory, SharedMemory
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.storages.structures import is_a_class, is_structure, packed
-from rollwright.data.specs.shapes import as_device
+from rollwright.data.specs.shapes import as_device, usable_device
 
 __all__ = ["LazyMemmapStorage", "LazyTensorStorage", "TensorStorage"]
 
@@ -54,7 +54,7 @@ class LazyTensorStorage(RowStorage):
         consolidated: bool = False,
         cleanup_memmap: bool = True,
     ) -> None:
-        place_ = as_device(device) or torch.device("cpu")
+        place_ = usable_device("device", device) or torch.device("cpu")
         super().__init__(max_size, PrivateMemory(place_), ndim, place_)
         if self.ndim == 1:
             self.ledger.set_capacity(self.requested_size)
@@ -95,7 +95,7 @@ class TensorStorage(RowStorage):
             raise TypeError(
                 f"storage: expected a TensorDict or a tensor of {ndim} dimensions, got {type(storage).__name__}."
             )
-        place_ = as_device(device) or torch.device("cpu")
+        place_ = usable_device("device", device) or torch.device("cpu")
         elements = batch.shape[:ndim].numel()
         super().__init__(elements if max_size is None else max_size, PrivateMemory(place_), ndim, place_)
         if self.ndim == 1:
