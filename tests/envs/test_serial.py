@@ -84,6 +84,7 @@ def test_one_function_or_one_for_each_with_arguments() -> None:
         ((2, 7), {}, TypeError, "create_env_fn: expected .* got int"),
         ((2, Steps()), {}, TypeError, r"create_env_fn: expected a function .* got Steps.*lambda"),
         ((2, [Steps, None]), {}, TypeError, "got NoneType"),
+        ((2, StepCounter()), {}, TypeError, r"got rollwright.*StepCounter, a module.*TransformedEnv\(env, transform\)"),
         ((2, [Steps]), {}, ValueError, "create_env_fn: expected one entry for each of the 2 workers, got 1"),
         ((2, Steps), {"create_env_kwargs": [{}] * 3}, ValueError, "create_env_kwargs: expected one entry .* got 3"),
         ((2, lambda: 3), {}, TypeError, "one that made int .worker 0"),

@@ -17,6 +17,7 @@ from rollwright.data import (
     PrioritizedSliceSampler,
     RaggedStorage,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
@@ -306,7 +307,7 @@ def test_priorities():
 @pytest.mark.parametrize("part", ["storage", "sampler", "writer"])
 def test_parts_of_torchrls_buffers_are_refused_with_a_remedy(part):
     theirs = type("Part", (), {"__module__": "torchrl.data.replay_buffers"})()
-    with pytest.raises(TypeError, match=rf"{part}: expected .*got Part.*import it from\s+rollwright\.data"):
+    with pytest.raises(TypeError, match=rf"{part}: expected .*got torchrl.*Part.*buffer of TorchRL"):
         ReplayBuffer(**{part: theirs})
 
 
@@ -332,6 +333,26 @@ def test_parts_of_torchrls_buffers_are_refused_with_a_remedy(part):
 def test_buffers(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         ReplayBuffer(**{"storage": LazyTensorStorage(5), **options})
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("LazyTensorStorage", "Use rollwright.data.LazyTensorStorage; or leave it in a buffer of TorchRL"),
+        ("CompressedListStorage", r"Use LazyTensorStorage\(size\) of rollwright.data, say"),
+    ],
+)
+def test_parts_of_torchrl(kind, remedy):
+    """They are named with what to use, and their own text, which may raise, is not asked for."""
+
+    def raises(part):
+        raise AttributeError
+
+    part = type(kind, (), {"__module__": "torchrl.data.replay_buffers.storages", "__repr__": raises})()
+    with pytest.raises(TypeError, match=rf"storage: expected a Storage .*got torchrl.*\.{kind}\. {remedy}"):
+        ReplayBuffer(storage=part)
+    with pytest.raises(TypeError, match=rf"buffers: .*got torchrl.*\.{kind}\. Pass one"):
+        ReplayBufferEnsemble(part)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned")

@@ -141,6 +141,18 @@ def test_wrapper_refuses_what_is_no_environment(env: Any) -> None:
         GymWrapper(env)
 
 
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+def test_an_environment_without_a_space(name: str) -> None:
+    class Half(gymnasium.Env):
+        pass
+
+    spaces_of = {"observation_space": BOX, "action_space": BOX}
+    env = Half()
+    env.__dict__.update({key: space for key, space in spaces_of.items() if key != name})
+    with pytest.raises(EnvError, match=rf"env: .*Half has no {name}. Set self.{name} in its constructor"):
+        GymWrapper(env)
+
+
 def test_name_must_be_a_string() -> None:
     with pytest.raises(TypeError, match="env_name"):
         GymEnv(gymnasium.make("CartPole-v1"))

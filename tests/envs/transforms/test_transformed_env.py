@@ -106,6 +106,7 @@ def test_a_function_is_a_transform(ladder, do_nothing):
         (("env", 3), "transform: expected a Transform, or a function from .*, got int. Subclass Transform"),
         (("env", [StepCounter()]), r"got list. Write Compose\(\*transforms\)"),
         (("env", StepCounter), r"got the class StepCounter. Call it: StepCounter\(\)"),
+        (("env", GymEnv("CartPole-v1")), r"got rollwright.*GymEnv, an environment. Put .*TransformedEnv\(env, "),
     ],
 )
 def test_wrong_types(ladder, arguments, message):

@@ -9,7 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import nn
 
-from rollwright._foreign import is_torchrl_transform, kind_in, overrides
+from rollwright._foreign import class_path, is_torchrl_transform, kind_in, overrides
 from rollwright._keys import NestedKey
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.base import RandomSampler, Sampler
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 Transform = Callable[[Any], Any]
+_EXAMPLES = {"Storage": "LazyTensorStorage(size)", "Sampler": "RandomSampler()", "Writer": "RoundRobinWriter()"}
 _PLACE = "_place"  # of elements in a batch, while a transform leaves some out
 
 
@@ -49,17 +50,30 @@ def made(name: str, given: Any, kind: type, default: Callable[[], Any]) -> Any:
     if not isinstance(made, kind) and callable(made):
         made = made()
     if not isinstance(made, kind):
-        remedy = ""
-        if kind_in("torchrl", made):
-            remedy = (
-                " TorchRL's belongs into a buffer of TorchRL, which collectors fill, too; else import it from "
-                "rollwright.data."
-            )
         raise TypeError(
-            f"{name}: expected a {kind.__name__} or a callable that makes one, got {type(made).__name__}: {made!r}."
-            + remedy
+            f"{name}: expected a {kind.__name__} of rollwright.data or a callable that makes one, got "
+            f"{_shown(made)}. {_remedy(made, kind)}"
         )
     return made
+
+
+def _shown(part: Any) -> str:
+    """A part that a buffer cannot use, without the text that an object of another library has for itself."""
+    return f"{type(part).__name__}: {part!r}" if type(part).__module__ == "builtins" else class_path(part)
+
+
+def _remedy(part: Any, wanted: type) -> str:
+    example, names = _EXAMPLES[wanted.__name__], kind_in("torchrl", part)[:1]
+    if not names:
+        return f"Pass {example}, say, or an object of a subclass of yours."
+    use = f"Use rollwright.data.{names[0]}" if names[0] in _names(wanted) else f"Use {example} of rollwright.data, say"
+    return f"{use}; or leave it in a buffer of TorchRL, which collectors fill, too."
+
+
+def _names(kind: type) -> set[str]:
+    """Names of our classes of a kind."""
+    ours = {each.__name__ for each in kind.__subclasses__() if each.__module__.startswith("rollwright.")}
+    return ours.union(*map(_names, kind.__subclasses__()))
 
 
 def check_given(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
+from rollwright._foreign import class_path
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright.data.loading import load_saved, save
 from rollwright.data.replay_buffers._arguments import Transform, checked_transform, inverse_of
@@ -75,9 +76,12 @@ class ReplayBufferEnsemble:
         shared: bool = False,
         limiter: SampleToInsertRatio | None = None,
     ) -> None:
-        strangers = [type(buffer).__name__ for buffer in buffers if not isinstance(buffer, ReplayBuffer)]
+        strangers = [class_path(buffer) for buffer in buffers if not isinstance(buffer, ReplayBuffer)]
         if not buffers or strangers:
-            raise TypeError(f"buffers: expected replay buffers, got {strangers or 'none'}. Pass one for each source.")
+            raise TypeError(
+                f"buffers: expected replay buffers of rollwright.data, got {', '.join(strangers) or 'none'}. Pass one "
+                "for each source."
+            )
         if any(hasattr(buffer, "as_writer") for buffer in buffers):
             raise TypeError(
                 "buffers: expected buffers in memory of this machine, got one in a service, which draws by itself. "

@@ -12,10 +12,11 @@ from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import AddRenderObservation, OrderEnforcing
 
+from rollwright._foreign import class_path
 from rollwright.envs.libs._registered import check_registered, registered
 from rollwright.errors import EnvError
 
-__all__ = ["FrameSkip", "decorate", "make", "name_of_observation"]
+__all__ = ["FrameSkip", "decorate", "make", "name_of_observation", "space_of"]
 
 GymnasiumEnv = gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any]
 Wrap = Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]
@@ -62,9 +63,22 @@ def add_pixels(env: gymnasium.Env[Any, Any], pixels_only: bool) -> gymnasium.Env
     return pixels
 
 
+def space_of(env: GymnasiumEnv, name: str) -> gymnasium.Space[Any]:
+    """A space of one environment.
+
+    Raises:
+        EnvError: it has none.
+    """
+    name = f"single_{name}" if isinstance(env, VectorEnv) else name
+    space: gymnasium.Space[Any] | None = getattr(env, name, None)
+    if space is None:
+        raise EnvError(f"env: {class_path(env)} has no {name}. Set self.{name} in its constructor.")
+    return space
+
+
 def name_of_observation(env: GymnasiumEnv, from_pixels: bool, pixels_only: bool) -> str:
     """The key of observations that have no name of their own: ``"pixels"`` where they are images in colours."""
-    space = env.single_observation_space if isinstance(env, VectorEnv) else env.observation_space
+    space = space_of(env, "observation_space")
     image = isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) == 3 and space.shape[-1] == 3
     full_range = isinstance(space, Box) and bool((space.low == 0).all() and (space.high == 255).all())
     return "pixels" if (image and full_range) or (from_pixels and pixels_only) else "observation"

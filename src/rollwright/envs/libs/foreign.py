@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import gymnasium
 from gymnasium.vector import VectorEnv
+from torch import nn
 
 from rollwright._foreign import class_path, is_dm_env, is_pettingzoo_env, is_torchrl_env, kind_in
 from rollwright.envs.base import EnvBase
@@ -109,6 +110,11 @@ def check_maker(name: str, maker: Any, kwargs: Mapping[str, Any] | None = None) 
     """
     if is_env(maker) or not callable(maker):
         return
+    if isinstance(maker, nn.Module):
+        raise TypeError(
+            f"{name}: expected a function that makes an environment, got {class_path(maker)}, a module, which makes "
+            "none. Put a transform around an environment: TransformedEnv(env, transform)."
+        )
     try:
         signature = inspect.signature(maker)
     except (TypeError, ValueError):  # a builtin without a signature

@@ -20,7 +20,7 @@ from rollwright.envs.arrays import ArrayEnv, Rows, Values
 from rollwright.envs.base import _extensions
 from rollwright.envs.libs._gym_arrays import FLAG_TYPES, GymArrays
 from rollwright.envs.libs._info import BaseInfoDictReader, InfoReadingEnv, default_info_dict_reader
-from rollwright.envs.libs._make import decorate, make, name_of_observation
+from rollwright.envs.libs._make import decorate, make, name_of_observation, space_of
 from rollwright.envs.libs._registered import Available
 from rollwright.envs.libs._vector import Readers, VectorEpisodes
 from rollwright.envs.libs.backend import gym_backend, set_gym_backend
@@ -134,8 +134,7 @@ class GymWrapper(InfoReadingEnv):
         """Take over ``env`` and decide how each entry of it is converted."""
         vector = isinstance(env, VectorEnv)
         batch = (env.num_envs,) if isinstance(env, VectorEnv) else ()
-        seen = env.single_observation_space if isinstance(env, VectorEnv) else env.observation_space
-        done = env.single_action_space if isinstance(env, VectorEnv) else env.action_space
+        seen, done = space_of(env, "observation_space"), space_of(env, "action_space")
         super().__init__(
             device=device,
             batch_size=batch,

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from tensordict import TensorDictBase
 
-from rollwright._foreign import foreign_transform, is_torchrl_transform
+from rollwright._foreign import class_path, foreign_transform, is_torchrl_transform, library_of_env
+from rollwright.envs.base import EnvBase
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.foreign import ForeignTransform
 
@@ -68,6 +69,11 @@ def as_transform(transform: object) -> Transform:
         raise TypeError(
             f"transform: expected a Transform, or a function from a TensorDict to a TensorDict, got "
             f"{type(transform).__name__}.{remedy or ' Subclass Transform.'}"
+        )
+    if isinstance(transform, EnvBase) or library_of_env(transform):
+        raise TypeError(
+            f"transform: expected a Transform, or a function from a TensorDict to a TensorDict, got "
+            f"{class_path(transform)}, an environment. Put the transform around it: TransformedEnv(env, transform)."
         )
     if is_torchrl_transform(transform):
         return ForeignTransform(transform)
