@@ -72,8 +72,9 @@ def _remedy(part: Any, wanted: type) -> str:
 
 def _names(kind: type) -> set[str]:
     """Names of our classes of a kind."""
-    ours = {each.__name__ for each in kind.__subclasses__() if each.__module__.startswith("rollwright.")}
-    return ours.union(*map(_names, kind.__subclasses__()))
+    below: list[type] = kind.__subclasses__()
+    ours = {each.__name__ for each in below if each.__module__.startswith("rollwright.")}
+    return ours.union(*map(_names, below))
 
 
 def check_given(
