@@ -252,6 +252,8 @@ POLICIES = [
          "[1]", "GymEnv")),
     Case("an index where one-hot is meant", lambda: collect(cartpole, writes(torch.tensor([1]))), PolicyError,
          ("policy", "'action'", "one-hot", "categorical_action_encoding=True")),
+    Case("logits where an index is meant", lambda: collect("CartPole-v1", writes(torch.ones(2))), PolicyError,
+         ("policy", "'action'", "takes indices", "ProbabilisticActor")),
     Case("an action of one environment for many", lambda: collect(lambda: SerialEnv(2, pendulum),
          writes(torch.zeros(1)), frames_per_batch=4), (PolicyError, RuntimeError), ("action", "[2")),
     Case("NaN", lambda: collect(pendulum, writes(torch.full((1, ), torch.nan))), (PolicyError, EnvError), ("policy",

@@ -13,7 +13,7 @@ from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.collectors.profiling import named_range
 from rollwright.collectors.rollout.paths.outputs import entries_before, has_entry, remove_entry, write_outputs
 from rollwright.data.layout import TRAJ_IDS
-from rollwright.data.specs import MultiOneHot, NonTensor, OneHot
+from rollwright.data.specs import Categorical, MultiCategorical, MultiOneHot, NonTensor, OneHot, TensorSpec
 from rollwright.envs.base import EnvBase
 from rollwright.errors import PolicyError, PolicyKeyError
 from rollwright.modules.signature import Call
@@ -147,19 +147,28 @@ def action_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
             if value is None:
                 raise _unwritten(env, current, key)
             if isinstance(value, torch.Tensor) and value.numel() != expected.numel():
-                hint = _ONE_HOT if isinstance(spec, OneHot | MultiOneHot) and not value.is_floating_point() else ""
                 raise PolicyError(
                     f"policy: it wrote {key!r} with shape {list(value.shape)}; {env} expects {list(expected)}, as in "
-                    f"{spec}.{hint}"
+                    f"{spec}.{_hint(spec, value)}"
                 )
 
     return check
 
 
-_ONE_HOT = (
-    " The spec is one-hot. If the policy writes indices, create the environment with categorical_action_encoding=True, "
-    "or let the policy write one-hot actions (OneHotCategorical; action_space='one_hot' of QValueModule)."
-)
+def _hint(spec: TensorSpec, value: torch.Tensor) -> str:
+    """What a policy writes that writes another shape, as far as that can be told."""
+    if isinstance(spec, OneHot | MultiOneHot) and not value.is_floating_point():
+        return (
+            " The spec is one-hot. If the policy writes indices, create the environment with "
+            "categorical_action_encoding=True, or let the policy write one-hot actions (OneHotCategorical; "
+            "action_space='one_hot' of QValueModule)."
+        )
+    if isinstance(spec, Categorical | MultiCategorical) and value.is_floating_point():
+        return (
+            " The spec takes indices. If these are logits or values, let the policy draw from them "
+            "(ProbabilisticActor with distribution_class=Categorical), or take the largest (QValueActor)."
+        )
+    return ""
 
 
 def _unwritten(env: EnvBase, current: TensorDictBase, key: NestedKey) -> PolicyKeyError:
