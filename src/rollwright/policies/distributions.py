@@ -148,8 +148,8 @@ def _masked(given: Sampling) -> Draw | None:
     return MaskedDraw((slots["logits"], slots["mask"]), (), settings["neg_inf"], settings["use_cross_entropy"])
 
 
-def _normal(given: Sampling, event_dims: int = 0, *, tested: bool | None = None) -> Draw | None:
-    tested = bool(D.Distribution._validate_args) if tested is None else tested
+def _normal(given: Sampling, event_dims: int = 0) -> Draw | None:
+    tested = _tests_are_on()
     if given.names != ["loc", "scale"] or hasattr(D.Normal, "deterministic_sample"):
         return None
     if tested and not given.module.return_log_prob and given.reads[1] not in given.positive:
@@ -173,7 +173,7 @@ def _made_by(function: Any) -> Callable[[Sampling], Draw | None] | None:
     same = all(one.data_ptr() == other.data_ptr() and one.shape == other.shape for one, other in pairs)
     if not same:
         return None
-    return partial(_normal, event_dims=made.reinterpreted_batch_ndims, tested=base._validate_args)
+    return partial(_normal, event_dims=made.reinterpreted_batch_ndims)
 
 
 def _independent_normal(given: Sampling) -> Draw | None:
@@ -213,7 +213,12 @@ def _tanh_normal(given: Sampling) -> Draw | None:
 def _validates(given: Sampling) -> bool:
     """Whether a distribution of TorchRL tests its parameters: it does where a program has turned tests on again."""
     kind: Any = given.kind
-    return kind.__module__.startswith("torchrl.") and bool(D.Distribution._validate_args)
+    return kind.__module__.startswith("torchrl.") and _tests_are_on()
+
+
+def _tests_are_on() -> bool:
+    """Whether distributions test their parameters, unless they are told otherwise."""
+    return bool(D.Distribution._validate_args)
 
 
 def _delta(given: Sampling) -> Draw | None:

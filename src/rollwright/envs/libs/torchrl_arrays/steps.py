@@ -12,7 +12,8 @@ __all__ = ["TorchRLStep"]
 
 _BASE = "torchrl.envs.common", "EnvBase"
 _DONE, _TERMINATED, _TRUNCATED = "done", "terminated", "truncated"
-_PARTS = ("step", "_step_proc_data", "_complete_done", "_assert_tensordict_shape", "_skip_tensordict")
+_COMPLETE = "_step_proc_data"
+_PARTS = ("step", _COMPLETE, "_complete_done", "_assert_tensordict_shape", "_skip_tensordict")
 _COMPLETED_ALIKE = ({_DONE}, {_TERMINATED}, {_TERMINATED, _TRUNCATED})  # here as there
 
 
@@ -44,7 +45,7 @@ class TorchRLStep:
             return env.step(tensordict.copy()).get("next")  # type: ignore[no-any-return]
         outcome: TensorDictBase = env._step(tensordict)
         if not self._is_whole(outcome):
-            outcome = env._step_proc_data(outcome)
+            outcome = getattr(env, _COMPLETE)(outcome)
         return outcome
 
     def _is_whole(self, outcome: TensorDictBase) -> bool:
