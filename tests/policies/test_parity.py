@@ -83,3 +83,13 @@ def test_normal_distributions_that_test_nothing_are_known(lab, monkeypatch, name
     for ours, theirs in zip(lab.flat_steps(flat, (3,), Type.RANDOM), expected, strict=True):
         for key, value in ours.items():
             np.testing.assert_array_equal(value, theirs[key].numpy(), err_msg=str(key))
+
+
+def untested(loc: torch.Tensor, scale: torch.Tensor) -> D.Distribution:
+    return D.Independent(D.Normal(loc, scale, validate_args=False), 1)
+
+
+def test_a_function_that_turns_tests_off_makes_its_distribution_at_each_step(lab):
+    policy = lab.gaussian_policy(kind=untested)
+    flat = array_policy(policy, exploration_type=Type.RANDOM, batch_shape=(), available=lab.available)
+    assert any(isinstance(node, Built) for node in flat.nodes)
