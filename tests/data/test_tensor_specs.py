@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rollwright.data import Bounded, Categorical, OneHot, tensor_specs
+from rollwright.data import Bounded, Categorical, MultiCategorical, MultiOneHot, OneHot, tensor_specs
 from rollwright.envs import EnvBase, GymEnv
 from rollwright.envs.common import EnvBase as SameEnvBase
 
@@ -14,6 +14,9 @@ def test_domains_have_the_names_of_the_field():
     for spec in (Categorical(3), OneHot(3)):
         assert isinstance(spec.space, tensor_specs.CategoricalBox)
         assert spec.space.n == 3
+    for spec in (MultiCategorical([2, 3]), MultiOneHot([2, 3])):
+        assert isinstance(spec.space, tensor_specs.BoxList)
+        assert [box.n for box in spec.space] == [box.n for box in spec.space.boxes] == [2, 3]
 
 
 def test_classes_are_the_same_at_both_paths():

@@ -11,6 +11,7 @@ from rollwright.data.specs import (
     NonTensor,
     OneHot,
     OutcomeSpace,
+    OutcomeSpaces,
     Stacked,
     StackedComposite,
     TensorSpec,
@@ -20,6 +21,7 @@ from rollwright.data.specs import (
 __all__ = [
     "Binary",
     "Bounded",
+    "BoxList",
     "Categorical",
     "CategoricalBox",
     "Composite",
@@ -34,5 +36,6 @@ __all__ = [
     "Unbounded",
 ]
 
+BoxList = OutcomeSpaces
 CategoricalBox = OutcomeSpace
 ContinuousBox = IntervalSpace

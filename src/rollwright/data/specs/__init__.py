@@ -1,6 +1,6 @@
 """Specs: shapes, dtypes and domains of the tensors that environments and policies exchange."""
 
-from rollwright.data.specs.base import IntervalSpace, OutcomeSpace, TensorSpec
+from rollwright.data.specs.base import IntervalSpace, OutcomeSpace, OutcomeSpaces, TensorSpec
 from rollwright.data.specs.binary import Binary
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.discrete import Categorical, OneHot
@@ -24,6 +24,7 @@ __all__ = [
     "NonTensor",
     "OneHot",
     "OutcomeSpace",
+    "OutcomeSpaces",
     "Stacked",
     "StackedComposite",
     "TensorSpec",

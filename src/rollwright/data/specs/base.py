@@ -13,7 +13,7 @@ from torch import Tensor
 from rollwright._keys import NestedKey
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, star_size
 
-__all__ = ["IntervalSpace", "OutcomeSpace", "TensorSpec", "implements"]
+__all__ = ["IntervalSpace", "OutcomeSpace", "OutcomeSpaces", "TensorSpec", "implements"]
 
 
 class IntervalSpace(NamedTuple):
@@ -27,6 +27,17 @@ class OutcomeSpace(NamedTuple):
     """The domain of a discrete spec: outcomes ``0`` to ``n - 1``."""
 
     n: int
+
+
+class OutcomeSpaces(tuple[OutcomeSpace, ...]):
+    """The domain of a spec of several choices: that of each."""
+
+    __slots__ = ()
+
+    @property
+    def boxes(self) -> list[OutcomeSpace]:
+        """That of each choice, under the name that programs of the field know."""
+        return list(self)
 
 
 class TensorSpec(abc.ABC):

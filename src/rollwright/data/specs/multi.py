@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollwright.data.specs.base import OutcomeSpace
+from rollwright.data.specs.base import OutcomeSpace, OutcomeSpaces
 from rollwright.data.specs.discrete import DiscreteSpec, OneHot, check_capacity, draw, one_hot, to_outcomes
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
 
@@ -95,9 +95,9 @@ class MultiCategorical(DiscreteSpec):
         return torch.Size((*self.shape[:-1], sum(self._row())))
 
     @property
-    def space(self) -> tuple[OutcomeSpace, ...]:
+    def space(self) -> OutcomeSpaces:
         """The number of outcomes of each choice."""
-        return tuple(OutcomeSpace(n) for n in self._row())
+        return OutcomeSpaces(OutcomeSpace(n) for n in self._row())
 
     def cardinality(self) -> int:
         """The number of combinations."""
@@ -246,9 +246,9 @@ class MultiOneHot(DiscreteSpec):
         return self.shape
 
     @property
-    def space(self) -> tuple[OutcomeSpace, ...]:
+    def space(self) -> OutcomeSpaces:
         """The number of outcomes of each choice."""
-        return tuple(OutcomeSpace(n) for n in self.nvec)
+        return OutcomeSpaces(OutcomeSpace(n) for n in self.nvec)
 
     def cardinality(self) -> int:
         """The number of combinations."""
