@@ -150,5 +150,9 @@ def test_bad_input_is_named():
         PettingZooWrapper(3)
     with pytest.raises(ValueError, match=r"group_map: expected each of the agents player_1, player_2"):
         PettingZooWrapper(env, use_mask=True, group_map={"all": ["player_1"]})
+    with pytest.raises(
+        EnvError, match=r"parallel: 'tictactoe_v3' has no parallel_env\(\), got True. Pass parallel=False, use"
+    ):
+        PettingZooEnv("tictactoe_v3", parallel=True)
     with pytest.raises(EnvError, match="found no environment 'tictactoe_v99'"):
         PettingZooEnv("tictactoe_v99", parallel=False, use_mask=True)

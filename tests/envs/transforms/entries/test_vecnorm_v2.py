@@ -180,6 +180,17 @@ def test_on_arrays_as_on_tensordicts(name, both_paths):
     assert td["next", "done"].sum() > 3
 
 
+def test_data_of_another_number_of_rows():
+    each, one = VecNormV2(in_keys=["obs"]), VecNormV2(in_keys=["obs"], reduce_batch_dims=True)
+    for norm_of in (each, one):
+        norm_of(TensorDict({"obs": torch.randn(4, 3)}, [4]))
+    with pytest.raises(
+        ValueError, match=r"VecNormV2: expected data of shape \[4, 3\], .*got \[2, 3\].*reduce_batch_dims"
+    ):
+        each(TensorDict({"obs": torch.randn(2, 3)}, [2]))
+    assert one(TensorDict({"obs": torch.randn(2, 3)}, [2]))["obs"].shape == (2, 3)
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="decay: expected a number above 0 and at most 1, got 2"):
         VecNormV2(["x"], decay=2)

@@ -311,9 +311,18 @@ def _make(task: str, parallel: bool, kwargs: dict[str, Any]) -> Any:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 module = import_module(f"{package}.{name}")
-                return module.parallel_env(**kwargs) if parallel else module.env(**kwargs)
+                made = getattr(module, "parallel_env" if parallel else "env", None)
+                if made is None:
+                    other = "parallel=False, use_mask=True: its agents take turns" if parallel else "parallel=True"
+                    raise EnvError(
+                        f"parallel: {task!r} has no {'parallel_env' if parallel else 'env'}(), got {parallel}. Pass "
+                        f"{other}."
+                    )
+                return made(**kwargs)
         except ModuleNotFoundError as error:
             tried.append(f"{package}: {error}")
+        except EnvError:
+            raise
         except Exception as error:
             raise EnvError(f"PettingZooEnv({task!r}): PettingZoo raised {type(error).__name__}: {error}") from error
     raise EnvError(

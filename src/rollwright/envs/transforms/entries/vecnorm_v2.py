@@ -156,6 +156,11 @@ class VecNormV2(RunningNorm):
             for name, zeros in zip(("loc", "var", "count"), averages, strict=True):
                 self._buffers[f"{name}_{index}"] = zeros
         if not self.frozen:
+            if not self.reduce_batch_dims and averages.loc.shape != value.shape:
+                raise ValueError(
+                    f"VecNormV2: expected data of shape {list(averages.loc.shape)}, which its statistics are of, got "
+                    f"{list(value.shape)}. Pass reduce_batch_dims=True, which keeps one for all rows, or freeze() it."
+                )
             (self._count_all if self.reduce_batch_dims else self._count_each)(averages, value.detach(), fresh, ndim)
         loc, scale = self._loc_scale(averages)
         return (value - loc) / scale
