@@ -42,6 +42,14 @@ def test_they_equal_those_of_the_environment(storage, padding, span):
     assert bool(seldom[drawn["number"]].any()) == bool(span)
 
 
+def test_what_rollouts_return_has_the_entries_that_it_had():
+    frames = GymEnv("CartPole-v1").rollout(60, break_when_any_done=False)
+    transform, sampler = CatFrames(3, -1, [OBS]).make_rb_transform_and_sampler(8, traj_key=("collector", "traj_ids"))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(200), sampler=sampler, transform=transform, batch_size=8)
+    buffer.extend(frames)
+    assert set(buffer.sample().keys(True)) == set(frames.keys(True))
+
+
 def test_it_stands_among_other_transforms_and_a_batch_of_another_size_may_be_drawn():
     frames = both("same")
     transform, sampler = CatFrames(3, -2, ["row"]).make_rb_transform_and_sampler(8, traj_key=("collector", "traj_ids"))

@@ -24,7 +24,7 @@ __all__ = ["CatFrames"]
 
 _Join = Callable[[TensorDictBase, torch.Tensor], dict[NestedKey, torch.Tensor]]
 PADDINGS = ("same", "constant")
-_BEGINS: NestedKey = ("collector", "slice_begins")  # marks of the sampler, which the transform takes out again
+_BEGINS: NestedKey = "_slice_begins"  # marks of the sampler, which the transform takes out again
 
 
 class CatFrames(Transform):
