@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -196,6 +198,15 @@ def test_a_path_that_leads_nowhere_is_named(make, path):
     with pytest.raises(AttributeError) as error:
         collector.cascade_execute(path)
     assert path in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [("env.transform[0]", r"CountingEnv has no '\.transform'"), ("actor[0]", "has no 'actor'")],
+)
+def test_a_model_that_is_not_there_is_named(make, model, reason):
+    with pytest.raises(ValueError, match=rf"model_id: expected 'policy'.* got '{re.escape(model)}'\..*{reason}"):
+        make(CountingEnv(), frames_per_batch=4).get_model(model)
 
 
 def test_what_cannot_be_called_is_named(make):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import warnings
@@ -219,10 +220,11 @@ class Rollout:
             return self.acting.target
         try:
             return resolve(root, model_id)
-        except AttributeError:
+        except AttributeError as of_root:
             try:
                 return resolve(self.policy, model_id)
-            except AttributeError as error:
+            except AttributeError as of_policy:
+                error = of_root if hasattr(root, re.split(r"[.\[]", model_id)[0]) else of_policy
                 raise ValueError(
                     f"model_id: expected 'policy', a part of it, or a path from the collector such as 'env.transform', "
                     f"got {model_id!r}. {error}"
