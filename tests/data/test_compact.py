@@ -16,7 +16,7 @@ from rollwright.data import (
     ReplayBuffer,
     SliceSampler,
 )
-from rollwright.data.compact import BoundaryKeeper, restore_next
+from rollwright.data.compact import BoundaryKeeper, Table, restore_next
 
 
 def compacted(observation, following, ended, *, steps=None):
@@ -190,3 +190,19 @@ def test_a_list_keeps_the_whole_batch(recwarn):
     buffer.add(batch)
     assert torch.equal(restore_next(buffer[0])["next", "obs"], following)
     assert not recwarn.list
+
+
+def test_what_is_kept_aside_can_be_compared_and_written_into_other_tensordicts():
+    observation, following, ended = walk([2, 3], 6)
+    first, again = compacted(observation, following, ended), compacted(observation, following, ended)
+    other = compacted(observation + 1, following + 1, ended)
+    key = ("collector", "boundaries")
+    assert first[key] == again[key]
+    assert first[key] != other[key]
+    assert first[key] != 3
+    assert hash(first[key]) == hash(again[key])
+    assert isinstance(first[key], Table)
+    rows = first.reshape(-1).clone()  # as TorchRL's storages do
+    rows[torch.arange(12)] = other.reshape(-1)
+    assert torch.equal(rows["obs"], other["obs"].flatten())
+    assert rows[3][key] == other[key]

@@ -2,7 +2,7 @@
 
 Inside a trajectory ``("next", obs)`` at t is the root's ``obs`` at t+1, so a compact batch leaves the
 former out. It keeps those that no root repeats (the last of each trajectory, and those at the end of the
-batch) in one TensorDict, the non-tensor entry ``("collector", "boundaries")``; the int64 entry
+batch) in one :class:`Table`, the non-tensor entry ``("collector", "boundaries")``; the int64 entry
 ``("collector", "boundary")`` ``[*env, T]`` says which row of it belongs to a frame. Where no row does, it is
 ``-1 - t``, so that frames which do not follow one another are not taken for neighbours.
 """
@@ -16,12 +16,35 @@ from typing import Any, cast
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple, leaf_keys
+from rollwright._keys import NestedKey, as_tuple, leaf_keys, leaves
 from rollwright.data.layout import TRAJ_IDS
 
-__all__ = ["BOUNDARY", "BoundaryKeeper", "is_table", "join_tables", "restore_next", "without_table"]
+__all__ = ["BOUNDARY", "BoundaryKeeper", "Table", "is_table", "join_tables", "restore_next", "without_table"]
 
 BOUNDARY, _ROWS, _TIME = ("collector", "boundary"), ("collector", "boundaries"), "_time"
+
+
+class Table:
+    """What a compact batch keeps aside; can be compared, as TensorDict does where it stacks or writes objects.
+
+    Args:
+        rows: next observations, and the times of the steps that they end.
+    """
+
+    def __init__(self, rows: TensorDictBase) -> None:
+        self.rows = rows
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Table):
+            return NotImplemented
+        mine, others = leaves(self.rows), leaves(other.rows)
+        return mine.keys() == others.keys() and all(torch.equal(mine[key], others[key]) for key in mine)
+
+    def __hash__(self) -> int:
+        return hash(len(self.rows))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.rows)} rows)"
 
 
 class BoundaryKeeper:
@@ -75,7 +98,7 @@ class BoundaryKeeper:
         rows = cast(TensorDictBase, torch.cat(cast(Any, self._rows)))
         rows.set(_TIME, torch.cat([torch.full((len(where),), t) for t, where in self._places]))
         batch.set(BOUNDARY, index.reshape(batch.batch_size).to(batch.device or "cpu"))
-        batch.set_non_tensor(_ROWS, rows)
+        batch.set_non_tensor(_ROWS, Table(rows))
         self._rows, self._places = [], []
         return batch
 
@@ -116,8 +139,8 @@ def join_tables(
     Returns:
         For each batch its new ``("collector", "boundary")``, and the table of all.
     """
-    rows = [getattr(table[_ROWS], "data", table[_ROWS]) for table in tables]
-    whole = NonTensorData(torch.cat(cast(Any, rows)))
+    rows = [getattr(table[_ROWS], "data", table[_ROWS]).rows for table in tables]
+    whole = NonTensorData(Table(cast(TensorDictBase, torch.cat(rows))))
     joined: list[dict[NestedKey, Any]] = []
     count = 0
     for batch, own in zip(batches, rows, strict=True):
@@ -149,16 +172,16 @@ def restore_next(batch: TensorDictBase) -> TensorDictBase:
         (False, True)
         >>> collector.shutdown()
     """
-    index, rows = batch.get(BOUNDARY, None), batch.get(_ROWS, None)
-    if index is None or rows is None:
+    index, held = batch.get(BOUNDARY, None), batch.get(_ROWS, None)
+    if index is None or held is None:
         raise KeyError(
             "batch: expected the entries ('collector', 'boundary') and ('collector', 'boundaries') of a compact batch. "
             "Collect with compact_obs=True; a batch collected without it has its next observations already."
         )
-    rows = getattr(rows, "data", None)  # joined batches have several tables, and no one value
-    if not isinstance(rows, TensorDictBase):
+    table = getattr(held, "data", None)  # joined batches have several tables, and no one value
+    if not isinstance(table, Table):
         raise ValueError("batch: it was joined from several compact batches. Call restore_next on each, then join.")
-    ids = batch.get(TRAJ_IDS, None)
+    rows, ids = table.rows, batch.get(TRAJ_IDS, None)
     untaken = torch.zeros_like(index, dtype=torch.bool) if ids is None else ids.to(index.device) < 0
     marked = index >= 0
     time = torch.where(marked, rows.get(_TIME).to(index.device)[index.clamp(min=0)], -1 - index)

@@ -135,7 +135,7 @@ def entries(batch):
     """All tensors of a batch by key, those kept aside by ``compact_obs`` included."""
     found = {key: batch[key] for key in batch.keys(True, True) if isinstance(batch[key], torch.Tensor)}
     if ("collector", "boundary") in found:
-        rows = batch["collector", "boundaries"]
+        rows = batch["collector", "boundaries"].rows
         found |= {("boundaries", key): rows[key] for key in rows.keys(True, True)}
     return found
 
