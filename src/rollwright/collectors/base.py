@@ -102,7 +102,7 @@ class BaseCollector(Reachable, ABC):
         as does ``next(collector)``, which raises ``StopIteration``.
         """
         try:
-            return self.__next__()  # next() of Python is a call, after which KeyboardInterrupt would lose a batch
+            return self.__next__()  # Python's next() is a call, after which Ctrl-C would lose a batch
         except StopIteration:
             return None
 

@@ -282,8 +282,8 @@ class MultiCollector(BaseCollector):
                 if batch is not None:
                     self._schedule.put_back(batch)
                 raise
-            # No reference stays here: its memory is the consumer's alone. Nor is there a call, at which Python would
-            # raise KeyboardInterrupt.
+            # No reference stays here: its memory is the consumer's alone. Nor is there a call, after which Ctrl-C would
+            # lose it.
             yield (batch, batch := None)[0]
 
     def _deliver_into_queue(self, stop: Callable[[], bool] = never) -> bool:
