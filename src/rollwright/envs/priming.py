@@ -1,7 +1,8 @@
-"""Entries that a policy needs besides observations: initial states, and the mark of first steps.
+"""What a policy needs of an environment besides observations: initial states, the mark of first steps, and indices.
 
 A policy declares it by its submodules: those with a method ``make_tensordict_primer()`` carry states, and read the mark
-of first steps at their ``init_key`` (``"is_init"`` unless they have one).
+of first steps at their ``init_key`` (``"is_init"`` unless they have one); those with ``action_space="categorical"``, or
+with a categorical distribution, write an action as an index.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch import nn
+from torch import distributions, nn
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.data.layout import IS_INIT, deciding_groups
-from rollwright.data.specs import TensorSpec
+from rollwright.data.specs import OneHot, TensorSpec
 from rollwright.envs.base import EnvBase, register_extension
-from rollwright.envs.transforms import Compose, InitTracker, Transform, TransformedEnv
+from rollwright.envs.transforms import CategoricalAction, Compose, InitTracker, Transform, TransformedEnv
 from rollwright.envs.transforms.primer import TensorDictPrimer, as_primer
 from rollwright.errors import EnvKeyError
 
@@ -46,9 +47,7 @@ def provide_for_policy(env: EnvBase, policy: Any) -> EnvBase:
             f"{type(policy).__name__}: {policy!r}."
         )
     modules = _with_states(policy)
-    if not modules:
-        return env
-    known = _entries(env)
+    known = _entries(env) if modules else {}
     added: list[Transform] = [InitTracker(name) for name in _missing_marks(env, modules, known)]
     owners: dict[NestedKey, Any] = {}
     for module in modules:
@@ -69,6 +68,7 @@ def provide_for_policy(env: EnvBase, policy: Any) -> EnvBase:
             )
         added.append(primer)
         known.update({key: primer.placed(key, env.batch_size) for key in wanted})
+    added += [CategoricalAction(key) for key in _written_as_indices(env, policy)]
     if not added:
         return env
     caches = not isinstance(env, TransformedEnv) or env.cache_specs
@@ -79,6 +79,37 @@ def _with_states(policy: Any) -> list[Any]:
     """The submodules that carry states; the policy itself may be one, and no module."""
     parts = policy.modules() if isinstance(policy, nn.Module) else [policy]
     return [part for part in parts if callable(getattr(part, "make_tensordict_primer", None))]
+
+
+def _written_as_indices(env: EnvBase, policy: Any) -> list[NestedKey]:
+    """One-hot actions of the environment that the policy writes as indices."""
+    if not isinstance(policy, nn.Module):
+        return []
+    one_hot = [key for key in env.action_keys if _is_one_hot(env.full_action_spec[key])]
+    found = []
+    for key in one_hot:
+        writers = [part for part in policy.modules() if _writes(part, key)]
+        if writers and _picks_index(writers[-1]):
+            found.append(key)
+    return found
+
+
+def _is_one_hot(spec: TensorSpec) -> bool:
+    return type(spec) is OneHot and spec.mask is None
+
+
+def _writes(part: nn.Module, key: NestedKey) -> bool:
+    """Whether a part of a policy, and not one inside of it, writes an entry, other than to explore."""
+    keys = getattr(part, "out_keys", None)
+    if not isinstance(keys, list | tuple) or key not in [unravel(each) for each in keys]:
+        return False
+    explores = any(base.__name__ == "EGreedyModule" for base in type(part).__mro__)
+    return not explores and not any(_writes(child, key) for child in part.modules() if child is not part)
+
+
+def _picks_index(part: Any) -> bool:
+    kind = getattr(part, "distribution_class", None)
+    return getattr(part, "action_space", None) == "categorical" or kind is distributions.Categorical
 
 
 def _primer_of(module: Any) -> TensorDictPrimer | None:

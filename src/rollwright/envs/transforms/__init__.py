@@ -8,6 +8,7 @@ from rollwright.envs.transforms.bookkeeping import InitTracker, RewardSum, StepC
 from rollwright.envs.transforms.compose import Compose
 from rollwright.envs.transforms.entries.actions import ActionScaling
 from rollwright.envs.transforms.entries.bounds import BinarizeReward, ClipTransform, RewardClipping, SignTransform
+from rollwright.envs.transforms.entries.indices import CategoricalAction
 from rollwright.envs.transforms.entries.joining import CatTensors
 from rollwright.envs.transforms.entries.pixels import CenterCrop, GrayScale, Resize, ToTensorImage
 from rollwright.envs.transforms.entries.renaming import RenameTransform
@@ -33,6 +34,7 @@ __all__ = [
     "BinarizeReward",
     "CatFrames",
     "CatTensors",
+    "CategoricalAction",
     "CenterCrop",
     "ClipTransform",
     "Compose",

@@ -160,8 +160,8 @@ def _hint(spec: TensorSpec, value: torch.Tensor) -> str:
     if isinstance(spec, OneHot | MultiOneHot) and not value.is_floating_point():
         return (
             " The spec is one-hot. If the policy writes indices, create the environment with "
-            "categorical_action_encoding=True, or let the policy write one-hot actions (OneHotCategorical; "
-            "action_space='one_hot' of QValueModule)."
+            "categorical_action_encoding=True, put CategoricalAction() around it, or let the policy write one-hot "
+            "actions (OneHotCategorical; action_space='one_hot' of QValueModule)."
         )
     if isinstance(spec, Categorical | MultiCategorical) and value.is_floating_point():
         return (
