@@ -82,9 +82,7 @@ class TanhNormalDraw(Draw):
             for slot in scored:
                 if inverted:
                     x = (value if stretch is None else off_bounds((value - stretch[1]) / stretch[0])).atanh()
-                slope = (
-                    torch.rsub(x, _LOG_2).sub_(softplus(-2.0 * x)).mul_(2.0)
-                )  # as an operator, rsub costs twice that
+                slope = torch.rsub(x, _LOG_2).sub_(softplus(-2.0 * x)).mul_(2.0)  # the operator costs twice that
                 if log_factor is not None:
                     slope = slope + log_factor
                 score = score_normal(x - loc, scale)
