@@ -217,7 +217,7 @@ def _validates(given: Sampling) -> bool:
 
 
 def _tests_are_on() -> bool:
-    """Whether distributions test their parameters, unless they are told otherwise."""
+    """Whether distributions test their parameters where no argument says whether."""
     return bool(D.Distribution._validate_args)
 
 

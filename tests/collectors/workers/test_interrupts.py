@@ -11,6 +11,7 @@ import time
 import pytest
 from tests.collectors.workers.envs import VERSION, Trouble, gain, makers, one_bad
 from tests.collectors.workers.processes import burn, gone, heard, left_behind, wait_until
+from tests.interrupts import Raising
 from tests.patience import patient
 
 from rollwright.collectors.workers import messages as say
@@ -26,28 +27,9 @@ def run(collector):
         collector.next()
 
 
-class Inside:
-    """Handles SIGINT by raising, between ``with`` and its end; elsewhere it does nothing."""
-
-    def __init__(self):
-        self.raises, self.count = False, 0
-
-    def __enter__(self):
-        self.raises = True
-
-    def __exit__(self, *error):
-        self.raises = False
-
-    def handle(self, number, frame):
-        if self.raises:
-            self.raises = False
-            self.count += 1
-            raise KeyboardInterrupt
-
-
 @pytest.fixture
 def inside():
-    found = Inside()
+    found = Raising()
     before = signal.signal(signal.SIGINT, found.handle)
     yield found
     signal.signal(signal.SIGINT, before)
