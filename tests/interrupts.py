@@ -14,21 +14,22 @@ class Raising:
     """Handles SIGINT by raising inside of a ``with`` block; elsewhere it does nothing.
 
     Attributes:
+        raises: whether the block is entered, and nothing was raised in it yet.
         count: how often it has raised.
     """
 
     def __init__(self):
-        self._raises, self.count = False, 0
+        self.raises, self.count = False, 0
 
     def __enter__(self):
-        self._raises = True
+        self.raises = True
 
     def __exit__(self, *error):
-        self._raises = False
+        self.raises = False
 
     def handle(self, number, frame):
-        if self._raises:
-            self._raises = False
+        if self.raises:
+            self.raises = False
             self.count += 1
             raise KeyboardInterrupt
 
