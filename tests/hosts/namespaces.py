@@ -168,6 +168,7 @@ class Host(Namespace):
         """End it."""
         super().close()
         for process in self._started:
+            process.kill()  # one that had not yet entered the network was not found there
             process.communicate(timeout=LIMIT_S)
 
 

@@ -52,7 +52,6 @@ from rollwright.collectors.workers.transports.backends import WorkerBackend
 from rollwright.collectors.workers.weights import PeriodicUpdates, WorkersWeights
 from rollwright.envs.libs.foreign import check_maker
 from rollwright.weight_update.publisher import Publisher
-from rollwright.weight_update.receiving import as_schemes
 
 if TYPE_CHECKING:
     from rollwright.collectors.keywords import MultiKeywords
@@ -166,7 +165,7 @@ class MultiCollector(BaseCollector):
         buffer = self.options.replay_buffer
         if buffer is not None and hasattr(buffer, "share"):
             buffer.share()
-        schemes = as_schemes("weight_sync_schemes", others.get("weight_sync_schemes"))
+        schemes = given.weight_sync_schemes
         self._workers = Workers(factories, sent, per_worker, own, Publisher(self.num_workers, schemes))
         self._group = self._workers.group
         self._calls = WorkerCalls(self._group, self.num_workers, stored=buffer is not None, check=self._check)

@@ -15,7 +15,7 @@ from rollwright.data.specs.shapes import usable_device
 from rollwright.envs.recreation.policy import check_failure
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
-from rollwright.weight_update.receiving import as_schemes
+from rollwright.weight_update.receiving import as_schemes, check_schemes
 from rollwright.weight_update.updaters import check_updater
 
 __all__ = ["Buffer", "CollectorOptions", "ConversationOptions", "Device", "Interrupts"]
@@ -69,8 +69,9 @@ def _failure(name: str, value: object) -> object:
     return value
 
 
-def _schemes(name: str, value: object) -> object:
-    return as_schemes(name, value)
+def _receivers(name: str, value: object) -> object:
+    check_schemes(name, value)
+    return value
 
 
 def _updater(name: str, value: object) -> object:
@@ -207,8 +208,8 @@ class CollectorOptions:
     traj_format: Literal["padded", "cat"] = "padded"
     trajs_per_write: Annotated[int | None, whole(1, floats=True)] = None
     replay_buffer: Buffer | None = None
-    weight_sync_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(_schemes)] = None
-    weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(_schemes)] = None
+    weight_sync_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(as_schemes)] = None
+    weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(_receivers)] = None
     weight_updater: Annotated[WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None, Check(_updater)] = None
     extend_buffer: bool = True
 

@@ -8,8 +8,10 @@ with a categorical distribution, write an action as an index.
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
+from tensordict.nn import TensorDictModuleWrapper, TensorDictSequential
 from torch import distributions, nn
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
@@ -85,31 +87,32 @@ def _written_as_indices(env: EnvBase, policy: Any) -> list[NestedKey]:
     """One-hot actions of the environment that the policy writes as indices."""
     if not isinstance(policy, nn.Module):
         return []
-    one_hot = [key for key in env.action_keys if _is_one_hot(env.full_action_spec[key])]
-    found = []
-    for key in one_hot:
-        writers = [part for part in policy.modules() if _writes(part, key)]
-        if writers and _picks_index(writers[-1]):
-            found.append(key)
-    return found
+    one_hot = [key for key in env.action_keys if isinstance(env.full_action_spec[key], OneHot)]
+    return [key for key in one_hot if _picks_index(_last_writer(policy, key))]
 
 
-def _is_one_hot(spec: TensorSpec) -> bool:
-    return type(spec) is OneHot and spec.mask is None
+def _last_writer(policy: nn.Module, key: NestedKey) -> nn.Module | None:
+    """The last of the modules in sequence that writes an entry, other than to explore; None: it cannot be told."""
+    if isinstance(policy, TensorDictSequential):
+        found = [_last_writer(part, key) for part in policy.module if _writes(part, key)]
+        return found[-1] if found else None
+    if isinstance(policy, TensorDictModuleWrapper):
+        return _last_writer(policy.td_module, key)
+    return policy
 
 
-def _writes(part: nn.Module, key: NestedKey) -> bool:
-    """Whether a part of a policy, and not one inside of it, writes an entry, other than to explore."""
-    keys = getattr(part, "out_keys", None)
-    if not isinstance(keys, list | tuple) or key not in [unravel(each) for each in keys]:
-        return False
+def _writes(part: Any, key: NestedKey) -> bool:
     explores = any(base.__name__ == "EGreedyModule" for base in type(part).__mro__)
-    return not explores and not any(_writes(child, key) for child in part.modules() if child is not part)
+    return not explores and key in [unravel(each) for each in getattr(part, "out_keys", ())]
 
 
 def _picks_index(part: Any) -> bool:
+    """Whether a module says that it writes indices."""
     kind = getattr(part, "distribution_class", None)
-    return getattr(part, "action_space", None) == "categorical" or kind is distributions.Categorical
+    kind = kind.func if isinstance(kind, partial) else kind
+    if isinstance(kind, type) and issubclass(kind, distributions.Categorical):
+        return "OneHot" not in kind.__name__
+    return getattr(part, "action_space", None) == "categorical"
 
 
 def _primer_of(module: Any) -> TensorDictPrimer | None:

@@ -230,6 +230,32 @@ def test_a_batch_that_ctrl_c_keeps_from_its_consumer_comes_with_the_next_call(ma
     assert collector.stats()["batches"] == len(batches)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_that_ctrl_c_keeps_from_its_consumer_is_part_of_the_state(make, kind):
+    options = {"frames_per_batch": 30, "total_frames": 300}
+    collector = make(kind, makers(), gain(), **options)
+    interrupted_at_the_end(collector)
+    batches = [collector.next()]
+    with pytest.raises(KeyboardInterrupt):
+        collector.next()
+    state = collector.state_dict()
+    collector.shutdown()
+    other = make(kind, makers(), gain(), **options)
+    other.load_state_dict(state)
+    assert sum(batch.numel() for batch in (*batches, *other)) == 300 == other.stats()["frames"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_that_ctrl_c_keeps_from_its_consumer_is_not_counted_after_a_reset(make, kind):
+    collector = make(kind, makers(), gain(), frames_per_batch=30, total_frames=300)
+    interrupted_at_the_end(collector)
+    first = collector.next()
+    with pytest.raises(KeyboardInterrupt):
+        collector.next()
+    collector.reset()
+    assert sum(batch.numel() for batch in (first, *collector)) == 300
+
+
 def test_no_trajectory_goes_on_across_a_batch_that_could_not_be_shaped(make):
     def refuse():
         raise ValueError("no such shape")

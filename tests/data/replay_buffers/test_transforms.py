@@ -283,3 +283,17 @@ def test_sums_go_where_they_are_asked_to():
     out = DensifyReward(reward_key_out="dense")(rewards(torch.tensor([0.0, 3.0]), torch.tensor([False, True])))
     assert out["next", "dense"].tolist() == [3.0, 3.0]
     assert out["next", "reward"].tolist() == [0.0, 3.0]
+
+
+def test_a_batch_that_is_locked_may_lose_elements():
+    def collated(batch):
+        return (torch.stack(batch) if isinstance(batch, list) else batch).lock_()
+
+    now = [5]
+    age = PolicyAgeFilter(lambda: now[0], max_policy_lag=1)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), transform=age, collate_fn=collated, batch_size=50)
+    buffer.extend(TensorDict({"policy_version": torch.tensor([5, 4] * 5), "number": torch.arange(10)}, [10]))
+    now[0] = 6
+    batch, info = buffer.sample(return_info=True)
+    assert set(batch["number"].tolist()) == {0, 2, 4, 6, 8}
+    assert torch.equal(torch.as_tensor(info["index"]), batch["number"])

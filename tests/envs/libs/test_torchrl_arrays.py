@@ -386,11 +386,33 @@ class TestSteps:
         assert env.rollout(4, break_when_any_done=False).shape == (2, 4)
         env.close()
 
+    @pytest.mark.parametrize("options", [{}, {"use_buffers": False}], ids=["arrays", "tensordicts"])
+    def test_what_a_step_writes_into_its_input_is_not_recorded(self, options):
+        found = []
+        for kind in (Flagged, Scribbles):
+            torch.manual_seed(3)
+            env = kind("all")
+            with Collector(env, make_policy(env), frames_per_batch=20, **options) as collector:
+                found.append(collector.next())
+        one, other = found
+        assert set(one.keys(True, True)) == set(other.keys(True, True))
+        assert all(torch.equal(one[key], other[key]) for key in one.keys(True, True))
+
     def test_a_copy_steps_its_own_environment(self):
         first = TorchRLWrapper(Flagged("done"))
         other = copy.deepcopy(first)
         other.rollout(3, policy=make_policy(first))
         assert (first.torchrl_env.steps, other.torchrl_env.steps) == (0, 3)
+
+
+class Scribbles(Flagged):
+    """Writes into what its steps are given."""
+
+    def _step(self, tensordict):
+        found = super()._step(tensordict)
+        tensordict.set("observation", tensordict["observation"] - 5).set("extra", tensordict["action"])
+        tensordict.pop("action")
+        return found
 
 
 class TestHeldBack:

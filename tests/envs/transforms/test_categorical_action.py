@@ -28,7 +28,7 @@ from rollwright.envs import (
     check_env_specs,
 )
 from rollwright.errors import EnvError, PolicyError
-from rollwright.modules import EGreedyModule, QValueModule
+from rollwright.modules import EGreedyModule, MaskedCategorical, QValueModule
 
 
 class Echo(gymnasium.Env):
@@ -103,7 +103,16 @@ def drawing():
     return ProbabilisticTensorDictSequential(logits, draw)
 
 
-POLICIES = {"greedy": greedy, "exploring": exploring, "drawing": drawing}
+def masked():
+    torch.manual_seed(3)
+    mask = Mod(lambda x: x > x.min(-1, keepdim=True).values, ["observation"], ["mask"])
+    logits = Mod(nn.Linear(3, 3), ["observation"], ["logits"])
+    options = {"distribution_class": MaskedCategorical, "default_interaction_type": InteractionType.RANDOM}
+    draw = ProbabilisticTensorDictModule(["logits", "mask"], ["action"], **options)
+    return ProbabilisticTensorDictSequential(mask, logits, draw)
+
+
+POLICIES = {"greedy": greedy, "exploring": exploring, "drawing": drawing, "masked": masked}
 
 
 def collect(make, policy, **options):
@@ -140,15 +149,30 @@ def one_hot_again(index):
     return nn.functional.one_hot(index, 3)
 
 
+class Around(nn.Module):
+    """A module of a user's own around a policy, whose actions it converts."""
+
+    in_keys, out_keys = ("observation",), ("action",)
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, tensordict):
+        tensordict = self.policy(tensordict)
+        return tensordict.set("action", one_hot_again(tensordict["action"]))
+
+
 @pytest.mark.parametrize(
     ("make", "policy", "shape"),
     [
+        (lambda: GymWrapper(Echo()), Around(greedy()), (3,)),
         (lambda: GymWrapper(Echo()), TensorDictSequential(greedy(), Mod(one_hot_again, ["action"], ["action"])), (3,)),
         (lambda: GymWrapper(Echo()), TensorDictSequential(values(), QValueModule("one_hot")), (3,)),
         (lambda: GymWrapper(Echo(), categorical_action_encoding=True), greedy(), ()),
         (lambda: TransformedEnv(GymWrapper(Echo()), CategoricalAction()), greedy(), ()),
     ],
-    ids=["one-hot in the end", "one-hot", "takes indices", "has it"],
+    ids=["one-hot around", "one-hot in the end", "one-hot", "takes indices", "has it"],
 )
 def test_it_is_added_only_where_it_is_needed(make, policy, shape):
     batch, _ = collect(make, policy)
@@ -168,6 +192,8 @@ def test_bad_input():
     env = TransformedEnv(GymWrapper(Echo()), CategoricalAction())
     with pytest.raises(EnvError, match="index from 0 to 2 in 'action', got 3"):
         env.step(env.reset().set("action", torch.tensor(3)))
+    with pytest.raises(EnvError, match="index from 0 to 2 in 'action', got 0"):
+        env.step(env.reset().set("action", torch.tensor(0.5)))
     with pytest.raises(ValueError, match="one-hot action 'action', got Bounded"):
         TransformedEnv(GymEnv("Pendulum-v1"), CategoricalAction()).rand_action()
     with pytest.raises(ValueError, match="one-hot action 'act', there are 'action'"):

@@ -96,3 +96,12 @@ def test_frames_below_next_are_joined_where_they_alone_are_named():
     buffer.extend(TensorDict({OBS: count, "episode": torch.zeros(6)}, [6]))
     with pytest.raises(KeyError, match=r"no entry \('next', 'observation'\)"):
         buffer.sample()
+
+
+def test_ids_may_have_a_last_dimension_and_data_no_device():
+    data = {OBS: torch.arange(4.0).reshape(4, 1), "collector": {"traj_ids": torch.tensor([[0], [0], [1], [1]])}}
+    joined = CatFrames(2, -1, [OBS])(TensorDict(data, [4]))
+    assert joined[OBS].tolist() == [[0, 0], [0, 1], [2, 2], [2, 3]]
+    elsewhere = TensorDict({OBS: torch.zeros(4, 1, device="meta")}, [4])
+    elsewhere["next", "done"] = torch.zeros(4, 1, dtype=torch.bool, device="meta")
+    assert CatFrames(2, -1, [OBS])(elsewhere)[OBS].shape == (4, 2)

@@ -432,13 +432,15 @@ def test_what_changes_frames_is_not_stepped_on_arrays():
     assert torch.equal(batch["next", "half"][:-1][goes_on] * 2, batch["observation"][1:][goes_on])
 
 
-def test_a_function_with_an_inverse_changes_actions_too() -> None:
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_function_with_an_inverse_changes_actions_too(returns: bool) -> None:
     class Half:
         def __call__(self, td: TensorDictBase) -> TensorDictBase:
             return td.set("double", 2 * td["observation"])
 
-        def inv(self, td: TensorDictBase) -> TensorDictBase:
-            return td.set("action", td["action"] / 2)
+        def inv(self, td: TensorDictBase) -> TensorDictBase | None:
+            td.set("action", td["action"] / 2)
+            return td if returns else None
 
     env, bare = TransformedEnv(GymEnv("Pendulum-v1"), Half()), GymEnv("Pendulum-v1")
     td, plain = env.reset(seed=0), bare.reset(seed=0)

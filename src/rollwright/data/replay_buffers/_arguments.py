@@ -179,12 +179,15 @@ def changed(change: Transform, batch: Any, info: Mapping[str, Any]) -> tuple[Any
     number, drops = len(info["index"]), any(getattr(part, "leaves_out", False) for part in parts_of(given))
     if drops and isinstance(batch, TensorDictBase):
         places = torch.arange(number, device=batch.device).reshape(-1, *[1] * (batch.ndim - 1))
-        batch.set(_PLACE, places.expand(batch.batch_size))
+        batch = batch.copy().set(_PLACE, places.expand(batch.batch_size))
     result = applied(change, batch)
     left = result.pop(_PLACE, None) if drops and isinstance(result, TensorDictBase) else None
     if left is not None:
         kept = left if left.ndim == 1 else left.flatten(1)[:, 0]
-        info = {name: value[kept] if len(value) == number else value for name, value in info.items()}
+        info = {
+            name: value[kept.to(getattr(value, "device", "cpu"))] if len(value) == number else value
+            for name, value in info.items()
+        }
     return result, info
 
 

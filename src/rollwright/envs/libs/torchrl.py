@@ -52,7 +52,7 @@ class TorchRLWrapper(EnvBase):
         self.torchrl_env = env
         self._torchrl_step = TorchRLStep(env)
         self.batch_locked = bool(env.batch_locked)
-        self._reopen()  # most of them are marked as closed until they have been closed
+        self._reopen()  # TorchRL marks most environments as closed from the start
         self._masked: list[tuple[Any, Any]] = []
         for name in _SPECS:
             theirs = getattr(env, f"full_{name}_spec")
@@ -83,8 +83,10 @@ class TorchRLWrapper(EnvBase):
         return fresh
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if "_" in tensordict.keys():  # noqa: SIM118
-            tensordict = without(tensordict, "_")
+        return self._stepped(without(tensordict, "_"))
+
+    def _stepped(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """What a step returns for ``tensordict``, into which the environment may write."""
         outcome = self._torchrl_step(tensordict)
         if self._masked:
             self._take_masks()
@@ -92,7 +94,7 @@ class TorchRLWrapper(EnvBase):
 
     def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:
         """See :meth:`EnvBase.trim_frame`."""
-        if trims(self.torchrl_env):
+        if self.remember("trims", lambda: trims(self.torchrl_env)):
             dropped = self.remember("dropped", lambda: only_below_next(self.fake_tensordict()))
             trim_by(self.torchrl_env, frame, following, dropped)
 
@@ -104,7 +106,7 @@ class TorchRLWrapper(EnvBase):
         return fake
 
     def _array_form(self) -> ArrayEnv:
-        return torchrl_array_form(self, TorchRLWrapper, self._step, self._reset)
+        return torchrl_array_form(self, TorchRLWrapper, self._stepped, self._reset)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Random actions, drawn by TorchRL's environment from its own action spec."""

@@ -43,12 +43,13 @@ def trajectory_starts(tensordict: TensorDictBase, axis: int) -> torch.Tensor:
     """
     batch = tensordict.batch_size
     done, ids, first = (tensordict.get(key, None) for key in (NEXT_DONE, TRAJ_IDS, IS_INIT))
-    begins = torch.zeros(batch, dtype=torch.bool, device=tensordict.device)
+    device = next((value.device for value in (done, ids, first) if value is not None), tensordict.device)
+    begins = torch.zeros(batch, dtype=torch.bool, device=device)
     # What is rolled in at 0 counts for nothing there: it is the beginning in any case.
     if done is not None:
         begins = begins | any_below(done, len(batch)).roll(1, axis)
     if ids is not None:
-        begins = begins | (ids != ids.roll(1, axis))
+        begins = begins | any_below(ids != ids.roll(1, axis), len(batch))
     if first is not None:
         begins = begins | any_below(first, len(batch))
     ordinal = torch.arange(batch[axis], device=begins.device).reshape([-1] + [1] * (len(batch) - axis - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from tensordict import TensorDictBase
 
@@ -17,7 +18,8 @@ __all__ = ["CallableTransform", "as_transform"]
 class CallableTransform(Transform):
     """A function on TensorDicts as a transform: called on what steps and resets return.
 
-    Where it has an inverse (a method ``inv``), that is called on what the environment is given, or a buffer.
+    Where it has an inverse (a method ``inv``), that is called on what is passed to the environment, or written to a
+    buffer.
 
     Attributes:
         leaves_out: whether it may return fewer elements of a batch than it is given.
@@ -34,8 +36,10 @@ class CallableTransform(Transform):
         return callable(getattr(self.function, "inv", None))
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        inverse: Callable[[TensorDictBase], TensorDictBase] | None = getattr(self.function, "inv", None)
-        return tensordict if inverse is None or not callable(inverse) else inverse(tensordict)
+        inverse: Any = getattr(self.function, "inv", None)
+        changed = inverse(tensordict) if callable(inverse) else tensordict
+        on_env = self.parent is not None  # elsewhere, None says that nothing is left of what is written to a buffer
+        return tensordict if changed is None and on_env else changed
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         changed = self.function(next_tensordict)

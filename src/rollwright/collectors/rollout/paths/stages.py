@@ -158,10 +158,11 @@ def action_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
 def _hint(spec: TensorSpec, value: torch.Tensor) -> str:
     """What a policy writes that writes another shape, as far as that can be told."""
     if isinstance(spec, OneHot | MultiOneHot) and not value.is_floating_point():
+        around = "put CategoricalAction() around it, " if isinstance(spec, OneHot) else ""
         return (
             " The spec is one-hot. If the policy writes indices, create the environment with "
-            "categorical_action_encoding=True, put CategoricalAction() around it, or let the policy write one-hot "
-            "actions (OneHotCategorical; action_space='one_hot' of QValueModule)."
+            f"categorical_action_encoding=True, {around}or let the policy write one-hot actions (OneHotCategorical; "
+            "action_space='one_hot' of QValueModule)."
         )
     if isinstance(spec, Categorical | MultiCategorical) and value.is_floating_point():
         return (

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -41,8 +42,8 @@ class Pending(NamedTuple):
 
     Attributes:
         made: it.
-        results: what it is made of.
-        shaped: whether it has been shaped.
+        results: what it is made of; where it has been shaped, without their data.
+        shaped: whether it has been shaped, and an interrupt kept it from the consumer.
     """
 
     made: Any
@@ -89,6 +90,7 @@ class Schedule:
         self._taken_at: float | None = None
         self._trajectories: deque[TensorDictBase] = deque()
         self._pending: list[Pending] = []
+        self._handed: list[Result] = []  # what the last batch that was delivered was made of, without their data
         self.frames_stale = self.num_copied = self.batches = 0
         self.errors: deque[WorkerError] = deque()
         self.raised = False
@@ -136,7 +138,7 @@ class Schedule:
             except Exception:
                 if self.strategy.loses_what_fails:
                     with self._group.lock:
-                        self._pending.clear()
+                        self._pending[:] = [each for each in self._pending if each is not pending]
                         self._lose(results)
                 raise
             try:
@@ -144,21 +146,24 @@ class Schedule:
                     if self._pending and self._pending[-1] is pending:
                         self._pending.pop()
                         self._release(results)
+                        self._handed = [replace(result, block=None, rest=None) for result in results]
                         self.batches += 1
                         taken = True
             except BaseException:  # the interrupt that was held off
                 if taken:
-                    self.put_back(found, results)
+                    self.put_back(found)
                 raise
             if taken:
                 return found
             if not self.ready(stop):  # another thread has reset the workers meanwhile
                 return None
 
-    def put_back(self, found: Any, results: Sequence[Result] = ()) -> None:
-        """Keep for the next call what :meth:`next` gave, and an interrupt kept from the consumer."""
-        with uninterrupted:
-            self._pending.append(Pending(found, results, shaped=True))
+    def put_back(self, found: Any) -> None:
+        """Keep for a later call what :meth:`next` gave last, and an interrupt kept from the consumer."""
+        if found is None:  # it is in a buffer or a queue
+            return
+        with self._group.lock, uninterrupted:
+            self._pending.insert(0, Pending(found, self._handed, shaped=True))
             self.batches -= 1
 
     def _deliver(self, results: Sequence[Result]) -> None:
@@ -357,10 +362,14 @@ class Schedule:
         """
         undelivered = self._undelivered()
         late = [result for result in undelivered if result.number > shares[result.worker]]
-        waiting = [] if self.stored else [result for result in undelivered if result not in late]
+        shaped = [pending for pending in self._pending if pending.shaped]
+        kept = [pending for pending in shaped if not any(result in late for result in pending.results)]
+        known = [*late, *(result for pending in shaped for result in pending.results)]
+        waiting = [] if self.stored else [result for result in undelivered if result not in known]
         return {
             "frames": self.orders.frames - sum(result.found.frames for result in late),
             "waiting": [{"worker": result.worker, "held": _saved(batch_of(result))} for result in waiting],
+            "kept": [td_state(pending.made) for pending in kept],
             "trajectories": [td_state(td) for td in self._trajectories],
         }
 
@@ -370,6 +379,7 @@ class Schedule:
         for saved in state_dict["waiting"]:
             self.strategy.add(restored(saved["worker"], _loaded(saved["held"]), self._devices[saved["worker"]]))
         self._trajectories.extend(cast(Any, td_from(td)) for td in state_dict["trajectories"])
+        self._pending.extend(Pending(td_from(td), (), shaped=True) for td in state_dict.get("kept", ()))
 
     def _undelivered(self) -> list[Result]:
         """Rollouts that have arrived, those included of which a batch was made."""

@@ -1,4 +1,4 @@
-"""TorchRLStep: a step of an environment of TorchRL, less what is done to its result here once more."""
+"""TorchRLStep: calls ``_step`` of TorchRL's environments where ``step`` would only complete flags and rewards."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _COMPLETED_ALIKE = ({_DONE}, {_TERMINATED}, {_TERMINATED, _TRUNCATED})  # here a
 
 
 class TorchRLStep:
-    """Gives, of what a step is given, what ``env.step`` would leave below ``"next"``, but for flags that are missing.
+    """Steps an environment of TorchRL; returns what ``env.step`` leaves below ``"next"``, perhaps without some flags.
 
-    Of most of TorchRL's environments ``step`` calls ``_step``, and writes flags that follow from others and rewards of
-    another shape. Where that is so, and no more than such flags is to be written, ``_step`` alone is called.
+    ``step`` of TorchRL's base class calls ``_step``, and completes the flags and the shapes of rewards in its result,
+    which this library does itself. Where that class's ``step`` is used, and both would complete alike, ``_step`` alone
+    is called.
 
     Args:
         env: an environment of TorchRL.

@@ -61,7 +61,7 @@ class CategoricalAction(Transform):
             raise RuntimeError("CategoricalAction: the number of actions is not known. Put it on an environment.")
         leaf = self._remember("leaf", lambda: self._leaf(parent.full_action_spec))
         index = state.long()
-        if bool(((index < 0) | (index >= leaf.n)).any()):
+        if state.is_floating_point() or bool(((index < 0) | (index >= leaf.n)).any()):
             raise EnvError(
                 f"CategoricalAction: expected an index from 0 to {leaf.n - 1} in {self.key!r}, got {state.tolist()}."
             )
