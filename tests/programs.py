@@ -75,7 +75,8 @@ class Program:
     def send_signal(self, number: int) -> None:
         """Send a signal, if it has not ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(self.pid, number)
 
     def interrupt_all(self) -> None:
         """Ctrl-C as a terminal sends it: to this program, its workers, and all others that run now."""
