@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import warnings
 
 import pytest
@@ -26,11 +27,10 @@ class Failing:
     """Raises at some of its calls."""
 
     def __init__(self, at):
-        self.calls, self.at = 0, at
+        self.calls, self.at = itertools.count(1), at  # drawn at once: replies are made in several threads
 
     def __call__(self, batch=None):
-        self.calls += 1
-        if self.calls in self.at:
+        if next(self.calls) in self.at:
             raise OSError("no connection")
         return batch
 

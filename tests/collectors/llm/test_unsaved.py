@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 import warnings
 from functools import partial
@@ -95,7 +96,7 @@ def taken(kind, environment, postproc=None):
 def test_no_turn_comes_twice(kind, what, monkeypatch):
     wanted, _, _ = taken(kind, Talks)
     assert set(wanted) == {(number, turn) for number in range(8) for turn in range(number % 4 + 1)}
-    monkeypatch.setattr(fails, "calls", 0)
+    monkeypatch.setattr(fails, "calls", itertools.count(1))
     monkeypatch.setattr(fails, "at", {9, 13} if what == "environment" else set())
     with warnings.catch_warnings(record=True, action="always") as caught:
         found, errors, stats = taken(kind, Talks, Failing({2, 3}) if what == "postproc" else None)
@@ -163,7 +164,7 @@ def one_chat(slots=1):
 def test_the_data_is_over_where_the_last_conversation_has_ended_by_an_error(kind, monkeypatch):
     _, policy, options = KINDS[kind]
     env = AsyncEnvPool([one_chat], backend="threading") if kind == "pool" else one_chat()
-    monkeypatch.setattr(fails, "calls", 0)
+    monkeypatch.setattr(fails, "calls", itertools.count(1))
     monkeypatch.setattr(fails, "at", {2})
     with LLMCollector(env, policy=policy(), **{**options, "dialog_turns_per_batch": 1}) as collector:
         assert collector.next().numel() == 1
