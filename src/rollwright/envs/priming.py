@@ -98,10 +98,11 @@ def _last_writer(policy: nn.Module, key: NestedKey) -> nn.Module | None:
         return found[-1] if found else None
     if isinstance(policy, TensorDictModuleWrapper):
         return _last_writer(policy.td_module, key)
-    return policy
+    return policy if _writes(policy, key) else None
 
 
 def _writes(part: Any, key: NestedKey) -> bool:
+    """Whether a module writes an entry, other than to explore."""
     explores = any(base.__name__ == "EGreedyModule" for base in type(part).__mro__)
     return not explores and key in [unravel(each) for each in getattr(part, "out_keys", ())]
 

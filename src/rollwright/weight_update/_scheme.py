@@ -87,7 +87,7 @@ class WeightSyncScheme:
 
     @classmethod
     def from_torchrl(cls, scheme: Any) -> Any:
-        """The scheme of the same name, for one of TorchRL's; what is none of TorchRL's own classes stays what it is."""
+        """The scheme of the same name, for one of TorchRL's own classes; other objects are returned unchanged."""
         of_name = {kind.__name__: kind for kind in _BY_BACKEND.values()}
         if not is_torchrl_scheme(scheme) or type(scheme).__name__ not in of_name:
             return scheme

@@ -17,12 +17,12 @@ _HOOK = "_post_step_mdp_hooks"
 
 
 def transform_trims(transform: Any) -> bool:
-    """Whether a transform of TorchRL does so."""
+    """Whether a transform of TorchRL changes frames once the data of the next step were taken from them."""
     return overrides(transform, _HOOK)
 
 
 def trims(env: Any) -> bool:
-    """Whether an environment of TorchRL, or one of its transforms, does so."""
+    """As :func:`transform_trims`, of an environment of TorchRL and all of its transforms."""
     while "TransformedEnv" in kind_in("torchrl", env):
         if transform_trims(env.transform):
             return True
@@ -40,7 +40,7 @@ def trim_by(owner: Any, frame: TensorDictBase, following: TensorDictBase, droppe
     """Let an environment or a transform of TorchRL change a frame.
 
     Args:
-        owner: it does so.
+        owner: the environment or the transform.
         frame: what a step returned, changed in place.
         following: the data of the next step, changed in place.
         dropped: entries of ``following`` that TorchRL does not carry over to it.
