@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -197,6 +200,20 @@ def _match_trailing_one(env: EnvBase, td: TensorDictBase, name: str, call: str) 
             td.set(key, value.reshape(expected))
 
 
+def _cast(env: EnvBase, td: TensorDictBase, names: Sequence[str], call: str) -> None:
+    """Cast what a step or a reset returned to the dtypes of its specs, with one warning an entry."""
+
+    def known() -> list[tuple[NestedKey, torch.dtype | None, str]]:
+        return [(key, env.full_spec(name)[key].dtype, name) for name in names for key in env.full_spec(name).leaves()]
+
+    for key, dtype, name in env.remember(("dtypes", call), known):
+        value = td.get(key, None)
+        if isinstance(value, torch.Tensor) and dtype is not None and value.dtype != dtype:
+            text = f"{env}: {call} returned {key!r} with dtype {value.dtype}; {name}_spec says {dtype}. It is cast."
+            env.remember(("cast", key), partial(warnings.warn, text, UserWarning, stacklevel=3))
+            td.set(key, value.to(dtype))
+
+
 def _as_outcome(env: EnvBase, given: TensorDictBase | None, td: object, call: str) -> TensorDictBase:
     if not is_tensor_collection(td):
         raise EnvError(
@@ -232,6 +249,8 @@ def _as_outcome(env: EnvBase, given: TensorDictBase | None, td: object, call: st
 def complete_step(env: EnvBase, given: TensorDictBase, outcome: object) -> TensorDictBase:
     """The result of ``_step``: flags completed, shapes of rewards and flags mended, all checked."""
     td = _as_outcome(env, given, outcome, "step")
+    if env.casts_outcomes:
+        _cast(env, td, ("observation", "reward", "done"), "step")
     of_tokens = take_token_rewards(td, env.reward_keys[0], 1) if env.has_token_rewards else []
     _match_trailing_one(env, td, "reward", "step")
     _match_trailing_one(env, td, "done", "step")
@@ -271,6 +290,8 @@ def _refuse_unannounced(env: EnvBase, td: TensorDictBase, keys: list[NestedKey])
 def complete_reset(env: EnvBase, given: TensorDictBase | None, fresh: object) -> TensorDictBase:
     """The result of ``_reset``: flags completed (False where absent), all checked."""
     td = _as_outcome(env, given, fresh, "reset")
+    if env.casts_outcomes:
+        _cast(env, td, ("observation", "done"), "reset")
     _match_trailing_one(env, td, "done", "reset")
     complete_done(td, env.done_groups)
     spec = env.full_done_spec

@@ -128,6 +128,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     has_token_rewards: bool = False
     made_its_parts: bool = False
     returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
+    casts_outcomes: bool = False  # True: what _step and _reset return in other dtypes than the specs' is cast
 
     def __init__(
         self,

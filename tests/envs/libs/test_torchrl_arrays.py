@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 
 import gymnasium
 import numpy as np
@@ -14,6 +15,7 @@ from torch import nn
 from rollwright.collectors import Collector
 from rollwright.envs import Compose, GymWrapper, ParallelEnv, RewardSum, SerialEnv, TransformedEnv
 from rollwright.envs.libs.torchrl import TorchRLWrapper
+from rollwright.errors import EnvError
 
 envs = pytest.importorskip("torchrl.envs")
 data = pytest.importorskip("torchrl.data")
@@ -112,6 +114,14 @@ class Drift(envs.EnvBase):
         pass
 
 
+class Shaped(Drift):
+    """Returns rewards of the shape of their spec."""
+
+    def _step(self, tensordict):
+        found = super()._step(tensordict)
+        return found.set("reward", found["reward"].unsqueeze(-1))
+
+
 def around(env, *transforms):
     return envs.TransformedEnv(env, envs.Compose(*transforms))
 
@@ -180,7 +190,19 @@ ENVS = {
     "theirs without truncation": lambda: Drift((3,), truncates=False),
     "theirs with a state": lambda: Drift((3,), in_data=True),
     "theirs with a device": lambda: Drift((3,), device="cpu"),
-    "theirs below transforms": lambda: around(Drift(), envs.StepCounter(5), Adds(), envs.RewardSum()),
+    "theirs below own transforms": lambda: around(Drift(), envs.StepCounter(5), Adds(), envs.RewardSum()),
+    "theirs below transforms": lambda: around(Drift(), envs.StepCounter(5), envs.RewardSum(), norm()),
+    "theirs without truncation below transforms": lambda: around(
+        Drift(truncates=False), envs.RewardSum(), envs.StepCounter(4)
+    ),
+    "theirs with a state below transforms": lambda: around(
+        Drift((3,), in_data=True), envs.InitTracker(), envs.StepCounter(4)
+    ),
+    "theirs in turn below statistics": lambda: around(
+        envs.SerialEnv(3, Drift), norm(in_keys=["observation", "reward"]), envs.RewardSum()
+    ),
+    "theirs in turn of batches": lambda: around(envs.SerialEnv(2, lambda: Shaped((3,))), envs.StepCounter(4)),
+    "theirs in turn with more than announced": lambda: envs.SerialEnv(2, lambda: Drift(first=9)),
     "theirs in ours": lambda: TransformedEnv(Drift((3,)), RewardSum()),
     "theirs in turn": lambda: envs.SerialEnv(3, Drift),
     "theirs in turn below transforms": lambda: around(
@@ -192,6 +214,7 @@ ENVS = {
     "theirs in our processes": lambda: ParallelEnv(2, Drift, mp_start_method="spawn"),
     "theirs that skips": lambda: envs.GymEnv(PENDULUM, frame_skip=2),
     "theirs unannounced": lambda: Drift((3,), first=13),
+    "theirs unannounced below transforms": lambda: around(Drift(first=13), envs.StepCounter(5), envs.RewardSum()),
     "theirs in turn, unannounced": lambda: SerialEnv(3, lambda: Drift(first=13)),
     "ours of several": lambda: SerialEnv(3, lambda: around(envs.GymEnv(PENDULUM), envs.StepCounter(6))),
 }
@@ -207,7 +230,13 @@ REMEMBERING = {
 }
 
 
-UNFIT = ("own unannounced", "ours around own", "theirs unannounced", "theirs in turn, unannounced")
+UNFIT = (
+    "own unannounced",
+    "ours around own",
+    "theirs unannounced",
+    "theirs unannounced below transforms",
+    "theirs in turn, unannounced",
+)
 
 
 def make_policy(env):
@@ -239,7 +268,7 @@ class TestParity:
         plain, _ = collect(ENVS[name](), init_random_frames=random, use_buffers=False)
         if not (name.endswith("several") and random):
             assert how.startswith("plain: " if name in UNFIT else "native: NumPy arrays"), how
-            assert name in UNFIT or ("TensorDicts" in how) == name.startswith("own "), how
+            assert name in UNFIT or ("TensorDicts" in how) == ("own" in name.split()), how
             assert name in UNFIT or ("TorchRL steps it" in how) == (name.startswith("theirs") or "members" in name), how
         assert set(native.keys(True, True)) == set(plain.keys(True, True))
         for key in plain.keys(True, True):
@@ -356,9 +385,20 @@ FLAGGED = {
     "rewards without a dimension": lambda: Flagged("done", ()),
     "rewards with more dimensions": lambda: Flagged("all", (1, 1)),
     "completes by itself": lambda: Mended("done"),
-    "in turn": lambda: envs.SerialEnv(2, lambda: Flagged("all")),
-    "below a transform": lambda: around(Flagged("terminated"), envs.StepCounter(4)),
+    **{
+        f"{way}, in turn": lambda way=way: envs.SerialEnv(2, lambda: Flagged(way))
+        for way in WAYS
+        if way != "with more dimensions"  # which TorchRL refuses
+    },
+    **{
+        f"{way}, below transforms": lambda way=way: around(Flagged(way), envs.StepCounter(4), envs.RewardSum())
+        for way in WAYS
+    },
+    "in turn, below transforms": lambda: around(envs.SerialEnv(2, lambda: Flagged("done")), envs.StepCounter(4)),
+    "in turn, rewards without a dimension": lambda: envs.SerialEnv(2, lambda: Flagged("done", ())),
 }
+# TorchRL's collector counts trajectories there that were not reset.
+UNCOUNTED = ("causes without done", "terminated, in turn", "both causes, in turn")
 
 
 class TestSteps:
@@ -377,8 +417,53 @@ class TestSteps:
         theirs, ours = found
         assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
         for key in theirs.keys(True, True):
-            if key != ("collector", "traj_ids") or name != "causes without done":  # theirs counts what was not reset
+            if key != ("collector", "traj_ids") or not name.startswith(UNCOUNTED):
                 assert torch.equal(ours[key], theirs[key]), key
+
+    @pytest.mark.parametrize("options", [{}, {"use_buffers": False}], ids=["arrays", "tensordicts"])
+    @pytest.mark.parametrize("make", [lambda make: make(), lambda make: around(make(), envs.StepCounter(5))])
+    def test_other_dtypes_are_cast_as_in_torchrls_collector(self, make, options):
+        found = []
+        for kind, given in ((collectors.Collector, {}), (Collector, options)):
+            torch.manual_seed(3)
+            env = make(lambda: Doubled("done"))
+            policy = make_policy(env)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                collector = kind(env, policy, frames_per_batch=20, total_frames=20, **given)
+                found.append(next(iter(collector)).clone())
+                collector.shutdown()
+        texts = [str(warning.message) for warning in warned if "It is cast" in str(warning.message)]
+        assert [text.split(" returned ")[1].split(" ")[0] for text in texts] == ["'n'", "'reward'"]
+        assert all(torch.equal(found[1][key], found[0][key]) for key in found[0].keys(True, True))
+        assert found[1]["next", "reward"].dtype == torch.float32
+
+    @pytest.mark.parametrize("lacking", ["n", "reward"])
+    def test_missing_entries_in_turn_are_those_of_torchrl(self, lacking):
+        """Its memory has the value of the step before; where nothing keeps that, a missing entry is an error."""
+        found = []
+        for kind in (collectors.Collector, Collector):
+            torch.manual_seed(3)
+            env = envs.SerialEnv(2, lambda: Lacking("all", lacking))
+            collector = kind(env, make_policy(env), frames_per_batch=20, total_frames=20)
+            torch.manual_seed(1)
+            found.append(next(iter(collector)).clone())
+            collector.shutdown()
+        assert all(torch.equal(found[1][key], found[0][key]) for key in found[0].keys(True, True))
+        env = TorchRLWrapper(Lacking("all", lacking))
+        with pytest.raises(EnvError, match=f"no '{lacking}'|raised in step"):
+            env.rollout(7, policy=make_policy(env), break_when_any_done=False)
+
+    def test_partial_steps_of_a_batch_are_torchrls(self):
+        found = []
+        for wrap in (lambda env: env, TorchRLWrapper):
+            torch.manual_seed(3)
+            env = wrap(envs.SerialEnv(2, lambda: Flagged("all")))
+            td = env.reset()
+            for step in (torch.tensor([True, False]), torch.tensor([True, True])):
+                td = env.step(td.set("action", torch.ones(2, 2)).set("_step", step))["next"].clone()
+            found.append(td)
+        assert all(torch.equal(found[1][key], found[0][key]) for key in ("observation", "n", "done"))
 
     @pytest.mark.parametrize("batch", [SerialEnv, ParallelEnv])
     def test_members_are_reset_without_a_collector(self, batch):
@@ -403,6 +488,26 @@ class TestSteps:
         other = copy.deepcopy(first)
         other.rollout(3, policy=make_policy(first))
         assert (first.torchrl_env.steps, other.torchrl_env.steps) == (0, 3)
+
+
+class Doubled(Flagged):
+    """Returns other dtypes than its specs say."""
+
+    def _step(self, tensordict):
+        found = super()._step(tensordict)
+        return found.set("n", found["n"].int()).set("reward", found["reward"].double())
+
+
+class Lacking(Flagged):
+    """Leaves out an entry in every third step."""
+
+    def __init__(self, way, lacking):
+        super().__init__(way)
+        self.lacking = lacking
+
+    def _step(self, tensordict):
+        found = super()._step(tensordict)
+        return found.exclude(self.lacking) if self.steps % 3 == 0 else found
 
 
 class Scribbles(Flagged):

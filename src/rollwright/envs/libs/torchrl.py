@@ -43,6 +43,7 @@ class TorchRLWrapper(EnvBase):
     """
 
     returns_copies = True  # TorchRL's collector keeps what a step returns, too
+    casts_outcomes = True  # as TorchRL does where it writes them into memory of a batch
 
     def __init__(self, env: Any) -> None:
         if not is_torchrl_env(env):

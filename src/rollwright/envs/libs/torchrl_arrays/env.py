@@ -15,6 +15,7 @@ from rollwright.data.specs import Composite
 from rollwright.data.specs.torchrl import from_torchrl
 from rollwright.envs._checks import complete_reset, complete_step
 from rollwright.envs.arrays import (
+    FLAGS,
     ArrayEnv,
     ArrayTransform,
     Entry,
@@ -26,9 +27,11 @@ from rollwright.envs.arrays import (
     check_open,
     entries_of,
     refuse_overrides,
+    works_on_tensordicts,
 )
 from rollwright.envs.libs.gym import GymWrapper
 from rollwright.envs.libs.torchrl_arrays.frames import trims
+from rollwright.envs.libs.torchrl_arrays.steps import TorchRLStep, is_serial
 from rollwright.envs.libs.torchrl_arrays.transforms import array_transform, check_outputs_only, is_known, reads_root
 from rollwright.envs.on_arrays.chain import ArrayChain, ChainDeviation
 from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
@@ -43,6 +46,7 @@ __all__ = ["TorchRLArrays", "torchrl_array_form"]
 
 Method = Callable[..., TensorDictBase]
 _METHODS = {"step", "reset", "_step", "_reset", "read_obs", "read_reward", "read_done", "read_action"}
+_STEPPED_THERE = "TorchRL steps it, since "
 _GYM = ("torchrl.envs.libs.gym.GymEnv", "torchrl.envs.libs.gym.GymWrapper")
 
 
@@ -66,11 +70,16 @@ def torchrl_array_form(env: TorchRLWrapper, known: type[TorchRLWrapper], step: M
     try:
         return TorchRLArrays(env, known)
     except NotNative as reason:
-        if any(getattr(env.torchrl_env.full_action_spec[key], "mask", None) is not None for key in env.action_keys):
-            raise
-        form = OwnArrays(env, known, step, _without_given(env, reset))
-        form.held_back = f"TorchRL steps it, since {reason}"
+        form = _stepped_there(env, known, step, _without_given(env, reset))
+        form.held_back = f"{_STEPPED_THERE}{reason}"
         return form
+
+
+def _stepped_there(env: TorchRLWrapper, known: type[TorchRLWrapper], step: Method, reset: Method) -> OwnArrays:
+    """The array form of an environment that TorchRL steps on TensorDicts."""
+    if any(getattr(env.torchrl_env.full_action_spec[key], "mask", None) is not None for key in env.action_keys):
+        raise NotNative(f"the action spec of {class_path(env.torchrl_env)} has a mask")
+    return OwnArrays(env, known, step, reset)
 
 
 def _without_given(env: TorchRLWrapper, begin: Method) -> Method:
@@ -91,7 +100,8 @@ class TorchRLArrays(ArrayEnv):
     """The array form of a :class:`TorchRLWrapper` around TorchRL's ``GymEnv`` or ``GymWrapper``, with transforms.
 
     Or around a ``SerialEnv`` of these. Resets and steps go to the gymnasium environments, which TorchRL's environment
-    shares. Statistics of TorchRL's transforms are updated in place, where TorchRL keeps them.
+    shares. Other environments with transforms are stepped by TorchRL, and their transforms follow here. Statistics of
+    TorchRL's transforms are updated in place, where TorchRL keeps them.
 
     Args:
         env: the environment.
@@ -103,11 +113,13 @@ class TorchRLArrays(ArrayEnv):
 
     def __init__(self, env: TorchRLWrapper, known: type[TorchRLWrapper]) -> None:
         refuse_overrides(env, known)
-        check_flags(env)
         self._env, self.batch = env, tuple(env.batch_size)
         base, self._transforms = _taken_apart(env.torchrl_env)
         self._inner = _environments(base)
-        self._base = array_form(_gym_wrapper(base)) if self._inner is None else _SerialArrays(base, self._inner, known)
+        self._base = self._base_form(base, known)
+        check_flags(env, lacks_truncated=len(self._base.root_flags) < len(FLAGS))
+        self.root_flags = tuple(flag for flag in FLAGS if flag in env.done_keys)
+        self.done_follows, self.held_back = self._base.done_follows, self._base.held_back
         self.keeps_resets = self._base.keeps_resets
         roots = RootTensorDicts(env.batch_size, env.device, set(env.reward_keys))
         self._chain = ArrayChain(self._base, roots, may_contradict=env.sets_own_flags)
@@ -117,16 +129,32 @@ class TorchRLArrays(ArrayEnv):
             if part.inverse is not None:
                 raise NotNative(f"{class_path(transform)} changes what the environment is given")
             self._chain.add(part)
-        self.on_tensordicts, self.may_be_unfit = self._chain.on_tensordicts, bool(self._chain.on_tensordicts)
+        self.on_tensordicts = self._chain.on_tensordicts
+        self.may_be_unfit = self._base.may_be_unfit or bool(self.on_tensordicts)
         self._compare()
+
+    def _base_form(self, base: Any, known: type[TorchRLWrapper]) -> ArrayEnv:
+        """The array form of the environment inside of the transforms."""
+        try:
+            return array_form(_gym_wrapper(base)) if self._inner is None else _SerialArrays(base, self._inner, known)
+        except NotNative as reason:
+            if not self._transforms or not TorchRLStep(base).is_plain:
+                raise
+            form = _stepped_there(known(base), known, TorchRLStep(base), base._reset)
+            form.keeps_resets = self._inner is not None
+            form.held_back = f"{_STEPPED_THERE}{reason}"
+            return form
 
     def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
         """See :meth:`ArrayEnv.see_roots`."""
         self._chain.roots.forms = dict(forms)
+        self._base.see_roots(forms)
 
     def _part(self, transform: Any) -> ArrayTransform | OnTensorDicts:
         if is_known(transform):
             return array_transform(transform, self)
+        if self._base.root_flags != FLAGS:
+            raise NotNative(f"{class_path(transform)} works on TensorDicts, and the environment has other flags")
         name = check_outputs_only(transform)
         spec = cast(Composite, from_torchrl(transform.transform_output_spec(transform.parent.output_spec.clone())))
         return OnTensorDicts(
@@ -154,7 +182,8 @@ class TorchRLArrays(ArrayEnv):
         if not same or any(now is not then for now, then in zip(transforms, self._transforms, strict=True)):
             raise NotNative("the transforms of TorchRL's environment have changed")
         if self._inner is None:
-            _check_base(base)
+            if not self._base.may_be_unfit:
+                _check_base(base)
         elif base.is_closed or list(map(id, self._inner)) != list(map(id, _environments(base) or [])):
             raise NotNative("the environments of TorchRL's SerialEnv were closed, and others were made")
         self._base.check()
@@ -162,17 +191,27 @@ class TorchRLArrays(ArrayEnv):
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
         check_open(self._env, "step")
-        out = self._base.step(root, preset)
+        try:
+            out = self._base.step(root, preset)
+        except UnfitOutcome as found:
+            for key, value in preset.items():
+                if found.outcome.get(key, None) is None:
+                    found.outcome.set(key, torch.from_numpy(value))
+            raise self._finished(root, 0, found.outcome, str(found)) from None
         for key, value in preset.items():  # transforms see what the policy has written, and leave it
             out.setdefault(key, value)
         try:
             self._chain.step(root, out)
         except ChainDeviation as found:
-            given, outcome = self._chain.roots.of_step(root), found.deviation.changed
-            for transform in self._transforms[found.place :]:
-                outcome = _Called(transform, self._env).transform_step(given, outcome)
-            raise UnfitOutcome(str(found), complete_step(self._env, given, outcome)) from None
+            raise self._finished(root, found.place, found.deviation.changed, str(found)) from None
         return out
+
+    def _finished(self, root: Values, place: int, outcome: TensorDictBase, reason: str) -> UnfitOutcome:
+        """A step that was taken on arrays as far as the transform at ``place``, finished on TensorDicts."""
+        given = self._chain.roots.of_step(root)
+        for transform in self._transforms[place:]:
+            outcome = _Called(transform, self._env).transform_step(given, outcome)
+        return UnfitOutcome(reason, complete_step(self._env, given, outcome))
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
@@ -184,17 +223,29 @@ class TorchRLArrays(ArrayEnv):
 
     def _reset(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> Values:
         check_open(self._env, "reset")
-        values = self._base.reset(rows, **kwargs)
+        try:
+            if root is None or not self._base.may_be_unfit:
+                values = self._base.reset(rows, **kwargs)
+            else:
+                passed = {key: root[key] for key in self._env.state_keys if key in root}
+                values = self._base.reset_from(passed, rows, **kwargs)
+        except UnfitOutcome as found:
+            raise self._finished_reset(rows, root, 0, found.outcome, str(found)) from None
         try:
             self._chain.reset(values, rows, root)
         except ChainDeviation as found:
-            marked = None if root is None else self._chain.roots.of_reset(root, rows)
-            fresh = found.deviation.changed
-            given = fresh.empty() if marked is None else marked
-            for transform in self._transforms[found.place :]:
-                fresh = _Called(transform, self._env).transform_reset(given, fresh)
-            raise UnfitOutcome(str(found), complete_reset(self._env, marked, fresh)) from None
+            raise self._finished_reset(rows, root, found.place, found.deviation.changed, str(found)) from None
         return values
+
+    def _finished_reset(
+        self, rows: Rows | None, root: Values | None, place: int, fresh: TensorDictBase, reason: str
+    ) -> UnfitOutcome:
+        """A reset that was made on arrays as far as the transform at ``place``, finished on TensorDicts."""
+        marked = None if root is None else self._chain.roots.of_reset(root, rows)
+        given = fresh.empty() if marked is None else marked
+        for transform in self._transforms[place:]:
+            fresh = _Called(transform, self._env).transform_reset(given, fresh)
+        return UnfitOutcome(reason, complete_reset(self._env, marked, fresh))
 
 
 class _Called(NamedTuple):
@@ -242,7 +293,13 @@ class _SerialArrays(TurnArrays):
     def __init__(self, env: Any, inner: list[Any], known: type[TorchRLWrapper]) -> None:
         if len({id(each) for each in inner}) != len(inner):
             raise NotNative("TorchRL's SerialEnv steps one environment in several rows")
-        super().__init__([array_form(known(each)) for each in inner], "SerialEnv")
+        parts = [array_form(known(each), unfit=True) for each in inner]
+        for part in parts:
+            if part.held_back:
+                raise NotNative(part.held_back.removeprefix(_STEPPED_THERE))
+            if part.may_be_unfit:
+                raise NotNative(works_on_tensordicts(part.on_tensordicts))
+        super().__init__(parts, "SerialEnv")
         shared = vars(env).get("shared_tensordict_parent")
         if shared is None:
             raise NotNative("TorchRL's SerialEnv has use_buffers=False")
@@ -309,9 +366,7 @@ def _check_base(env: Any) -> None:
 
 def _environments(env: Any) -> list[Any] | None:
     """The environments of TorchRL's ``SerialEnv``, which starts; None: it is none."""
-    if class_path(env) != "torchrl.envs.batched_envs.SerialEnv" or any(
-        name in vars(env) for name in ("step", "reset", "_step", "_reset")
-    ):
+    if not is_serial(env):
         return None
     if env.is_closed:
         env.start()
