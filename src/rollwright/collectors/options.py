@@ -143,7 +143,8 @@ class CollectorOptions:
             through ``torch.compile``; a dictionary holds arguments of the latter, which it chooses.
         cudagraph_policy: run the policy as a CUDA graph; a dictionary holds arguments of ``CudaGraphModule``.
         auto_register_policy_transforms: append to the environment the ``InitTracker`` and the primers that recurrent
-            modules of the policy read and that the environment does not provide yet.
+            modules of the policy read and that the environment does not provide yet, and a ``CategoricalAction`` where
+            a module writes the index of a one-hot action.
         no_cuda_sync: skip the synchronisation after copies between devices.
         pre_collect_hook: called without arguments before each rollout.
         post_collect_hook: called with each batch just before it is delivered.

@@ -2,12 +2,13 @@
 
 A policy declares it by its submodules: those with a method ``make_tensordict_primer()`` carry states, and read the mark
 of first steps at their ``init_key`` (``"is_init"`` unless they have one); those with ``action_space="categorical"``, or
-with a categorical distribution, write an action as an index.
+with a categorical distribution, write an action as an index. Whether others do, a call shows.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from rollwright.envs.transforms import CategoricalAction, Compose, InitTracker, 
 from rollwright.envs.transforms.primer import TensorDictPrimer, as_primer
 from rollwright.errors import EnvKeyError
 
-__all__ = ["provide_for_policy"]
+__all__ = ["may_write_indices", "provide_for_policy", "taking_indices"]
 
 Specs = dict[NestedKey, TensorSpec]
 
@@ -71,6 +72,15 @@ def provide_for_policy(env: EnvBase, policy: Any) -> EnvBase:
         added.append(primer)
         known.update({key: primer.placed(key, env.batch_size) for key in wanted})
     added += [CategoricalAction(key) for key in _written_as_indices(env, policy)]
+    return _with(env, added)
+
+
+def taking_indices(env: EnvBase, keys: Iterable[NestedKey]) -> EnvBase:
+    """An environment that takes indices for some of its one-hot actions: ``env`` itself where there are none."""
+    return _with(env, [CategoricalAction(key) for key in keys])
+
+
+def _with(env: EnvBase, added: Sequence[Transform]) -> EnvBase:
     if not added:
         return env
     caches = not isinstance(env, TransformedEnv) or env.cache_specs
@@ -83,12 +93,25 @@ def _with_states(policy: Any) -> list[Any]:
     return [part for part in parts if callable(getattr(part, "make_tensordict_primer", None))]
 
 
+def may_write_indices(env: EnvBase, policy: Any) -> list[NestedKey]:
+    """One-hot actions of the environment of which a module does not say whether it writes indices."""
+    return [key for key, writer in _writers_of_one_hot(env, policy) if not _says_what_it_writes(writer)]
+
+
 def _written_as_indices(env: EnvBase, policy: Any) -> list[NestedKey]:
-    """One-hot actions of the environment that the policy writes as indices."""
+    """One-hot actions of the environment that the policy says it writes as indices."""
+    return [key for key, writer in _writers_of_one_hot(env, policy) if _picks_index(writer)]
+
+
+def _writers_of_one_hot(env: EnvBase, policy: Any) -> list[tuple[NestedKey, nn.Module | None]]:
     if not isinstance(policy, nn.Module):
         return []
     one_hot = [key for key in env.action_keys if isinstance(env.full_action_spec[key], OneHot)]
-    return [key for key in one_hot if _picks_index(_last_writer(policy, key))]
+    return [(key, _last_writer(policy, key)) for key in one_hot]
+
+
+def _says_what_it_writes(part: Any) -> bool:
+    return any(getattr(part, name, None) is not None for name in ("distribution_class", "action_space"))
 
 
 def _last_writer(policy: nn.Module, key: NestedKey) -> nn.Module | None:

@@ -112,7 +112,32 @@ def masked():
     return ProbabilisticTensorDictSequential(mask, logits, draw)
 
 
-POLICIES = {"greedy": greedy, "exploring": exploring, "drawing": drawing, "masked": masked}
+def choosing():
+    return TensorDictSequential(values(), Mod(lambda x: x.argmax(-1), ["action_value"], ["action"]))
+
+
+class Choosing(nn.Module):
+    """A module of a user's own that returns an index."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, observation):
+        self.calls += 1
+        return self.layer(observation).argmax(-1)
+
+
+POLICIES = {
+    "greedy": greedy,
+    "exploring": exploring,
+    "drawing": drawing,
+    "masked": masked,
+    "a function": choosing,
+    "a module": Choosing,
+}
 
 
 def collect(make, policy, **options):
@@ -200,9 +225,37 @@ def test_bad_input():
         TransformedEnv(GymEnv("CartPole-v1"), CategoricalAction("act")).rand_action()
 
 
-def test_a_policy_that_does_not_say_what_it_writes_is_told_what_to_do():
-    chooser = TensorDictSequential(values(), Mod(lambda x: x.argmax(-1), ["action_value"], ["action"]))
+def test_trying_a_policy_leaves_no_trace():
+    """Whether a policy writes indices, a call of a copy shows: its buffers and all generators stay as they were."""
+    policy = Choosing()
+    torch.manual_seed(7)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    with Collector(GymWrapper(Echo()), policy, frames_per_batch=4):
+        assert policy.calls == 0
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert (np.random.get_state()[1] == before[1]).all()
+
+
+def test_a_policy_that_says_what_it_writes_is_not_tried():
+    called = []
+    around = Mod(lambda x: called.append(0) or x, ["observation"], ["seen"])
+    with Collector(GymWrapper(Echo()), TensorDictSequential(around, greedy()), frames_per_batch=4):
+        assert not called
+
+
+def test_a_policy_that_zeros_do_not_suit_is_told_what_to_do():
+    def choose(observation):
+        if not observation.any():
+            raise ValueError("zeros")
+        return observation.argmax(-1)
+
+    chooser = Mod(choose, ["observation"], ["action"])
     with pytest.raises(PolicyError, match=r"CategoricalAction\(\) around it"):
         collect(ENVS["gymnasium"], chooser)
     batch, _ = collect(lambda: TransformedEnv(GymWrapper(Echo()), CategoricalAction()), chooser)
     assert torch.equal(batch["next", "reward"].squeeze(-1), batch["action"].float())
+
+
+def test_without_transforms_for_policies_it_is_not_added():
+    with pytest.raises(PolicyError, match=r"CategoricalAction\(\) around it"):
+        collect(ENVS["gymnasium"], choosing(), auto_register_policy_transforms=False)

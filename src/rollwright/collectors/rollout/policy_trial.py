@@ -22,7 +22,9 @@ from rollwright.collectors.rollout.paths.outputs import changed_keys, entries_be
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.collectors.rollout.policy_copies import is_never_copied, modules_in, never_copied_in
 from rollwright.data.layout import blank_frame
+from rollwright.data.specs import TensorSpec
 from rollwright.envs.base import EnvBase
+from rollwright.envs.priming import may_write_indices
 from rollwright.modules import RandomPolicy
 from rollwright.modules.signature import Call
 
@@ -51,13 +53,14 @@ class Trial:
         self._devices = {device for device in vars(devices).values() if isinstance(device, torch.device)}
 
     @contextmanager
-    def _acting(self) -> Iterator[tuple[Any, stages.Stage]]:
+    def _acting(self, *, checks: bool = True) -> Iterator[tuple[Any, stages.Stage]]:
         """What is called, and the stage that calls it."""
         env = self._env
         own, shared = _copied(self.call)
         stale = stages.stale_actions(env, self._policy)
+        check = stages.action_check(env) if checks else _accept
         with _generators_kept(self._devices), _buffers_kept(shared):
-            yield own, stages.build_act(own, self._move, stages.action_check(env), fresh_outputs=True, stale=stale)
+            yield own, stages.build_act(own, self._move, check, fresh_outputs=True, stale=stale)
 
     def give_shape(self) -> None:
         """Call a policy whose modules take shape at their first call, on zeros, so that an optimizer can be made.
@@ -67,14 +70,31 @@ class Trial:
         lazy = isinstance(self.call, nn.Module) and any(map(nn.parameter.is_lazy, self.call.parameters()))
         if not lazy or isinstance(self._policy, RandomPolicy):
             return
-        env = self._env
-        act = stages.build_act(self.call, self._move, stages.action_check(env), fresh_outputs=True)
+        act = stages.build_act(self.call, self._move, stages.action_check(self._env), fresh_outputs=True)
         with contextlib.suppress(Exception), torch.no_grad():
-            specs = (env.full_observation_spec, env.full_state_spec, env.full_done_spec)
-            zeros = env.full_action_spec.zero().empty()
-            for spec in specs:
-                zeros.update(spec.zero())
-            act(zeros)
+            act(self._zeros())
+
+    def indices(self) -> list[NestedKey]:
+        """One-hot actions that the policy writes as indices, as far as a call on zeros shows that.
+
+        A policy that says what it writes is not called.
+        """
+        env = self._env
+        unsaid = may_write_indices(env, self._policy)
+        found: list[NestedKey] = []
+        if unsaid:
+            with contextlib.suppress(Exception), torch.no_grad(), self._acting(checks=False) as (_, act):
+                acted = act(self._zeros())
+                found = [key for key in unsaid if _is_index(acted.get(key, None), env.full_action_spec[key])]
+        return found
+
+    def _zeros(self) -> TensorDictBase:
+        """All that a policy may read, as zeros."""
+        env = self._env
+        zeros = env.full_action_spec.zero().empty()
+        for spec in (env.full_observation_spec, env.full_state_spec, env.full_done_spec):
+            zeros.update(spec.zero())
+        return zeros
 
     def outputs(self, current: TensorDictBase) -> TensorDictBase | None:
         """What the policy writes: its entries, all zero, or empty; see :func:`~rollwright.data.layout.blank_frame`.
@@ -103,6 +123,17 @@ class Trial:
             except Exception as error:
                 return own, error
         return own, None
+
+
+def _accept(current: TensorDictBase) -> None:
+    """Take all actions."""
+
+
+def _is_index(value: Any, spec: TensorSpec) -> bool:
+    """Whether an action is an index of what a spec has as one-hot."""
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.bool:
+        return False
+    return value.shape == spec.shape[:-1] and value.numel() != spec.shape.numel()
 
 
 def action_forms(env: EnvBase, outputs: TensorDictBase | None) -> dict[NestedKey, torch.Tensor]:

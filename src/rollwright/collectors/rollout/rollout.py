@@ -40,7 +40,7 @@ from rollwright.data.layout import end_of_trajectory, mark_truncated
 from rollwright.data.layout.rewards import summed_reward
 from rollwright.envs.arrays import UnfitOutcome
 from rollwright.envs.base import EnvBase
-from rollwright.envs.priming import provide_for_policy
+from rollwright.envs.priming import provide_for_policy, taking_indices
 from rollwright.envs.recreation.policy import num_recreations
 from rollwright.envs.utils import set_exploration_type
 from rollwright.errors import NotNative
@@ -116,6 +116,8 @@ class Rollout:
         self.acting = ActingPolicy(policy, given, options, env)
         self.devices = Devices.resolve(options, env.device, module_device(self.policy))
         self.syncs = Syncs.of(self.devices, skip=options.no_cuda_sync)
+        if options.auto_register_policy_transforms:
+            self.env = env = taking_indices(env, self._trial().indices())
         in_turns = dialogue_parts(env, self.acting.policy, options) is not None
         streams = options.async_envs if in_turns else goes_by_itself(env, options)
         self.num_rows = 1 if streams else env.numel()

@@ -19,6 +19,7 @@ class CategoricalAction(Transform):
 
     Data hold what the policy wrote, int64 ``[*batch]``; the environment is given the vector ``[*batch, n]``.
     Collectors, and environments with ``policy=``, add it where the policy's values or distribution are categorical.
+    Collectors also add it for a module that says neither, where a call on zeros gives an index.
 
     Args:
         key: the action.
