@@ -236,6 +236,20 @@ def test_trying_a_policy_leaves_no_trace():
         assert (np.random.get_state()[1] == before[1]).all()
 
 
+def test_trying_a_compiled_policy_compiles_nothing():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    policy = torch.compile(Choosing(), backend=backend)
+    with Collector(GymWrapper(Echo()), policy, frames_per_batch=4) as collector:
+        assert not compiled
+        assert collector.next()["action"].shape == (4,)
+        assert compiled
+
+
 def test_a_policy_that_says_what_it_writes_is_not_tried():
     called = []
     around = Mod(lambda x: called.append(0) or x, ["observation"], ["seen"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ class Trial:
         own, shared = _copied(self.call)
         stale = stages.stale_actions(env, self._policy)
         check = stages.action_check(env) if checks else _accept
-        with _generators_kept(self._devices), _buffers_kept(shared):
+        with _generators_kept(self._devices), _buffers_kept(shared), _uncompiled():
             yield own, stages.build_act(own, self._move, check, fresh_outputs=True, stale=stale)
 
     def give_shape(self) -> None:
@@ -166,6 +167,13 @@ def _copied(call: Any) -> tuple[Any, list[Any]]:
         return copy.deepcopy(call, memo), shared
     except Exception:  # an object may refuse to be copied in any way it likes
         return call, [call, *shared]
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """What ``torch.compile`` returned runs as it was written: a copy would be compiled by itself."""
+    if "torch._dynamo" not in sys.modules:  # which takes seconds to import
+        return contextlib.nullcontext()
+    return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager"))
 
 
 @contextmanager
