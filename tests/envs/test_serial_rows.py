@@ -52,7 +52,24 @@ SPACES = {
     "box": gymnasium.spaces.Box(-1, 1, (2,)),
     "number": gymnasium.spaces.Box(-1, 1, ()),
     "dictionary": gymnasium.spaces.Dict({"a": gymnasium.spaces.Discrete(2), "b": gymnasium.spaces.Box(-1, 1, (1,))}),
+    "nest": gymnasium.spaces.Tuple(
+        (
+            gymnasium.spaces.Discrete(2),
+            gymnasium.spaces.Dict({"b": gymnasium.spaces.MultiBinary(2), "a": gymnasium.spaces.Box(-1, 1, ())}),
+        )
+    ),
 }
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_the_actions_of_all_rows_are_converted_at_once(space, monkeypatch):
+    alone = []
+    monkeypatch.setattr(GymWrapper, "step_values", lambda env, given: alone.append(env))
+    env = SerialEnv(2, [partial(GymWrapper, Odd(SPACES[space], number)) for number in range(2)])
+    collector = Collector(env, None, frames_per_batch=20, total_frames=20)
+    collector.next()
+    assert not alone
+    collector.shutdown()
 
 
 @pytest.mark.parametrize("one_hot", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -288,7 +289,7 @@ class WriteBox:
             return self._whole(array)
         if array.dtype.kind not in "biuf":
             raise SpecError(f"has dtype {array.dtype}, expected {self.dtype}. Cast it in the policy.")
-        if not np.isfinite(array).all():
+        if np.count_nonzero(np.isfinite(array)) != array.size:  # cheaper than all()
             raise SpecError(
                 f"holds NaN or infinity{_where(~np.isfinite(array))}: {_short(array)}. Check "
                 "the policy's output: a diverging loss or an unscaled observation is the usual cause."
@@ -430,20 +431,27 @@ class ActionWriter:
         self.space = space
         self.entries = [(leaf.key, leaf.path, _writer(leaf, batch)) for leaf in leaves]
         self._only = _only(self.entries)
+        self._made = _maker(space, (), {leaf.path: i for i, leaf in enumerate(leaves)})
+        self._plain_numbers = [isinstance(leaf.space, spaces.Discrete) for leaf in leaves]
 
     def rows(self, values: Mapping[Any, Any]) -> Sequence[Any]:
         """The actions of a batch as a raw value for each row.
 
         Raises:
-            SpecError: an action that the environments cannot take, or none that is an array of its own.
+            SpecError: an action that the environments cannot take, or that is no array; or there are none.
         """
-        if self._only is None or type(value := values.get(self._only[0], None)) is not np.ndarray:
-            raise SpecError("is no single array.")
-        written = self._only[1](value)
-        if written.ndim == 1 and isinstance(self.space, spaces.Discrete):
-            numbers: list[int] = written.tolist()
-            return numbers
-        return [written[i, ...] for i in range(len(written))]
+        if not self.entries:
+            raise SpecError("is missing: the space has no entries.")
+        parts: list[Sequence[Any]] = []
+        for (key, _, write), plain in zip(self.entries, self._plain_numbers, strict=True):
+            if type(value := values.get(key, None)) is not np.ndarray:
+                raise SpecError("is no array.")
+            written = write(value)
+            if plain:
+                parts.append(written.tolist())
+            else:  # with the dots, numbers are arrays too
+                parts.append([written[i, ...] for i in range(len(written))] if written.ndim == 1 else list(written))
+        return parts[0] if self._only is not None else list(map(self._made, zip(*parts, strict=True)))
 
     def __call__(self, values: Mapping[Any, Any] | TensorDictBase) -> Any:
         """Convert the actions among ``values``, tensors or arrays by key.
@@ -458,8 +466,8 @@ class ActionWriter:
                 key, write = self._only
                 if type(value := values.get(key, None)) is np.ndarray:
                     return write(value)
-            written = {}
-            for key, path, write in self.entries:
+            written = []
+            for key, _, write in self.entries:
                 value = values.get(key, None)
                 if value is None:
                     raise KeyError(key)
@@ -469,10 +477,10 @@ class ActionWriter:
                     if not isinstance(write, WriteObject):
                         raise SpecError(f"must be a tensor, got {type(value).__name__}.")
                     value = value.tolist()  # non-tensor data: the object itself, or a list of them
-                written[path] = write(value)
+                written.append(write(value))
         except SpecError as error:
             raise SpecError(f"{key!r} {error}") from error
-        return written[()] if () in written else _assemble(self.space, (), written)
+        return self._made(written)
 
 
 def in_numpy_dtype(value: Tensor) -> Tensor:
@@ -480,12 +488,17 @@ def in_numpy_dtype(value: Tensor) -> Tensor:
     return value.float() if value.dtype is torch.bfloat16 else value
 
 
-def _assemble(space: Space[Any], path: tuple[Any, ...], values: dict[tuple[Any, ...], Any]) -> Any:
+def _maker(
+    space: Space[Any], path: tuple[Any, ...], places: Mapping[tuple[Any, ...], int]
+) -> Callable[[Sequence[Any]], Any]:
+    """What makes a raw value of ``space`` from those of its leaves, which are in ``places`` by path."""
     if isinstance(space, spaces.Dict):
-        return {name: _assemble(child, (*path, name), values) for name, child in space.spaces.items()}
+        named = [(name, _maker(child, (*path, name), places)) for name, child in space.spaces.items()]
+        return lambda values: {name: make(values) for name, make in named}
     if isinstance(space, spaces.Tuple):
-        return tuple(_assemble(child, (*path, i), values) for i, child in enumerate(space.spaces))
-    return values[path]
+        makers = [_maker(child, (*path, i), places) for i, child in enumerate(space.spaces)]
+        return lambda values: tuple([make(values) for make in makers])
+    return itemgetter(places[path])
 
 
 # ----------------------------------------------------------------------------------------------------
