@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn import InteractionType as Type
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollwright.collectors import Collector
 from rollwright.data import Bounded, Categorical
@@ -44,6 +46,37 @@ def test_annealing_acts_in_a_running_policy(compiled):
         assert len({int(flat(observation)[place]) for _ in range(40)}) > 10
         module.step(10)
         assert len({int(flat(observation)[place]) for _ in range(40)}) == 1
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+SPEC = Bounded(-1, 1, shape=(2,))
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "most"),
+    [
+        (AdditiveGaussianModule(SPEC, sigma_init=0.01, sigma_end=0.01), {}, 8),  # draw, scale, add, compare
+        (AdditiveGaussianModule(SPEC, sigma_init=99.0), {}, 10),  # and project
+        (EGreedyModule(Categorical(9), annealing_num_steps=10), {"action": torch.zeros(3, dtype=torch.int64)}, 5),
+        (OrnsteinUhlenbeckProcessModule(SPEC), {"is_init": torch.zeros(3, 1, dtype=torch.bool)}, 19),
+    ],
+)
+def test_the_work_of_exploration(module, data, most):
+    td = TensorDict({"action": torch.zeros(3, 2), **data}, batch_size=[3])
+    if "is_init" in data:
+        td = module(td)  # which begins the noise
+    with torch.no_grad(), Operations() as operations:
+        module(td)
+    assert len(operations.names) <= most, operations.names
 
 
 def test_exploration_acts_at_random_alone():

@@ -155,11 +155,13 @@ class Bounded(DenseSpec):
         return torch.where(self._span < 2.0**53, exact, coarse).to(self.dtype)
 
     def _in_domain(self, val: Tensor) -> bool:
-        low, high = self._low.to(val.device), self._high.to(val.device)
+        low, high = self._bounds_on(val.device)
+        if val.is_floating_point():
+            return torch.equal(val, torch.clamp(val, low, high))  # NaN is in no interval, and equals nothing
         return bool(((val >= low) & (val <= high)).all())
 
     def _nearest(self, val: Tensor) -> Tensor:
-        low, high = self._low.to(val.device), self._high.to(val.device)
+        low, high = self._bounds_on(val.device)
         if val.is_floating_point():
             val = val.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
             if not self.dtype.is_floating_point:
@@ -167,7 +169,12 @@ class Bounded(DenseSpec):
                 val = val.double().round().clamp(low.double(), high.double()).clamp(-(2.0**63), 2.0**63 - 1024).long()
         if not self.dtype.is_floating_point:
             return torch.minimum(torch.maximum(val.long(), low.long()), high.long())
-        return torch.minimum(torch.maximum(val.to(self.dtype), low), high)
+        return torch.clamp(val.to(self.dtype), low, high)
+
+    def _bounds_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._low.device == device:
+            return self._low, self._high
+        return self._low.to(device), self._high.to(device)
 
     def _domain(self) -> str:
         return f"values in [{_brief(self._low)}, {_brief(self._high)}]"

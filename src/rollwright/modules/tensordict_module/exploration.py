@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from typing import Any
@@ -40,13 +41,13 @@ def random_actions(spec: Any, like: Tensor, mask: Tensor | None = None) -> Tenso
     Raises:
         ValueError: the shapes do not fit.
     """
-    if spec.shape != like.shape:
-        if spec.shape and like.shape[-len(spec.shape) :] != spec.shape:
-            raise ValueError(f"spec: expected shape {list(like.shape)}, that of the action, got {list(spec.shape)}.")
-        spec = spec.expand(like.shape)
+    added = like.shape[: len(like.shape) - len(spec.shape)]
+    if (*added, *spec.shape) != tuple(like.shape):
+        raise ValueError(f"spec: expected shape {list(like.shape)}, that of the action, got {list(spec.shape)}.")
     if mask is not None:
+        spec, added = spec.expand(like.shape) if added else spec, torch.Size(())
         spec.update_mask(mask)
-    value: Tensor = spec.rand()
+    value: Tensor = spec.rand(added)
     return value.to(like.device)
 
 
@@ -168,7 +169,7 @@ class EGreedyModule(_Annealed):
             raise RuntimeError("spec: an EGreedyModule draws actions from it. Pass env.action_spec.")
         chance = torch.rand(batch, device=self.eps.device) < self.eps
         other = random_actions(self._spec[self.action_key], action, mask)
-        return torch.where(expand_as_right(chance, action), other, action)
+        return torch.where(chance if chance.shape == action.shape else expand_as_right(chance, action), other, action)
 
 
 class AdditiveGaussianModule(_Annealed):
@@ -248,8 +249,10 @@ class AdditiveGaussianModule(_Annealed):
         mean, std = (
             each if each.is_floating_point() else each.to(torch.get_default_dtype()) for each in (self.mean, self.std)
         )
-        noise = torch.normal(mean=mean.expand(action.shape), std=std.expand(action.shape)).to(action.device)
-        return self._spec[self.action_key].project(action + noise * self.sigma)  # type: ignore[no-any-return]
+        # The numbers of torch.normal(mean, std), without its test of std.
+        noise = torch.empty(action.shape, dtype=mean.dtype, device=mean.device).normal_().mul_(std).add_(mean)
+        noise = noise.to(action.device).mul_(self.sigma)
+        return self._spec[self.action_key].project(action + noise)  # type: ignore[no-any-return]
 
 
 class OrnsteinUhlenbeckProcessModule(_Annealed):
@@ -361,15 +364,27 @@ class OrnsteinUhlenbeckProcessModule(_Annealed):
         self, action: Tensor, noise: Tensor, steps: Tensor, is_init: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The action with noise, the noise, and the number of steps."""
-        if is_init is not None:
+        if is_init is not None and is_init.any():
             noise = torch.masked_fill(noise, expand_right(is_init, noise.shape), 0)
             steps = torch.masked_fill(steps, is_init, 0)
-        noise = noise + self.x0
-        count: Any = expand_as_right(steps, noise)
-        sigma = torch.clamp_min(self._slope * count + self._sigma, self._sigma_min)
+        x0 = self.x0
+        noise = noise + x0
         drift = self.theta * (self.mu - noise) * self.dt
-        noise = noise + drift + sigma * math.sqrt(self.dt) * torch.randn_like(noise)
-        return action + self.eps * noise, noise - self.x0, steps + 1
+        noise = noise + drift + torch.randn_like(noise).mul_(spread_of(self, steps, noise))
+        return action + self.eps * noise, noise - x0, steps + 1
+
+
+def spread_of(process: Any, steps: Tensor, noise: Tensor) -> Any:
+    """The factor of the normal noise of a step, in the precision of torch's default dtype."""
+    if not process._slope:
+        return _same_spread(max(process._sigma, process._sigma_min), process.dt, torch.get_default_dtype())
+    count: Any = expand_as_right(steps, noise)
+    return torch.clamp_min(process._slope * count + process._sigma, process._sigma_min) * math.sqrt(process.dt)
+
+
+@functools.lru_cache
+def _same_spread(sigma: float, dt: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(sigma, dtype=dtype) * math.sqrt(dt))
 
 
 def flags_of(is_init: Tensor, batch: torch.Size) -> Tensor:
@@ -378,7 +393,7 @@ def flags_of(is_init: Tensor, batch: torch.Size) -> Tensor:
         is_init = is_init.squeeze(-1)
     if is_init.ndim > len(batch):
         return is_init.sum(tuple(range(len(batch), is_init.ndim)), dtype=torch.bool)
-    return expand_right(is_init, batch)
+    return is_init if is_init.shape == batch else expand_right(is_init, batch)
 
 
 def set_exploration_modules_spec_from_env(policy: Any, env: Any) -> None:
