@@ -344,11 +344,33 @@ def test_known_layers_leave_no_mode_and_weights_that_can_be_trained(lab):
 class Counter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.operations = 0
+        self.names = []
+
+    @property
+    def operations(self):
+        return len(self.names)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operations += 1
+        self.names.append(func._schema.name)
         return func(*args, **(kwargs or {}))
+
+
+class Halves(nn.Module):
+    def forward(self, x):
+        return x.chunk(2, -1)
+
+
+def test_outputs_of_own_modules_are_copied_without_a_tensor_operation(lab):
+    policy = TensorDictModule(Halves(), ["observation"], ["action", "other"])
+    flat = flat_of(lab, policy, (3,))
+    x = lab.root((3,))["observation"]
+    with torch.no_grad():
+        flat.start(2)
+        flat(x)
+        with Counter() as counter:
+            outputs = flat(x)
+    assert counter.names == ["aten::lift_fresh", "aten::split", *["aten::detach"] * 2]  # the last ones are of numpy()
+    assert not any(np.shares_memory(value, x) for value in outputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -15,7 +15,7 @@ from rollwright._keys import NestedKey
 from rollwright.errors import NotNative, PolicyError
 from rollwright.policies.watch import ModuleSnapshot
 
-__all__ = ["ArrayPolicy", "TensorPolicy", "WatchedPolicy", "own_arrays"]
+__all__ = ["ArrayPolicy", "TensorPolicy", "WatchedPolicy", "array_of", "own_arrays"]
 
 
 class ArrayPolicy(abc.ABC):
@@ -79,6 +79,16 @@ class TensorPolicy(ArrayPolicy):
 _from_numpy: Any = torch.from_numpy
 
 
+def array_of(value: Tensor) -> np.ndarray:
+    """The array over a tensor's memory, on the CPU; a parameter's, too.
+
+    Raises:
+        TypeError: NumPy does not have the dtype.
+    """
+    array: np.ndarray = (value.detach() if value.requires_grad else value).numpy()
+    return array
+
+
 def own_arrays(values: Sequence[Tensor]) -> list[np.ndarray]:
     """Tensors on the CPU as arrays in memory of their own.
 
@@ -86,7 +96,7 @@ def own_arrays(values: Sequence[Tensor]) -> list[np.ndarray]:
         NotNative: NumPy does not have a dtype.
     """
     try:
-        return [(value.detach() if value.requires_grad else value).numpy().copy() for value in values]
+        return [array_of(value).copy() for value in values]
     except TypeError as error:
         raise NotNative(f"NumPy has no such output: {error}") from error
 

@@ -265,18 +265,23 @@ class Outputs:
             RuntimeError: the number of outputs is not that of the keys.
             NotNative: an output is no tensor and cannot be made one.
         """
-        if result is None:
-            result = ()
-        elif isinstance(result, dict) or is_tensor_collection(result):
-            result = self._by_key(result)
-        elif not isinstance(result, tuple):
-            result = (result,)
+        if type(result) is not tuple:  # cheaper than what tests for other classes
+            result = self._as_tuple(result)
         if len(result) != len(self.keys):
             raise RuntimeError(
                 f"{self.owner} returned {len(result)} outputs for {len(self.keys)} out_keys, {list(self.keys)}. "
                 "Name each output once."
             )
         return [value if type(value) is Tensor else as_tensor(value, self.batch, self.owner) for value in result]
+
+    def _as_tuple(self, result: Any) -> tuple[Any, ...]:
+        if type(result) is Tensor:
+            return (result,)
+        if result is None:
+            return ()
+        if isinstance(result, dict) or is_tensor_collection(result):
+            return self._by_key(result)
+        return result if isinstance(result, tuple) else (result,)
 
     def _by_key(self, result: Any) -> tuple[Any, ...]:
         named = {unravel(key): value for key, value in result.items()} if isinstance(result, dict) else result

@@ -16,7 +16,7 @@ from rollwright.data import specs
 from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy
 from rollwright.modules.random_policy import missing_batch
-from rollwright.policies.base import TensorPolicy, WatchedPolicy
+from rollwright.policies.base import TensorPolicy, WatchedPolicy, array_of
 from rollwright.policies.draws import Built
 from rollwright.policies.nodes import Ask, Own, Step, Values
 from rollwright.policies.walk import Walk
@@ -96,7 +96,7 @@ class Program(WatchedPolicy):
                 step(values)
         try:
             return [
-                (values[slot].detach().numpy().copy() if shared else values[slot].numpy())
+                array_of(values[slot]).copy() if shared else values[slot].numpy()  # has memory of its own
                 for slot, shared in self._results
             ]
         except TypeError as error:  # bfloat16, as a rule
