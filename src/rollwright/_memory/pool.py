@@ -117,7 +117,13 @@ class MemoryPool:
 
     def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> EntryMemory:
         """Memory that nothing reads, allocated where there is none; slabs of another shape or dtype are dropped."""
-        slabs = [slab for slab in self._slabs.get(place, ()) if slab.field[1:3] == (shape, dtype)]
+        slabs = self._slabs.get(place, [])
+        if slabs and slabs[0].field[1:3] != (shape, dtype):  # all of a place are alike
+            slabs = []
+        if len(slabs) <= 2:  # as a rule, and none is one too many
+            for slab in slabs:
+                if not slab.borrowed:
+                    return slab.borrow()
         free = [slab for slab in slabs if not slab.borrowed]
         if not free:
             free = [Slab(shape, dtype)]

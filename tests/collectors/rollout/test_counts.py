@@ -282,6 +282,17 @@ def test_python_calls_do_not_grow_with_the_number_of_environments():
     assert few["ours"] == many["ours"]
 
 
+# What is done once a batch: checks, memory for each entry, a TensorDict, episodes. A few functions of Python are other
+# ones from version to version of numpy and tensordict.
+ONCE = {"1 CartPole": 560, "64 CartPole": 560, "Pendulum": 600}
+
+
+@pytest.mark.parametrize("case", ONCE)
+def test_python_calls_of_a_batch(case):
+    _, rest = per_step(python_calls, case)
+    assert rest <= ONCE[case]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_compiled_policy_takes_fewer_python_calls(case):
     eager, compiled = (per_step(python_calls, case, compile_policy=flag)[0] for flag in (False, True))

@@ -100,13 +100,15 @@ class EpisodeStats:
         self._open_length[were_reset] = 0
         # Segments of the flattened frames: one begins with each environment, and after each end.
         ends = np.flatnonzero(ended)
-        starts = np.union1d(np.arange(num_envs) * steps, ends[(ends + 1) % steps != 0] + 1)
-        lengths = np.diff(starts, append=num_envs * steps)
+        starts = np.concatenate([np.arange(num_envs) * steps, ends[(ends + 1) % steps != 0] + 1])
+        starts.sort()
+        stops = np.concatenate([starts[1:], [num_envs * steps]])
+        lengths = stops - starts
         returns = np.add.reduceat(rewards.reshape(-1), starts, dtype=np.float64)
         env, first = starts // steps, starts % steps == 0
         returns[first] += self._open_return
         lengths[first] += self._open_length
-        last = np.append(starts[1:], num_envs * steps) - 1
+        last = stops - 1
         closed = ended.reshape(-1)[last]
         order = np.argsort(last[closed] % steps, kind="stable")[-(self._returns.maxlen or 0) :]
         self._returns.extend(returns[closed][order].tolist())

@@ -80,7 +80,7 @@ class GymArrays(ArrayEnv):
         now = self._env.info_dict_reader
         if len(now) != len(self._readers) or not all(map(is_, now, self._readers)):
             raise NotNative("its readers of info have changed")
-        if any(now is not then for now, then in zip(_specs_of(self._env), self._specs, strict=True)):
+        if not all(map(is_, _specs_of(self._env), self._specs)):
             raise NotNative("its specs have changed")
         if self._env.gym_env is not self._gym:
             raise NotNative("its gymnasium environment is another one")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
@@ -101,8 +100,9 @@ class BatchMemory:
 
     def rows(self, key: NestedKey) -> NDArray[Any]:
         """The memory of an entry as an array ``[T, *env, ...]``, to be written in place."""
-        array = self._arrays[key]
-        return np.moveaxis(array, self._time, 0) if self._time else array
+        array, time = self._arrays[key], self._time
+        # np.moveaxis, which takes ten times as long
+        return array.transpose(time, *range(time), *range(time + 1, array.ndim)) if time else array
 
     def write(self, t: int, frame: TensorDictBase, num_entries: int) -> None:
         """Copy the frame of time ``t``.
