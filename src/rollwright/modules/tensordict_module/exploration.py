@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from typing import Any
@@ -324,6 +323,8 @@ class OrnsteinUhlenbeckProcessModule(_Annealed):
         self.theta, self.mu, self.dt = theta, mu, dt
         self._sigma, self._sigma_min = sigma, sigma if sigma_min is None else sigma_min
         self._slope = 0.0 if sigma_min is None else -(sigma - sigma_min) / n_steps_annealing
+        # In the precision that it has where it changes from step to step.
+        self._constant_spread = float(torch.tensor(max(self._sigma, self._sigma_min)) * math.sqrt(dt))
         self.register_buffer("x0", torch.as_tensor(0.0 if x0 is None else x0, device=device))
         self.action_key, self.is_init_key = action_key, is_init_key
         self.in_keys = [action_key]
@@ -364,27 +365,21 @@ class OrnsteinUhlenbeckProcessModule(_Annealed):
         self, action: Tensor, noise: Tensor, steps: Tensor, is_init: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The action with noise, the noise, and the number of steps."""
-        if is_init is not None and is_init.any():
+        if is_init is not None:
             noise = torch.masked_fill(noise, expand_right(is_init, noise.shape), 0)
             steps = torch.masked_fill(steps, is_init, 0)
         x0 = self.x0
         noise = noise + x0
         drift = self.theta * (self.mu - noise) * self.dt
-        noise = noise + drift + torch.randn_like(noise).mul_(spread_of(self, steps, noise))
+        noise = noise + drift + torch.randn_like(noise).mul_(self._spread(steps, noise))
         return action + self.eps * noise, noise - x0, steps + 1
 
-
-def spread_of(process: Any, steps: Tensor, noise: Tensor) -> Any:
-    """The factor of the normal noise of a step, in the precision of torch's default dtype."""
-    if not process._slope:
-        return _same_spread(max(process._sigma, process._sigma_min), process.dt, torch.get_default_dtype())
-    count: Any = expand_as_right(steps, noise)
-    return torch.clamp_min(process._slope * count + process._sigma, process._sigma_min) * math.sqrt(process.dt)
-
-
-@functools.lru_cache
-def _same_spread(sigma: float, dt: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(sigma, dtype=dtype) * math.sqrt(dt))
+    def _spread(self, steps: Tensor, noise: Tensor) -> Any:
+        """The factor of the normal noise of a step."""
+        if not self._slope:
+            return self._constant_spread
+        count: Any = expand_as_right(steps, noise)
+        return torch.clamp_min(self._slope * count + self._sigma, self._sigma_min) * math.sqrt(self.dt)
 
 
 def flags_of(is_init: Tensor, batch: torch.Size) -> Tensor:
