@@ -2,6 +2,7 @@
 
 from rollwright.data.specs import (
     Binary,
+    BitSpace,
     Bounded,
     Categorical,
     Composite,
@@ -12,6 +13,7 @@ from rollwright.data.specs import (
     OneHot,
     OutcomeSpace,
     OutcomeSpaces,
+    Space,
     Stacked,
     StackedComposite,
     TensorSpec,
@@ -20,12 +22,15 @@ from rollwright.data.specs import (
 
 __all__ = [
     "Binary",
+    "BinaryBox",
     "Bounded",
+    "Box",
     "BoxList",
     "Categorical",
     "CategoricalBox",
     "Composite",
     "ContinuousBox",
+    "DiscreteBox",
     "MultiCategorical",
     "MultiOneHot",
     "NonTensor",
@@ -36,6 +41,9 @@ __all__ = [
     "Unbounded",
 ]
 
+Box = Space
+BinaryBox = BitSpace
 BoxList = OutcomeSpaces
 CategoricalBox = OutcomeSpace
 ContinuousBox = IntervalSpace
+DiscreteBox = OutcomeSpace

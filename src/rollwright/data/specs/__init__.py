@@ -1,6 +1,6 @@
 """Specs: shapes, dtypes and domains of the tensors that environments and policies exchange."""
 
-from rollwright.data.specs.base import IntervalSpace, OutcomeSpace, OutcomeSpaces, TensorSpec
+from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.binary import Binary
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.discrete import Categorical, OneHot
@@ -8,13 +8,15 @@ from rollwright.data.specs.gymspaces import from_gym_space, to_gym_space, to_gym
 from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
 from rollwright.data.specs.nontensor import NonTensor
 from rollwright.data.specs.numeric import Bounded, Unbounded
-from rollwright.data.specs.stack import stack
-from rollwright.data.specs.stacked import Stacked
-from rollwright.data.specs.stackedcomposite import StackedComposite
+from rollwright.data.specs.spaces import BitSpace, IntervalSpace, OutcomeSpace, OutcomeSpaces, Space
+from rollwright.data.specs.stacks.stack import stack
+from rollwright.data.specs.stacks.stacked import Stacked
+from rollwright.data.specs.stacks.stackedcomposite import StackedComposite
 from rollwright.data.specs.torchrl import from_torchrl, register_as_torchrl, to_torchrl
 
 __all__ = [
     "Binary",
+    "BitSpace",
     "Bounded",
     "Categorical",
     "Composite",
@@ -25,6 +27,7 @@ __all__ = [
     "OneHot",
     "OutcomeSpace",
     "OutcomeSpaces",
+    "Space",
     "Stacked",
     "StackedComposite",
     "TensorSpec",

@@ -5,39 +5,14 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from rollwright._keys import NestedKey
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, star_size
 
-__all__ = ["IntervalSpace", "OutcomeSpace", "OutcomeSpaces", "TensorSpec", "implements"]
-
-
-class IntervalSpace(NamedTuple):
-    """The domain of a numeric spec: the closed interval of each element."""
-
-    low: Tensor
-    high: Tensor
-
-
-class OutcomeSpace(NamedTuple):
-    """The domain of a discrete spec: outcomes ``0`` to ``n - 1``."""
-
-    n: int
-
-
-class OutcomeSpaces(tuple[OutcomeSpace, ...]):
-    """The domain of a spec of several choices: that of each."""
-
-    __slots__ = ()
-
-    @property
-    def boxes(self) -> list[OutcomeSpace]:
-        """That of each choice, under the name that programs of the field know."""
-        return list(self)
+__all__ = ["TensorSpec", "implements"]
 
 
 class TensorSpec(abc.ABC):
@@ -172,7 +147,7 @@ class TensorSpec(abc.ABC):
 
     @property
     def space(self) -> Any:
-        """The domain (:class:`IntervalSpace`, :class:`OutcomeSpace`), None where there is none."""
+        """The domain, a :class:`~rollwright.data.tensor_specs.Box`; None where there is none."""
         return None
 
     @property

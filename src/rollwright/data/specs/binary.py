@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from rollwright.data.specs.base import OutcomeSpace
 from rollwright.data.specs.leaf import DenseSpec
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike
+from rollwright.data.specs.spaces import OutcomeSpace
 
 __all__ = ["Binary"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollwright.data.specs.base import OutcomeSpace
 from rollwright.data.specs.leaf import DenseSpec
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
+from rollwright.data.specs.spaces import OutcomeSpace
 from rollwright.errors import SpecError
 
 __all__ = [

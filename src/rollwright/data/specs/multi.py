@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollwright.data.specs.base import OutcomeSpace, OutcomeSpaces
 from rollwright.data.specs.discrete import DiscreteSpec, OneHot, check_capacity, draw, one_hot, to_outcomes
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
+from rollwright.data.specs.spaces import OutcomeSpaces
 
 __all__ = ["MultiCategorical", "MultiOneHot"]
 
@@ -96,8 +96,10 @@ class MultiCategorical(DiscreteSpec):
 
     @property
     def space(self) -> OutcomeSpaces:
-        """The number of outcomes of each choice."""
-        return OutcomeSpaces(OutcomeSpace(n) for n in self._row())
+        """The number of outcomes of each choice; where it differs along the batch, each choice has one for each row."""
+        rows = self.nvec.reshape(-1, self.shape[-1])
+        same = bool(len(rows)) and bool((rows == rows[0]).all())
+        return OutcomeSpaces.from_nvec(rows[0] if same else self.nvec)  # type: ignore[no-any-return]
 
     def cardinality(self) -> int:
         """The number of combinations."""
@@ -248,7 +250,7 @@ class MultiOneHot(DiscreteSpec):
     @property
     def space(self) -> OutcomeSpaces:
         """The number of outcomes of each choice."""
-        return OutcomeSpaces(OutcomeSpace(n) for n in self.nvec)
+        return OutcomeSpaces.from_nvec(torch.tensor(self.nvec))  # type: ignore[no-any-return]
 
     def cardinality(self) -> int:
         """The number of combinations."""

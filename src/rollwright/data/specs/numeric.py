@@ -7,9 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rollwright.data.specs.base import IntervalSpace
 from rollwright.data.specs.leaf import DenseSpec
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
+from rollwright.data.specs.spaces import IntervalSpace
 
 __all__ = ["Bounded", "Unbounded"]
 

@@ -17,9 +17,9 @@ from rollwright.data.specs.mapping import converts
 from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
 from rollwright.data.specs.nontensor import NonTensor
 from rollwright.data.specs.numeric import Bounded, Unbounded
-from rollwright.data.specs.stack import stack
-from rollwright.data.specs.stacked import Stacked
-from rollwright.data.specs.stackedcomposite import StackedComposite
+from rollwright.data.specs.stacks.stack import stack
+from rollwright.data.specs.stacks.stacked import Stacked
+from rollwright.data.specs.stacks.stackedcomposite import StackedComposite
 from rollwright.errors import SpecError, require
 
 __all__ = ["from_torchrl", "register_as_torchrl", "to_torchrl"]

@@ -14,7 +14,7 @@ from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.mapping import MISSING
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
-from rollwright.data.specs.stacked import LazyStack
+from rollwright.data.specs.stacks.stacked import LazyStack
 from rollwright.errors import SpecError
 
 __all__ = ["StackedComposite"]

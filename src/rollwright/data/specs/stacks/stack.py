@@ -10,8 +10,8 @@ import torch
 from rollwright.data.specs.base import TensorSpec, implements
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.leaf import LeafSpec
-from rollwright.data.specs.stacked import Stacked
-from rollwright.data.specs.stackedcomposite import StackedComposite
+from rollwright.data.specs.stacks.stacked import Stacked
+from rollwright.data.specs.stacks.stackedcomposite import StackedComposite
 
 __all__ = ["stack"]
 
