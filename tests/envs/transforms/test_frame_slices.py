@@ -42,6 +42,35 @@ def test_they_equal_those_of_the_environment(storage, padding, span):
     assert bool(seldom[drawn["number"]].any()) == bool(span)
 
 
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_what_the_environment_has_joined_is_not_stored(storage):
+    frames = both("same")
+    transform, sampler = CatFrames(3, -1, [OBS], [STACK]).make_rb_transform_and_sampler(16)
+    buffer = ReplayBuffer(storage=storage(200), sampler=sampler, transform=transform, batch_size=16)
+    buffer.extend(frames)
+    stored = buffer.storage[:]
+    there = stored if isinstance(stored, TensorDict) else stored[0]
+    assert OBS in set(there.keys())
+    assert STACK not in set(there.keys())
+    assert STACK not in set(there["next"].keys())
+    assert set(frames.keys(True)) >= {STACK, ("next", STACK)}
+    batch = buffer.sample()
+    assert batch[STACK].shape == batch["next", STACK].shape == (16, 12)
+    assert torch.equal(batch[STACK][:, -4:], batch[OBS])
+
+
+def test_a_collector_that_fills_the_buffer_stores_frames_once():
+    env = TransformedEnv(GymEnv("CartPole-v1"), CatFrames(3, -1, [OBS], [STACK]))
+    transform, sampler = CatFrames(3, -1, [OBS], [STACK]).make_rb_transform_and_sampler(16)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(200), sampler=sampler, transform=transform, batch_size=16)
+    with Collector(env, None, frames_per_batch=50, total_frames=100, replay_buffer=buffer) as collector:
+        for _ in collector:
+            pass
+    assert len(buffer) == 100
+    assert STACK not in set(buffer.storage[:].keys())
+    assert buffer.sample()["next", STACK].shape == (16, 12)
+
+
 def test_what_rollouts_return_has_the_entries_that_it_had():
     frames = GymEnv("CartPole-v1").rollout(60, break_when_any_done=False)
     transform, sampler = CatFrames(3, -1, [OBS]).make_rb_transform_and_sampler(8, traj_key=("collector", "traj_ids"))

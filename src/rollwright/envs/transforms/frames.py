@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,19 +9,16 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, unravel
-from rollwright.data.replay_buffers import SliceSampler
-from rollwright.data.replay_buffers.samplers.base import Draw
-from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
 from rollwright.envs.transforms._time import expand_right, time_axis, trajectory_starts
 from rollwright.envs.transforms.base import KeySeq, Transform, map_spec
+from rollwright.envs.transforms.frame_slices import LastOfSlices, SliceForEach
 from rollwright.errors import NotNative
 
 __all__ = ["CatFrames"]
 
-_Join = Callable[[TensorDictBase, torch.Tensor], dict[NestedKey, torch.Tensor]]
 PADDINGS = ("same", "constant")
 _BEGINS: NestedKey = "_slice_begins"  # marks of the sampler, which the transform takes out again
 
@@ -220,6 +216,9 @@ class CatFrames(Transform):
     ) -> tuple[LastOfSlices, SliceForEach]:
         """What joins the frames of a replay buffer that stores them once, when they are drawn.
 
+        What an environment with this transform has joined under other names (``out_keys``) is left out of what is
+        written.
+
         The sampler draws a slice of ``N`` frames for each element that is asked for, and the transform joins its
         observations, below ``"next"`` too, and keeps its last element: batches are what the environment with this
         transform would have given. Elements before which fewer than ``N - 1`` frames are stored are not drawn, unless
@@ -267,7 +266,15 @@ class CatFrames(Transform):
                 f"slice_len: expected none, got {options['slice_len']!r}. Leave it out: they have N={self.N}."
             )
         sampler = SliceForEach(slice_len=self.N, **options)
-        return LastOfSlices(self._of_slices, begins, keep=begins != _BEGINS, owner=repr(self)), sampler
+        transform = LastOfSlices(
+            self._of_slices, begins, keep=begins != _BEGINS, owner=repr(self), leave_out=self._made_again()
+        )
+        return transform, sampler
+
+    def _made_again(self) -> list[NestedKey]:
+        """What is joined of other entries, at the root and below ``"next"``."""
+        made = [unravel(key) for key in self.out_keys if key not in self.in_keys]
+        return [*made, *(unravel(("next", *as_tuple(key))) for key in made if as_tuple(key)[0] != "next")]
 
     def _of_slices(self, td: TensorDictBase, starts: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         pairs = [(in_key, out_key) for in_key, out_key in self._pairs() if as_tuple(in_key)[0] != "next"]
@@ -337,57 +344,3 @@ class _Stack:
             kept = np.where(marked, joined, past.numpy())
         transform.keep(self._index, torch.from_numpy(kept))
         return joined
-
-
-class SliceForEach(SliceSampler):
-    """Draws a slice for each element that is asked for: that element, and those before it."""
-
-    def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
-        """See :meth:`SliceSampler.draw`; ``[n * slice_len]`` at most."""
-        return super().draw(storage, batch_size * (self.slice_len or 1), generator)
-
-
-class LastOfSlices(Transform):
-    """Of a batch of slices the last element of each, with what was joined over the slice.
-
-    Args:
-        join: is called with the batch ``[n]``, and with the place where the slice of each element begins, int64
-            ``[n]``; returns the entries that it has joined.
-        begins: entry in which the first element of each slice is marked.
-        keep: keep that entry.
-        owner: what was joined, for messages.
-    """
-
-    leaves_out = True
-
-    def __init__(self, join: _Join, begins: NestedKey, *, keep: bool, owner: str) -> None:
-        super().__init__()
-        self._join, self._begins, self._keep, self._owner = join, begins, keep, owner
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Join, and leave out all but the last of each slice."""
-        begins = tensordict.get(self._begins, None)
-        if begins is None:
-            raise KeyError(
-                f"transform: {self!r} expected slices, marked in {self._begins!r}, got a batch without them. Give the "
-                "buffer the sampler that was made with it."
-            )
-        marks = begins.reshape(len(tensordict), -1).any(-1)
-        place = torch.arange(len(marks), device=marks.device)
-        joined = self._join(tensordict, torch.where(marks, place, 0).cummax(0).values)
-        last = torch.cat([marks[1:], marks.new_ones(1)])
-        kept = tensordict.exclude(*joined, *(() if self._keep else (self._begins,)))[last]
-        for key, value in joined.items():
-            kept.set(key, value[last])
-        return kept
-
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Refuse: environments take steps, not slices.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(f"transform: {self!r} is for batches of a replay buffer. Put {self._owner} on the environment.")
-
-    def __repr__(self) -> str:
-        return f"LastOfSlices({self._owner})"
