@@ -199,6 +199,35 @@ def test_specs_are_locked_when_the_constructor_has_run() -> None:
     assert not Bare().is_spec_locked
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: GymEnv("CartPole-v1", **options),
+        lambda **options: SerialEnv(2, lambda: GymEnv("CartPole-v1"), **options),
+        lambda **options: TransformedEnv(GymEnv("CartPole-v1"), StepCounter(), **options),
+    ],
+    ids=["GymEnv", "SerialEnv", "TransformedEnv"],
+)
+def test_every_constructor_says_whether_specs_are_locked(make: Any) -> None:
+    env = make(spec_locked=True)
+    assert env.is_spec_locked
+    with pytest.raises(RuntimeError, match="locked"):
+        env.full_observation_spec["more"] = Unbounded((*env.batch_size, 1))
+    env.rollout(2)
+    assert not make(spec_locked=False).is_spec_locked
+
+
+def test_a_constructor_may_have_an_argument_of_that_name_for_itself() -> None:
+    class Own(Bare):
+        def __init__(self, spec_locked: str) -> None:
+            super().__init__()
+            self.given = spec_locked
+
+    env = Own(spec_locked="mine")
+    assert env.given == "mine"
+    assert not env.is_spec_locked
+
+
 def test_cardinality_is_that_of_the_actions() -> None:
     assert GymEnv("CartPole-v1").cardinality() == 2
 

@@ -52,14 +52,16 @@ class _EnvMeta(ABCMeta):
         return signature(partial(cls.__init__, None))  # type: ignore[misc]
 
     def __call__(cls: type[T], *args: Any, **kwargs: Any) -> T:  # so, type checkers read the constructor
-        policy = None if _takes_policy(cls) else kwargs.pop("policy", None)
+        policy = None if _takes(cls, "policy") else kwargs.pop("policy", None)
+        locked = not _takes(cls, "spec_locked") and kwargs.pop("spec_locked", False)
         env: Any = ABCMeta.__call__(cls, *args, **kwargs)
         with closed_on_error([env] if env.made_its_parts else []):
             env._finalize()
-            return cast(T, env if policy is None else _extensions["policy"](env, policy))
+            env = env if policy is None else _extensions["policy"](env, policy)
+            return cast(T, env.set_spec_lock_() if locked else env)
 
 
-def _takes_policy(cls: type) -> bool:
+def _takes(cls: type, name: str) -> bool:
     """Whether the class's own constructor has an argument of that name, which is then its own affair.
 
     Classes of this library that have it name it for help and type checkers alone.
@@ -68,7 +70,7 @@ def _takes_policy(cls: type) -> bool:
     code = getattr(init, "__code__", None)
     if code is None or init.__module__.startswith("rollwright."):
         return False
-    return "policy" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 class EnvBase(EnvSpecs, metaclass=_EnvMeta):
@@ -86,7 +88,8 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         run_type_checks: also test with every step that values lie in their specs' domains (presence,
             shape and dtype are always tested).
         allow_done_after_reset: accept an environment that is done as soon as it is reset.
-        spec_locked: see :meth:`set_spec_lock_`.
+        spec_locked: see :meth:`set_spec_lock_`; an argument of every environment's constructor, which subclasses need
+            not declare.
         policy: an argument of every environment's constructor, which subclasses need not declare: a policy for which
             the environment is to provide the marks of first steps and the first states that its recurrent modules
             read. Where the environment lacks any, the result is a :class:`~rollwright.envs.TransformedEnv` of it with
