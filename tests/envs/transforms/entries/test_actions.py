@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
+from rollwright.data import Bounded
 from rollwright.envs import (
     ActionScaling,
     ClipTransform,
@@ -25,6 +26,7 @@ from rollwright.envs import (
     UnsqueezeTransform,
     check_env_specs,
 )
+from rollwright.testing.mocking_classes import CountingEnv
 
 
 def pendulum(*transforms, **kwargs):
@@ -144,6 +146,21 @@ def test_on_arrays_as_on_tensordicts(name, both_paths):
         (lambda: ActionScaling(loc=1.0), ValueError, "loc, scale: expected both or neither"),
         (lambda: ActionScaling(loc=1.0, scale=0.0), ValueError, "scale: expected numbers other than 0"),
         (lambda: ActionScaling([]), ValueError, "in_keys_inv: expected an action, whose bounds"),
+        (
+            lambda: ActionScaling.from_stats(mean=torch.zeros(3), std=torch.ones(2)),
+            ValueError,
+            r"mean, std: .* got shapes \[3\] and \[2\]",
+        ),
+        (
+            lambda: ActionScaling.from_stats(low=torch.zeros(3), high=torch.ones(1)),
+            ValueError,
+            r"low, high: .* got shapes \[3\] and \[1\]",
+        ),
+        (
+            lambda: ActionScaling(loc=torch.zeros(3), scale=torch.ones(1)),
+            ValueError,
+            r"loc, scale: .* got shapes \[3\] and \[1\]",
+        ),
         (lambda: ActionScaling.from_stats(mean=1.0), ValueError, "expected mean and std, or low and high"),
         (lambda: pendulum(ActionScaling("act")).action_spec, KeyError, "no action 'act'; there are 'action'"),
         (
@@ -162,3 +179,11 @@ def test_on_arrays_as_on_tensordicts(name, both_paths):
 def test_mistakes_are_named(make, error, text):
     with pytest.raises(error, match=text):
         make()
+
+
+@pytest.mark.parametrize("ends", [(-2.0, torch.finfo(torch.float32).max), (-3e38, 3e38)])
+def test_bounds_that_bound_nothing_are_refused(ends):
+    env = CountingEnv()
+    env.action_spec = Bounded(*ends, (1,))
+    with pytest.raises(ValueError, match="expected finite bounds"):
+        TransformedEnv(env, ActionScaling()).action_spec  # noqa: B018

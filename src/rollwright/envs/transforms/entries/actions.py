@@ -39,7 +39,8 @@ class ActionScaling(Transform):
         standard_normal: actions between -1 and 1; False: between 0 and 1.
 
     Raises:
-        ValueError: several actions, one of ``loc`` and ``scale``, or a scale of 0; the action has no bounds.
+        ValueError: several actions, one of ``loc`` and ``scale``, tensors of different length, or a scale of 0; the
+            action has no bounds.
 
     Example:
         >>> from rollwright.envs import GymEnv, TransformedEnv
@@ -76,8 +77,9 @@ class ActionScaling(Transform):
         self._pairs(), self._pairs_inv()
         self.standard_normal = bool(standard_normal)
         self._explicit = loc is not None
-        self.register_buffer("loc", None if loc is None else _as_float(loc))
-        self.register_buffer("scale", None if scale is None else _as_float(scale))
+        given = (None, None) if loc is None or scale is None else _alike("loc, scale", loc, scale)
+        self.register_buffer("loc", given[0])
+        self.register_buffer("scale", given[1])
         if self.scale is not None and not bool((self.scale != 0).all()):
             raise ValueError(f"scale: expected numbers other than 0, got {scale!r}. Leave out what is constant.")
 
@@ -103,12 +105,13 @@ class ActionScaling(Transform):
             **options: go to the constructor.
 
         Raises:
-            ValueError: there are neither or both.
+            ValueError: there are neither or both, or two tensors of different length.
         """
         if mean is not None and std is not None and low is None and high is None:
-            return cls(loc=_as_float(mean), scale=_as_float(std).clamp_min(eps), **options)
+            given = _alike("mean, std", mean, std)
+            return cls(loc=given[0], scale=given[1].clamp_min(eps), **options)
         if low is not None and high is not None and mean is None and std is None:
-            ends = _as_float(low), _as_float(high)
+            ends = _alike("low, high", low, high)
             scale = ((ends[1] - ends[0]) / 2).clamp_min(eps)
             return cls(loc=(ends[1] + ends[0]) / 2, scale=scale, **options)
         raise ValueError("mean, std, low, high: expected mean and std, or low and high. Pass one of these pairs.")
@@ -142,7 +145,7 @@ class ActionScaling(Transform):
                 f"ActionScaling: expected an action with bounds, got {spec}. Pass loc= and scale=, or leave it out."
             )
         low, high = spec.low, spec.high
-        if not bool((low.isfinite() & high.isfinite() & (low < high)).all()):
+        if not bool((_is_bound(low) & _is_bound(high) & _is_bound(high - low) & (low < high)).all()):
             raise ValueError(
                 f"ActionScaling: expected finite bounds, low below high, got {low.tolist()} and {high.tolist()}. "
                 "Pass loc= and scale=."
@@ -216,6 +219,20 @@ class ActionScaling(Transform):
 def _as_float(value: Number) -> torch.Tensor:
     given = torch.as_tensor(value).detach().clone()
     return given if given.is_floating_point() else given.to(torch.get_default_dtype())
+
+
+def _alike(names: str, first: Number, second: Number) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two values that are used element by element."""
+    found = _as_float(first), _as_float(second)
+    if len({value.shape for value in found if value.ndim}) > 1:
+        shapes = " and ".join(str(list(value.shape)) for value in found)
+        raise ValueError(f"{names}: expected numbers, or tensors as long as the action, got shapes {shapes}.")
+    return found
+
+
+def _is_bound(value: torch.Tensor) -> torch.Tensor:
+    """Where a number limits anything: it is below the greatest one of its dtype."""
+    return value.abs() < torch.finfo(value.dtype).max if value.is_floating_point() else value == value
 
 
 def _nothing(root: Values, out: Values) -> None:
