@@ -133,3 +133,18 @@ def test_nested_composites_are_locked_with_it() -> None:
     with pytest.raises(RuntimeError, match="Cannot modify a locked"):
         spec["c"].set("q", Unbounded())
     spec.unlock_(recurse=True)["c"].set("q", Unbounded())
+
+
+def test_entries_of_nested_composites_that_are_not_locked_may_be_set() -> None:
+    spec = Composite(a=Composite(b=Unbounded(1))).lock_(recurse=False)
+    spec["a", "c"] = Unbounded(2)
+    del spec["a", "b"]
+    assert list(spec.keys(True, True)) == [("a", "c")]
+    for change in (lambda: spec.set("d", None), lambda: spec.set(("d", "e"), None), lambda: spec.pop("a")):
+        with pytest.raises(RuntimeError, match="Cannot modify a locked"):
+            change()
+    spec.lock_()
+    with pytest.raises(RuntimeError, match="Cannot modify a locked"):
+        spec["a", "c"] = Unbounded(3)
+    with pytest.raises(RuntimeError, match="Cannot modify a locked"):
+        del spec["a", "c"]

@@ -137,15 +137,16 @@ class Composite(SpecMapping):
             TypeError: the key or the spec is none.
             RuntimeError: it is locked, see :meth:`lock_`.
         """
-        self._check_unlocked()
         if not is_key(key):
             raise TypeError(f"key: expected a string or a tuple of strings, got {key!r}.")
         name, *rest = as_tuple(key)
+        child = self.entries.get(name)
+        if rest and isinstance(child, Composite):
+            child.set(tuple(rest), spec)
+            return self
+        self._check_unlocked()
         if rest:
-            child = self.entries.get(name)
-            if not isinstance(child, Composite):
-                child = Composite(shape=self.shape, device=self.device)
-            self.entries[name] = child.set(tuple(rest), spec)
+            self.entries[name] = Composite(shape=self.shape, device=self.device).set(tuple(rest), spec)
         else:
             self.entries[name] = self._adopt(name, spec)
         return self

@@ -51,7 +51,7 @@ class SpecMapping(TensorSpec):
         """Let entries be neither set nor removed.
 
         Args:
-            recurse: False: those of nested Composites may be; default: they may not.
+            recurse: False: those of nested Composites may be, ``spec["a", "b"] = ...`` too; default: they may not.
 
         Example:
             >>> from rollwright.data import Composite, Unbounded
@@ -201,10 +201,11 @@ class SpecMapping(TensorSpec):
         return spec
 
     def __delitem__(self, key: NestedKey) -> None:
-        self._check_unlocked()
+        name, *rest = as_tuple(key)
+        if not rest or name not in self:
+            self._check_unlocked()
         if key not in self:
             raise self._unknown(key)
-        name, *rest = as_tuple(key)
         if rest:
             del self.entries[name][tuple(rest)]  # type: ignore[union-attr]
         else:
