@@ -324,3 +324,71 @@ def test_the_shape_of_stacked_composites_keeps_the_stack():
     assert (spec.shape, spec.stack_dim) == ((2, 2), 0)
     with pytest.raises(ValueError, match="whose dimension 0, along which Composites are stacked, is 2"):
         spec.shape = (3, 2)
+
+
+def hetero(dim: int = 0, batch: tuple[int, ...] = (2, 3)) -> StackedComposite:
+    """Two Composites, one of which has an entry more."""
+    one = Composite(a=Unbounded((*batch, 4)), shape=batch)
+    two = Composite(a=Unbounded((*batch, 5)), b=Unbounded(batch), shape=batch)
+    found = stack([one, two], dim)
+    assert isinstance(found, StackedComposite)
+    return found
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_stack_is_unsqueezed_at_any_place(dim: int, nested: bool) -> None:
+    spec: Composite = hetero(dim)
+    if nested:
+        spec = Composite(sub=spec, shape=spec.shape)
+    torch.manual_seed(0)
+    sample = spec.rand()
+    for place in range(-4, 4):
+        wide = spec.unsqueeze(place)
+        assert wide.shape == sample.unsqueeze(place).shape
+        assert wide.is_in(sample.unsqueeze(place))
+        assert wide.squeeze(place) == spec
+        assert wide.squeeze() == spec
+    assert spec.squeeze(0) == spec
+
+
+def test_a_stack_is_reshaped_beside_its_dimension() -> None:
+    spec = hetero(1)
+    assert spec.shape == (2, 2, 3)
+    for sizes in [(2, 2, 1, 3), (1, 2, 2, 3), (2, 2, 3, 1)]:
+        assert spec.reshape(sizes).shape == sizes
+    assert hetero(0, (2, 3)).flatten(1, 2).shape == (2, 6)
+    assert hetero(2, (2, 3)).flatten(0, 1).shape == (6, 2)
+    assert hetero(0, (6,)).unflatten(1, (2, 3)) == hetero(0)
+    with pytest.raises(ValueError, match="keeps the stack dimension 1"):
+        spec.reshape(4, 3)
+    with pytest.raises(ValueError, match="keeps the stack dimension 1"):
+        spec.flatten(1, 2)
+
+
+def test_leaves_of_different_sizes_are_unsqueezed_at_their_end() -> None:
+    spec = stack([Unbounded((2, 3)), Unbounded((2, 4))], 1)
+    assert spec.shape == (2, 2, -1)
+    assert spec.unsqueeze(-1).shape == (2, 2, -1, 1)
+    assert spec.unsqueeze(-1)[:, 1].shape == (2, 4, 1)
+    assert spec.unsqueeze(-1).squeeze(-1) == spec
+    assert spec.unsqueeze(0).squeeze(0) == spec
+    assert spec.squeeze(1) is spec
+
+
+def test_what_is_set_in_a_part_of_a_stack_is_set_in_the_stack() -> None:
+    spec = hetero()
+    spec[1]["c"] = Unbounded((2, 3))
+    del spec[0]["a"]
+    assert [sorted(part) for part in spec.specs] == [[], ["a", "b", "c"]]
+    assert spec[1] is spec[..., 1, :, :] is spec[-1]
+    assert spec[0, 0].shape == (3,)
+    spec[1].unbind(0)[0]["d"] = Unbounded((3,))
+    assert "d" not in spec[1]
+
+
+def test_the_type_of_one_entry_of_a_stack_is_checked() -> None:
+    spec = stack([Composite(a=Unbounded(3)), Composite(a=Unbounded(3), b=Unbounded(1))])
+    spec.type_check(torch.zeros(2, 3), "a")
+    with pytest.raises(SpecError, match=r"'a': expected dtype torch.float32, got torch.int64"):
+        spec.type_check(torch.zeros(2, 3, dtype=torch.int64), "a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -49,7 +50,9 @@ class LazyStack:
         # numpy's rules for one dimension: a number, or an array of numbers
         numbers = np.arange(len(self.specs))[along.numpy(force=True) if isinstance(along, Tensor) else along]
         if numbers.ndim == 0:
-            return self.specs[int(numbers)].index_batch(others, ndim - 1)
+            part = self.specs[int(numbers)]
+            is_whole = all(isinstance(item, slice) and item == slice(None) for item in others)
+            return part if is_whole else part.index_batch(others, ndim - 1)  # what is set there, is set here
         picked = [self.specs[int(number)] for number in numbers]
         dim = self.dim - sum(isinstance(item, int) for item in items[: self.dim])
         return torch.stack([spec.index_batch(others, ndim - 1) for spec in picked], dim)
@@ -66,16 +69,39 @@ class LazyStack:
         return new
 
     def reshape_batch(self, batch: torch.Size, ndim: int) -> Any:
-        """See :meth:`TensorSpec.reshape_batch`."""
-        after = self.shape[self.dim : ndim]
-        before = len(batch) - len(after)
-        if before < 0 or batch[before:] != after:
+        """See :meth:`TensorSpec.reshape_batch`; the stack dimension has to stay one."""
+        if ndim <= self.dim:
+            return self._restacked(lambda spec: spec.reshape_batch(batch, ndim), self.dim + len(batch) - ndim)
+        before, number = math.prod(self.shape[: self.dim]), len(self.specs)
+        places = (i for i, size in enumerate(batch) if size == number and math.prod(batch[:i]) == before)
+        dim = next(places, None)
+        if dim is None:
             raise ValueError(
-                f"shape: expected one that keeps the stack dimension {self.dim} of {list(self.shape)} and "
-                f"what follows it, got {list(batch)}. Reshape the single specs before stacking."
+                f"shape: expected one that keeps the stack dimension {self.dim} of {list(self.shape)}, got "
+                f"{list(batch)}. Reshape the single specs before stacking."
             )
-        lead, keep = batch[:before], min(ndim, self.dim)
-        return self._restacked(lambda spec: spec.reshape_batch(torch.Size(lead), keep), self.dim + before - keep)
+        rest = torch.Size(batch[:dim] + batch[dim + 1 :])
+        return self._restacked(lambda spec: spec.reshape_batch(rest, ndim - 1), dim)
+
+    def unsqueeze(self, dim: int) -> Any:
+        """See :meth:`TensorSpec.unsqueeze`; the dimension may lie after sizes that differ."""
+        place = dim + len(self.shape) + 1 if dim < 0 else dim
+        if place <= self.dim:
+            return self._restacked(lambda spec: spec.unsqueeze(place), self.dim + 1)
+        return self._restacked(lambda spec: spec.unsqueeze(place - 1), self.dim)
+
+    def squeeze(self, dim: int | None = None) -> Any:
+        """See :meth:`TensorSpec.squeeze`."""
+        if dim is None:
+            return super().squeeze()  # type: ignore[misc]
+        place = dim + len(self.shape) if dim < 0 else dim
+        if place == self.dim:
+            return self.specs[0] if len(self.specs) == 1 else self
+        after = place > self.dim
+        return self._restacked(lambda spec: spec.squeeze(place - after), self.dim - (self._is_one(place) and not after))
+
+    def _is_one(self, dim: int) -> bool:
+        return 0 <= dim < len(self.shape) and self.shape[dim] == 1
 
     def _position(self, val: Any) -> int:
         """The stack dimension in a value, which may have further leading dimensions."""

@@ -179,7 +179,10 @@ class StackedComposite(LazyStack, Composite):
         raise ValueError(f"enumerate: expected specs that agree, got {self!r}. Enumerate each of spec.specs.")
 
     def type_check(self, val: Any, key: NestedKey | None = None) -> None:
-        """Raise :class:`SpecError` where an entry is missing or has another dtype."""
+        """Raise :class:`SpecError` where an entry is missing or has another dtype; see :meth:`Composite.type_check`."""
+        if key is not None and key in self and not isinstance(val, TensorDictBase):
+            self[key].type_check(val, key)
+            return
         for spec, part in self._checked(val, key):
             spec.type_check(part, key)
 
