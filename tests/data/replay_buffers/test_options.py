@@ -23,6 +23,7 @@ from rollwright.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from rollwright.envs import RewardScaling
 
 
 def frames(n: int, start: int = 0) -> TensorDict:
@@ -59,6 +60,23 @@ def test_an_inverted_transform_changes_both_sides():
     assert buffer.storage[:]["obs"].tolist() == [6]
     assert buffer[:]["obs"].tolist() == [60]
     assert buffer.sample()["obs"].tolist() == [60]
+
+
+@pytest.mark.parametrize("give", ["extend", "add", "list", "set"])
+def test_what_is_written_past_an_inverted_transform_is_left_as_it_is(give):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=1)
+    buffer.append_transform(RewardScaling(1.0, 2.0, in_keys=["obs", ("next", "obs")]), invert=True)
+    data = TensorDict({"obs": torch.full((2,), 3.0), "next": {"obs": torch.full((2,), 4.0)}}, [2])
+    given = {"extend": data, "add": data[0], "list": [data[0], data[1]], "set": data}[give]
+    if give == "set":
+        buffer.extend(data.clone())
+        buffer[:2] = given
+    else:
+        buffer.add(given) if give == "add" else buffer.extend(given)
+    for part in given if isinstance(given, list) else [given]:
+        assert part["obs"].unique().tolist() == [3.0]
+        assert part["next", "obs"].unique().tolist() == [4.0]
+    assert buffer.storage[:]["next", "obs"].unique().tolist() == [9.0]
 
 
 def test_writes_pass_inverses_from_the_last_transform_to_the_first():

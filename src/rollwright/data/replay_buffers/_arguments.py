@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 from torch import nn
 
 from rollwright._foreign import class_path, is_torchrl_transform, kind_in, overrides
@@ -142,8 +142,8 @@ class Inverted:
         return batch if self._inverse is None else self._inverse(batch)
 
     def inv(self, data: Any) -> Any:
-        """What is written, transformed."""
-        return self.transform(data)
+        """What is written, transformed; transforms change entries in place, so a copy that shares them is passed."""
+        return self.transform(data.clone(recurse=False) if is_tensor_collection(data) else data)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.transform!r})"
