@@ -10,7 +10,7 @@ from gymnasium import spaces
 from tensordict import TensorDict
 
 from rollwright.collectors import Collector
-from rollwright.data import Binary, Bounded, Unbounded
+from rollwright.data import Binary, Bounded, LazyTensorStorage, ReplayBuffer, Unbounded
 from rollwright.envs import (
     BinarizeReward,
     CatTensors,
@@ -32,6 +32,7 @@ from rollwright.envs import (
     SqueezeTransform,
     StepCounter,
     ToTensorImage,
+    Transform,
     TransformedEnv,
     UnsqueezeTransform,
     check_env_specs,
@@ -129,6 +130,21 @@ def test_shapes_there_and_back():
 def test_names_may_be_exchanged():
     td = RenameTransform(["a", "b"], ["b", "a"])(TensorDict({"a": torch.zeros(1), "b": torch.ones(1)}))
     assert (td["a"].item(), td["b"].item()) == (1, 0)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_what_a_buffer_stores_under_another_name_is_stored_once(chained):
+    data = TensorDict({"x": torch.arange(4.0).unsqueeze(-1), "n": {"y": torch.ones(4)}}, [4])
+    rename: Transform = RenameTransform(["a", "b"], ["x", ("n", "y")], ["a", "b"], ["x", ("n", "y")])
+    rename = Compose(rename) if chained else rename
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=4, transform=rename)
+    buffer.extend(data)
+    assert set(buffer.storage[:].keys(True, True)) == {"a", "b"}
+    assert set(buffer.sample().keys(True, True)) == set(data.keys(True, True)) == {"x", ("n", "y")}
+    copies = RenameTransform([], [], ["a"], ["x"], create_copy=True)
+    assert set(copies.inv(data).keys(True, True)) == {"a", "x", ("n", "y")}
+    swapped = RenameTransform([], [], ["a", "b"], ["b", "a"]).inv(TensorDict({"a": 1, "b": 2}))
+    assert (swapped["a"].item(), swapped["b"].item()) == (2, 1)
 
 
 def test_renamed_rewards_and_actions():

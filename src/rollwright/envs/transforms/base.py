@@ -368,6 +368,11 @@ class Transform(nn.Module):
         if _overrides(self, "_inv_call") or _overrides(self, "inv") or any(key in env.entries for key, _ in pairs):
             raise NotNative(f"{type(self).__name__} changes what the environment is given beside actions")
         convert = on_array(self._inv_apply_transform) if _overrides(self, "_inv_apply_transform") else _as_it_is
+        return self._with_converted(form, convert)
+
+    def _with_converted(self, form: ArrayTransform, convert: Callable[[Any], Any]) -> ArrayTransform:
+        """``form`` with a conversion of the actions that the policy wrote."""
+        pairs = self._pairs_inv()
 
         def inverse(given: Values) -> None:
             for in_key, out_key in pairs:
@@ -561,6 +566,7 @@ def _overrides(transform: Transform, method: str) -> bool:
 
 
 def _as_it_is(value: Any) -> Any:
+    """The value."""
     return value
 
 

@@ -19,8 +19,9 @@ class RenameTransform(Transform):
     Args:
         in_keys: observations, rewards and flags that the environment returns.
         out_keys: their names, one for each.
-        in_keys_inv: actions and states that the environment wants.
-        out_keys_inv: the names under which the policy writes them, one for each.
+        in_keys_inv: actions and states that the environment wants; in a replay buffer, the names of entries in its
+            storage.
+        out_keys_inv: the names under which the policy writes them, or that they have in what is written, one for each.
         create_copy: keep the entries under their old names, too. Flags must be kept.
 
     Raises:
@@ -56,6 +57,20 @@ class RenameTransform(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Rename entries of data."""
         return self._rename(tensordict, may_lack=False)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        found = [(in_key, out_key, self._read(tensordict, out_key)) for in_key, out_key in self._pairs_inv()]
+        if self.container is None and not self.create_copy:  # data for a buffer; those of a step have all entries
+            for _, out_key, _ in found:
+                del tensordict[out_key]
+        for in_key, _, value in found:
+            tensordict.set(in_key, value)
+        return tensordict
+
+    @property
+    def inverts(self) -> bool:
+        """See :class:`Transform`."""
+        return bool(self.in_keys_inv)
 
     def _rename(self, td: TensorDictBase, *, may_lack: bool) -> TensorDictBase:
         found = []
@@ -135,7 +150,9 @@ class RenameTransform(Transform):
             {out_key: env.rewards[in_key] for in_key, out_key in of_rewards},
             drops,
         )
-        return self.with_inverse(env, form)
+        if any(in_key in env.entries for in_key, _ in self._pairs_inv()):
+            raise NotNative("RenameTransform renames states on the way in")
+        return self._with_converted(form, lambda value: value) if self.inverts else form
 
     def __repr__(self) -> str:
         return f"RenameTransform({self._pairs()}, {self._pairs_inv()})"
