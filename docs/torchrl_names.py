@@ -38,7 +38,6 @@ INSTEAD = [  # the first whose pattern matches "module.Name" as a whole
     (r"collectors\.AsyncBatched.*", "`AsyncCollector`, or `Collector` with an `AsyncEnvPool`"),
     (r"collectors\.llm\..*", "`LLMCollector(num_collectors=...)`"),
     (r"collectors\..*", "an option of `Collector`, see [workers](workers.md)"),
-    (r"data\.(Un)?[bB]ounded(Continuous|Discrete)", "`Bounded`, `Unbounded` with a dtype"),
     (
         r"data\..*(Checkpointer|H5.*|TED.*|.*2TED|.*2Nested|Nested2.*)",
         "`dumps()`, `loads()`, `state_dict()` of a buffer",

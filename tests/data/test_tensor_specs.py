@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
+
+import pytest
 import torch
 
 from rollwright.data import (
     Binary,
     Bounded,
     Categorical,
+    Composite,
     MultiCategorical,
     MultiOneHot,
     NonTensor,
     OneHot,
     Unbounded,
+    stack,
     tensor_specs,
 )
 from rollwright.envs import EnvBase, GymEnv
@@ -68,3 +73,54 @@ def test_numbers_of_outcomes_that_differ_along_the_batch_are_nested():
     assert [[box.n for box in choice] for choice in boxes] == [[1, 3], [2, 4]]
     assert [box.n for box in MultiCategorical([5, 2], shape=(3, 2)).space] == [5, 2]
     assert tensor_specs.BoxList.from_nvec(torch.tensor([5, 2])) == MultiOneHot([5, 2]).space
+
+
+def test_kinds_of_numbers_have_names():
+    continuous, whole = Unbounded(2), Unbounded(2, dtype=torch.bool)
+    assert isinstance(continuous, tensor_specs.UnboundedContinuous)
+    assert isinstance(whole, tensor_specs.UnboundedDiscrete)
+    assert not isinstance(whole, tensor_specs.UnboundedContinuous)
+    assert not isinstance(continuous, tensor_specs.BoundedContinuous)
+    assert isinstance(Bounded(0.0, 1.0), tensor_specs.BoundedContinuous)
+    assert isinstance(Bounded(0, 1, dtype=torch.uint8), tensor_specs.BoundedDiscrete)
+    assert not isinstance(Bounded(0.0, 1.0), tensor_specs.BoundedDiscrete)
+    assert not isinstance("spec", tensor_specs.BoundedDiscrete)
+    for made, plain in (
+        (tensor_specs.UnboundedContinuous(3, dtype=torch.float64), Unbounded(3, dtype=torch.float64)),
+        (tensor_specs.UnboundedContinuous(), Unbounded()),
+        (tensor_specs.UnboundedDiscrete((2, 3)), Unbounded((2, 3), dtype=torch.int64)),
+        (tensor_specs.BoundedContinuous(low=-1.0, high=1.0, shape=(2,)), Bounded(-1.0, 1.0, (2,))),
+        (tensor_specs.BoundedDiscrete(0, 3, (2,)), Bounded(0, 3, (2,), dtype=torch.int64)),
+    ):
+        assert type(made) is type(plain)
+        assert made == plain == pickle.loads(pickle.dumps(made))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: tensor_specs.UnboundedContinuous(dtype=torch.int64), "continuous, got torch.int64. Use UnboundedDisc"),
+        (lambda: tensor_specs.UnboundedDiscrete(dtype=torch.float32), "discrete, got torch.float32. Use UnboundedCont"),
+        (lambda: tensor_specs.BoundedContinuous(0, 1, dtype=torch.int8), "got torch.int8. Use BoundedDiscrete"),
+        (lambda: tensor_specs.BoundedDiscrete(0, 1, dtype=torch.float16), "got torch.float16. Use BoundedContinuous"),
+    ],
+)
+def test_numbers_of_the_other_kind_are_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_specs_say_their_domain():
+    discrete = (
+        Categorical(2),
+        OneHot(2),
+        MultiOneHot([2]),
+        MultiCategorical([2]),
+        Binary(2),
+        Unbounded(1, dtype=torch.int8),
+    )
+    assert {spec.domain for spec in discrete} == {"discrete"}
+    assert Bounded(0, 1).domain == Unbounded().domain == stack([Unbounded(1), Unbounded(2)]).domain == "continuous"
+    assert Bounded(0, 1).to(torch.int32).domain == "discrete"
+    assert NonTensor().domain is None
+    assert Composite(a=Unbounded()).domain == stack([Composite(a=Unbounded()), Composite()]).domain == "composite"

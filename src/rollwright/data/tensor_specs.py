@@ -4,6 +4,8 @@ from rollwright.data.specs import (
     Binary,
     BitSpace,
     Bounded,
+    BoundedContinuous,
+    BoundedDiscrete,
     Categorical,
     Composite,
     IntervalSpace,
@@ -18,12 +20,16 @@ from rollwright.data.specs import (
     StackedComposite,
     TensorSpec,
     Unbounded,
+    UnboundedContinuous,
+    UnboundedDiscrete,
 )
 
 __all__ = [
     "Binary",
     "BinaryBox",
     "Bounded",
+    "BoundedContinuous",
+    "BoundedDiscrete",
     "Box",
     "BoxList",
     "Categorical",
@@ -39,6 +45,8 @@ __all__ = [
     "StackedComposite",
     "TensorSpec",
     "Unbounded",
+    "UnboundedContinuous",
+    "UnboundedDiscrete",
 ]
 
 Box = Space

@@ -4,6 +4,7 @@ from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.binary import Binary
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.discrete import Categorical, OneHot
+from rollwright.data.specs.domains import BoundedContinuous, BoundedDiscrete, UnboundedContinuous, UnboundedDiscrete
 from rollwright.data.specs.gymspaces import from_gym_space, to_gym_space, to_gym_value
 from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
 from rollwright.data.specs.nontensor import NonTensor
@@ -18,6 +19,8 @@ __all__ = [
     "Binary",
     "BitSpace",
     "Bounded",
+    "BoundedContinuous",
+    "BoundedDiscrete",
     "Categorical",
     "Composite",
     "IntervalSpace",
@@ -32,6 +35,8 @@ __all__ = [
     "StackedComposite",
     "TensorSpec",
     "Unbounded",
+    "UnboundedContinuous",
+    "UnboundedDiscrete",
     "from_gym_space",
     "from_torchrl",
     "register_as_torchrl",

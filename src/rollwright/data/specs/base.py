@@ -151,6 +151,11 @@ class TensorSpec(abc.ABC):
         return None
 
     @property
+    def domain(self) -> str | None:
+        """``"continuous"``, ``"discrete"``, ``"composite"`` for a Composite, None for what are no numbers."""
+        return "discrete"
+
+    @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)

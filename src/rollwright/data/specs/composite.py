@@ -81,6 +81,11 @@ class Composite(SpecMapping):
                 self.set(key, spec)
 
     @property
+    def domain(self) -> str:
+        """``"composite"``; each entry has its own."""
+        return "composite"
+
+    @property
     def shape(self) -> torch.Size:
         """Batch size of the samples; set, it is also that of nested Composites whose entries begin with it.
 

@@ -54,6 +54,11 @@ class NonTensor(LeafSpec):
         self.example_data = example_data
         self.batched = batched
 
+    @property
+    def domain(self) -> None:
+        """None: what it holds are no numbers."""
+        return None
+
     def rand(self, shape: ShapeLike = ()) -> Any:
         """The example, as ``NonTensorData`` or ``NonTensorStack`` of batch size ``[*shape, *self.shape]``."""
         return self._wrap(self.example_data, torch.Size((*as_size(shape), *self._safe_shape)))

@@ -14,7 +14,16 @@ from rollwright.data.specs.spaces import IntervalSpace
 __all__ = ["Bounded", "Unbounded"]
 
 
-class Bounded(DenseSpec):
+class _Numbers(DenseSpec):
+    """Base class of Bounded and Unbounded."""
+
+    @property
+    def domain(self) -> str:
+        """``"continuous"`` for floating-point and complex dtypes, else ``"discrete"``."""
+        return "continuous" if self.dtype.is_floating_point or self.dtype.is_complex else "discrete"
+
+
+class Bounded(_Numbers):
     """Numbers of which each lies in a closed interval, ``low <= value <= high``.
 
     Args:
@@ -183,7 +192,7 @@ class Bounded(DenseSpec):
         return [f"low={_brief(self._low)}", f"high={_brief(self._high)}"]
 
 
-class Unbounded(DenseSpec):
+class Unbounded(_Numbers):
     """Numbers without bounds: shape and dtype only.
 
     Args:

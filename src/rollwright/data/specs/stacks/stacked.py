@@ -186,6 +186,12 @@ class Stacked(LazyStack, TensorSpec):
         """See :attr:`TensorSpec.batch_ndim`."""
         return min([super().batch_ndim, *(int(spec.batch_ndim) + 1 for spec in self.specs)])
 
+    @property
+    def domain(self) -> str | None:
+        """See :attr:`TensorSpec.domain`; that of the first part."""
+        found: str | None = self.specs[0].domain
+        return found
+
     def _join(self, parts: Sequence[Tensor], lead: int) -> Tensor:
         if len({part.shape for part in parts}) > 1:
             raise SpecError(
