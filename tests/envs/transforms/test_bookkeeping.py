@@ -330,3 +330,32 @@ def test_the_keys_that_are_written_are_known():
     rollout = nested.rollout(5)
     assert rollout["next", *count].max() == 3
     assert rollout["next", *flag][..., -1, :, :].all()
+
+
+def test_sums_over_data_keep_their_digits():
+    torch.manual_seed(0)
+    rewards = 100 * (1 + torch.randn(2, 20_000, 1))
+    done = torch.zeros(2, 20_000, 1, dtype=torch.bool)
+    done[:, 49::50] = True
+    data = TensorDict({"next": {"reward": rewards, "done": done}}, [2, 20_000])
+    sums = RewardSum([("next", "reward")], [("next", "sum")])(data)["next", "sum"]
+    exact = rewards.double().reshape(2, -1, 50).cumsum(-1).reshape(rewards.shape)
+    torch.testing.assert_close(sums, exact.float(), rtol=1e-5, atol=1e-3)
+    assert torch.equal(sums[:, ::50], rewards[:, ::50])
+    assert sums.data_ptr() != data["next", "reward"].data_ptr()
+
+
+def test_a_reward_that_is_no_number_stays_in_its_trajectory():
+    rewards = torch.tensor([1.0, torch.nan, 3.0, 4.0, torch.inf, 6.0, 7.0]).unsqueeze(-1)
+    done = torch.tensor([0, 0, 1, 0, 1, 0, 0], dtype=torch.bool).unsqueeze(-1)
+    data = TensorDict({"next": {"reward": rewards, "done": done}}, [7])
+    sums = RewardSum([("next", "reward")], ["sum"])(data)["sum"].flatten().tolist()
+    assert str(sums) == str([1.0, torch.nan, torch.nan, 4.0, torch.inf, 6.0, 13.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16])
+def test_sums_over_data_of_other_numbers(dtype):
+    data = TensorDict({"next": {"reward": torch.ones(300, 1, dtype=dtype)}}, [300])
+    sums = RewardSum([("next", "reward")], ["sum"])(data)["sum"]
+    assert sums.dtype == (dtype if dtype.is_floating_point else torch.int64)
+    assert torch.equal(sums.flatten().long(), torch.arange(1, 301))

@@ -388,13 +388,18 @@ class RewardSum(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Sum rewards over the time dimension of data, from 0 where a trajectory, or a slice of one, begins."""
         axis = time_axis(tensordict, "RewardSum")
-        before = trajectory_starts(tensordict, axis) - 1
+        starts = trajectory_starts(tensordict, axis)
+        steps = torch.arange(starts.shape[axis], device=starts.device).reshape([-1] + [1] * (starts.ndim - axis - 1))
+        steps = steps - starts  # since the trajectory began
         for in_key, out_key in self._pairs():
             reward = self._read(tensordict, in_key)
-            total = reward.cumsum(axis)
-            index = expand_right(before, reward)
-            earlier = torch.where(index < 0, 0, total.gather(axis, index.clamp_min(0)))
-            tensordict.set(out_key, total - earlier)
+            is_inexact = reward.is_floating_point() or reward.is_complex()
+            total = reward.clone() if is_inexact else reward.to(torch.int64, copy=True)
+            place, longest = expand_right(steps, total), int(steps.max()) if steps.numel() else 0
+            # Sums of 2, 4, 8, … rewards: a difference of sums over all trajectories would lose digits.
+            for width in (1 << exponent for exponent in range(longest.bit_length())):
+                total = torch.where(place >= width, total + total.roll(width, axis), total)
+            tensordict.set(out_key, total)
         return tensordict
 
     def __repr__(self) -> str:
