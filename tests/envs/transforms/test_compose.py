@@ -190,3 +190,44 @@ def test_parts_of_a_chain_that_was_taken_out_have_no_environment(ladder):
     assert chain[1].parent is not None
     env.transform = StepCounter()
     assert [chain[0].parent, chain[1].parent] == [None, None]
+
+
+@pytest.mark.parametrize("index", [0, 1, -1, -2])
+def test_transforms_are_exchanged_and_taken_out_by_index(index):
+    first, last = StepCounter(), InitTracker()
+    env = TransformedEnv(CountingEnv(), Compose(first, last))
+    assert "step_count" in env.observation_spec
+    old, new = env.transform[index], RewardSum()
+    env.transform[index] = new
+    assert env.transform[index] is new
+    assert len(env.transform) == 2
+    assert new.container is env
+    assert old.container is None
+    assert "episode_reward" in env.rollout(2)
+    assert ("step_count" in env.observation_spec) == (old is last)
+    env.transform[index] = new  # it stays
+    del env.transform[index]
+    assert list(env.transform) == [last if old is first else first]
+    assert "episode_reward" not in env.rollout(2)
+
+
+def test_a_chain_may_take_the_place_of_one_transform():
+    chain = Compose(StepCounter(), InitTracker())
+    chain[0] = Compose(RewardSum(), StepCounter(max_steps=3))
+    assert [type(part).__name__ for part in chain] == ["RewardSum", "StepCounter", "InitTracker"]
+    chain[-1] = lambda td: td
+    assert len(chain) == 3
+
+
+def test_what_cannot_be_put_in_leaves_the_chain_as_it_was():
+    env = TransformedEnv(CountingEnv(), Compose(StepCounter()))
+    chain = Compose(InitTracker())
+    with pytest.raises(RuntimeError, match="already belongs to another"):
+        chain[0] = env.transform[0]
+    with pytest.raises(TypeError):
+        chain[0] = 3
+    with pytest.raises(IndexError):
+        chain[1] = RewardSum()
+    with pytest.raises(IndexError):
+        del chain[1]
+    assert [type(part).__name__ for part in chain] == ["InitTracker"]

@@ -107,6 +107,19 @@ class Compose(Transform):
             return Compose(*(transform.clone() for transform in list(self)[index]))
         return cast(Transform, self.transforms[index])
 
+    def __setitem__(self, index: int, transform: TransformLike) -> None:
+        """Put a transform (those of a ``Compose``, one by one) in the place of the one at ``index``."""
+        new, old = as_chain(transform), self[index]
+        place = index + len(self) if index < 0 else index
+        if new is not old:
+            new.check_free()
+            self.pop(place)
+            self.insert(place, new)
+
+    def __delitem__(self, index: int) -> None:
+        """Take the transform at ``index`` out."""
+        self.pop(index)
+
     def __len__(self) -> int:
         return len(self.transforms)
 
