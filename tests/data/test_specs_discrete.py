@@ -326,3 +326,29 @@ def test_a_sample_costs_few_tensor_operations() -> None:
         with Count() as count:
             spec.rand()
         assert count.calls <= most
+
+
+@pytest.mark.parametrize(
+    ("spec", "value"),
+    [
+        (Categorical(3), torch.tensor(3)),
+        (Categorical(3, (2,)), torch.tensor([[0, -1]])),
+        (Categorical(3), torch.tensor(1.5)),
+        (Categorical(3), torch.tensor(torch.nan)),
+        (MultiCategorical([2, 3]), torch.tensor([1, 5])),
+        (MultiCategorical([2, 3]), torch.tensor([[0, 0], [2, 0]])),
+    ],
+)
+def test_outcomes_that_do_not_exist_have_no_one_hot_form(spec, value):
+    with pytest.raises(SpecError, match=r"value: expected (outcomes that exist|whole numbers)"):
+        spec.to_one_hot(value)
+
+
+@pytest.mark.parametrize("spec", [Categorical(3), OneHot(3), MultiCategorical([3, 2]), MultiOneHot([3, 2])])
+def test_members_are_checked_where_that_is_asked_for(spec):
+    member = spec.rand()
+    for form in (spec.to_one_hot, spec.to_categorical):
+        assert torch.equal(form(member, safe=True), form(member))
+        with pytest.raises(SpecError, match=r"value: expected torch\.\w+ of shape"):
+            form(member.to(torch.int16), safe=True)
+    assert spec.clear_device_() is spec

@@ -212,6 +212,10 @@ class TensorSpec(abc.ABC):
         """Same as :meth:`project`, by the name that specs of the field have for it."""
         return self.project(val)
 
+    def clear_device_(self) -> Self:
+        """The spec itself, whose device stays: only Composites may be without one."""
+        return self
+
     def cpu(self) -> Self:
         """The spec on the CPU."""
         return self.to("cpu")

@@ -43,13 +43,41 @@ class DiscreteSpec(DenseSpec):
     def _one_hot_shape(self) -> torch.Size:
         """Shape of a one-hot sample."""
 
-    @abc.abstractmethod
-    def to_categorical(self, val: Tensor) -> Tensor:
-        """The outcomes' numbers, int64, of a member; a categorical value is returned as it is."""
+    def to_categorical(self, val: Tensor, safe: bool | None = None) -> Tensor:
+        """The outcomes' numbers, int64, of a member; a categorical value is returned as it is.
+
+        Args:
+            val: ``[*sizes, *self.shape]``.
+            safe: check first that it is a member.
+
+        Raises:
+            SpecError: ``safe``, and it is none.
+        """
+        if safe:
+            self.assert_is_in(val)
+        return self._numbers(val)
+
+    def to_one_hot(self, val: Tensor, safe: bool | None = None) -> Tensor:
+        """The bool one-hot form of a member; a one-hot value is returned as it is.
+
+        Args:
+            val: ``[*sizes, *self.shape]``.
+            safe: check first that it is a member.
+
+        Raises:
+            SpecError: there is no such outcome; ``safe``, and it is no member.
+        """
+        if safe:
+            self.assert_is_in(val)
+        return self._one_hot(val)
 
     @abc.abstractmethod
-    def to_one_hot(self, val: Tensor) -> Tensor:
-        """The bool one-hot form of a member; a one-hot value is returned as it is."""
+    def _numbers(self, val: Tensor) -> Tensor:
+        """See :meth:`to_categorical`."""
+
+    @abc.abstractmethod
+    def _one_hot(self, val: Tensor) -> Tensor:
+        """See :meth:`to_one_hot`."""
 
     @abc.abstractmethod
     def to_categorical_spec(self) -> DiscreteSpec:
@@ -269,13 +297,11 @@ class Categorical(SingleChoice):
     def _to_numpy(self, val: Tensor) -> Any:
         return (val.long() + self.start if self.start else val).cpu().numpy()
 
-    def to_categorical(self, val: Tensor) -> Tensor:
-        """``val`` as it is."""
+    def _numbers(self, val: Tensor) -> Tensor:
         return val
 
-    def to_one_hot(self, val: Tensor) -> Tensor:
-        """The one-hot form, bool ``[..., n]``."""
-        return one_hot(val.long(), self._outcomes.to(val.device), torch.bool)
+    def _one_hot(self, val: Tensor) -> Tensor:
+        return one_hot(to_outcomes(val, 0, self.n, self), self._outcomes.to(val.device), torch.bool)
 
     def to_categorical_spec(self) -> Categorical:
         """The spec itself."""
@@ -380,12 +406,10 @@ class OneHot(SingleChoice):
     def _to_numpy(self, val: Tensor) -> Any:
         return (self.to_categorical(val) + self.start).cpu().numpy()
 
-    def to_categorical(self, val: Tensor) -> Tensor:
-        """The outcomes' numbers, int64, without the last dimension."""
+    def _numbers(self, val: Tensor) -> Tensor:
         return val.to(torch.int64).argmax(-1)
 
-    def to_one_hot(self, val: Tensor) -> Tensor:
-        """``val`` as it is."""
+    def _one_hot(self, val: Tensor) -> Tensor:
         return val
 
     def to_categorical_spec(self) -> Categorical:

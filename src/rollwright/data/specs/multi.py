@@ -155,15 +155,14 @@ class MultiCategorical(DiscreteSpec):
             return val.cpu().numpy()
         return (val.long() + self.start.to(val.device)).cpu().numpy()
 
-    def to_categorical(self, val: Tensor) -> Tensor:
-        """``val`` as it is."""
+    def _numbers(self, val: Tensor) -> Tensor:
         return val
 
-    def to_one_hot(self, val: Tensor) -> Tensor:
-        """The one-hot forms side by side, bool ``[..., sum(nvec)]``."""
+    def _one_hot(self, val: Tensor) -> Tensor:
+        outcomes = to_outcomes(val, 0, self.nvec.to(val.device), self)
         parts = [
-            one_hot(number.long(), torch.arange(n, device=val.device), torch.bool)
-            for number, n in zip(val.unbind(-1), self._row(), strict=True)
+            one_hot(number, torch.arange(n, device=val.device), torch.bool)
+            for number, n in zip(outcomes.unbind(-1), self._row(), strict=True)
         ]
         return torch.cat(parts, -1)
 
@@ -301,12 +300,10 @@ class MultiOneHot(DiscreteSpec):
     def _to_numpy(self, val: Tensor) -> Any:
         return (self.to_categorical(val) + self._starts.to(val.device)).cpu().numpy()
 
-    def to_categorical(self, val: Tensor) -> Tensor:
-        """The outcomes' numbers, int64 ``[..., choices]``."""
+    def _numbers(self, val: Tensor) -> Tensor:
         return torch.stack([part.to(torch.int64).argmax(-1) for part in val.split(self.nvec, -1)], -1)
 
-    def to_one_hot(self, val: Tensor) -> Tensor:
-        """``val`` as it is."""
+    def _one_hot(self, val: Tensor) -> Tensor:
         return val
 
     def to_categorical_spec(self) -> MultiCategorical:
