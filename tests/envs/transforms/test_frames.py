@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from rollwright.data import Bounded, Unbounded
-from rollwright.envs import CatFrames, Compose, ObservationNorm, RewardSum, TransformedEnv, check_env_specs
+from rollwright.envs import CatFrames, Compose, GymEnv, ObservationNorm, RewardSum, TransformedEnv, check_env_specs
 from rollwright.errors import EnvError
 from rollwright.testing import mocking_classes as mocks
 
@@ -172,3 +172,35 @@ def test_errors_in_use(ladder, do_nothing):
 def test_bounds_are_repeated(ladder):
     env = TransformedEnv(ladder([9]), CatFrames(2, -1, ["rung"]))
     assert env.observation_spec["rung"] == Bounded(-1000.0, 1000.0, (1, 4))
+
+
+def test_the_entry_that_begins_frames_again_may_be_named(ladder, do_nothing):
+    named = TransformedEnv(ladder([2, 9]), CatFrames(3, -1, ["rung"], reset_key="_reset", done_key="done"))
+    plain = TransformedEnv(ladder([2, 9]), CatFrames(3, -1, ["rung"]))
+    assert torch.equal(climb(named, 5, do_nothing)["next", "rung"], climb(plain, 5, do_nothing)["next", "rung"])
+    cat = CatFrames(2, -1, ["x"], reset_key=("agents", "_reset"))
+    first = TensorDict({"x": torch.zeros(2, 1)}, [2])
+    cat.transform_reset(TensorDict({}, [2]), first)
+    marks = {"agents": {"_reset": torch.tensor([[True], [False]])}, "_reset": torch.ones(2, 1, dtype=torch.bool)}
+    cat.transform_reset(TensorDict(marks, [2]), TensorDict({"x": torch.ones(2, 1)}, [2]))
+    step = cat.transform_step(TensorDict({}, [2]), TensorDict({"x": torch.full((2, 1), 5.0)}, [2]))
+    assert step["x"].tolist() == [[1.0, 5.0], [0.0, 5.0]]
+
+
+def test_a_named_entry_keeps_the_array_form(both_paths):
+    def make():
+        return TransformedEnv(GymEnv("CartPole-v1"), CatFrames(3, -1, ["observation"], reset_key="_reset"))
+
+    assert both_paths(make, frames=60)["next", "done"].any()
+
+
+def test_flags_that_end_trajectories_in_data_may_be_named():
+    over = torch.tensor([0, 1, 0, 0], dtype=torch.bool).unsqueeze(-1)
+    flags = {"done": torch.zeros(4, 1, dtype=torch.bool), "info": {"over": over}}
+    data = TensorDict({"x": torch.arange(4).unsqueeze(-1), "next": flags}, [4])
+    frames = CatFrames(2, -1, ["x"], done_key=("info", "over"))(data.clone())["x"]
+    assert frames.tolist() == [[0, 0], [0, 1], [2, 2], [2, 3]]
+    assert CatFrames(2, -1, ["x"])(data)["x"].tolist() == [[0, 0], [0, 1], [1, 2], [2, 3]]
+    for argument in ("reset_key", "done_key"):
+        with pytest.raises(TypeError, match=f"{argument}: expected a string"):
+            CatFrames(2, -1, ["x"], **{argument: 3})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._keys import NestedKey
 from rollwright.data.layout import IS_INIT, NEXT_DONE, TRAJ_IDS
 from rollwright.data.layout.boundaries import any_below
 
@@ -31,10 +32,10 @@ def time_axis(tensordict: TensorDictBase, who: str) -> int:
     return names.index("time") if "time" in names else tensordict.ndim - 1
 
 
-def trajectory_starts(tensordict: TensorDictBase, axis: int) -> torch.Tensor:
+def trajectory_starts(tensordict: TensorDictBase, axis: int, done_key: NestedKey = NEXT_DONE) -> torch.Tensor:
     """For each frame the index along ``axis`` at which its trajectory, or its slice of one, begins.
 
-    That is after a frame that is ``("next", "done")``, at another trajectory id, and at a frame marked ``"is_init"``,
+    That is after a frame that is done, at another trajectory id, and at a frame marked ``"is_init"``,
     whichever are there; without any of them every row is one trajectory. One that began before the data counts as
     beginning with them.
 
@@ -42,7 +43,7 @@ def trajectory_starts(tensordict: TensorDictBase, axis: int) -> torch.Tensor:
         int64 of the batch size of ``tensordict``.
     """
     batch = tensordict.batch_size
-    done, ids, first = (tensordict.get(key, None) for key in (NEXT_DONE, TRAJ_IDS, IS_INIT))
+    done, ids, first = (tensordict.get(key, None) for key in (done_key, TRAJ_IDS, IS_INIT))
     device = next((value.device for value in (done, ids, first) if value is not None), tensordict.device)
     begins = torch.zeros(batch, dtype=torch.bool, device=device)
     # What is rolled in at 0 counts for nothing there: it is the beginning in any case.

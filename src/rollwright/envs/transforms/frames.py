@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright._keys import NestedKey, as_tuple, checked_key, unravel
+from rollwright.data.layout import DONE
 from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
@@ -41,6 +42,9 @@ class CatFrames(Transform):
         out_keys: where to write; default: ``in_keys``.
         padding: ``"same"`` or ``"constant"``.
         padding_value: see ``padding``.
+        reset_key: ``"_reset"`` entry that begins the frames again; None: that of the environment, or of the group of
+            agents that the observation is of.
+        done_key: entry below ``"next"`` of the flags that end trajectories in data.
 
     Raises:
         ValueError: an argument is out of range.
@@ -63,6 +67,9 @@ class CatFrames(Transform):
         out_keys: KeySeq = None,
         padding: str = "same",
         padding_value: float = 0,
+        *,
+        reset_key: NestedKey | None = None,
+        done_key: NestedKey = DONE,
     ) -> None:
         if N < 1:
             raise ValueError(f"N: expected at least 1, got {N}.")
@@ -75,6 +82,8 @@ class CatFrames(Transform):
         self.dim = dim
         self.padding = padding
         self.padding_value = padding_value
+        self.reset_key = None if reset_key is None else checked_key("reset_key", reset_key)
+        self.done_key = checked_key("done_key", done_key)
         for index in range(len(self.in_keys)):
             self.register_buffer(f"frames_{index}", None)
 
@@ -99,6 +108,8 @@ class CatFrames(Transform):
             joined = self._start(frame)
             tensordict_reset.set(out_key, joined)
             fresh = self._fresh(tensordict, in_key, joined)
+            if self.reset_key is not None and (mask := tensordict.get(self.reset_key, None)) is not None:
+                fresh = mask.reshape(mask.shape + (1,) * (joined.ndim - mask.ndim))
             past = self.held(index)
             if fresh is not None and past is not None and past.shape == joined.shape:
                 joined = torch.where(fresh, joined, past)
@@ -164,6 +175,8 @@ class CatFrames(Transform):
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
         self._needs_all_rows(env)
+        if self.reset_key not in (None, *(group.reset for group in self._groups)):
+            raise NotNative("CatFrames has a reset_key of its own")
         entries: dict[NestedKey, Entry] = {}
         stacks: list[_Stack] = []
         for index, (key, out_key) in enumerate(self._pairs()):
@@ -196,7 +209,7 @@ class CatFrames(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Join observations along the time dimension (the one named "time", else the last).
 
-        Trajectories end with ``("next", "done")`` and where the trajectory id changes, and slices of them begin where
+        Trajectories end with ``("next", done_key)`` and where the trajectory id changes, and slices of them begin where
         ``"is_init"`` is set; one that began before the data is padded as if it began with them. For an
         in_key ``("next", key)`` the past is read from ``key``, which must be there.
 
@@ -205,7 +218,7 @@ class CatFrames(Transform):
             ValueError: the data have no batch dimension.
         """
         axis = time_axis(tensordict, "CatFrames")
-        starts = trajectory_starts(tensordict, axis)
+        starts = trajectory_starts(tensordict, axis, unravel(("next", *as_tuple(self.done_key))))
         joined = {out_key: self._windows(tensordict, in_key, axis, starts) for in_key, out_key in self._pairs()}
         for out_key, value in joined.items():
             tensordict.set(out_key, value)
