@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack, tensorclass
 
 from rollwright.data import Binary, Bounded, Categorical, Composite, NonTensor, OneHot, Unbounded
 from rollwright.errors import SpecError
@@ -460,3 +460,35 @@ def test_type_check_takes_the_value_of_an_entry():
     spec.type_check(torch.zeros(1, dtype=spec["nested", "flag"].dtype), ("nested", "flag"))
     with pytest.raises(SpecError, match=r"'obs': expected dtype torch\.float32, got torch\.int64"):
         spec.type_check(torch.zeros(2, dtype=torch.int64), "obs")
+
+
+@tensorclass
+class Pair:
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@pytest.mark.parametrize("size", [(3,), (3, 2), ()])
+def test_the_batch_size_of_a_composite_may_be_set(size):
+    spec = Composite(x=Unbounded((3, 2)))
+    spec.batch_size = size
+    assert spec.shape == spec.batch_size == size
+    with pytest.raises(ValueError, match="'x': expected a spec whose shape begins with"):
+        spec.batch_size = (4,)
+
+
+def test_tensorclasses_are_checked_projected_and_encoded_as_tensordicts_are():
+    spec = Composite(a=Bounded(0.0, 1.0, (2,)), b=Unbounded((2, 1)), shape=(2,))
+    member = Pair(torch.zeros(2), torch.ones(2, 1), batch_size=[2])
+    other = Pair(torch.full((2,), 3.0), torch.ones(2, 1), batch_size=[2])
+    assert spec.is_in(member)
+    assert not spec.is_in(other)
+    spec.type_check(other)
+    with pytest.raises(SpecError, match=r"'a': expected torch\.float32"):
+        spec.assert_is_in(other)
+    projected = spec.project(other)
+    assert isinstance(projected, Pair)
+    assert (projected.a.tolist(), other.a.tolist()) == ([1.0, 1.0], [3.0, 3.0])
+    assert spec.project(member) is member
+    assert spec.encode(member)["b"].tolist() == spec.to_numpy(member)["b"].tolist() == [[1.0], [1.0]]
+    assert spec.project({"a": torch.full((2,), 3.0), "b": torch.ones(2, 1)})["a"].tolist() == [1.0, 1.0]

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+    is_tensorclass,
+)
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.data.specs.base import TensorSpec
@@ -109,6 +116,10 @@ class Composite(SpecMapping):
     def batch_size(self) -> torch.Size:
         """Same as :attr:`shape`."""
         return self.shape
+
+    @batch_size.setter
+    def batch_size(self, shape: ShapeLike) -> None:
+        self.shape = as_size(shape)
 
     @property
     def device(self) -> torch.device | None:
@@ -241,7 +252,7 @@ class Composite(SpecMapping):
 
     def is_in(self, val: Any) -> bool:
         """Whether every entry is there and lies in its spec; other entries of ``val`` do not matter."""
-        if not isinstance(val, (TensorDictBase, Mapping)):
+        if not _has_entries(val):
             return False
         if isinstance(val, LazyStackedTensorDict):
             parts = self._parts(val)
@@ -270,7 +281,7 @@ class Composite(SpecMapping):
             return
         path = () if key is None else as_tuple(key)
         name = repr(unravel(path)) if path else "value"
-        if not isinstance(val, (TensorDictBase, Mapping)):
+        if not _has_entries(val):
             raise SpecError(f"{name}: expected a TensorDict with {key_str(self.keys())}, got {type(val).__name__}.")
         if isinstance(val, LazyStackedTensorDict):
             parts = self._parts(val)
@@ -306,7 +317,7 @@ class Composite(SpecMapping):
             key: what to call the value in the message.
         """
         path = () if key is None else as_tuple(key)
-        if path in self and not isinstance(val, (TensorDictBase, Mapping)):  # the value of that entry
+        if path in self and not _has_entries(val):  # the value of that entry
             self[path].type_check(val, key)
             return
         for name, spec, part in self._present(val, path):
@@ -321,9 +332,10 @@ class Composite(SpecMapping):
         if self.is_in(val):
             return val
         out = val.copy()
+        put = out.set if is_tensor_collection(out) else out.__setitem__
         for name, spec, part in self._present(val):
             with _under(name):
-                out[name] = spec.project(part)
+                put(name, spec.project(part))
         return out
 
     def encode(self, val: Any) -> TensorDictBase:
@@ -334,7 +346,9 @@ class Composite(SpecMapping):
         """
         if isinstance(val, (tuple, list)):
             val = {str(i): part for i, part in enumerate(val)}
-        if not isinstance(val, (TensorDictBase, Mapping)):
+        if is_tensorclass(val):
+            val = {name: val.get(name) for name in val.keys()}  # noqa: SIM118
+        if not _has_entries(val):
             raise SpecError(f"value: expected a mapping with {key_str(self.keys())}, got {type(val).__name__}.")
         required = {name for name, spec in self.entries.items() if not _optional(spec)}
         present = set(val.keys())
@@ -411,6 +425,11 @@ class Composite(SpecMapping):
             return f"{type(self).__name__}({end}"
         lines = ",\n".join([*(f"{name}: {spec!r}" for name, spec in self.entries.items()), end])
         return f"{type(self).__name__}(\n{textwrap.indent(lines, '    ')}"
+
+
+def _has_entries(val: Any) -> bool:
+    """Whether a value has entries by name: a TensorDict, a tensorclass or a dictionary."""
+    return isinstance(val, (TensorDictBase, Mapping)) or (is_tensorclass(val) and not is_non_tensor(val))
 
 
 def _optional(spec: TensorSpec | None) -> bool:
