@@ -67,6 +67,7 @@ from rollwright.envs.utils import (
     ExplorationType,
     check_env_specs,
     exploration_type,
+    make_composite_from_td,
     set_exploration_type,
     step_mdp,
 )
@@ -134,6 +135,7 @@ __all__ = [
     "env_creator",
     "exploration_type",
     "gym_backend",
+    "make_composite_from_td",
     "register_array_form",
     "set_exploration_type",
     "set_gym_backend",

@@ -12,13 +12,21 @@ from tensordict.nn.probabilistic import interaction_type as exploration_type
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, leaf_keys, unravel, without
 from rollwright.data.layout import done_groups
+from rollwright.data.specs import make_composite_from_td
 from rollwright.envs._checks import check_entries
 from rollwright.errors import EnvError, EnvKeyError
 
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = ["ExplorationType", "check_env_specs", "exploration_type", "set_exploration_type", "step_mdp"]
+__all__ = [
+    "ExplorationType",
+    "check_env_specs",
+    "exploration_type",
+    "make_composite_from_td",
+    "set_exploration_type",
+    "step_mdp",
+]
 
 
 def step_mdp(

@@ -5,6 +5,7 @@ from rollwright.data.specs.binary import Binary
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.discrete import Categorical, OneHot
 from rollwright.data.specs.domains import BoundedContinuous, BoundedDiscrete, UnboundedContinuous, UnboundedDiscrete
+from rollwright.data.specs.from_data import make_composite_from_td
 from rollwright.data.specs.gymspaces import from_gym_space, to_gym_space, to_gym_value
 from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
 from rollwright.data.specs.nontensor import NonTensor
@@ -39,6 +40,7 @@ __all__ = [
     "UnboundedDiscrete",
     "from_gym_space",
     "from_torchrl",
+    "make_composite_from_td",
     "register_as_torchrl",
     "stack",
     "to_gym_space",
