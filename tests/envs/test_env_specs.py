@@ -24,6 +24,7 @@ from rollwright.envs import (
     check_env_specs,
 )
 from rollwright.errors import EnvError
+from rollwright.modules import RandomPolicy
 from rollwright.testing.mocking_classes import (
     CountingEnv,
     CountingEnvWithString,
@@ -236,7 +237,25 @@ def test_input_output_and_all_specs_hold_the_five() -> None:
     env = NestedCountingEnv(batch_size=[2])
     assert set(env.input_spec.keys()) == {"full_action_spec", "full_state_spec"}
     assert set(env.output_spec.keys()) == {"full_observation_spec", "full_reward_spec", "full_done_spec"}
-    assert env.specs["output_spec", "full_reward_spec", "data", "reward"] == env.reward_spec
+    assert env.specs["output_spec", "full_reward_spec", "data", "reward"] == env.full_reward_spec["data", "reward"]
+
+
+def test_only_a_leaf_at_its_usual_key_is_an_action_spec_or_a_reward_spec() -> None:
+    env = NestedCountingEnv(batch_size=[2])
+    assert env.action_spec["data", "action"] == env.full_action_spec[env.action_key]
+    assert env.reward_spec["data", "reward"] == env.full_reward_spec[env.reward_key]
+    assert isinstance(env.action_spec_unbatched, Composite)
+    assert env.action_spec.is_in(env.rand_action())
+    drawn = env.rollout(3, RandomPolicy(env.action_spec))
+    assert env.action_key in drawn.keys(True)
+    env.full_reward_spec = Composite(gain=Unbounded((2, 1)), shape=(2,))
+    assert list(env.reward_spec.keys()) == ["gain"]
+
+
+def test_policies_by_signature_write_the_one_action_wherever_it_is() -> None:
+    env = NestedCountingEnv()
+    rollout = env.rollout(3, lambda td: td.set(("data", "action"), env.full_action_spec["data", "action"].zero() + 1))
+    assert rollout["data", "action"].all()
 
 
 def test_several_action_and_reward_keys() -> None:

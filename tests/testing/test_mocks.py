@@ -277,7 +277,7 @@ def test_vector_envs_take_other_specs_and_dtypes() -> None:
 
 def test_nested_env_puts_entries_in_the_nest() -> None:
     env = NestedCountingEnv(max_steps=2, batch_size=[2], nested_dim=4)
-    rollout = env.rollout(9, CountingEnvCountPolicy(env.action_spec, env.action_key))
+    rollout = env.rollout(9, CountingEnvCountPolicy(env.full_action_spec[env.action_key], env.action_key))
     assert env.action_key == ("data", "action")
     assert env.reward_key == ("data", "reward")
     assert env.done_keys == [("data", "done"), ("data", "terminated")]

@@ -42,17 +42,17 @@ class FullSpec:
 
 
 class ShortSpec(Generic[S]):
-    """Descriptor of ``<name>_spec``: ``full_<name>_spec``, or the leaf of an only action or reward."""
+    """Descriptor of ``<name>_spec``: ``full_<name>_spec``, or the leaf of an only action or reward at its usual key."""
 
     def __init__(self, name: str, doc: str) -> None:
         self.name, self.__doc__ = name, doc
-        self._takes_leaf = name in ("action", "reward")
 
     def __get__(self, env: EnvSpecs | None, kind: Any = None) -> S:
         if env is None:
             return cast(S, self)
         spec = getattr(env, f"full_{self.name}_spec")
-        return cast(S, _single_leaf(spec) if self._takes_leaf else spec)
+        is_leaf = self.name in ("action", "reward") and list(spec.leaves()) == [self.name]
+        return cast(S, spec[self.name] if is_leaf else spec)
 
     def __set__(self, env: EnvSpecs, spec: TensorSpec) -> None:
         setattr(env, f"full_{self.name}_spec", spec)
@@ -238,8 +238,12 @@ class EnvSpecs(nn.Module):
 
     observation_spec = ShortSpec[Composite]("observation", "Same as :attr:`full_observation_spec`.")
     state_spec = ShortSpec[Composite]("state", "Same as :attr:`full_state_spec`.")
-    action_spec = ShortSpec[TensorSpec]("action", "The action's spec; the Composite where there are several.")
-    reward_spec = ShortSpec[TensorSpec]("reward", "The reward's spec; the Composite where there are several.")
+    action_spec = ShortSpec[TensorSpec](
+        "action", 'The spec of an only action ``"action"``; else, of several or of another key, the Composite.'
+    )
+    reward_spec = ShortSpec[TensorSpec](
+        "reward", 'The spec of an only reward ``"reward"``; else, of several or of another key, the Composite.'
+    )
     done_spec = ShortSpec[TensorSpec](
         "done", "Same as :attr:`full_done_spec`: there are always ``done`` and ``terminated``."
     )
@@ -392,8 +396,3 @@ class EnvSpecs(nn.Module):
         self._cache.clear()
         super().to(self._device)
         return self
-
-
-def _single_leaf(spec: Composite) -> TensorSpec:
-    leaves = list(spec.leaves().values())
-    return leaves[0] if len(leaves) == 1 else spec

@@ -120,7 +120,7 @@ class FunctionPolicy:
         self.function = function
         self.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
         self.observation_key, self.action_key = observation_key, env.action_key
-        self.form = ActionForm(env.action_spec)
+        self.form = ActionForm(env.full_action_spec[env.action_key])
         self.takes: Takes | None = _annotated(argument)
         self._argument = argument.name
         self._entries = key_str(env.observation_keys)

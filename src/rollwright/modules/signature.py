@@ -99,7 +99,8 @@ def speak_tensordict(policy: Any, env: EnvBase, *, strict: bool = True) -> Call:
     unknown = [p.name for p in required if p.name not in entries]
     if names and not unknown:
         _check_one_action(policy, env)
-        return SignaturePolicy(policy, names, env.action_key, form=None if is_module else ActionForm(env.action_spec))
+        form = None if is_module else ActionForm(env.full_action_spec[env.action_key])
+        return SignaturePolicy(policy, names, env.action_key, form=form)
     observation = _one_observation(env)
     if len(required) == 1 and observation is not None and len(env.action_keys) == 1:
         if is_module and strict:

@@ -132,7 +132,10 @@ class CountingEnvCountPolicy(TensorDictModuleBase):
     def __init__(self, action_spec: TensorSpec, action_key: NestedKey = "action") -> None:
         super().__init__()
         if isinstance(action_spec, Composite):
-            raise TypeError("action_spec: expected the spec of one action, got a Composite. Pass env.action_spec.")
+            raise TypeError(
+                "action_spec: expected the spec of one action, got a Composite. Pass "
+                "env.full_action_spec[env.action_key]."
+            )
         self.action_spec = action_spec
         self.action_key = action_key
         self.in_keys = []
