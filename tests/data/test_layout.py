@@ -189,6 +189,15 @@ def test_done_key_and_trajectory_key():
     assert split_trajectories(batch, done_key="ended")["step"].tolist() == [[0, 0], [1, 2], [3, 0]]
 
 
+@pytest.mark.parametrize("done_key", ["done", ("next", "done"), ("agents", "done"), ("next", "agents", "done")])
+def test_done_key_is_that_of_the_outcome_with_or_without_next(done_key):
+    done = torch.tensor([[F], [T], [F], [F], [T]])
+    flags = {"done": done, "agents": {"done": done}}
+    roots = {"done": torch.zeros_like(done), "agents": {"done": torch.zeros_like(done)}}
+    batch = TensorDict({"step": torch.arange(5), **roots, "next": flags}, [5])
+    assert split_trajectories(batch, done_key=done_key)["step"].tolist() == [[0, 1, 0], [2, 3, 4]]
+
+
 def test_prefix_says_where_ids_and_mask_are():
     batch = TensorDict({"step": torch.arange(3), "mine": {"traj_ids": torch.tensor([0, 0, 1])}}, [3])
     split = split_trajectories(batch, prefix="mine")

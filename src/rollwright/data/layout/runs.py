@@ -56,8 +56,8 @@ def trajectory_runs(
         prefix: where ids and mask are; ``"collector"`` unless the batch has no such entry, then its root.
         trajectory_key: integer ids ``[*env, T]`` that decide alone, ``is_init`` left aside; ``(prefix, "traj_ids")``,
             together with ``is_init``, unless given.
-        done_key: bool ``[*env, T, ...]``, read where there are no ids; ``("next", "done")`` unless given, or the flags
-            of the agents where there is none.
+        done_key: bool ``[*env, T, ...]``, read where there are no ids, below ``"next"`` or, where it is not there, at
+            the root; ``"done"`` unless given, or the flags of the agents where there is none.
 
     Raises:
         KeyError: an entry that was named is missing, or there are neither ids nor flags.
@@ -187,7 +187,8 @@ def _ids(batch: TensorDictBase, prefix: str | None, trajectory_key: NestedKey | 
 
 
 def _done(batch: TensorDictBase, done_key: NestedKey | None, prefix: str | None) -> torch.Tensor:
-    done = batch.get(NEXT_DONE if done_key is None else done_key, None)
+    named: list[NestedKey] = [NEXT_DONE] if done_key is None else [unravel(("next", *as_tuple(done_key))), done_key]
+    done = next((flag for flag in (batch.get(key, None) for key in named) if flag is not None), None)
     if done is not None:
         return any_below(done, batch.ndim)
     outcome = batch.get("next", None) if done_key is None else None
@@ -198,6 +199,6 @@ def _done(batch: TensorDictBase, done_key: NestedKey | None, prefix: str | None)
             return end_of_trajectory(outcome, groups, batch.ndim)
     raise KeyError(
         f"Cannot split: the batch has neither {(prefix or 'collector', 'traj_ids')!r} nor "
-        f"{NEXT_DONE if done_key is None else done_key!r}. "
+        f"{named[0]!r}. "
         "Collect with track_traj_ids=True, or name the entries with trajectory_key= or done_key=."
     )

@@ -34,7 +34,8 @@ def split_trajectories(
         prefix: where to look for ids and to put the mask; ``"collector"`` unless the batch has no
             such entry.
         trajectory_key: integer ids ``[*env, T]``; ``(prefix, "traj_ids")`` unless given.
-        done_key: bool ``[*env, T, 1]``, read where there are no ids; ``("next", "done")`` unless given.
+        done_key: bool ``[*env, T, 1]``, read where there are no ids, below ``"next"`` or, where it is not there, at
+            the root; ``"done"`` unless given.
         as_nested: return a lazily stacked TensorDict whose rows have the lengths of their
             trajectories: nothing padded, no mask, and rows are views of the batch. Entries are read as
             nested tensors, ``split["next", "done"].to_padded_tensor(0.0)``; see
