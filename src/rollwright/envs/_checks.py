@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check_alive", "check_entries", "complete_reset", "complete_step", "done_after_reset", "missing_actions"]
 
+# A spec that was never set has one reward.
+_WITHOUT_REWARD = " (self.reward_spec = Composite(shape=self.batch_size), where the environment has none)"
+
 
 class SpecEntry(NamedTuple):
     """Requirements of the specs for one leaf; ``shape`` is below the batch, and None where nothing is checked."""
@@ -134,7 +137,7 @@ class Checks(NamedTuple):
                 raise EnvKeyError(
                     f"{self.env}: {self.call} returned no {key!r}, which {self.name}_spec announces. "
                     f"It returned {key_str(leaf_keys(td)) or 'nothing'}. Return the entry, or take it out of "
-                    f"{self.name}_spec."
+                    f"{self.name}_spec{_WITHOUT_REWARD if self.name == 'reward' else ''}."
                 )
             if entry.shape is not None:
                 self._check_leaf(value, entry, batch + entry.shape, key)
