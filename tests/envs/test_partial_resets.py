@@ -82,7 +82,7 @@ def test_nothing_marked_touches_nothing() -> None:
 
 def test_a_reset_is_put_into_its_argument_and_writes_no_tensor() -> None:
     env = NestedCountingEnv(max_steps=99, batch_size=[2])
-    td = after(env, CountingEnvCountPolicy(env.action_spec, env.action_key), 2)
+    td = after(env, CountingEnvCountPolicy(env.full_action_spec[env.action_key], env.action_key), 2)
     td["data", "_reset"] = torch.tensor([True, False]).reshape(2, 1, 1).expand(2, 3, 1)
     shared, before = td.copy(), td.clone()
     assert env.reset(td) is td
@@ -198,7 +198,7 @@ def test_objects_of_unmarked_rows_stay() -> None:
 
 def test_nested_flags_reset_their_nest() -> None:
     env = NestedCountingEnv(max_steps=99, batch_size=[2])
-    td = after(env, CountingEnvCountPolicy(env.action_spec, env.action_key), 2)
+    td = after(env, CountingEnvCountPolicy(env.full_action_spec[env.action_key], env.action_key), 2)
     mask = torch.zeros(2, 3, 1, dtype=torch.bool)
     mask[1] = True
     fresh = env.reset(td.set(("data", "_reset"), mask))
