@@ -1,4 +1,4 @@
-"""Prefetcher: what is dropped while threads begin it."""
+"""Prefetcher: what is dropped while threads begin it, and what fails ahead of time."""
 
 from __future__ import annotations
 
@@ -60,4 +60,36 @@ def test_work_that_starts_while_it_is_dropped_does_not_wait_for_what_was_cancell
     assert results == {0, 1}
     assert begun[2].is_set()
     assert not begun[3].is_set()
+    prefetcher.shutdown()
+
+
+@pytest.mark.parametrize("error", [TimeoutError, ValueError])
+def test_what_waited_in_vain_ahead_of_time_is_made_when_it_is_asked_for(error):
+    count = iter(range(100))
+
+    def make(turn: Ticket) -> bool:
+        with turn:
+            if next(count) == 1:
+                raise error("ahead")
+            return True
+
+    prefetcher = Prefetcher(1, make)
+    assert prefetcher.next()
+    if error is TimeoutError:
+        assert prefetcher.next()
+    else:
+        with pytest.raises(ValueError, match="ahead"):
+            prefetcher.next()
+    prefetcher.shutdown()
+
+
+def test_what_waits_in_vain_when_it_is_asked_for_is_an_error():
+    def make(turn: Ticket) -> int:
+        with turn:
+            raise TimeoutError("in vain")
+
+    prefetcher = Prefetcher(1, make)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="in vain"):
+            prefetcher.next()
     prefetcher.shutdown()

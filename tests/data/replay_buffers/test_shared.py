@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -255,11 +256,12 @@ def test_a_sample_waits_while_a_slow_writer_holds_back_all_that_was_written():
     buffer = shared_buffer(30)
     buffer.extend(frames(0, 30, 0))
     ledger = buffer.storage.ledger
-    held = ledger.reserve(10)
-    buffer.extend(frames(1, 20, 0))
-    assert not len(buffer)
-    threading.Timer(0.05, ledger.abandon, [held]).start()
-    batch = buffer.sample(8)
+    with ThreadPoolExecutor(1) as another:
+        held = another.submit(ledger.reserve, 10).result()
+        buffer.extend(frames(1, 20, 0))
+        assert not len(buffer)
+        threading.Timer(0.05, ledger.abandon, [held]).start()
+        batch = buffer.sample(8)
     check_whole(batch)
     assert len(buffer) == 20
 

@@ -67,9 +67,11 @@ class Prefetcher(Generic[T]):
         """The next result.
 
         Raises:
-            Exception: what ``make`` raised. What was prepared behind it is dropped, and prepared again.
+            Exception: what ``make`` raised. What was prepared behind it is dropped, and prepared again. What waited in
+                vain when it was prepared ahead is made again now.
         """
         with self._lock:
+            ahead = bool(self._results)
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(
                     self._count,
@@ -84,8 +86,10 @@ class Prefetcher(Generic[T]):
             result, _ = self._results.popleft()
         try:
             return result.result()
-        except BaseException:
+        except BaseException as error:
             self.drop()
+            if ahead and isinstance(error, TimeoutError):
+                return self.next()
             raise
 
     @property

@@ -254,18 +254,28 @@ def test_rows_that_are_all_being_overwritten_are_waited_for():
     ledger, _, _ = shared_ledger()
     assert not ledger.await_overwritten()  # nothing was published
     ledger.publish(ledger.reserve(ledger.capacity))
-    held = ledger.reserve(3)
-    ledger.publish(ledger.reserve(ledger.capacity - 3))
-    assert not ledger.num_live()
-    ledger.timeout_s = 0.01
-    with pytest.raises(TimeoutError, match=r"can be read: a reservation of 3 rows by this process"):
-        ledger.await_overwritten()
-    ledger.timeout_s = 60.0
-    threading.Timer(0.05, ledger.publish, [held]).start()
-    assert ledger.await_overwritten()
-    assert ledger.num_live() == ledger.capacity
+    with ThreadPoolExecutor(1) as another:
+        held = another.submit(ledger.reserve, 3).result()
+        ledger.publish(ledger.reserve(ledger.capacity - 3))
+        assert not ledger.num_live()
+        ledger.timeout_s = 0.01
+        with pytest.raises(TimeoutError, match=r"can be read: a reservation of 3 rows by this process"):
+            ledger.await_overwritten()
+        ledger.timeout_s = 60.0
+        threading.Timer(0.05, ledger.publish, [held]).start()
+        assert ledger.await_overwritten()
+        assert ledger.num_live() == ledger.capacity
     ledger.clear()
     assert not ledger.await_overwritten()
+
+
+def test_nobody_waits_for_the_rows_that_it_is_writing_itself():
+    ledger, _, _ = shared_ledger()
+    ledger.publish(ledger.reserve(ledger.capacity))
+    held = ledger.reserve(ledger.capacity)
+    assert not ledger.await_overwritten()
+    ledger.publish(held)
+    assert ledger.await_overwritten()
 
 
 def test_readers_share_and_a_writer_waits_for_them():

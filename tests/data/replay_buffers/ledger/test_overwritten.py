@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -196,3 +197,24 @@ def test_what_still_holds_is_what_a_simple_model_says():
         columns = int(rng.integers(1, 4))
         index = positions % 10 * columns + rng.integers(0, columns, 3)
         assert ledger.still_holds(span, index, columns) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"shared": True}, {"prefetch": 2}], ids=["private", "shared", "prefetched"])
+def test_a_buffer_all_of_which_a_thread_is_overwriting_is_waited_for(options):
+    buffer = full_buffer(**{"shared": False, **options})
+    storage = buffer.storage
+    with ThreadPoolExecutor(1) as another:
+        held = another.submit(storage.reserve, 20).result()
+        assert len(buffer) == 0
+        threading.Timer(0.05, storage.publish, [held]).start()
+        check(buffer.sample(), {0})
+    buffer.shutdown()
+
+
+def test_a_thread_that_overwrites_all_of_a_buffer_itself_is_not_kept_waiting():
+    buffer = full_buffer(shared=False)
+    held = buffer.storage.reserve(20)
+    with pytest.raises(RuntimeError, match="nothing to sample from yet"):
+        buffer.sample()
+    buffer.storage.publish(held)
+    check(buffer.sample(), {0})

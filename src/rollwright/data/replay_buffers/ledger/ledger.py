@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -124,6 +125,7 @@ class Ledger:
         self.timeout_s = timeout_s
         self.space: Space | None = None
         self.on_reserve: Callable[[int], None] | None = None
+        self._threads: dict[int, int] = {}  # of this process that reserved what is in progress, by serial
         self._keep_in(memory)
         self.capacity: int = self._head[CAPACITY]
         if capacity:
@@ -232,14 +234,17 @@ class Ledger:
         self._await_settled(lambda: self._head[PUBLISHED] >= end or stop())
 
     def await_overwritten(self) -> bool:
-        """Wait while all that was published is being overwritten; False, at once, if nothing was published.
+        """Wait while all that was published is being overwritten, by other threads or processes.
 
         Whoever writes slowly holds back those behind it, which have taken the rest of the rows meanwhile.
+
+        Returns:
+            Whether something can be read; False, at once, where nothing was published, or this thread is writing.
 
         Raises:
             TimeoutError: a process that lives does not publish what it reserved.
         """
-        if self._head[PUBLISHED] <= self._head[BASE]:
+        if self._head[PUBLISHED] <= self._head[BASE] or threading.get_ident() in list(self._threads.values()):
             return False
         self._await_settled(lambda: self.num_live() > 0 or self.is_settled())
         return self.num_live() > 0
@@ -251,8 +256,8 @@ class Ledger:
             if time.monotonic() > until:
                 raise TimeoutError(
                     f"waited {self.timeout_s:g} s until what was written to the replay buffer can be read: "
-                    f"{self._reservations.in_progress()}, and keeps what comes behind it from being read. End that "
-                    "process, or let it go on."
+                    f"{self._reservations.in_progress()}, and keeps what comes behind it from being read. Let who "
+                    "reserved it go on, or end it."
                 )
             uninterrupted.deliver()
             time.sleep(_NAP_S)
@@ -409,6 +414,7 @@ class Ledger:
         if room is not None:
             room.find(start, start + n)
         taken = self._reservations.add(start, start + n)
+        self._threads[taken.serial] = threading.get_ident()
         if self.on_reserve is not None:
             self.on_reserve(start)
         if room is not None:
@@ -447,6 +453,7 @@ class Ledger:
     def _close(self, reservation: Reservation, gaps: Sequence[tuple[int, int]], *, publish: bool) -> None:
         reservations = self._reservations
         with self.writing():
+            self._threads.pop(reservation.serial, None)
             if not reservations.is_mine(reservation):
                 if publish:
                     raise RuntimeError(reservations.why_not_mine(reservation))

@@ -248,7 +248,7 @@ def draw_and_read(
 
     Raises:
         RuntimeError: nothing is stored.
-        TimeoutError: all that was stored is being overwritten, for too long.
+        TimeoutError: all that was stored is being overwritten, for too long, by other threads or processes.
     """
     if storage.shared and sampler.repeatable:
         for _ in range(_TRIES):
@@ -262,7 +262,7 @@ def draw_and_read(
                 if generations:
                     draw.info[GENERATION] = torch.from_numpy(storage.generations(draw.index))
                 return draw, storage.read(draw.index)
-        if not (storage.shared and storage.ledger.await_overwritten()):
+        if not storage.ledger.await_overwritten():
             raise RuntimeError(
                 f"{buffer} is empty: nothing to sample from yet. Call extend(), or wait until "
                 "what writes into it has written."
