@@ -215,7 +215,8 @@ class ReplayBuffer:
                 :class:`~rollwright.data.replay_buffers.kinds.TensorDictReplayBuffer`; others have no such entry.
 
         Returns:
-            Where elements lie, int64 ``[n]``, or ``[n, ndim]``.
+            Where elements lie, int64 ``[n]``; -1: there was no room. With ``ndim=2`` ``[n, 2]``, time first:
+            ``index.reshape(T, B, 2)[t, b]`` is that of ``data[b, t]``.
 
         Raises:
             KeyError, ValueError, TypeError: the data do not fit what the storage holds.
@@ -420,11 +421,13 @@ class ReplayBuffer:
 
         Args:
             index: as ``sample`` and ``extend`` give it.
-            priority: at least 0, one for each; a number for all.
+            priority: at least 0, one for each; a number for all. With the index of ``extend``, those of the batch that
+                was written, ``[*batch, ...]``, too.
             generation: ``"index_generation"`` of the batch, of a writer that tracks it: elements that were overwritten
                 since they were drawn are left out.
         """
         flat = self.storage.flat(index)
+        priority = self.storage.in_index_order(priority, flat, self.dim_extend)
         with self.drawing, self.storage.ledger.reading():
             if generation is not None:
                 flat = np.where(still_there(self.storage, flat, generation), flat, -1)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.kinds import TensorDictPrioritizedReplayBuffer
 from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from rollwright.data.replay_buffers.storages.lists import ListStorage
@@ -285,6 +286,26 @@ def test_a_row_brings_its_priorities(dim_extend):
     errors = torch.tensor([0.0, 0.0, 3.0, 0.0])
     buffer.add(TensorDict({"x": torch.arange(4), "td_error": errors}, [4]))
     assert buffer.sample()["x"].unique().tolist() == [2]
+
+
+@pytest.mark.parametrize("dim_extend", [0, 1])
+@pytest.mark.parametrize("steps", [3, 8])
+def test_priorities_of_a_batch_go_with_the_index_that_writing_it_gave(dim_extend, steps):
+    """Also where the batch was longer than the storage, and the first steps found no room."""
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(12, ndim=2),
+        sampler=PrioritizedSampler(12, 1.0, 0.5),
+        batch_size=50,
+        dim_extend=dim_extend,
+    )
+    shape = [2, steps] if dim_extend else [steps, 2]
+    serial = torch.arange(2 * steps).reshape(shape)
+    index = buffer.extend(TensorDict({"serial": serial}, shape))
+    for given in (serial == 2 * steps - 2, (serial == 2 * steps - 2)[..., None]):
+        buffer.update_priority(index, given.float())
+        assert buffer.sample()["serial"].unique().tolist() == [2 * steps - 2]
+    batch, info = buffer.sample(4, return_info=True)
+    buffer.update_priority(info["index"], torch.tensor([[1.0], [2.0], [3.0], [4.0]]))  # of elements, as ever
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])

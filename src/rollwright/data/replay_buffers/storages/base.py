@@ -205,6 +205,23 @@ class Storage(ABC):
             array = np.where(stored, np.ravel_multi_index(places, (self.capacity, *self.rest)), -1)
         return array.reshape(-1)
 
+    def in_index_order(self, value: Any, index: NDArray[np.int64], dim: int) -> Any:
+        """Values of a batch that was written, ``[*batch, ...]``, in the order of its index: ``[n, ...]``.
+
+        Args:
+            value: others are returned as they are.
+            index: int64 ``[n]``, flat.
+            dim: of the batch, the dimension that grows.
+        """
+        if self.ndim == 1 or not isinstance(value, torch.Tensor) or value.ndim < self.ndim:
+            return value
+        rows, lanes = len(index) // self.columns, np.arange(self.columns)
+        if value.shape[: self.ndim] != (*self.rest[:dim], rows, *self.rest[dim:]):
+            return value
+        if not ((index.reshape(rows, -1) % self.columns == lanes) | (index.reshape(rows, -1) < 0)).all():
+            return value  # of elements that were drawn
+        return value.movedim(dim, 0).flatten(0, self.ndim - 1)
+
     def elements_at(self, index: Any, dim: int | None = None) -> NDArray[np.int64]:
         """Flat indices of the elements at places.
 
