@@ -108,6 +108,23 @@ def test_several_dimensions():
     assert buffer[:]["value"].sum() == 10
 
 
+def test_a_patch_of_a_batch_goes_with_the_index_that_writing_it_gave():
+    buffer = tracking(8, of_storage={"ndim": 2})
+    batch = frames(6).reshape(2, 3)
+    index = buffer.extend(batch)
+    versions = torch.tensor([[1, 1, -1], [1, 1, 1]])
+    result = buffer.update_if_present(
+        index=index,
+        generation=buffer.writer.generations_of(index),
+        patch={"value": batch["obs"][..., None].float()},
+        version_key="version",
+        version=versions,
+    )
+    assert result.updated_count == 5
+    assert result.version_rejected.reshape(3, 2).T.tolist() == (versions < 0).tolist()
+    assert buffer[:]["value"][..., 0].tolist() == [[0.0, 1.0, 0.0], [3.0, 4.0, 5.0]]
+
+
 def test_newer_versions_win():
     buffer = tracking()
     buffer.extend(frames(8).set("version", torch.tensor([0, 1, 2, 3, 4, 5, 6, 7])))

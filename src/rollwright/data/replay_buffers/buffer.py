@@ -461,11 +461,12 @@ class ReplayBuffer:
         Args:
             index: ``"index"`` of a batch, int64 ``[n]`` or ``[n, ndim]``.
             generation: ``"index_generation"`` of the batch, int64 ``[n]``.
-            patch: new values of some entries, ``[n, ...]`` each.
+            patch: new values of some entries, ``[n, ...]`` each. With the index of :meth:`extend`, those of the batch
+                that was written, ``[*batch, ...]``, too.
             version_key: an entry of one number for each element, that of the version of what is stored: elements are
                 changed where ``version`` is at least that, and get it. Of an element that is named twice, the newest
                 version counts.
-            version: of the patch, one number or ``[n]``.
+            version: of the patch, one number or ``[n]`` (or ``[*batch]``).
             require_newer: change elements where ``version`` is larger only.
 
         Returns:

@@ -82,12 +82,12 @@ def update_if_present(
     if (version_key is None) != (version is None):
         raise ValueError("version_key, version: expected both or neither, got one. Pass the version of the patch.")
     given = leaves(patch) if isinstance(patch, TensorDictBase) else patch
-    values = {unravel(key): torch.as_tensor(value) for key, value in given.items()}
+    values = {unravel(key): _ordered(storage, torch.as_tensor(value), flat) for key, value in given.items()}
     if version_key is not None:
         version_key = checked_key("version_key", version_key)
         if version_key in values:
             raise ValueError(f"patch: expected it without version_key {version_key!r}, which is written with it.")
-        values[version_key] = _versions(storage, version_key, version, len(flat))
+        values[version_key] = _versions(storage, version_key, version, flat)
     if not values:
         raise ValueError("patch: expected at least one entry to change, got none.")
     storage.check_entries(values, len(flat))
@@ -106,12 +106,17 @@ def update_if_present(
     return ConditionalUpdateResult(updated, None if rejected is None else torch.from_numpy(rejected))
 
 
-def _versions(storage: RowStorage, key: NestedKey, version: Any, n: int) -> torch.Tensor:
+def _ordered(storage: RowStorage, value: torch.Tensor, flat: Index) -> torch.Tensor:
+    found: torch.Tensor = storage.in_index_order(value, flat, storage.dim_extend)
+    return found
+
+
+def _versions(storage: RowStorage, key: NestedKey, version: Any, flat: Index) -> torch.Tensor:
     """The versions of a patch, in the shape and dtype of the entry."""
     if key not in storage.fields:
         raise KeyError(f"version_key: there is no entry {key!r}; the storage has {key_str(storage.keys())}.")
     shape, dtype = storage.fields[key]
-    value = torch.as_tensor(version, dtype=dtype)
+    value, n = _ordered(storage, torch.as_tensor(version, dtype=dtype), flat), len(flat)
     if torch.Size(shape).numel() != 1 or value.numel() not in (1, n):
         raise ValueError(
             f"version: expected one number, or one for each of the {n} elements, for an entry of one number each, got "
