@@ -12,6 +12,7 @@ from rollwright.data import (
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
@@ -189,6 +190,14 @@ def test_a_key_routes_elements_to_their_members():
         ensemble.extend(TensorDict({"serial": torch.arange(2)}, [2]))
 
 
+def test_a_list_of_elements_is_routed_and_other_objects_are_refused():
+    ensemble = ReplayBufferEnsemble(*members(), sample_from_all=True, batch_size=6, routing_key="member")
+    assert ensemble.extend(list(torch.cat([of_member(0, 2), of_member(2, 1)]).unbind(0))).tolist() == [0, 1, 0]
+    assert [len(buffer) for buffer in ensemble.members] == [2, 0, 1]
+    with pytest.raises(TypeError, match=r"routing_key: expected a TensorDict.*'member', got dict"):
+        ensemble.extend({"member": torch.zeros(2)})
+
+
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_a_dimension_routes_parts_to_their_members(ndim):
     buffers = [TensorDictReplayBuffer(storage=LazyTensorStorage(20, ndim=ndim)) for _ in range(3)]
@@ -240,6 +249,27 @@ def test_priorities_reach_the_members():
     assert again["serial"][0].unique().tolist() == [2]
     assert again["serial"][1].unique().tolist() == [101]
     assert again["priority_weight"].shape == (2, 40)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_priorities_of_rows_of_different_lengths_reach_the_members(listed):
+    """Slices that are cut short make such rows."""
+    buffers = members(2, sampler=lambda: PrioritizedSliceSampler(20, 1.0, 1.0, slice_len=4, traj_key="episode"))
+    ensemble = ReplayBufferEnsemble(*buffers, sample_from_all=True, batch_size=8)
+    for n in range(2):
+        data = of_member(n, 6)
+        ensemble.extend(data.set("episode", torch.arange(6) // (2 + n)), member=n)  # of two and of three frames
+    batch, info = ensemble.sample(return_info=True)
+    while len({len(row) for row in batch.unbind(0)}) == 1:
+        batch, info = ensemble.sample(return_info=True)
+    ensemble.update_priority(info["index"], 0.0)
+    rows = [torch.full((len(row),), 1e9) for row in batch.unbind(0)]
+    ensemble.update_priority(info["index"], rows if listed else torch.cat(rows))
+    for row, member in zip(info["index"].unbind(0), buffers, strict=True):
+        best = torch.from_numpy(member.sampler._priorities.leaves)[:6] == 1e9
+        assert best.nonzero().flatten().tolist() == sorted(set(row["index"].tolist()))
+    with pytest.raises(ValueError, match=r"priority: expected one for each of the \d elements, got shape \[11\]"):
+        ensemble.update_priority(info["index"], torch.ones(11))
 
 
 @pytest.mark.parametrize("how", ["state_dict", "dumps"])

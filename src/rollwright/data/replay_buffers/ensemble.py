@@ -13,7 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from rollwright._foreign import class_path
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright.data.loading import load_saved, save
-from rollwright.data.replay_buffers._arguments import Transform, checked_transform, inverse_of
+from rollwright.data.replay_buffers._arguments import Transform, checked_transform, inverse_of, stacked
 from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
@@ -182,6 +182,12 @@ class ReplayBufferEnsemble:
                 "member: the ensemble cannot tell which member the data belong to. Pass extend(data, member=i), or "
                 "give it a routing_key or a routing_dim."
             )
+        data = stacked(data) if isinstance(data, list) else data
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(
+                f"routing_key: expected a TensorDict, or a list of some, with the entry {self.routing_key!r}, got "
+                f"{type(data).__name__}. Pass extend(data, member=i)."
+            )
         rows = data.reshape(-1)
         where = rows.get(self.routing_key, None)
         if where is None:
@@ -265,11 +271,22 @@ class ReplayBufferEnsemble:
 
         Args:
             index: ``"buffer_ids"`` and ``"index"``, as batches hold them.
-            priority: at least 0: one for each element, or a number for all.
+            priority: at least 0: one for each element, or a number for all. Of rows of different lengths, those of all
+                elements one after the other, or a list of those of each row.
+
+        Raises:
+            ValueError: priorities of another number than elements.
         """
-        ids, places = index.get("buffer_ids").reshape(-1), index.get("index")
-        places = places.reshape(len(ids), *places.shape[index.ndim :])
-        each = torch.as_tensor(priority)
+        rows = index.tensordicts if isinstance(index, LazyStackedTensorDict) else [index]
+        ids = torch.cat([row.get("buffer_ids").reshape(-1) for row in rows])
+        places = torch.cat([row.get("index").flatten(0, row.ndim - 1) for row in rows])
+        is_listed = isinstance(priority, list | tuple) and all(isinstance(row, torch.Tensor) for row in priority)
+        each = torch.cat([row.reshape(-1) for row in priority]) if is_listed else torch.as_tensor(priority)
+        if each.numel() != 1 and each.numel() % max(len(ids), 1):
+            raise ValueError(
+                f"priority: expected one for each of the {len(ids)} elements, got shape {list(each.shape)}. Pass the "
+                "elements' index along with it."
+            )
         each = (each.reshape(1).expand(len(ids)) if each.numel() == 1 else each).reshape(len(ids), -1)
         for n, buffer in enumerate(self.members):
             mine = ids == n
