@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -190,6 +192,20 @@ def test_a_key_routes_elements_to_their_members():
         ensemble.extend(TensorDict({"serial": torch.arange(2)}, [2]))
 
 
+def test_members_are_named_by_integers():
+    """Half a member is none: nothing is dropped."""
+    ensemble = ReplayBufferEnsemble(*members(), sample_from_all=True, batch_size=6, routing_key="member")
+    with pytest.raises(TypeError, match=r"'member': expected integers, numbers of members, got torch.float32"):
+        ensemble.extend(TensorDict({"member": torch.tensor([0.0, 0.5])}, [2]))
+    assert ensemble.write_count == 0
+
+
+def test_one_element_is_routed():
+    ensemble = ReplayBufferEnsemble(*members(), sample_from_all=True, batch_size=6, routing_key="member")
+    assert [ensemble.add(of_member(n, 1)[0]) for n in (1, 2, 1)] == [0, 0, 1]
+    assert [len(buffer) for buffer in ensemble.members] == [0, 2, 1]
+
+
 def test_a_list_of_elements_is_routed_and_other_objects_are_refused():
     ensemble = ReplayBufferEnsemble(*members(), sample_from_all=True, batch_size=6, routing_key="member")
     assert ensemble.extend(list(torch.cat([of_member(0, 2), of_member(2, 1)]).unbind(0))).tolist() == [0, 1, 0]
@@ -304,6 +320,50 @@ def test_a_dump_of_other_members_is_refused_and_changes_nothing(tmp_path):
     with pytest.raises(ValueError, match="expected a dump of 3 members, got one of 2"):
         filled(3).loads(tmp_path)
     filled(2).loads(tmp_path)
+
+
+def test_counts_of_all_members():
+    ensemble = filled(2)
+    assert ensemble.stats() == {
+        "size": 9,
+        "write_count": 9,
+        "capacity": 40,
+        "prefetch_queue_size": 0,
+        "utilization": 9 / 40,
+        "initialized": True,
+        "num_buffers": 2,
+    }
+
+
+def test_whether_there_is_something_to_sample():
+    ensemble = ReplayBufferEnsemble(*members(2), batch_size=4, p=[1.0, 0.0])
+    assert not ensemble.can_sample()
+    ensemble.extend(of_member(1), member=1)
+    assert not ensemble.can_sample()  # of the other member
+    ensemble.extend(of_member(0), member=0)
+    assert ensemble.can_sample()
+
+
+def test_transforms_are_applied_in_their_order():
+    ensemble = filled(2)
+    ensemble.append_transform(lambda batch: batch.set("sum", batch["serial"] + batch["one"]))
+    ensemble.insert_transform(0, lambda batch: batch.set("one", torch.ones_like(batch["serial"])))
+    batch = ensemble.sample()
+    assert torch.equal(batch["sum"], batch["serial"] + 1)
+    assert len(ensemble.transform) == 2
+    with pytest.raises(IndexError, match="index: expected one from -2 to 2, got 3"):
+        ensemble.insert_transform(3, lambda batch: batch)
+
+
+def test_threads_of_members_end_with_the_ensemble():
+    before = set(threading.enumerate())
+    ensemble = ReplayBufferEnsemble(*members(2, prefetch=1, batch_size=3), batch_size=6)
+    for n in range(2):
+        ensemble.extend(of_member(n), member=n)
+    ensemble.sample()
+    assert set(threading.enumerate()) - before
+    ensemble.shutdown()
+    assert not set(threading.enumerate()) - before
 
 
 def test_emptied():

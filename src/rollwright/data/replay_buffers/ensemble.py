@@ -13,7 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from rollwright._foreign import class_path
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright.data.loading import load_saved, save
-from rollwright.data.replay_buffers._arguments import Transform, checked_transform, inverse_of, stacked
+from rollwright.data.replay_buffers._arguments import Transform, checked_transform, inverse_of, parts_of, stacked
 from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
@@ -178,10 +178,7 @@ class ReplayBufferEnsemble:
                 )
             return torch.cat([buffer.extend(part, **how) for buffer, part in zip(self.members, parts, strict=True)])
         if self.routing_key is None:
-            raise ValueError(
-                "member: the ensemble cannot tell which member the data belong to. Pass extend(data, member=i), or "
-                "give it a routing_key or a routing_dim."
-            )
+            raise self._unrouted("extend")
         data = stacked(data) if isinstance(data, list) else data
         if not isinstance(data, TensorDictBase):
             raise TypeError(
@@ -196,14 +193,27 @@ class ReplayBufferEnsemble:
                 "Name one of these, or pass extend(data, member=i)."
             )
         where = where.reshape(len(rows), -1)[:, 0]
+        if where.is_floating_point():
+            raise TypeError(f"{self.routing_key!r}: expected integers, numbers of members, got {where.dtype}.")
         if not bool(((where >= 0) & (where < len(self.members))).all()):
             raise ValueError(f"{self.routing_key!r}: expected members 0 to {len(self.members) - 1}, got {where}.")
         written = [(buffer, rows[where == n]) for n, buffer in enumerate(self.members)]
         return torch.cat([buffer.extend(part, **how) for buffer, part in written if len(part)])
 
-    def add(self, data: Any, *, member: int) -> int | torch.Tensor:
-        """Store one element in a member."""
+    def add(self, data: Any, *, member: int | None = None) -> int | torch.Tensor:
+        """Store one element in a member: the one that is named, or the one of its ``routing_key``."""
+        if member is None and self.routing_key is not None:
+            found = self.extend([data])
+            return int(found[0]) if found.ndim == 1 and len(found) == 1 else found
+        if member is None:
+            raise self._unrouted("add")
         return self._member(member).add(data)
+
+    def _unrouted(self, call: str) -> ValueError:
+        return ValueError(
+            f"member: the ensemble cannot tell which member the data belong to. Pass {call}(data, member=i), or give "
+            "it a routing_key or, for extend(), a routing_dim."
+        )
 
     def _member(self, n: int) -> ReplayBuffer:
         if not 0 <= n < len(self.members):
@@ -349,15 +359,52 @@ class ReplayBufferEnsemble:
         """See :meth:`ReplayBuffer.num_given`."""
         return sum(member.num_given() for member in self.members)
 
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Whether all members that may be drawn can be sampled; see :meth:`ReplayBuffer.can_sample`."""
+        size = batch_size or self.batch_size
+        row_size = None if size is None else self._row_size(size)
+        weights = [1.0] * len(self.members) if self.p is None else self.p.tolist()
+        drawn = [member for member, p in zip(self.members, weights, strict=True) if p]
+        return all(member.can_sample(row_size) for member in drawn)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of all members together, and their number, ``"num_buffers"``; see :meth:`ReplayBuffer.stats`."""
+        each = [member.stats() for member in self.members]
+        summed = {name: sum(of[name] for of in each) for name in each[0] if name not in ("utilization", "initialized")}
+        of_all = {"utilization": summed["size"] / summed["capacity"], "initialized": True}
+        return {**summed, **of_all, "num_buffers": len(each)}
+
+    def shutdown(self) -> None:
+        """End the threads of members that prefetch."""
+        for member in self.members:
+            member.shutdown()
+
+    @property
+    def transform(self) -> tuple[Any, ...]:
+        """The transforms by place; see :attr:`ReplayBuffer.transform`. Those of members are their own."""
+        return tuple(part for change in self.transforms for part in parts_of(change))
+
     def append_transform(self, transform: Transform) -> ReplayBufferEnsemble:
         """Apply a transform to each stacked batch, after those that are there."""
+        return self.insert_transform(len(self.transforms), transform)
+
+    def insert_transform(self, index: int, transform: Transform) -> ReplayBufferEnsemble:
+        """Apply a transform to each stacked batch, before the one at ``index``.
+
+        Raises:
+            IndexError: ``index`` lies outside the transforms.
+            TypeError: the transform has an inverse.
+        """
         transform = checked_transform(transform)
         if inverse_of(transform) is not None:
             raise TypeError(
                 f"transform: {type(transform).__name__} has an inverse, which an ensemble does not apply to what is "
                 "written. Give the transform to each member."
             )
-        self.transforms.append(transform)
+        most = len(self.transforms)
+        if not -most <= index <= most:
+            raise IndexError(f"index: expected one from {-most} to {most}, got {index}.")
+        self.transforms.insert(index, transform)
         return self
 
     def set_rng(self, generator: torch.Generator | None) -> None:

@@ -301,10 +301,10 @@ def test_priorities_of_a_batch_go_with_the_index_that_writing_it_gave(dim_extend
     shape = [2, steps] if dim_extend else [steps, 2]
     serial = torch.arange(2 * steps).reshape(shape)
     index = buffer.extend(TensorDict({"serial": serial}, shape))
-    for given in (serial == 2 * steps - 2, (serial == 2 * steps - 2)[..., None]):
-        buffer.update_priority(index, given.float())
+    for largest in (serial == 2 * steps - 2, (serial == 2 * steps - 2)[..., None]):
+        buffer.update_priority(index, largest.float())
         assert buffer.sample()["serial"].unique().tolist() == [2 * steps - 2]
-    batch, info = buffer.sample(4, return_info=True)
+    _, info = buffer.sample(4, return_info=True)
     buffer.update_priority(info["index"], torch.tensor([[1.0], [2.0], [3.0], [4.0]]))  # of elements, as ever
 
 
