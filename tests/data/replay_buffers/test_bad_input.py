@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -47,6 +48,30 @@ def filled(storage=LazyTensorStorage, **options) -> ReplayBuffer:
 
 
 # Data --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", [*ROWS, ListStorage, RaggedStorage])
+def test_nothing_and_one_element_are_no_batch(storage):
+    buffer = ReplayBuffer(storage=storage(20), batch_size=4)
+    with pytest.raises(ValueError, match=r"data: expected at least one element, got none"):
+        buffer.extend([])
+    for element in (frames()[0], torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"data: .*batch dimensions|data: expected a batch.*Pass one element"):
+            buffer.extend(element)
+    assert len(buffer) == 0
+
+
+@pytest.mark.parametrize("storage", [*ROWS, ListStorage, RaggedStorage])
+def test_the_rows_of_an_array_are_elements(storage):
+    buffer = ReplayBuffer(storage=storage(20), batch_size=4)
+    assert buffer.extend(np.arange(6.0).reshape(3, 2)).tolist() == [0, 1, 2]
+    assert torch.equal(buffer[1], torch.tensor([2.0, 3.0], dtype=torch.float64))
+
+
+def test_a_last_batch_of_slices_that_would_be_short_is_one_of_trajectories():
+    buffer = filled(sampler=SliceSamplerWithoutReplacement(slice_len=2, drop_last=True), batch_size=6)
+    with pytest.raises(ValueError, match=r"at most the 2 trajectories that are stored.*drop_last.*got 3"):
+        buffer.sample()
 
 
 @pytest.mark.parametrize("storage", ROWS)

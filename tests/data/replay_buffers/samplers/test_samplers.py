@@ -126,7 +126,7 @@ def test_the_last_short_batch_can_be_left_out():
     sampler = SamplerWithoutReplacement(drop_last=True)
     seen = [(len(drawn(sampler, storage, 4)), sampler.ran_out) for _ in range(4)]
     assert seen == [(4, False), (4, True), (4, False), (4, True)]
-    with pytest.raises(ValueError, match=r"at most the 10 that are stored.*got 11.*drop_last=False"):
+    with pytest.raises(ValueError, match=r"at most the 10 elements that are stored.*got 11.*drop_last=False"):
         drawn(SamplerWithoutReplacement(drop_last=True), storage, 11)
 
 

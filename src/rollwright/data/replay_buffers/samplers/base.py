@@ -401,10 +401,11 @@ class Passes:
     Args:
         drop_last: leave out the last batch of a pass where it is short.
         shuffle: each pass in an order of its own; else in the order of items.
+        items: what they are called in messages.
     """
 
-    def __init__(self, drop_last: bool, shuffle: bool) -> None:
-        self.drop_last, self.shuffle = drop_last, shuffle
+    def __init__(self, drop_last: bool, shuffle: bool, items: str = "elements") -> None:
+        self.drop_last, self.shuffle, self._name = drop_last, shuffle, items
         self.epoch: Epoch | None = None
         self.ran_out = False
 
@@ -434,8 +435,9 @@ class Passes:
             self.epoch = Epoch(every)
             if not self.epoch.holds(needed, alive):
                 raise ValueError(
-                    f"batch_size: expected at most the {every.shape[1]} that are stored, as drop_last=True leaves out "
-                    f"batches that are not full; got {count}. Ask for fewer, store more, or pass drop_last=False."
+                    f"batch_size: expected at most the {every.shape[1]} {self._name} that are stored, as "
+                    f"drop_last=True leaves out batches that are not full; got {count}. Ask for fewer, store more, or "
+                    "pass drop_last=False."
                 )
         taken = self.epoch.take(count, alive)
         self.ran_out = not self.epoch.holds(needed, alive)

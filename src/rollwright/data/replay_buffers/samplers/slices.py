@@ -311,7 +311,7 @@ class SliceSamplerWithoutReplacement(InPasses, SliceSampler):
             raise ValueError(f"replacement: expected False for {type(self).__name__}, got True. Use a SliceSampler.")
         options["replacement"] = False
         super().__init__(**options)
-        self._passes = Passes(bool(drop_last), bool(shuffle))
+        self._passes = Passes(bool(drop_last), bool(shuffle), "trajectories")
         self._num_begun = 0  # of the boundaries, when the runs of the pass were those of the storage
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

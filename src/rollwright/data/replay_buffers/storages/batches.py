@@ -33,7 +33,8 @@ def items_of(data: Any, dim: int) -> list[Any]:
     """The rows in data for :meth:`Storage.append`, one by one; they share memory with it.
 
     Raises:
-        TypeError: it is neither a tensor, a TensorDict, nor a list of elements.
+        TypeError: it is neither a tensor, an array, a TensorDict, nor a list of elements.
+        ValueError: it is one element.
     """
     return [item for batch in batches_of(data) for item in _unbound(batch, dim)]
 
@@ -48,7 +49,14 @@ def num_rows(data: Any, dim: int) -> int:
 
 
 def _unbound(batch: Any, dim: int) -> list[Any]:
+    if isinstance(batch, np.ndarray) and batch.dtype.kind in "biufc":
+        batch = torch.from_numpy(batch)
     if isinstance(batch, torch.Tensor) or is_tensor_collection(batch):
+        if batch.ndim <= dim:
+            raise ValueError(
+                f"data: expected a batch with at least {dim + 1} dimensions, got a {type(batch).__name__} of shape "
+                f"{list(batch.shape)}. Pass one element to add()."
+            )
         return list(batch.unbind(dim))
     rows = None if isinstance(batch, list) or not is_structure(batch) else unbound(batch, dim)
     if rows is not None:

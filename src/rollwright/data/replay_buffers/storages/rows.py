@@ -612,6 +612,8 @@ def _check_same_entries(stack: LazyStackedTensorDict) -> None:
 
 def _packed(data: Any, ndim: int) -> tuple[Any, Form]:
     """Data as one tensor or TensorDict, and what their elements were; a list is one of elements."""
+    if isinstance(data, list) and not data and ndim:
+        raise ValueError("data: expected at least one element, got none.")
     try:
         return joined(data, ndim) if isinstance(data, list) and data and ndim else packed(data, ndim)
     except RuntimeError as error:

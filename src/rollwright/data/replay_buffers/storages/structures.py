@@ -281,7 +281,8 @@ def _no_leaf(value: Any, path: tuple[str, ...]) -> str:
     where = f" in {unravel(path)!r}" if path else ""
     return (
         f"data: expected a TensorDict or tensor, or a structure of tensors, arrays and numbers, got "
-        f"{type(value).__name__}{where}. Use a ListStorage, which keeps any objects."
+        f"{type(value).__name__}{where}. Use a ListStorage, which keeps any objects, or a RaggedStorage for "
+        "TensorDicts with text."
     )
 
 
