@@ -36,6 +36,7 @@ def test_batches_keep_the_batch_size_of_elements(kind, tmp_path):
     assert bool((buffer[:] == data).all())
     assert buffer[2].batch_size == (5,)
     assert bool((buffer[2] == data[2]).all())
+    assert buffer._storage._storage.batch_size == (8, 5)
     buffer.dumps(tmp_path / "saved")
     twin = ReplayBuffer(storage=kind(8), batch_size=3)
     twin.loads(tmp_path / "saved")

@@ -413,7 +413,7 @@ class RowStorage(Storage):
             tensor.filename = self._filename  # type: ignore[attr-defined]
         if _WHOLE in rows:
             return rows[_WHOLE]
-        return self._builder.build(rows.values(), (schema.capacity, *schema.rest), self._device)
+        return self._builder.build(rows.values(), (schema.capacity, *schema.rest, *schema.batch), self._device)
 
     @property
     def _filename(self) -> str | None:
