@@ -150,6 +150,29 @@ def test_objects_of_a_list(serve):
     assert all(one in ({"a": 1}, {"a": 2}) for one in buffer.sample())
 
 
+def test_a_list_storage_that_is_made_already_is_copied_into_the_service(serve):
+    buffer = serve(ReplayBuffer, storage=ListStorage(10), batch_size=2)
+    buffer.extend([1, 2])
+    assert set(buffer.sample()) <= {1, 2}
+    buffer.set_storage(ListStorage(5))
+    buffer.extend([3])
+    assert buffer.sample() == [3, 3]
+
+
+def test_counts_are_named_as_those_of_a_buffer_of_this_process(serve):
+    buffer = serve(batch_size=4)
+    assert not buffer.can_sample()
+    buffer.extend(frames(0, 5))
+    assert buffer.can_sample()
+    assert buffer.can_sample(100)
+    local = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4)
+    local.extend(frames(0, 5))
+    assert local.stats().items() <= buffer.stats().items()
+    client = buffer.client()
+    assert client.stats() == local.stats()
+    client.shutdown()
+
+
 def test_dumps_and_loads(serve, tmp_path):
     first, second = serve(), serve()
     first.extend(frames(0, 30))

@@ -179,11 +179,20 @@ class ServiceReplayBuffer(ReplayClient):
         return True
 
     def stats(self) -> dict[str, Any]:
-        """``write_count``, ``num_stored``, ``num_restarts``, ``num_lost`` and ``num_connections``, without asking."""
-        counts = self._session.counts
+        """See :meth:`ReplayBuffer.stats`; and ``num_stored``, ``num_restarts``, ``num_lost`` and ``num_connections``.
+
+        These are the numbers that the service has sent last: nothing is asked.
+        """
+        counts, capacity = self._session.counts, self.info.max_size
+        num_stored = 0 if counts is None else counts.num_stored
         return {
+            "size": num_stored,
             "write_count": 0 if counts is None else counts.write_count,
-            "num_stored": 0 if counts is None else counts.num_stored,
+            "capacity": capacity,
+            "utilization": num_stored / capacity,
+            "prefetch_queue_size": self._num_ahead(),
+            "initialized": self.initialized,
+            "num_stored": num_stored,
             "num_restarts": self.num_restarts,
             "num_lost": self.num_lost,
             "num_connections": self.num_connections,

@@ -221,6 +221,10 @@ class ReplayClient(ReplayBuffer):
 
     # Elements -----------------------------------------------------------------------------------------
 
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """See :meth:`ReplayBuffer.can_sample`."""
+        return bool(self._session.ask("can_sample", self.batch_size if batch_size is None else batch_size))
+
     def __len__(self) -> int:
         self.fillers.raise_error()
         return int(self._session.ask("length"))

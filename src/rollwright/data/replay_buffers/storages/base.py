@@ -158,6 +158,9 @@ class Storage(ABC):
         """Whether other processes can write and read it too."""
         return False
 
+    def move_here(self) -> None:  # noqa: B027 - most need nothing
+        """Serve in this process from now on: it is a copy of one that was sent for that, and nobody uses the other."""
+
     # Places -----------------------------------------------------------------------------------
 
     def live_index(self) -> NDArray[np.int64]:

@@ -65,6 +65,10 @@ class ListStorage(Storage):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_was_sent": self._was_sent or is_sending()}
 
+    def move_here(self) -> None:
+        """See :meth:`Storage.move_here`."""
+        self._was_sent = False
+
     def _check_here(self) -> None:
         if self._was_sent:
             raise TypeError(

@@ -11,6 +11,7 @@ import torch
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.samplers.slices import SliceSampler
 from rollwright.data.replay_buffers.service.messages import Info
+from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.entries import set_entries
 
 __all__ = ["Commands"]
@@ -91,6 +92,10 @@ class Commands:
         batch, info = self._buffer.sample(batch_size, return_info=True)
         return batch, info, self._buffer.sampler.ran_out
 
+    def can_sample(self, batch_size: int | None) -> bool:
+        """See :meth:`ReplayBuffer.can_sample`."""
+        return self._buffer.can_sample(batch_size)
+
     def get_elements(self, index: Any) -> Any:
         """Elements by place."""
         return self._buffer[index]
@@ -125,7 +130,10 @@ class Commands:
 
     def set_storage(self, storage: bytes) -> Info:
         """See :meth:`ReplayBuffer.set_storage`; a pair, of the storage and of what collates."""
-        self._buffer.set_storage(*pickle.loads(storage))
+        given, collate_fn = pickle.loads(storage)
+        if isinstance(given, Storage):
+            given.move_here()
+        self._buffer.set_storage(given, collate_fn)
         return self.info()
 
     def set_rng(self, state: torch.Tensor | None) -> None:

@@ -18,6 +18,7 @@ from rollwright.data.replay_buffers.service.serving.dumps import Dumps
 from rollwright.data.replay_buffers.service.serving.journal import Journal
 from rollwright.data.replay_buffers.service.serving.keeper import Keeper
 from rollwright.data.replay_buffers.service.serving.server import Server
+from rollwright.data.replay_buffers.storages.base import Storage
 
 __all__ = ["LimiterForm", "Recipe", "Service", "ServiceHost"]
 
@@ -95,6 +96,8 @@ class Service:
             options["limiter"] = SampleToInsertRatio(
                 form.samples_per_insert, margin=form.margin, min_size=form.min_size, timeout_s=form.timeout_s
             )
+        if isinstance(options.get("storage"), Storage):
+            options["storage"].move_here()
         if options.get("generator") is not None:
             options["generator"] = torch.Generator().set_state(options["generator"])
         dumps = None if recipe.path is None else Dumps(recipe.path, recipe.dump_every)
