@@ -125,6 +125,15 @@ def test_a_patch_of_a_batch_goes_with_the_index_that_writing_it_gave():
     assert buffer[:]["value"][..., 0].tolist() == [[0.0, 1.0, 0.0], [3.0, 4.0, 5.0]]
 
 
+def test_a_patch_may_be_nested():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), writer=RoundRobinWriter(track_generations=True))
+    index = buffer.extend(TensorDict({"next": {"value": torch.zeros(3)}}, [3]))
+    buffer.update_if_present(
+        index=index, generation=buffer.writer.generations_of(index), patch={"next": {"value": torch.ones(3)}}
+    )
+    assert buffer["next", "value"].tolist() == [1, 1, 1]
+
+
 def test_newer_versions_win():
     buffer = tracking()
     buffer.extend(frames(8).set("version", torch.tensor([0, 1, 2, 3, 4, 5, 6, 7])))

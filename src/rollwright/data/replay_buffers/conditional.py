@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey, checked_key, key_str, leaves, unravel
+from rollwright._keys import NestedKey, checked_key, key_str
 from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.entries import flat_entries
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 
 __all__ = ["ConditionalUpdateResult", "still_there", "update_if_present"]
@@ -81,8 +82,8 @@ def update_if_present(
         )
     if (version_key is None) != (version is None):
         raise ValueError("version_key, version: expected both or neither, got one. Pass the version of the patch.")
-    given = leaves(patch) if isinstance(patch, TensorDictBase) else patch
-    values = {unravel(key): _ordered(storage, torch.as_tensor(value), flat) for key, value in given.items()}
+    given = flat_entries(patch).items()
+    values = {key: _ordered(storage, torch.as_tensor(value), flat) for key, value in given}
     if version_key is not None:
         version_key = checked_key("version_key", version_key)
         if version_key in values:

@@ -60,6 +60,14 @@ def test_several_entries_of_all_elements():
     assert (buffer["next", "b"] == 1).all()
 
 
+@pytest.mark.parametrize("given", [{"next": {"b": torch.ones(6, 2)}}, {"next": TensorDict({"b": torch.ones(6, 2)})}])
+def test_dictionaries_of_entries_may_be_nested(given):
+    buffer = filled()
+    buffer.update_({"a": 3, **given})
+    assert buffer[:]["a"].tolist() == [3] * 6
+    assert (buffer["next", "b"] == 1).all()
+
+
 def test_the_index_of_a_batch_names_elements_after_the_ring_has_moved():
     buffer = filled(batch_size=20)
     index = buffer.extend(frames(6, 100))
@@ -76,6 +84,8 @@ def test_rows_of_several_dimensions():
     index = buffer.extend(TensorDict({"a": torch.arange(6).reshape(2, 3)}, [2, 3]))
     buffer.set_("a", torch.arange(6).reshape(2, 3) * 10)
     assert buffer[:]["a"].tolist() == [[0, 10, 20], [30, 40, 50]]
+    buffer.set_at_("a", torch.arange(6).reshape(2, 3), index)  # of the batch that was written
+    assert buffer[:]["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
     buffer.set_at_("a", torch.tensor([1, 2]), index[:2])
     changed = buffer.storage.read(buffer.storage.flat(index[:2]))["a"]
     assert changed.tolist() == [1, 2]

@@ -10,11 +10,28 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey, key_str, leaves, unravel
+from rollwright._keys import NestedKey, as_tuple, key_str, leaves, unravel
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 
-__all__ = ["set_entries"]
+__all__ = ["flat_entries", "set_entries"]
+
+
+def flat_entries(data: Mapping[NestedKey, Any] | TensorDictBase) -> dict[NestedKey, Any]:
+    """The entries of a TensorDict, or of a dictionary whose values may be such, by their whole names.
+
+    >>> flat_entries({"a": 1, "next": {"b": 2}, ("next", "c"): 3})
+    {'a': 1, ('next', 'b'): 2, ('next', 'c'): 3}
+    """
+    if isinstance(data, TensorDictBase):
+        return leaves(data)
+    found: dict[NestedKey, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping | TensorDictBase):
+            found |= {unravel((*as_tuple(key), *as_tuple(name))): leaf for name, leaf in flat_entries(value).items()}
+        else:
+            found[unravel(key)] = value
+    return found
 
 
 def set_entries(
@@ -24,7 +41,7 @@ def set_entries(
 
     Args:
         storage: of rows of tensors.
-        data: new values of some entries, ``[*index, *entry]`` or what broadcasts to that.
+        data: new values of some entries, ``[*index, *entry]`` or what broadcasts to that; dictionaries may be nested.
         index: as ``sample`` and ``extend`` give it, or a slice of places; None: of all that is stored.
         dim: of the batch of all that is stored, the dimension that grows; None: that of the storage.
 
@@ -38,8 +55,7 @@ def set_entries(
             f"storage: {type(storage).__name__} has no entries that can be changed alone. Use a LazyTensorStorage or a "
             "LazyMemmapStorage, or replace elements: buffer[index] = data."
         )
-    given = leaves(data) if isinstance(data, TensorDictBase) else data
-    values = {unravel(key): value for key, value in given.items()}
+    values = flat_entries(data)
     unknown = [key for key in values if key not in storage.fields]
     if unknown:
         raise KeyError(f"data: expected entries among {key_str(storage.keys())}, got {key_str(unknown)}.")
@@ -50,6 +66,8 @@ def set_entries(
             chosen = storage.flat(index)
             if not (storage.generations(chosen) >= 0).all():
                 raise IndexError(f"index: expected places of elements that are stored, got {index!r}.")
+            dim = storage.dim_extend if dim is None else dim
+            values = {key: storage.in_index_order(value, chosen, dim) for key, value in values.items()}
             if storage.ndim == 1:
                 chosen = chosen.reshape(index.shape if isinstance(index, torch.Tensor) else np.shape(index))
         entries = {key: _fitting(storage, key, value, chosen.shape) for key, value in values.items()}
