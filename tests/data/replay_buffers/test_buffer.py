@@ -313,6 +313,15 @@ def prefetchers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("rollwright-prefetch")]
 
 
+def test_a_buffer_is_started_and_shut_down_as_one_in_a_service_is():
+    buffer = filled(prefetch=1)
+    assert buffer.start() is buffer
+    assert buffer.is_alive
+    buffer.sample()
+    buffer.shutdown(timeout=1.0)
+    assert not prefetchers()
+
+
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_prefetched_batches_are_those_that_would_have_been_drawn(prefetch):
     plain, ahead = (filled(50, generator=seeded(3), prefetch=n) for n in (None, prefetch))

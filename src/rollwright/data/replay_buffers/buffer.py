@@ -806,8 +806,21 @@ class ReplayBuffer:
             "Make the buffer with service_backend='process' (or 'ray')."
         )
 
-    def shutdown(self) -> None:
-        """End the threads that prefetch; of a buffer in a service: end that."""
+    def start(self) -> ReplayBuffer:
+        """Return the buffer: it can be used as soon as it is made, in a service too."""
+        return self
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the buffer can be used: always, unless it is in a service, which may have ended."""
+        return True
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the threads that prefetch; of a buffer in a service: end that.
+
+        Args:
+            timeout: seconds that a service has for its end; None: 5.
+        """
         if self._prefetcher is not None:
             self._prefetcher.shutdown()
 

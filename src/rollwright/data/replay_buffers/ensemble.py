@@ -374,10 +374,10 @@ class ReplayBufferEnsemble:
         of_all = {"utilization": summed["size"] / summed["capacity"], "initialized": True}
         return {**summed, **of_all, "num_buffers": len(each)}
 
-    def shutdown(self) -> None:
-        """End the threads of members that prefetch."""
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the threads of members that prefetch; see :meth:`ReplayBuffer.shutdown`."""
         for member in self.members:
-            member.shutdown()
+            member.shutdown(timeout)
 
     @property
     def transform(self) -> tuple[Any, ...]:

@@ -173,6 +173,28 @@ def test_counts_are_named_as_those_of_a_buffer_of_this_process(serve):
     client.shutdown()
 
 
+def test_a_buffer_is_alive_until_it_is_shut_down(serve):
+    buffer = serve(batch_size=4)
+    assert buffer.start() is buffer
+    assert buffer.is_alive
+    client = buffer.client()
+    assert client.is_alive
+    client.shutdown()
+    assert not client.is_alive
+    assert buffer.is_alive
+    buffer.shutdown(timeout=3.0)
+    assert not buffer.is_alive
+
+
+def test_a_service_that_was_killed_is_not_alive(serve):
+    buffer = serve(batch_size=4)
+    buffer.extend(frames(0, 5))
+    os.kill(buffer.host.pid, signal.SIGKILL)
+    wait_until(lambda: not buffer.is_alive)
+    with pytest.raises(WorkerError, match=r"was killed by SIGKILL: the 5 elements"):
+        buffer.sample()
+
+
 def test_dumps_and_loads(serve, tmp_path):
     first, second = serve(), serve()
     first.extend(frames(0, 30))

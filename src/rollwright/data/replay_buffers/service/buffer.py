@@ -198,10 +198,22 @@ class ServiceReplayBuffer(ReplayClient):
             "num_connections": self.num_connections,
         }
 
-    def shutdown(self) -> None:
-        """End the service, which saves what is fresh if it has a ``path``. May be called again."""
+    @property
+    def is_alive(self) -> bool:
+        """Whether the service runs, or is started again when it is asked next."""
+        if self._session.is_closed:
+            return False
+        can_return = self._recipe.path is not None and self.num_restarts < self._service_options.max_restarts
+        return can_return or self._host.how_it_ended() is None
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the service, which saves what is fresh if it has a ``path``. May be called again.
+
+        Args:
+            timeout: seconds that it has for that; None: 5.
+        """
         if self._recipe.path is not None and not self._session.is_closed and self._host.how_it_ended() is None:
             with contextlib.suppress(WorkerError, ConnectionError, TimeoutError, RuntimeError):
                 self._session.ask("finish")
         self._session.close()
-        self._host.end(_END_S)
+        self._host.end(_END_S if timeout is None else timeout)

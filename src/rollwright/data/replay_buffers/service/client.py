@@ -320,7 +320,12 @@ class ReplayClient(ReplayBuffer):
     dump = save = dumps
     load = loads
 
-    def shutdown(self) -> None:
+    @property
+    def is_alive(self) -> bool:
+        """Whether this client was not shut down; it does not ask the service."""
+        return not self._session.is_closed
+
+    def shutdown(self, timeout: float | None = None) -> None:
         """Hang up; the service goes on."""
         self._session.close()
 

@@ -36,6 +36,7 @@ class _ProcessHost:
 
     def __init__(self, child: Child) -> None:
         self._child = child
+        self._raised: str | None = None  # what it has sent at its end, which is read once
 
     @property
     def pid(self) -> int:
@@ -60,12 +61,13 @@ class _ProcessHost:
         """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
         if self._child.alive:
             return None
-        try:
-            found = self._child.take()
-        except ChannelClosed:
-            found = None
-        raised = f", it had raised {found.kind}: {found.text}" if isinstance(found, ExceptionInfo) else ""
-        return self._child.how_it_ended() + raised
+        if self._raised is None:
+            try:
+                found = self._child.take()
+            except ChannelClosed:
+                found = None
+            self._raised = f", it had raised {found.kind}: {found.text}" if isinstance(found, ExceptionInfo) else ""
+        return self._child.how_it_ended() + self._raised
 
     def end(self, timeout_s: float) -> None:
         """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
