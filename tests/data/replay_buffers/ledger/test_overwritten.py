@@ -218,3 +218,19 @@ def test_a_thread_that_overwrites_all_of_a_buffer_itself_is_not_kept_waiting():
         buffer.sample()
     buffer.storage.publish(held)
     check(buffer.sample(), {0})
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_slices_that_are_too_long_for_what_is_not_being_overwritten_are_waited_for(shared):
+    buffer = full_buffer(shared=shared, sampler=SliceSampler(slice_len=16, strict_length=True))
+    with ThreadPoolExecutor(1) as another:
+        held = another.submit(buffer.storage.reserve, 15).result()
+        threading.Timer(0.05, buffer.storage.publish, [held]).start()
+        assert len(buffer.sample()) == 16
+    held = buffer.storage.reserve(15)
+    with pytest.raises(ValueError, match="slice_len: expected at most 5"):
+        buffer.sample()  # this thread writes itself
+    buffer.storage.publish(held)
+    buffer.set_sampler(SliceSampler(slice_len=32, strict_length=True))
+    with pytest.raises(ValueError, match="slice_len: expected at most 20"):
+        buffer.sample(32)

@@ -233,21 +233,28 @@ class Ledger:
         end = self._reservations.end_published()
         self._await_settled(lambda: self._head[PUBLISHED] >= end or stop())
 
-    def await_overwritten(self) -> bool:
-        """Wait while all that was published is being overwritten, by other threads or processes.
+    @property
+    def is_overwriting(self) -> bool:
+        """Whether something that was published cannot be read, since it is being overwritten."""
+        head = self._head
+        return self.end() - self.capacity > max(head[BASE], head[PUBLISHED] - self.capacity)
 
-        Whoever writes slowly holds back those behind it, which have taken the rest of the rows meanwhile.
+    def await_overwritten(self) -> bool:
+        """Wait while what was published is being overwritten, by other threads or processes.
 
         Returns:
-            Whether something can be read; False, at once, where nothing was published, or this thread is writing.
+            Whether something can be read, or could after another wait; False, at once, where nothing was published, or
+            this thread is writing.
 
         Raises:
             TimeoutError: a process that lives does not publish what it reserved.
         """
         if self._head[PUBLISHED] <= self._head[BASE] or threading.get_ident() in list(self._threads.values()):
             return False
-        self._await_settled(lambda: self.num_live() > 0 or self.is_settled())
-        return self.num_live() > 0
+        end = self.end()
+        self._await_settled(lambda: not self.is_overwriting or self._head[PUBLISHED] >= end)
+        with self.reading():  # or one could change between the two looks
+            return self.num_live() > 0 or self.is_overwriting
 
     def _await_settled(self, enough: Callable[[], bool]) -> None:
         """Wait until enough can be read; what was reserved before it may hold it back."""

@@ -256,14 +256,21 @@ def draw_and_read(
             if found is not None:
                 return found
     while True:
+        error: Exception | None = None
         with storage.ledger.reading():
             if len(storage):
-                draw = sampler.draw(storage, size, generator)
-                if generations:
-                    draw.info[GENERATION] = torch.from_numpy(storage.generations(draw.index))
-                return draw, storage.read(draw.index)
+                try:
+                    draw = sampler.draw(storage, size, generator)
+                except ValueError as found:  # too little is left while the rest is being overwritten, perhaps
+                    if not storage.ledger.is_overwriting:
+                        raise
+                    error = found
+                else:
+                    if generations:
+                        draw.info[GENERATION] = torch.from_numpy(storage.generations(draw.index))
+                    return draw, storage.read(draw.index)
         if not storage.ledger.await_overwritten():
-            raise RuntimeError(
+            raise error or RuntimeError(
                 f"{buffer} is empty: nothing to sample from yet. Call extend(), or wait until "
                 "what writes into it has written."
             )
