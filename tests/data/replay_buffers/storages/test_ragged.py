@@ -471,3 +471,12 @@ def test_inspect_notices_damage(tmp_path, capsys):
     torch.save(state, tmp_path / "saved" / "elements.pt")
     assert main(["inspect", str(tmp_path / "saved")]) == 1
     assert "checksum" in capsys.readouterr().err
+
+
+def test_tensors_and_tensordicts_in_one_buffer_are_a_list_in_any_order():
+    buffer = ReplayBuffer(storage=RaggedStorage(10), batch_size=4)
+    buffer.extend([torch.tensor(1.0), TensorDict({"a": torch.tensor(2.0)})])
+    for index in ([0, 1], [1, 0]):
+        found = buffer[index]
+        assert isinstance(found, list)
+        assert [isinstance(item, torch.Tensor) for item in found] == [place == 0 for place in index]

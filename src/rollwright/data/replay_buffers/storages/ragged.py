@@ -257,6 +257,6 @@ def _encoded(item: Any) -> Encoded:
 def _together(items: list[Any]) -> Any:
     if items and all(is_tensor_collection(item) for item in items):
         return LazyStackedTensorDict(*items, stack_dim=0)
-    if items and isinstance(items[0], torch.Tensor) and all(item.shape == items[0].shape for item in items):
+    if items and all(isinstance(item, torch.Tensor) and item.shape == items[0].shape for item in items):
         return torch.stack(items)
     return items
