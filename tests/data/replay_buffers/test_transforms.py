@@ -173,6 +173,22 @@ def test_slices_get_their_next_observations_back():
     assert torch.equal(batch["next", "observation"][known], batch["observation"][known] + torch.tensor([1.0, -1.0]))
 
 
+def test_padding_follows_no_step():
+    """The last real step of a slice that was cut short knows no next observation: its padding repeats it."""
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(20),
+        sampler=SliceSampler(slice_len=4, pad_output=True),
+        transform=NextStateReconstructor(done_key=None),
+        batch_size=8,
+    )
+    ids = torch.tensor([0, 0, 1, 1, 1])
+    buffer.extend(TensorDict({"observation": torch.arange(5.0), "collector": {"traj_ids": ids}}, [5]))
+    batch = buffer.sample()
+    following = torch.tensor([1.0, torch.nan, 3.0, 4.0, torch.nan])[batch["observation"].long()]
+    following[~batch["collector", "mask"]] = torch.nan
+    torch.testing.assert_close(batch["next", "observation"], following, equal_nan=True)
+
+
 def test_each_mark_ends_a_trajectory():
     data = trajectories(6, 3)
 

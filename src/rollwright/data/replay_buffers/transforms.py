@@ -12,7 +12,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from torch import nn
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, checked_key, key_str, leaf_keys, unravel
-from rollwright.data.layout import IS_INIT, NEXT_DONE, TRAJ_IDS
+from rollwright.data.layout import IS_INIT, MASK, NEXT_DONE, TRAJ_IDS
 
 __all__ = ["NextStateReconstructor", "PolicyAgeFilter"]
 
@@ -110,8 +110,8 @@ class NextStateReconstructor(nn.Module):
 
     For buffers that store observations once: leave ``("next", key)`` out of what is written, and draw slices. A step is
     followed where the next one has the same trajectory id, it is not done, and the next one begins no slice
-    (``"is_init"``, where there is one). Elsewhere (the last step of each slice, and all steps of a sampler that draws
-    single elements) the value is ``fill_value``.
+    (``"is_init"``, where there is one) and is no padding (``("collector", "mask")``, where there is one). Elsewhere
+    (the last step of each slice, and all steps of a sampler that draws single elements) the value is ``fill_value``.
 
     Args:
         keys: entries at the root.
@@ -190,6 +190,7 @@ class NextStateReconstructor(nn.Module):
         done = of_each("done_key", self.done_key)
         count = of_each("step_count_key", self.step_count_key)
         begins = of_each("is_init", IS_INIT, required=False)
+        real = of_each("mask", MASK, required=False)
         if ids is not None:
             inner &= (ids.narrow(time, 1, last) == ids.narrow(time, 0, last)).all(-1)
         if done is not None:
@@ -198,6 +199,8 @@ class NextStateReconstructor(nn.Module):
             inner &= (count.narrow(time, 1, last) == count.narrow(time, 0, last) + 1).all(-1)
         if begins is not None:
             inner &= ~begins.narrow(time, 1, last).bool().any(-1)
+        if real is not None:
+            inner &= real.narrow(time, 1, last).bool().all(-1)
         return follows
 
     def _entry(self, batch: TensorDictBase, name: str, key: NestedKey, *, required: bool) -> torch.Tensor | None:
